@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: operators that know no model and no engine."""

@@ -1,0 +1,422 @@
+"""Run any position-wise function over tiles of tokens, and recompute each tile in backward.
+
+Tiling is checkpointing at the grain of a tile. One small node, ``_Save``, saves the block's inputs *ahead* of the
+tiles and returns an empty token; every tile then runs under PyTorch's own non-reentrant checkpoint and takes its
+rows from those saved inputs when it is recomputed. That order has three consequences:
+
+* An activation checkpoint around the layer sees one saved tensor of this block, the input. Its recompute stops
+  there, before the block runs again: the tile's recompute is the only one.
+* PyTorch's early stop ends each tile's recompute before its last product, whose output no gradient needs.
+* ``_Save`` runs last in backward, after every tile. It hands over the input's gradient, which the tiles wrote into
+  slices of one buffer, and one gradient per weight, summed over the tiles in fp32. So each parameter receives one
+  gradient per backward, through autograd, whatever engine listens.
+
+Source: the tiled MLP of Arctic Long Sequence Training, arXiv 2506.13996, and PyTorch's activation checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+Run = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]
+Weights = Callable[[], Mapping[str, Tensor]]
+
+
+def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weights: Weights = dict) -> Any:
+    """Compute ``run(tensors, {})`` one tile of rows at a time.
+
+    Replaces ``torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in x.split(sizes)])``.
+
+    Args:
+        run: position-wise function of (tile tensors, replaced weights) that returns a tensor or a nest of tensors,
+            each with one row per token. The second argument maps the names that ``weights`` gave to tensors to use
+            instead; it is empty when nothing needs a gradient.
+        tensors: inputs that are split, each ``[..., D_i]`` with the same number of rows ``N`` (product of the
+            leading dimensions). A tile keeps the number of dimensions: ``[1, ..., t, D_i]``.
+        sizes: tokens of each tile, in order; they sum to ``N``.
+        weights: returns the live weights that train, by name. They are asked for again at every tile, so that an
+            engine may free and gather them in between.
+
+    Returns:
+        What ``run(tensors, {})`` returns. Outputs shaped like the first input but for the last dimension keep its
+        leading dimensions; other outputs are joined along dimension 0.
+
+    Cost:
+        Matrix products of a gated MLP in units of ``2 * N * D * F``: 11 (3 forward, 2 recomputed, 6 backward), 8 with
+        frozen weights, the same inside a non-reentrant activation checkpoint; 14 inside a reentrant one. Memory
+        beyond the inputs: the outputs, their gradients, the inputs' gradients, one fp32 sum per weight that trains,
+        and one tile's intermediates.
+
+    Raises:
+        ValueError: an output has no row per token, so the function is not position-wise.
+    """
+    cuts = _Cuts(tensors, sizes)
+    if torch.compiler.is_compiling():
+        return _run_compiled(run, tensors, cuts)
+    live = weights() if torch.is_grad_enabled() else {}
+    if not torch.is_grad_enabled() or not (live or any(t.requires_grad for t in tensors)):
+        return _run_without_gradient(run, tensors, cuts)
+    return _run_with_gradient(run, tensors, cuts, weights, live)
+
+
+def _run_without_gradient(run: Run, tensors: Sequence[Tensor], cuts: _Cuts) -> Any:
+    rows = cuts.rows(tensors)
+    output = _Output(cuts)
+    for index in range(len(cuts)):
+        output.write(index, run(cuts.tiles(rows, index), {}))
+    return output.result(output.buffers)
+
+
+def _run_compiled(run: Run, tensors: Sequence[Tensor], cuts: _Cuts) -> Any:
+    """PyTorch's checkpoint per tile, which its compiler understands; the compiler then plans the recompute itself."""
+    rows = cuts.rows(tensors)
+    parts = []
+    for index in range(len(cuts)):
+        tiles = cuts.tiles(rows, index)
+        parts.append(checkpoint(lambda *tile: run(tile, {}), *tiles, use_reentrant=False) if torch.is_grad_enabled()
+                     else run(tiles, {}))  # fmt: skip
+    flat = [tree_flatten(part) for part in parts]
+    joined = []
+    for number, first in enumerate(flat[0][0]):
+        if not isinstance(first, Tensor):
+            joined.append(first)
+            continue
+        whole = torch.cat([cuts.as_rows(leaves[number], index) for index, (leaves, _) in enumerate(flat)])
+        joined.append(whole.reshape(cuts.joined_shape(first, 0)))
+    return tree_unflatten(joined, flat[0][1])
+
+
+def _run_with_gradient(
+    run: Run, tensors: Sequence[Tensor], cuts: _Cuts, weights: Weights, live: Mapping[str, Tensor]
+) -> Any:
+    rows = cuts.rows(tensors)
+    gradients = _Gradients(cuts, [(name, weight.dtype) for name, weight in live.items()])
+    token = _Save.apply(gradients, len(rows), *rows, *live.values())
+    source = _Source(cuts, token, rows)
+    output = _Output(cuts)
+    anchor = rows[0].new_empty(0)
+
+    def run_tile(index: int, _: Tensor) -> Any:
+        tiles = [
+            _Take.apply(token, tile, gradients, number, index) if source.needs_gradient[number] else tile
+            for number, tile in enumerate(source.tiles(index))
+        ]
+        aliases = {name: _Alias.apply(token, weight.detach(), gradients, name) for name, weight in weights().items()}
+        return run(tiles, aliases)
+
+    puts = []
+    try:
+        for index in range(len(cuts)):
+            # The identity hooks hide the tile's own bookkeeping from a checkpoint around the layer, which would
+            # otherwise have to recompute every tile but the last to get it back. The anchor carries the device.
+            with saved_tensors_hooks(_same, _same), set_checkpoint_early_stop(True):
+                result = checkpoint(run_tile, index, anchor, use_reentrant=False)
+            leaves = output.write(index, result)
+            puts.append(_Put.apply(gradients, source, index, *leaves))
+            del result, leaves
+    finally:
+        source.end_forward()
+    joined = _Join.apply(gradients, output, *puts)
+    return output.result(joined)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _backward_pass() -> int:
+    """Identity of the running backward pass; PyTorch's checkpoint keys its recomputed tensors by the same number."""
+    return torch._C._current_graph_task_id()
+
+
+class _Cuts:
+    """The rows of each tile, and how outputs go back together."""
+
+    def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        self.leading = tensors[0].shape[:-1]
+        self.sizes = tuple(sizes)
+        self.starts = tuple(accumulate(self.sizes, initial=0))
+        self.ndims = [tensor.dim() for tensor in tensors]
+        tokens = self.leading.numel()
+        for number, tensor in enumerate(tensors):
+            if tensor.dim() < 2 or tensor.shape[:-1].numel() != tokens:
+                raise ValueError(
+                    f"cannot tile: input {number} has shape {tuple(tensor.shape)}, expected [..., D] with "
+                    f"{tokens:,} rows in at least two dimensions; pass it as a keyword that is not split"
+                )
+        if self.starts[-1] != tokens:
+            raise ValueError(f"cannot tile: sizes sum to {self.starts[-1]:,}, expected {tokens:,} rows")
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @staticmethod
+    def rows(tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each input as ``[N, D_i]``; a non-contiguous one is copied once."""
+        return [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+
+    def tiles(self, rows: Sequence[Tensor], index: int) -> list[Tensor]:
+        start, size = self.starts[index], self.sizes[index]
+        return [
+            row.narrow(0, start, size).view((1,) * (ndim - 2) + (size, row.shape[-1]))
+            for row, ndim in zip(rows, self.ndims, strict=True)
+        ]
+
+    def as_rows(self, output: Tensor, index: int) -> Tensor:
+        """One tile's output as ``[t, ...]``."""
+        size = self.sizes[index]
+        if output.dim() == self.ndims[0] and output.shape[:-1].numel() == size:
+            return output.reshape(size, output.shape[-1])
+        if output.dim() > 0 and output.shape[0] == size:
+            return output
+        raise ValueError(
+            f"cannot tile: for a tile of {size:,} tokens the block returned shape {tuple(output.shape)}, expected one "
+            "row per token; it is not position-wise, leave it out with only="
+        )
+
+    def joined_shape(self, output: Tensor, index: int) -> tuple[int, ...]:
+        """Shape of the whole output, from one tile's."""
+        if output.dim() == self.ndims[0] and output.shape[:-1].numel() == self.sizes[index]:
+            return (*self.leading, output.shape[-1])
+        return (self.leading.numel(), *output.shape[1:])
+
+
+class _Output:
+    """Whole outputs, written slice by slice."""
+
+    def __init__(self, cuts: _Cuts) -> None:
+        self.cuts = cuts
+        self.buffers: list[Tensor] = []
+        self.needs_gradient: list[bool] = []
+        self._rest: list[Any] = []
+
+    def write(self, index: int, result: Any) -> list[Tensor]:
+        """Copy one tile's tensors into their slices and return them."""
+        leaves, spec = tree_flatten(result)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not self._rest:
+            self._rest, self._spec = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+            self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+            for tensor in tensors:
+                self.cuts.as_rows(tensor, index)
+            self.buffers = [tensor.new_empty(self.cuts.joined_shape(tensor, index)) for tensor in tensors]
+            self.needs_gradient = [False] * len(tensors)
+        start, size = self.cuts.starts[index], self.cuts.sizes[index]
+        for number, (buffer, tensor) in enumerate(zip(self.buffers, tensors, strict=True)):
+            rows = self.cuts.as_rows(tensor, index)
+            buffer.view(-1, *rows.shape[1:]).narrow(0, start, size).copy_(rows.detach())
+            self.needs_gradient[number] |= tensor.requires_grad
+        return tensors
+
+    def result(self, joined: Sequence[Tensor]) -> Any:
+        """The output as the function returns it, around the joined tensors."""
+        tensors = iter(joined)
+        leaves = [
+            next(tensors) if is_tensor else rest
+            for is_tensor, rest in zip(self._is_tensor, self._rest, strict=True)
+        ]
+        return tree_unflatten(leaves, self._spec)
+
+
+class _Source:
+    """Where a tile's rows come from: the live inputs during the forward, the saved ones during a recompute."""
+
+    def __init__(self, cuts: _Cuts, token: Tensor, rows: Sequence[Tensor]) -> None:
+        self.cuts = cuts
+        self.needs_gradient = [row.requires_grad for row in rows]
+        self._save = token.grad_fn
+        self._live: list[Tensor] | None = [row.detach() for row in rows]
+        self._saved: list[Tensor] = []
+        self._pass = -1
+        self._left = 0
+
+    def tiles(self, index: int) -> list[Tensor]:
+        """The rows of one tile, outside any graph."""
+        if self._live is not None:
+            return self.cuts.tiles(self._live, index)
+        self.unpack()
+        tiles = self.cuts.tiles(self._saved, index)
+        self._left -= 1
+        if self._left == 0:
+            self._saved = []
+        return tiles
+
+    def end_forward(self) -> None:
+        """Let go of the live inputs: from here on they come from the saved ones."""
+        self._live = None
+
+    def unpack(self) -> None:
+        """Get the saved inputs back, once per backward pass: a layer checkpoint allows no second time."""
+        current = _backward_pass()
+        if not self._saved or self._pass != current:
+            assert self._save is not None
+            self._saved = [row.detach() for row in self._save.saved_tensors]  # type: ignore[attr-defined]
+            self._pass, self._left = current, len(self.cuts)
+
+
+class _Gradients:
+    """What the tiles of one backward pass produce, until ``_Save`` hands it over."""
+
+    def __init__(self, cuts: _Cuts, weights: Sequence[tuple[str, torch.dtype]]) -> None:
+        self.cuts = cuts
+        self.weights = weights
+        self._pass = -1
+        self._clear()
+
+    def _clear(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._inputs: dict[int, Tensor] = {}
+        self._written: dict[int, set[int]] = {}
+        self._outputs: Sequence[Tensor | None] = ()
+        self._outputs_left = 0
+
+    def begin(self, outputs: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of the whole outputs while the tiles take their slices."""
+        self._clear()
+        self._pass = _backward_pass()
+        tokens = self.cuts.leading.numel()
+        self._outputs = [None if grad is None else grad.reshape(tokens, grad.numel() // tokens) for grad in outputs]
+        self._outputs_left = len(self.cuts)
+
+    def of_output(self, index: int) -> Iterator[Tensor | None]:
+        """One tile's slice of each output's gradient, as ``[t, ...]``."""
+        start, size = self.cuts.starts[index], self.cuts.sizes[index]
+        for gradient in self._outputs:
+            yield None if gradient is None else gradient.narrow(0, start, size)
+        self._outputs_left -= 1
+        if self._outputs_left == 0:
+            self._outputs = ()
+
+    def add_weight(self, name: str, gradient: Tensor) -> None:
+        """Add one tile's weight gradient to the sum: fp32 for weights of lower precision."""
+        total = self._sums.get(name)
+        if total is not None:
+            total.add_(gradient)
+            return
+        low = gradient.dtype in (torch.bfloat16, torch.float16)
+        self._sums[name] = gradient.to(torch.float32 if low else gradient.dtype, copy=True)
+
+    def write_input(self, number: int, index: int, gradient: Tensor) -> None:
+        """Write one tile's input gradient into its slice."""
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        whole = self._inputs.get(number)
+        if whole is None:
+            whole = self._inputs[number] = rows.new_empty(self.cuts.leading.numel(), rows.shape[-1])
+        whole.narrow(0, self.cuts.starts[index], self.cuts.sizes[index]).copy_(rows)
+        self._written.setdefault(number, set()).add(index)
+
+    def take(self, inputs: int) -> list[Tensor | None]:
+        """Every gradient of the pass, inputs first, and nothing kept."""
+        result: list[Tensor | None] = []
+        for number in range(inputs):
+            whole = self._inputs.pop(number, None)
+            if whole is not None:
+                for index in set(range(len(self.cuts))) - self._written[number]:
+                    whole.narrow(0, self.cuts.starts[index], self.cuts.sizes[index]).zero_()
+            result.append(whole)
+        for name, dtype in self.weights:
+            total = self._sums.pop(name, None)
+            result.append(total if total is None else total.to(dtype))
+        self._clear()
+        return result
+
+
+class _Save(torch.autograd.Function):
+    """Save the inputs ahead of the tiles; run last in backward and return every gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: _Gradients, inputs: int, *tensors: Tensor) -> Tensor:
+        ctx.gradients, ctx.inputs = gradients, inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors[:inputs])
+        return torch.empty(0, device=tensors[0].device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any) -> Any:
+        return None, None, *ctx.gradients.take(ctx.inputs)
+
+
+class _Take(torch.autograd.Function):
+    """One tile of an input; its gradient goes into a slice of the whole input's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, tile: Tensor, gradients: _Gradients, number: int, index: int) -> Tensor:
+        ctx.gradients, ctx.number, ctx.index = gradients, number, index
+        ctx.set_materialize_grads(False)
+        return tile.view_as(tile)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is not None:
+            ctx.gradients.write_input(ctx.number, ctx.index, gradient)
+        return None, None, None, None, None
+
+
+class _Alias(torch.autograd.Function):
+    """A weight as one tile sees it; its gradient is added to the sum over tiles."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, weight: Tensor, gradients: _Gradients, name: str) -> Tensor:
+        ctx.gradients, ctx.name = gradients, name
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is not None:
+            ctx.gradients.add_weight(ctx.name, gradient)
+        return None, None, None, None
+
+
+class _Put(torch.autograd.Function):
+    """Stands for one tile's outputs, whose values are already in the joined buffers; passes their gradients down."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: _Gradients, source: _Source, index: int, *outputs: Tensor) -> Tensor:
+        ctx.gradients, ctx.source, ctx.index = gradients, source, index
+        ctx.shapes = [output.shape if output.is_floating_point() else None for output in outputs]
+        ctx.set_materialize_grads(False)
+        return torch.empty(0, device=outputs[0].device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any) -> Any:
+        ctx.source.unpack()
+        slices = ctx.gradients.of_output(ctx.index)
+        gradients = [
+            None if gradient is None or shape is None else gradient.reshape(shape)
+            for gradient, shape in zip(slices, ctx.shapes, strict=True)
+        ]
+        return None, None, None, *gradients
+
+
+class _Join(torch.autograd.Function):
+    """The whole outputs; their gradients are kept for the tiles to take slices of."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: _Gradients, output: _Output, *puts: Tensor) -> Any:
+        ctx.gradients, ctx.count = gradients, len(puts)
+        ctx.set_materialize_grads(False)
+        buffers, output.buffers = output.buffers, []
+        ctx.mark_non_differentiable(
+            *(buffer for buffer, needs in zip(buffers, output.needs_gradient, strict=True) if not needs)
+        )
+        return tuple(buffers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: Tensor | None) -> Any:
+        ctx.gradients.begin(outputs)
+        return (None,) * (2 + ctx.count)

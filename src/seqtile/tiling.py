@@ -1,0 +1,203 @@
+"""Where the cuts are: tile rules, and the tile sizes of one batch.
+
+Everything that needs a cut (forward, backward, report, benchmark) asks this module; nobody re-derives one.
+Tokens here are rows: ``batch * sequence`` of the block's input, flattened.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+MULTIPLE = 128
+"""Tiles are multiples of this many tokens where that keeps them within the rule (matrix-product tiling)."""
+
+LIVE_WIDTHS = 7
+"""``[tokens, intermediate]`` tensors alive at the peak of a gated MLP's eager backward; plain MLPs have fewer."""
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What a tile rule needs to know of a block.
+
+    Attributes:
+        hidden: width ``D`` of the block's input.
+        intermediate: width ``F`` of its widest tensor (times the experts per token in a mixture of experts).
+        itemsize: bytes per activation element.
+        weight_numel: elements of the weights that train; 0 when all are frozen.
+        weight_itemsize: bytes per element of those weights.
+        device_type: ``torch.device.type`` of the weights.
+    """
+
+    hidden: int
+    intermediate: int
+    itemsize: int
+    weight_numel: int
+    weight_itemsize: int
+    device_type: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one tile's own intermediates, per token."""
+        return LIVE_WIDTHS * self.intermediate * self.itemsize
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the fp32 sums over tiles that an untiled block does not need (none for fp32 weights)."""
+        return 4 * self.weight_numel if self.weight_itemsize < 4 else 0
+
+
+@dataclass(frozen=True)
+class TileRule:
+    """A parsed ``tile=`` argument.
+
+    Attributes:
+        kind: ``"auto"``, ``"tokens"``, ``"shards"``, ``"arctic"`` or ``"memory"``.
+        value: tokens, tiles or bytes; 0 where the kind needs none.
+    """
+
+    kind: str
+    value: int = 0
+
+    def tokens_per_tile(self, tokens: int, shape: BlockShape) -> int:
+        """Largest number of tokens that one tile of a batch of ``tokens`` may hold."""
+        if self.kind == "tokens":
+            return self.value
+        if self.kind == "shards":
+            return max(1, math.ceil(tokens / self.value))
+        if self.kind == "arctic":
+            return max(1, math.ceil(tokens / math.ceil(tokens / shape.hidden)))
+        if self.kind == "memory":
+            return tokens_within(self.value, shape)
+        return auto_tokens(shape)
+
+    def tile_sizes(self, tokens: int, shape: BlockShape) -> tuple[int, ...]:
+        """Sizes of the tiles of a batch of ``tokens``, in order; empty when the batch is to run untiled.
+
+        Sizes are as equal as whole multiples of 128 tokens allow, so that no short tail is left. An explicit
+        rule always tiles a non-empty batch, even into one tile (which is then recomputed in backward);
+        ``"auto"`` leaves a batch untiled where tiling would not lower the block's peak.
+        """
+        if tokens == 0:
+            return ()
+        if self.kind in ("shards", "arctic"):
+            count = self.value if self.kind == "shards" else math.ceil(tokens / shape.hidden)
+            return equal_sizes(tokens, min(count, tokens))
+        sizes = sizes_within(tokens, self.tokens_per_tile(tokens, shape))
+        if self.kind == "auto" and not lowers_peak(tokens, max(sizes), shape):
+            return ()
+        return sizes
+
+    def describe(self, shape: BlockShape) -> str:
+        """The rule in words, for the report."""
+        if self.kind == "shards":
+            return f"{self.value:,} tile{'s' if self.value != 1 else ''}"
+        if self.kind == "arctic":
+            return f"ceil(tokens / {shape.hidden:,}) tiles"
+        return f"{self.tokens_per_tile(0, shape):,} tokens per tile"
+
+    def __str__(self) -> str:
+        if self.kind == "tokens":
+            return str(self.value)
+        if self.kind in ("shards", "memory"):
+            return f"{self.kind}:{self.value}"
+        return self.kind
+
+
+def parse_tile(tile: int | str | TileRule) -> TileRule:
+    """Turn a ``tile=`` argument into a :class:`TileRule`.
+
+    Args:
+        tile: ``"auto"``; an int, tokens per tile; ``"shards:N"``, N tiles; ``"arctic"``, ``ceil(tokens / hidden)``
+            tiles (arXiv 2506.13996); ``"memory:1GiB"``, the largest tile whose working set fits.
+
+    Raises:
+        TypeError: not an int or a string.
+        ValueError: a size below 1 or an unknown word.
+    """
+    if isinstance(tile, TileRule):
+        return tile
+    if isinstance(tile, bool) or not isinstance(tile, (int, str)):
+        raise TypeError(f"tile={tile!r}: got {type(tile).__name__}, expected an int or a string; {_EXPECTED}")
+    if isinstance(tile, int) or re.fullmatch(r"[+-]?\d+", tile.strip()):
+        if int(tile) < 1:
+            raise ValueError(f"tile={tile}: got {int(tile)} tokens per tile, expected at least 1; {_EXPECTED}")
+        return TileRule("tokens", int(tile))
+    word, _, value = tile.strip().lower().partition(":")
+    if word in ("auto", "arctic") and not value:
+        return TileRule(word)
+    if word == "shards" and re.fullmatch(r"\d+", value) and int(value) >= 1:
+        return TileRule("shards", int(value))
+    if word == "memory" and (budget := parse_bytes(value)):
+        return TileRule("memory", budget)
+    raise ValueError(f"tile={tile!r} is not a tile rule; {_EXPECTED}")
+
+
+_EXPECTED = 'use "auto", a number of tokens such as 8192, "shards:4", "arctic" or "memory:1GiB"'
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in ``"1GiB"``, ``"512 MB"`` or ``"4096"``; 0 if the text is no positive size."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if not match or match[2] not in _UNITS:
+        return 0
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def equal_sizes(tokens: int, count: int) -> tuple[int, ...]:
+    """``count`` sizes that sum to ``tokens``: equal multiples of 128 with the remainder last, if there are enough."""
+    units = math.ceil(tokens / MULTIPLE)
+    if units >= 8 * count:
+        sizes = [MULTIPLE * (units // count + (i < units % count)) for i in range(count)]
+        sizes[-1] -= sum(sizes) - tokens
+        return tuple(sizes)
+    return tuple(tokens // count + (i < tokens % count) for i in range(count))
+
+
+def sizes_within(tokens: int, limit: int) -> tuple[int, ...]:
+    """The fewest equal sizes of at most ``limit`` tokens that sum to ``tokens``."""
+    count = math.ceil(tokens / limit)
+    sizes = equal_sizes(tokens, count)
+    if max(sizes) > limit:
+        return tuple(tokens // count + (i < tokens % count) for i in range(count))
+    return sizes
+
+
+def tokens_within(budget: int, shape: BlockShape) -> int:
+    """Largest tile whose working set fits into ``budget`` bytes: intermediates plus the fp32 sums over tiles.
+
+    Raises:
+        ValueError: not even one token fits.
+    """
+    tokens = (budget - shape.sum_bytes) // shape.bytes_per_token
+    if tokens < 1:
+        least = shape.sum_bytes + MULTIPLE * shape.bytes_per_token
+        raise ValueError(
+            f"tile='memory:{budget}' does not hold one tile of a block with intermediate size {shape.intermediate:,}: "
+            f"{shape.sum_bytes:,} bytes of weight-gradient sums come first; give at least {least:,} bytes"
+        )
+    return tokens - tokens % MULTIPLE if tokens >= MULTIPLE else tokens
+
+
+def auto_tokens(shape: BlockShape) -> int:
+    """Tokens per tile of the ``"auto"`` rule.
+
+    A tile re-reads and rewrites every weight gradient, which costs about ``218 / tile`` of the backward on a
+    recent GPU (fp32 sums), so 8,192 tokens when weights train, 16,384 where that stays below 1 GiB of
+    intermediates; frozen weights pay nothing and products are at full speed from 2,048. A CPU core has far fewer
+    operations per byte of memory bandwidth: 1,024 and 512 there.
+    """
+    trains = shape.weight_numel > 0
+    if shape.device_type == "cpu":
+        return 1024 if trains else 512
+    if not trains:
+        return 2048
+    return 16384 if 16384 * shape.bytes_per_token <= 2**30 else 8192
+
+
+def lowers_peak(tokens: int, tile: int, shape: BlockShape) -> bool:
+    """Whether tiles of ``tile`` tokens lower the block's peak: what they free is more than the sums they add."""
+    return (tokens - tile) * shape.bytes_per_token > shape.sum_bytes
