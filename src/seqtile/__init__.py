@@ -1,0 +1,45 @@
+"""Train Hugging Face language models on sequences that do not fit: same gradients, no lost speed, any engine."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from seqtile._errors import UserError as UserError
+    from seqtile.counting import count_live_bytes as count_live_bytes
+    from seqtile.counting import count_products as count_products
+    from seqtile.models.apply import applied as applied
+    from seqtile.models.apply import apply as apply
+    from seqtile.models.apply import undo as undo
+    from seqtile.models.report import Block as Block
+    from seqtile.models.report import Report as Report
+    from seqtile.verification import VerifyResult as VerifyResult
+    from seqtile.verification import verify as verify
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Block": "seqtile.models.report",
+    "Report": "seqtile.models.report",
+    "UserError": "seqtile._errors",
+    "VerifyResult": "seqtile.verification",
+    "applied": "seqtile.models.apply",
+    "apply": "seqtile.models.apply",
+    "count_live_bytes": "seqtile.counting",
+    "count_products": "seqtile.counting",
+    "undo": "seqtile.models.apply",
+    "verify": "seqtile.verification",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'seqtile' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

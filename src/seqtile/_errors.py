@@ -1,0 +1,5 @@
+"""The one exception that is the user's to mend."""
+
+
+class UserError(ValueError):
+    """Bad input, in one sentence: what was got, what was expected, what to do. The command exits with code 2."""

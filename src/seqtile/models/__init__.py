@@ -1,0 +1,1 @@
+"""Finds the position-wise blocks of a model, changes instances, undoes, reports."""

@@ -1,0 +1,171 @@
+"""Find the position-wise blocks of a model, by structure rather than by a list of class names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from seqtile.models.neighbours import Neighbours, find_inline, find_neighbours
+from seqtile.models.probe import mixes_tokens
+
+LOOKED_FOR = (
+    "a module with two or three linear layers D -> F and F -> D (gate, up, down; fused gate_up, down; fc1, fc2), "
+    "experts with 3-D weights, or such linear layers called one after another in a decoder layer"
+)
+
+_NOT_LANGUAGE = re.compile(r"(^|\.)(visual|vision|image|audio|speech|vq)[^.]*(\.|$)")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A position-wise block.
+
+    Attributes:
+        name: qualified name of the module, or of the first linear layer of an inline block.
+        kind: ``"mlp"``, ``"experts"`` or ``"inline"`` (linear layers that are children of the decoder layer).
+        module: the block; the decoder layer for ``"inline"``.
+        hidden: width of its input.
+        intermediate: width of its widest tensor, per token.
+        layer: qualified name of the decoder layer around it, "" if there is none.
+        neighbours: what stands before and after it in that layer.
+        why: what proves that it is position-wise.
+    """
+
+    name: str
+    kind: str
+    module: nn.Module
+    hidden: int
+    intermediate: int
+    layer: str
+    neighbours: Neighbours
+    why: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module that was left alone, and why."""
+
+    name: str
+    class_name: str
+    why: str
+
+
+def find_blocks(model: nn.Module, *, everything: bool = False) -> tuple[list[Candidate], list[Left]]:
+    """Position-wise blocks of ``model`` in module order, and what resembles one but is left alone.
+
+    Args:
+        model: any module tree; nothing in it is called but the probed blocks, on four random tokens.
+        everything: also blocks of vision and audio towers, which are left alone otherwise.
+
+    Returns:
+        The blocks, outermost first, none inside another; and the modules left alone with the reason.
+    """
+    modules = dict(model.named_modules())
+    found: list[Candidate] = []
+    left: list[Left] = []
+    probed: dict[object, str | None] = {}
+    for name, module in modules.items():
+        if any(name.startswith(f"{block.name}.") for block in found if block.kind != "inline"):
+            continue
+        parent = modules.get(name.rpartition(".")[0])
+        candidate = _classify(name, module, parent)
+        if candidate is None:
+            continue
+        class_name = type(module).__name__
+        if not everything and _NOT_LANGUAGE.search(name):
+            left.append(Left(name, class_name, "vision or audio tower; name it in only= to tile it"))
+            continue
+        key = (type(module), candidate.hidden, candidate.intermediate, candidate.name.rpartition(".")[2])
+        if key not in probed:
+            probed[key] = mixes_tokens(candidate.module, candidate.kind, candidate.hidden)
+        reason = probed[key]
+        if reason is not None and reason.startswith("not "):
+            left.append(Left(name, class_name, reason))
+        else:
+            found.append(_with(candidate, reason or "permuted tokens gave permuted outputs"))
+    return found, left
+
+
+def _with(candidate: Candidate, why: str) -> Candidate:
+    fields = {**candidate.__dict__, "why": why if candidate.kind != "inline" else candidate.why}
+    return Candidate(**fields)
+
+
+def _classify(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | None:
+    if re.search(r"attn|attention", f"{name.rpartition('.')[2]} {type(module).__name__}", re.IGNORECASE):
+        return None
+    layer = name.rpartition(".")[0]
+    if (widths := mlp_widths(module)) is not None:
+        neighbours = find_neighbours(parent, name.rpartition(".")[2]) if parent is not None else Neighbours()
+        return Candidate(name, "mlp", module, *widths, layer, neighbours, "")
+    if (widths := experts_widths(module)) is not None:
+        return Candidate(name, "experts", module, *widths, layer, Neighbours(), "")
+    inline = find_inline(module, {child: linear_widths(part) for child, part in module.named_children()})
+    if inline is not None:
+        hidden, intermediate = linear_widths(getattr(module, inline.members[0])) or (0, 0)
+        first = f"{name}.{inline.members[0]}".lstrip(".")
+        why = f"the layer calls {', '.join(inline.members)} one after another"
+        return Candidate(first, "inline", module, hidden, intermediate, name, inline, why)
+    return None
+
+
+def linear_widths(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a linear layer of any make: ``nn.Linear``, quantised, adapter-wrapped or ``Conv1D``."""
+    if hasattr(module, "nx") and hasattr(module, "nf"):
+        return int(module.nx), int(module.nf)
+    wide = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if isinstance(wide[0], int) and isinstance(wide[1], int) and not isinstance(module, nn.Bilinear):
+        return wide[0], wide[1]
+    return None
+
+
+def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
+    """(hidden, intermediate) if the module is a gated or plain MLP by its linear children."""
+    linears = []
+    for child in _parts(module):
+        widths = linear_widths(child)
+        if widths is not None:
+            linears.append(widths)
+        elif any(True for _ in child.parameters()) and not _row_wise(child):
+            return None
+    if any(True for _ in module.parameters(recurse=False)) or len(linears) not in (2, 3):
+        return None
+    hidden, out = linears[0]
+    down = linears[-1]
+    if down[1] != hidden or any(widths != (hidden, out) for widths in linears[:-1]):
+        return None
+    if len(linears) == 2 and out == 2 * down[0]:
+        return hidden, down[0]
+    return (hidden, out) if out == down[0] else None
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.Sequential):
+            yield from _parts(child)
+        else:
+            yield child
+
+
+def _row_wise(module: nn.Module) -> bool:
+    """Norms inside an MLP: one-dimensional parameters and nothing below."""
+    return not any(True for _ in module.children()) and all(p.dim() <= 1 for p in module.parameters())
+
+
+def experts_widths(module: nn.Module) -> tuple[int, int] | None:
+    """(hidden, intermediate of the experts a token visits) if the module holds routed experts as 3-D weights."""
+    stacks = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+    if len(stacks) < 2 or stacks[0].shape[0] != stacks[-1].shape[0] or any(module.children()) is None:
+        return None
+    down = getattr(module, "down_proj", stacks[-1])
+    sides = set(stacks[0].shape[1:]) & set(down.shape[1:])
+    config = getattr(module, "config", None)
+    hidden = getattr(module, "hidden_dim", None) or getattr(module, "hidden_size", None)
+    hidden = hidden or getattr(config, "hidden_size", None) or (min(sides) if sides else down.shape[1])
+    inner = [side for side in down.shape[1:] if side != hidden]
+    visits = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k", None) or 1
+    return int(hidden), int(inner[0] if inner else hidden) * int(visits)

@@ -1,0 +1,75 @@
+"""A numeric proof that a block is position-wise: permuted tokens must give permuted outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+TOKENS = 4
+
+
+def mixes_tokens(module: nn.Module, kind: str, hidden: int) -> str | None:
+    """Why the block is not known to be position-wise; None if the probe proved it.
+
+    Runs ``module.forward`` (no hooks) on four random tokens in evaluation mode, then on the same tokens in another
+    order and on the first two alone. A reason that starts with "not " refutes; any other says why nothing could be
+    run (weights on the meta device, or sharded), where the structure is the only proof.
+    """
+    if kind == "inline":
+        return None
+    weights = [p for p in module.parameters() if p.is_floating_point()]
+    reference = weights[0] if weights else torch.empty(0)
+    if any(p.is_meta for p in weights):
+        return "by its structure: the weights are on the meta device"
+    if any(p.numel() == 0 or type(p.data) is not Tensor for p in weights):
+        return "by its structure: the weights are sharded or packed"
+    dtype = reference.dtype if reference.dtype in (torch.float64, torch.bfloat16, torch.float16) else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, TOKENS, hidden, generator=generator).to(reference.device, dtype)
+    inputs: list[Tensor] = [x]
+    if kind == "experts":
+        count = next(p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3)
+        index = torch.stack([torch.randperm(count, generator=generator)[: min(2, count)] for _ in range(TOKENS)])
+        share = torch.rand(index.shape, generator=generator)
+        inputs = [x[0], index.to(reference.device), share.to(reference.device, dtype)]
+    dim = 0 if kind == "experts" else 1
+    order = torch.tensor([2, 0, 3, 1], device=reference.device)
+    try:
+        with _evaluating(module), torch.no_grad():
+            whole = _rows(module, inputs)
+            permuted = _rows(module, [part.index_select(dim, order) for part in inputs])
+            cut = _rows(module, [part.narrow(dim, 0, 2) for part in inputs])
+    except Exception as error:  # the block wants other arguments: it is no block of ours
+        return f"not position-wise: it cannot be called on hidden states alone ({type(error).__name__}: {error})"
+    loose = 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2  # rounding of another summation order
+    for one, other, part in zip(whole, permuted, cut, strict=True):
+        if one.shape[0] != TOKENS or part.shape[0] != 2:
+            return f"not position-wise: {TOKENS} tokens gave an output of shape {tuple(one.shape)}"
+        bound = loose * one.abs().max().item() + 1e-30
+        if (one[order] - other).abs().max() > bound or (one[:2] - part).abs().max() > bound:
+            return "not position-wise: an output depends on other tokens"
+    return None
+
+
+def _rows(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    leaves = [leaf for leaf in tree_leaves(module.forward(*inputs)) if isinstance(leaf, Tensor)]
+    if not leaves:
+        raise TypeError("no tensor returned")
+    return [leaf.double().reshape(-1, leaf.shape[-1]) if leaf.dim() > 1 else leaf.double() for leaf in leaves]
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[Any]:
+    training = {part: part.training for part in module.modules()}
+    try:
+        for part in training:
+            part.training = False
+        yield
+    finally:
+        for part, was in training.items():
+            part.training = was

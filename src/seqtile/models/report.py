@@ -1,0 +1,90 @@
+"""What was tiled, what was left alone, and what it costs."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from seqtile.models.find import Left
+
+
+@dataclass(frozen=True)
+class Block:
+    """One tiled block.
+
+    Attributes:
+        name: qualified name.
+        class_name: class of the module, or of the decoder layer for linear layers that are its children.
+        kind: ``"mlp"``, ``"experts"`` or ``"inline"``.
+        path: operator that runs it: ``"generic"``.
+        hidden: width of its input.
+        intermediate: width of its widest tensor per token.
+        together: children of the layer that run in the same tile, in order.
+        tile: the tile rule in words.
+        why: what proves that it is position-wise.
+    """
+
+    name: str
+    class_name: str
+    kind: str
+    path: str
+    hidden: int
+    intermediate: int
+    together: tuple[str, ...]
+    tile: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of :func:`seqtile.apply`; ``str(report)`` is one line.
+
+    Attributes:
+        blocks: what was tiled, in module order.
+        left: what was left alone and why.
+        found: number of blocks that were found, tiled or not.
+    """
+
+    blocks: tuple[Block, ...]
+    left: tuple[Left, ...]
+    found: int
+    _model: weakref.ref[nn.Module] = field(repr=False, compare=False)
+
+    @property
+    def tiled(self) -> int:
+        """Number of tiled blocks."""
+        return len(self.blocks)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know, from what the model is now: costs of its activation checkpointing."""
+        model = self._model()
+        notes = []
+        together = {names for names in (block.together for block in self.blocks) if len(names) > 1}
+        for names in sorted(together):
+            notes.append(f"{', '.join(names)} share a tile: 12 matrix-product units, 9 with frozen weights")
+        if model is not None and any(_is_reentrant(module) for module in model.modules()):
+            notes.append(
+                "reentrant activation checkpointing: 14 matrix-product units instead of 11 (untiled 12); "
+                "pass use_reentrant=False to save them"
+            )
+        return tuple(notes)
+
+    def __str__(self) -> str:
+        kinds = Counter((block.class_name, block.kind) for block in self.blocks)
+        words = {"mlp": "MLPs", "experts": "experts", "inline": "MLPs"}
+        names = ", ".join(dict.fromkeys(class_name for class_name, _ in kinds))
+        what = " and ".join(dict.fromkeys(words[kind] for _, kind in kinds))
+        tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))
+        paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
+        return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *self.notes])
+
+
+def _is_reentrant(module: nn.Module) -> bool:
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    if function is None or not getattr(module, "gradient_checkpointing", False):
+        return False
+    return bool(getattr(function, "keywords", {}).get("use_reentrant", False))
