@@ -1,0 +1,353 @@
+"""Count the bytes of live tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_iter
+
+from seqtile.counting.watch import Watch, name_of
+
+_UNWRITTEN = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "set_",
+    )
+)
+# These write as many elements as their source has, whatever the size of the tensor they write into.
+_WRITES_ITS_SOURCE = {"aten::index_add_": 3, "aten::index_copy_": 3, "aten::scatter_add_": 3}
+
+
+class Sample(NamedTuple):
+    """Live bytes above the start, after operator number ``op``."""
+
+    op: int
+    live: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class PhaseBytes:
+    """What one phase held at most, and wrote."""
+
+    peak: int
+    written: int
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """One storage that was live at the peak, described by the tensor it was first seen as."""
+
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    phase: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """A live storage, held weakly; ``counted`` is False if it was there before the count began."""
+
+    ref: weakref.KeyedRef[int, torch.UntypedStorage]
+    tensor: LiveTensor
+    counted: bool
+
+
+class LiveBytes:
+    """Bytes of tensors on one device, above what was live when ``count_live_bytes`` was entered.
+
+    A storage counts once, however many views it has, from the operator that returns it until nothing
+    holds it. One that was there before is not counted, and what it held is subtracted when an operator has
+    seen it and it goes. So the numbers are those an exact allocator would show, less what kernels use
+    inside themselves.
+
+    ``peak`` and the peaks of phases come from the allocator of the accelerator where there is one; the
+    rest is counted. Reading a number raises ``RuntimeError`` when no byte was seen.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._live: dict[int, _Storage] = {}
+        self._now = self._peak = self._written = 0
+        self._ops = 0
+        self._seen = False
+        self._at_peak: list[LiveTensor] | None = None
+        self._samples: list[Sample] = []
+        self._phases: dict[str, list[int]] = {}
+        self._phase = ""
+        self._modules: list[str] = []
+        self._hooks: list[Any] = []
+        self._allocator = _Allocator.of(device)
+        self._allocator_phases: dict[str, int] = {}
+        # The callback of every weak reference knows this object weakly: a strong reference would be a cycle.
+        owner = weakref.ref(self)
+
+        def forget(ref: Any) -> None:
+            live = owner()
+            if live is not None:
+                live._forget(ref.key)
+
+        self._callback = forget
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were live at once, above the start."""
+        self._check()
+        if self._allocator is not None:
+            self._fold()
+            return self._allocator.peak
+        return self._peak
+
+    @property
+    def now(self) -> int:
+        """Bytes live above the start, negative if more was freed; after the ``with``, those at its end."""
+        self._check()
+        return self._now
+
+    @property
+    def written(self) -> int:
+        """Bytes that operators wrote: new, in-place and ``out=`` results; views and empty tensors cost none."""
+        self._check()
+        return self._written
+
+    @property
+    def phases(self) -> dict[str, PhaseBytes]:
+        """Peak above the start and bytes written, for each name given to :meth:`phase`."""
+        self._check()
+        if self._allocator is not None:
+            self._fold()
+            return {
+                name: PhaseBytes(self._allocator_phases.get(name, 0), row[1])
+                for name, row in self._phases.items()
+            }
+        return {name: PhaseBytes(*row) for name, row in self._phases.items()}
+
+    def timeline(self) -> list[Sample]:
+        """Live bytes after each operator that changed them, as counted."""
+        self._check()
+        return list(self._samples)
+
+    def peak_tensors(self) -> list[LiveTensor]:
+        """The storages that made the counted peak, largest first; what was there before is not among them."""
+        self._check()
+        tensors = self._snapshot() if self._at_peak is None else self._at_peak
+        return sorted(tensors, key=lambda tensor: -tensor.nbytes)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Label what happens inside, which gets a peak and bytes written of its own; the inner label wins."""
+        self._fold()
+        outer, self._phase = self._phase, name
+        self._phases.setdefault(name, [self._now, 0])
+        try:
+            yield
+        finally:
+            self._fold()
+            self._phase = outer
+
+    def track_modules(self, model: nn.Module) -> None:
+        """Note for each new storage the innermost module that is running, until the ``with`` ends.
+
+        Recomputes are seen too; what the backward itself makes has no module.
+        """
+        for name, module in model.named_modules():
+
+            def enter(*_: Any, name: str = name or type(model).__name__) -> None:
+                self._modules.append(name)
+
+            def leave(*_: Any) -> None:
+                self._modules.pop()
+
+            self._hooks.append(module.register_forward_pre_hook(enter))
+            # An activation checkpoint ends its recompute by an exception, hence always_call.
+            self._hooks.append(module.register_forward_hook(leave, always_call=True))
+
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        name = name_of(func)
+        fresh = name == "aten::lift_fresh"  # its input is new: torch.tensor and torch.from_numpy hand it over
+        known = {self._visit(tensor, counted=fresh) for tensor in _tensors((args, kwargs))}
+        written = 0
+        for tensor in _tensors(result):
+            key = self._visit(tensor, counted=True)
+            if key is not None and key not in known:
+                written += tensor.numel() * tensor.element_size()
+        if name in _UNWRITTEN:
+            written = 0
+        elif isinstance(func, OpOverload) and func._schema.is_mutable:
+            written += self._mutated(func, args, kwargs, name)
+        self._record(written)
+
+    def _mutated(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> int:
+        """Bytes of the arguments on this device that the operator writes into."""
+        total = 0
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in _tensors(value):
+                if tensor.device.type != self._device.type:
+                    continue
+                source = args[_WRITES_ITS_SOURCE[name]] if name in _WRITES_ITS_SOURCE else tensor
+                total += source.numel() * tensor.element_size()
+        return total
+
+    def _visit(self, tensor: Tensor, *, counted: bool) -> int | None:
+        """Follow the tensor's storage from now on; returns its key, or None if it is not on this device."""
+        if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        if storage.device.type != tensor.device.type:
+            self._allocator = None  # a fake tensor: nothing is allocated for it, so its bytes are counted
+        key, nbytes = storage._cdata, storage.nbytes()
+        known = self._live.get(key)
+        if known is None:
+            born = LiveTensor(
+                nbytes,
+                tuple(tensor.shape),
+                tensor.dtype,
+                self._phase,
+                self._modules[-1] if self._modules else "",
+            )
+            self._live[key] = _Storage(weakref.KeyedRef(storage, self._callback, key), born, counted)
+            if counted:
+                self._change(nbytes)
+        elif known.tensor.nbytes != nbytes:
+            self._resize(key, known, nbytes)
+        self._seen |= nbytes > 0
+        return key
+
+    def _resize(self, key: int, known: _Storage, nbytes: int) -> None:
+        self._change(nbytes - known.tensor.nbytes)
+        self._live[key] = replace(known, tensor=replace(known.tensor, nbytes=nbytes))
+
+    def _forget(self, key: int) -> None:
+        known = self._live.get(key)
+        if known is not None:
+            self._change(-known.tensor.nbytes)
+            del self._live[key]
+
+    def _change(self, nbytes: int) -> None:
+        if nbytes < 0 and self._at_peak is None:
+            self._at_peak = self._snapshot()  # taken on the way down from a new peak, so not at every step up
+        self._now += nbytes
+
+    def _record(self, written: int) -> None:
+        """Note where an operator left things."""
+        if self._now > self._peak:
+            self._refresh()
+        if self._now > self._peak:
+            self._peak, self._at_peak = self._now, None
+        if not self._samples or self._samples[-1][1:] != (self._now, self._phase):
+            self._samples.append(Sample(self._ops, self._now, self._phase))
+        self._ops += 1
+        self._written += written
+        if self._phase in self._phases:
+            row = self._phases[self._phase]
+            row[0] = max(row[0], self._now)
+            row[1] += written
+
+    def _refresh(self) -> None:
+        """See storages resized outside any operator, as FSDP does when it frees gathered weights."""
+        for key, known in list(self._live.items()):
+            storage = known.ref()
+            if storage is not None and storage.nbytes() != known.tensor.nbytes:
+                self._resize(key, known, storage.nbytes())
+
+    def _snapshot(self) -> list[LiveTensor]:
+        return [known.tensor for known in self._live.values() if known.counted and known.tensor.nbytes]
+
+    def _fold(self) -> None:
+        """Give the allocator's peak since the last time to the running phase."""
+        if self._allocator is not None:
+            peak = self._allocator.take()
+            self._allocator_phases[self._phase] = max(self._allocator_phases.get(self._phase, peak), peak)
+
+    def _close(self) -> None:
+        self._fold()
+        if self._allocator is not None:
+            self._allocator.closed = True
+        if self._at_peak is None:
+            self._at_peak = self._snapshot()
+        self._live = {}
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _check(self) -> None:
+        if not self._seen:
+            raise RuntimeError(
+                f"counted no byte on device {self._device.type!r} where tensors were expected; run the code "
+                "inside the `with`, or name the device its tensors are on: count_live_bytes(device=...)"
+            )
+
+
+class _Allocator:
+    """The accelerator's own peak, read in stretches so that phases can have one each."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._start = torch.accelerator.memory_allocated(index)
+        self.peak = 0
+        self.closed = False
+        torch.accelerator.reset_peak_memory_stats(index)
+
+    @classmethod
+    def of(cls, device: torch.device) -> _Allocator | None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None or accelerator.type != device.type:
+            return None
+        return cls(torch.accelerator.current_device_index() if device.index is None else device.index)
+
+    def take(self) -> int:
+        """Peak above the start since the last call."""
+        if self.closed:
+            return self.peak
+        peak = torch.accelerator.max_memory_allocated(self._index) - self._start
+        torch.accelerator.reset_peak_memory_stats(self._index)
+        self.peak = max(self.peak, peak)
+        return peak
+
+
+@contextmanager
+def count_live_bytes(device: torch.device | str | None = None) -> Iterator[LiveBytes]:
+    """Count the bytes of tensors that live at once inside the ``with``.
+
+    On the CPU the bytes are those of the tensors; on an accelerator ``peak`` is read from its allocator,
+    whose peak statistics this resets. Keeps no tensor alive and makes no reference cycle. A storage resized
+    outside any operator is noticed at the next operator that touches it or would make a new peak.
+
+    Costs a few microseconds per operator, and one small record per operator that changes what is live.
+
+    Args:
+        device: the device to count; None means the accelerator if there is one, else the CPU.
+
+    Yields:
+        A :class:`LiveBytes`, readable inside and after the ``with``.
+    """
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    live = LiveBytes(torch.device(device))
+    try:
+        with Watch(live._see):
+            yield live
+    finally:
+        live._close()
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
