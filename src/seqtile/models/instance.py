@@ -67,12 +67,12 @@ class Installed:
             intermediate=self.intermediate,
             itemsize=x.element_size(),
             weight_numel=sum(weight.numel() for weight in values),
-            weight_itemsize=min((weight.element_size() for weight in values), default=4),
+            weight_itemsize=min([weight.element_size() for weight in values] or [4]),
             device_type=x.device.type,
         )
 
     def note(self) -> str:
-        return f"tiled: {self.rule}"
+        return f"tile={self.rule}"
 
 
 class _Note:
@@ -107,15 +107,19 @@ def run_block(
     installed: Installed, parts: Sequence[nn.Module], tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any]
 ) -> Any:
     """Run ``call`` on tiles of ``tensors``, with the weights of ``parts`` replaced where gradients are summed."""
-    bare = _Bare(parts)
 
     def weights() -> dict[str, Tensor]:
-        return {name: weight for name, weight in bare.named_parameters() if weight.requires_grad}
+        return {
+            f"{number}.{name}": weight
+            for number, part in enumerate(parts)
+            for name, weight in part.named_parameters()
+            if weight.requires_grad
+        }
 
     def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
         if not aliases:
             return call(list(tiles))
-        return functional_call(bare, dict(aliases), (call, list(tiles)))
+        return functional_call(_Bare(parts), dict(aliases), (call, list(tiles)))
 
     x = tensors[0]
     sizes = installed.rule.tile_sizes(x.shape[:-1].numel(), installed.shape(x, weights()))
@@ -129,8 +133,7 @@ class _Bare(nn.Module):
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList()
-        self.parts._modules.update({str(number): part for number, part in enumerate(parts)})
+        self._modules.update({str(number): part for number, part in enumerate(parts)})
 
     def forward(self, call: Callable[[list[Tensor]], Any], tiles: list[Tensor]) -> Any:
         return call(tiles)

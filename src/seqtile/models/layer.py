@@ -31,7 +31,7 @@ class TiledLayer(Installed):
         self._told = False
 
     def note(self) -> str:
-        return f"tiled together: {', '.join(self.names)}; {self.rule}"
+        return f"tile={self.rule} over {', '.join(self.names)}"
 
     @property
     def names(self) -> list[str]:

@@ -1,0 +1,324 @@
+"""Instances are changed, visibly and undoably; names, saved weights and hooks stay what they were."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from zoo import assert_same_gradients, causal_lm, gradients, tokens
+
+import seqtile
+from seqtile.models.instance import Installed
+
+
+def _attributes(model: nn.Module) -> dict[str, dict[str, object]]:
+    return {name: dict(module.__dict__) for name, module in model.named_modules()}
+
+
+def _tiled(model: nn.Module) -> int:
+    return sum(isinstance(module.__dict__.get("forward"), Installed) for module in model.modules())
+
+
+def test_report_is_one_line() -> None:
+    report = seqtile.apply(causal_lm("llama"), tile=8192)
+    assert str(report) == "tiled 2 of 2 MLPs (LlamaMLP), 8,192 tokens per tile, generic"
+    assert report.tiled == 2
+    assert [block.name for block in report.blocks] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert "permuted tokens" in report.blocks[0].why
+
+
+@pytest.mark.parametrize(
+    ("tile", "words"),
+    [
+        ("auto", "1,024 tokens per tile"),
+        ("shards:4", "4 tiles"),
+        ("arctic", "ceil(tokens / 32) tiles"),
+        ("memory:1MiB", "384 tokens per tile"),
+        (64, "64 tokens per tile"),
+    ],
+)
+def test_every_rule_is_told_and_trains(tile: int | str, words: str) -> None:
+    model, ids = causal_lm("llama"), tokens(length=70)
+    _, expected = gradients(model, ids)
+    report = seqtile.apply(model, tile=tile)
+    assert f", {words}, " in str(report)
+    _, got = gradients(model, ids)
+    assert_same_gradients(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("tile", "message"),
+    [
+        (0, "got 0 tokens per tile, expected at least 1"),
+        (-3, "got -3 tokens"),
+        (True, "got bool"),
+        (2.5, "got float"),
+        ("shards:0", "not a tile rule"),
+        ("memory:much", "not a tile rule"),
+        ("memory:1KiB", "does not hold one tile"),
+        ("fast", "use \"auto\""),
+    ],
+)
+def test_a_wrong_tile_is_one_sentence(tile: object, message: str) -> None:
+    model = causal_lm("llama", torch.bfloat16)
+    with pytest.raises(seqtile.UserError, match=message) as caught:
+        seqtile.apply(model, tile=tile)
+    assert "\n" not in str(caught.value)
+    assert _tiled(model) == 0
+
+
+def test_only_takes_names_patterns_and_predicates() -> None:
+    model = causal_lm("llama")
+    for only in (
+        "model.layers.1.mlp",
+        "*.1.mlp",
+        ["nothing", "model.layers.1.*"],
+        lambda name, module: name.endswith("1.mlp") and isinstance(module, nn.Module),
+    ):
+        report = seqtile.apply(model, only=only)
+        assert [block.name for block in report.blocks] == ["model.layers.1.mlp"]
+        assert [(left.name, left.why) for left in report.left] == [("model.layers.0.mlp", "not named in only=")]
+        assert str(report).startswith("tiled 1 of 2 MLPs")
+    with pytest.raises(seqtile.UserError, match=r"matches no block of LlamaForCausalLM; its blocks are model.layers.0.mlp"):
+        seqtile.apply(model, only="*.ffn")
+
+
+def test_zero_matches_says_what_was_looked_for_and_found() -> None:
+    with pytest.raises(seqtile.UserError, match=r"looked for .*gate, up, down.*; found none among its modules \(.*Conv1d"):
+        seqtile.apply(nn.Sequential(nn.Conv1d(2, 2, 1)))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt", "mixtral"])
+def test_undo_restores_every_attribute(architecture: str) -> None:
+    model = causal_lm(architecture)
+    mlp = model.get_submodule("model.layers.0.mlp") if architecture == "llama" else None
+    if mlp is not None:  # someone else's forward on the instance is kept, used and restored
+        former, calls = mlp.forward, []
+        mlp.forward = lambda x: calls.append(x.shape) or former(x)
+    before = _attributes(model)
+    report = seqtile.apply(model, tile=5)
+    assert _tiled(model) >= 2 and _attributes(model).keys() == before.keys()
+    if mlp is not None:
+        calls.clear()
+        model(tokens())
+        assert [shape[1] for shape in calls] == [5, 5, 4, 4, 4, 4]
+    assert seqtile.undo(model) == report.tiled
+    assert _attributes(model) == before
+    assert seqtile.undo(model) == 0
+
+
+def test_applied_undoes_also_after_an_error() -> None:
+    model = causal_lm("llama")
+    before = _attributes(model)
+    with pytest.raises(RuntimeError, match="user"), seqtile.applied(model, tile=5) as report:
+        assert report.tiled == 2 == _tiled(model)
+        raise RuntimeError("user")
+    assert _attributes(model) == before
+
+
+def test_apply_twice_is_the_second_one() -> None:
+    model, ids = causal_lm("gemma2"), tokens()
+    before = _attributes(model)
+    _, expected = gradients(model, ids)
+    seqtile.apply(model, tile=5)
+    report = seqtile.apply(model, tile=7)
+    assert "7 tokens per tile" in str(report) and report.tiled == 2
+    _, got = gradients(model, ids)
+    assert_same_gradients(got, expected)
+    seqtile.undo(model)
+    assert _attributes(model) == before
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt", "mixtral"])
+def test_nothing_is_renamed_or_saved_and_print_shows_it(architecture: str) -> None:
+    model = causal_lm(architecture)
+    names = [name for name, _ in model.named_parameters()], list(model.state_dict()), [n for n, _ in model.named_modules()]
+    classes = [type(module) for module in model.modules()]
+    assert "tile=" not in str(model)
+    seqtile.apply(model, tile=5)
+    assert str(model).count("tile=5") >= 1
+    assert classes == [type(module) for module in model.modules()]
+    assert names == (
+        [name for name, _ in model.named_parameters()], list(model.state_dict()), [n for n, _ in model.named_modules()]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt", "qwen3_moe"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_trains_itself_and_not_the_original(architecture: str, how: str) -> None:
+    model, ids = causal_lm(architecture), tokens()
+    seqtile.apply(model, tile=5)
+    _, expected = gradients(model, ids)
+    model.zero_grad()
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert _tiled(twin) == _tiled(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    _, got = gradients(twin, ids)
+    assert_same_gradients(got, expected)
+    torch.optim.SGD(twin.parameters(), lr=1.0).step()
+    assert all(p.grad is None for p in model.parameters())
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+    moved = [name for name, p in twin.named_parameters() if ("mlp" in name or "fc" in name) and not torch.equal(p, before[name])]
+    assert moved
+    assert seqtile.undo(twin) == 2 and _tiled(model) > 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_hooks_on_the_block_fire_once_with_whole_tensors(architecture: str) -> None:
+    model, ids = causal_lm(architecture), tokens()
+    _, expected = gradients(model, ids)
+    seqtile.apply(model, tile=5)
+    seen: list[tuple[str, torch.Size, torch.Size]] = []
+    mlp = model.model.layers[0].mlp
+    mlp.register_forward_hook(lambda m, args, out: seen.append(("forward", args[0].shape, out.shape)))
+    mlp.register_full_backward_hook(lambda m, gin, gout: seen.append(("backward", gin[0].shape, gout[0].shape)))
+    _, got = gradients(model, ids)
+    whole = torch.Size((2, 13, 32))
+    assert seen == [("forward", whole, whole), ("backward", whole, whole)]
+    assert_same_gradients(got, expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt", "qwen3_moe"])
+def test_each_parameter_receives_one_gradient(architecture: str) -> None:
+    model, ids = causal_lm(architecture), tokens()
+    counts: dict[str, int] = {}
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: counts.__setitem__(name, counts.get(name, 0) + 1))
+    seqtile.apply(model, tile=3)
+    gradients(model, ids)
+    assert counts and set(counts.values()) == {1}
+
+
+def test_an_optimiser_that_steps_inside_backward_gives_the_untiled_weights() -> None:
+    def trained(tile: int | None) -> dict[str, torch.Tensor]:
+        model, ids = causal_lm("llama", torch.float64), tokens()
+        if tile:
+            seqtile.apply(model, tile=tile)
+        for p in model.parameters():
+            optimiser = torch.optim.SGD([p], lr=0.5)
+
+            def step(_: torch.Tensor, optimiser: torch.optim.SGD = optimiser) -> None:
+                optimiser.step()
+                optimiser.zero_grad()
+
+            p.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    untiled, tiled = trained(None), trained(4)
+    for name, weight in untiled.items():
+        torch.testing.assert_close(tiled[name], weight, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference", "eval"])
+def test_evaluation_is_tiled_too(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = causal_lm("llama"), tokens()
+    expected = model(ids).logits.detach()
+    rows: list[int] = []
+    act = type(model.model.layers[0].mlp.act_fn)
+    forward = act.forward
+    monkeypatch.setattr(act, "forward", lambda self, x: rows.append(x.shape[1]) or forward(self, x))
+    seqtile.apply(model, tile=5)
+    rows.clear()
+    if mode == "eval":
+        got = model.eval()(ids).logits
+    else:
+        with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+            got = model(ids).logits
+    torch.testing.assert_close(got, expected)
+    assert rows == [5, 5, 4, 4, 4, 4] * 2
+
+
+def test_generation_is_unchanged() -> None:
+    model, ids = causal_lm("llama").eval(), tokens(1, 9)
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    with seqtile.applied(model, tile=4):
+        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_auto_leaves_a_short_batch_untiled_and_tiles_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from seqtile.models import instance
+
+    counts: list[int] = []
+    run = instance.run_in_tiles
+    monkeypatch.setattr(instance, "run_in_tiles", lambda f, t, sizes, w: counts.append(len(sizes)) or run(f, t, sizes, w))
+    model = causal_lm("llama", max_position_embeddings=4096)
+    seqtile.apply(model)
+    model(tokens(1, 64))
+    assert counts == []
+    model(tokens(2, 1500))
+    assert counts == [3, 3]
+
+
+def test_two_runs_with_one_seed_are_bitwise_equal() -> None:
+    def run() -> dict[str, torch.Tensor | None]:
+        model = causal_lm("gpt2", resid_pdrop=0.3)
+        seqtile.apply(model, tile=4)
+        torch.manual_seed(3)
+        return gradients(model, tokens())[1]
+
+    first, second = run(), run()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_frozen_from_the_first_layer_up() -> None:
+    """No input gradient anywhere below: the first MLP's weights still get theirs."""
+    model, ids = causal_lm("llama", torch.float64), tokens()
+    for name, p in model.named_parameters():
+        p.requires_grad_("mlp" in name)
+    _, expected = gradients(model, ids)
+    seqtile.apply(model, tile=5)
+    _, got = gradients(model, ids)
+    assert got["model.layers.0.mlp.gate_proj.weight"] is not None
+    assert_same_gradients(got, expected)
+
+
+def test_a_reentrant_checkpoint_is_exact_and_the_report_says_what_it_costs() -> None:
+    model, ids = causal_lm("llama", torch.float64), tokens()
+    _, expected = gradients(model, ids)
+    report = seqtile.apply(model, tile=5)
+    assert "reentrant" not in str(report)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    model.config.use_cache = False
+    _, got = gradients(model, ids)
+    assert_same_gradients(got, expected)
+    assert "reentrant activation checkpointing: 14 matrix-product units" in str(report)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_torch_compile_gives_the_same_numbers(architecture: str) -> None:
+    model, ids = causal_lm(architecture), tokens()
+    _, expected = gradients(model, ids)
+    seqtile.apply(model, tile=5)
+    compiled = torch.compile(model, backend="aot_eager")
+    model.zero_grad()
+    compiled(input_ids=ids, labels=ids).loss.backward()
+    assert_same_gradients({name: p.grad for name, p in model.named_parameters()}, expected)
+    torch._dynamo.reset()
+
+
+def test_torch_compile_of_a_tiled_mlp_in_one_graph() -> None:
+    model = causal_lm("llama", torch.float64)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(2, 13, 32, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *mlp.parameters()]
+    expected = torch.autograd.grad(mlp(x).pow(2).sum(), inputs)
+    seqtile.apply(model, tile=5)
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    got = torch.autograd.grad(compiled(x).pow(2).sum(), inputs)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    torch._dynamo.reset()

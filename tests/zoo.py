@@ -1,0 +1,112 @@
+"""Tiny models of every architecture the tests name, built from configs; nothing is downloaded."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+HIDDEN, INTERMEDIATE, VOCABULARY = 32, 88, 64
+
+_BASE = dict(
+    hidden_size=HIDDEN,
+    intermediate_size=INTERMEDIATE,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=24)
+
+ARCHITECTURES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": dict(head_dim=8),
+    "phi3": {},
+    "gemma2": dict(head_dim=8),
+    "gemma3_text": dict(head_dim=8),
+    "gpt2": dict(n_embd=HIDDEN, n_layer=2, n_head=4, n_inner=INTERMEDIATE),
+    "opt": dict(ffn_dim=INTERMEDIATE, word_embed_proj_dim=HIDDEN),
+    "falcon": dict(ffn_hidden_size=INTERMEDIATE),
+    "gpt_neox": {},
+    "cohere": {},
+    "olmo2": {},
+    "glm4": dict(head_dim=8),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": dict(num_experts=4, head_dim=8, decoder_sparse_step=1, **_EXPERTS),
+    "deepseek_v3": dict(
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        **{**_EXPERTS, "num_key_value_heads": 4},
+    ),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8),
+}
+TILED_BLOCKS = {name: 3 if name == "deepseek_v3" else 2 for name in ARCHITECTURES}
+"""Blocks of each tiny model: one per layer, and DeepSeek-V3's dense MLP, experts and shared experts."""
+
+
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+"""Architectures with routed experts; their grouped product takes no float64."""
+
+
+def exact_dtype(architecture: str) -> torch.dtype:
+    return torch.float32 if architecture in EXPERTS else torch.float64
+
+
+def causal_lm(architecture: str, dtype: torch.dtype = torch.float32, **config: object) -> nn.Module:
+    """A tiny causal language model in training mode, without dropout unless ``config`` asks for it."""
+    settings = {**_BASE, **ARCHITECTURES[architecture], **config}
+    for name in ("attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        settings.setdefault(name, 0.0)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings)).to(dtype).train()
+
+
+def vision_language_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A tiny Qwen2-VL: a vision tower with MLPs of its own beside the language model."""
+    text = {**_BASE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    vision = dict(depth=1, embed_dim=HIDDEN, hidden_size=HIDDEN, num_heads=4, mlp_ratio=2, patch_size=4)
+    config = AutoConfig.for_model("qwen2_vl", text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(config).to(dtype).train()
+
+
+def tokens(batch: int = 2, length: int = 13, seed: int = 1) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradients of one step from clean gradients."""
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: copy.copy(p.grad) for name, p in model.named_parameters()}
+
+
+def assert_same_gradients(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    """Equal as ``assert_close`` judges, on the scale of the largest gradient of the model (some are zero in theory)."""
+    assert got.keys() == expected.keys()
+    scale = max(g.abs().max().item() for g in expected.values() if g is not None)
+    assert scale > 0
+    for name, reference in expected.items():
+        value = got[name]
+        assert (value is None) == (reference is None), f"{name}: got {value}, expected {reference}"
+        if reference is not None and value is not None:
+            rtol = 1e-7 if value.dtype == torch.float64 else 1.3e-6
+            torch.testing.assert_close(
+                value, reference, rtol=rtol, atol=10 * rtol * scale, msg=lambda text, name=name: f"{name}: {text}"
+            )
