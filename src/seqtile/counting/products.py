@@ -174,7 +174,7 @@ class Products:
 def count_products() -> Iterator[Products]:
     """Count the matrix products that run inside the ``with``, the backward's and every recompute's too.
 
-    Costs a few microseconds per operator and one small record per product. Composes with
+    Costs some microseconds per operator and one small record per product. Composes with
     ``count_live_bytes``, activation checkpoints and fake tensors.
 
     Yields:

@@ -13,13 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 
 class Watch(TorchDispatchMode):
-    """Hand every operator call to ``see`` with its arguments and result."""
+    """Hand every operator call to ``see`` with its arguments and result.
+
+    Calls under a fake tensor mode are handed on only if that mode was entered first.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self, see: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
         super().__init__()
         self._see = see
+        self._fake_mode = _active_fake_mode()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -30,13 +34,20 @@ class Watch(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
-        self._see(func, args, kwargs, result)
+        if (
+            _active_fake_mode() is self._fake_mode
+        ):  # else shapes are being worked out, as DTensor does: nothing runs
+            self._see(func, args, kwargs, result)
         return result
 
 
 def name_of(func: Any) -> str:
     """``aten::mm`` for each of ``aten.mm.default``, ``aten.mm.out`` and ``aten.mm.dtype``."""
     return func._schema.name if isinstance(func, OpOverload) else str(func)
+
+
+def _active_fake_mode() -> Any:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 @cache
