@@ -1,0 +1,75 @@
+# `make demo` and `make test` need Python 3.11 or newer and make; they set up the rest, once, in this folder.
+#
+#   make test PYTHON=python3.12        another interpreter
+#   make demo ARGS="--max-steps 5"     flags for the demo's `seqtile train`
+#   make setup TORCH="torch==2.13.0 --index-url URL"    another build of torch (pip arguments)
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_LOWEST ?= .venv-lowest
+TORCH ?= -r constraints/torch.txt
+ARGS ?=
+PYTEST_ARGS ?=
+
+# The tests that also run with the lowest supported transformers: everything that does not train through TRL.
+CORE = tests/unit tests/numerics -m "not slow and not gpu" --ignore-glob="*/test_train*" --ignore-glob="*/test_cli*"
+
+export TORCH
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export PIP_NO_INPUT = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-highest test-lowest lint wheel clean distclean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.ready  ## the virtual environment (.venv) with the highest supported versions
+
+demo: $(VENV)/.ready  ## train a small model on real text, tiled and untiled, and print what it cost
+	$(VENV)/bin/seqtile train $(ARGS)
+
+test: test-highest test-lowest  ## every test, then the core tests with the lowest supported versions
+
+test-highest: $(VENV)/.ready  ## every test, with the highest supported versions
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-lowest: $(VENV_LOWEST)/.ready  ## the core tests, with the lowest supported versions
+	$(VENV_LOWEST)/bin/python -m pytest $(CORE) $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.ready  ## the quick tests, in less than three minutes
+	$(VENV)/bin/python -m pytest -m "not slow and not distributed and not gpu" $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready  ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+wheel: $(VENV)/.ready  ## dist/seqtile-*.whl
+	$(VENV)/bin/python -m build --wheel
+
+clean:  ## remove what was built, and caches
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove the virtual environments too
+	rm -rf $(VENV) $(VENV_LOWEST)
+
+# A stamp is newer than what it was made from, or the environment is made again on top of the old one.
+$(VENV)/.ready: pyproject.toml constraints/torch.txt constraints/highest.txt
+	$(call make_environment,$(VENV),constraints/highest.txt,dev)
+
+$(VENV_LOWEST)/.ready: pyproject.toml constraints/torch.txt constraints/lowest.txt
+	$(call make_environment,$(VENV_LOWEST),constraints/lowest.txt,test)
+
+# $(1) the environment, $(2) its pinned versions, $(3) the extra to install.
+define make_environment
+@command -v $(PYTHON) >/dev/null || { \
+    echo "seqtile needs Python 3.11 or newer, $(PYTHON) was not found: install it, or say make PYTHON=/path/to/python" >&2; exit 1; }
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "seqtile needs Python 3.11 or newer, \
+$(PYTHON) is %d.%d: install one, then say make PYTHON=python3.12" % sys.version_info[:2])'
+@echo "Setting up $(1): this happens once and takes a few minutes."
+$(PYTHON) -m venv $(1)
+$(1)/bin/python -m pip install --quiet $(TORCH)
+$(1)/bin/python -m pip install --quiet --constraint $(2) --editable ".[$(3)]"
+@touch $@
+endef

@@ -1,0 +1,106 @@
+"""What holds for every test: no network, no telemetry, no cache of the user's, one thread, fixed seeds.
+
+The environment is set while this file is imported, before any library reads it; the processes that tests start
+inherit it. ``socket.connect`` is guarded in this process; in the others the proxy that does not exist and the
+offline switches keep clients in.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import random
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ENVIRONMENT_BEFORE = dict(os.environ)
+"""What the tests were started with, for the one test that has to install packages."""
+
+_CACHE = tempfile.TemporaryDirectory(prefix="seqtile-tests-")
+_NO_PROXY_HERE = "http://127.0.0.1:9"  # the discard port of this machine: nothing listens there
+
+os.environ.update(
+    {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+        "WANDB_MODE": "disabled",
+        "HF_HOME": str(Path(_CACHE.name, "huggingface")),
+        "XDG_CACHE_HOME": str(Path(_CACHE.name, "xdg")),
+        "MPLBACKEND": "Agg",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        **{
+            name: _NO_PROXY_HERE
+            for scheme in ("http", "https", "all")
+            for name in (f"{scheme}_proxy", f"{scheme}_PROXY".upper())
+        },
+        "no_proxy": "localhost,127.0.0.1,::1",
+        "NO_PROXY": "localhost,127.0.0.1,::1",
+    }
+)
+
+
+class NetworkBlockedError(RuntimeError):
+    """A test reached for another machine. It is not an OSError, so no client retries or hides it."""
+
+
+def _refuse_other_machines(address: Any) -> None:
+    if not isinstance(address, tuple):  # a path or name of AF_UNIX
+        return
+    host = address[0]
+    try:
+        is_local = ipaddress.ip_address(host.split("%")[0]).is_loopback
+    except ValueError:
+        is_local = host == "localhost"
+    if not is_local:
+        raise NetworkBlockedError(f"a test tried to reach {host}: tests run without a network")
+
+
+def _guarded(method: Any) -> Any:
+    def connect(self: socket.socket, address: Any) -> Any:
+        _refuse_other_machines(address)
+        return method(self, address)
+
+    return connect
+
+
+socket.socket.connect = _guarded(socket.socket.connect)  # type: ignore[method-assign]
+socket.socket.connect_ex = _guarded(socket.socket.connect_ex)  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def _seeds_and_threads() -> Iterator[None]:
+    """The same random numbers whatever ran before, and the process's thread count and default dtype put back."""
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+
+
+@pytest.fixture(scope="session")
+def installer_environment() -> dict[str, str]:
+    """The environment that tests were started with: for installing packages, never for running what is tested."""
+    return dict(ENVIRONMENT_BEFORE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs an accelerator where there is none, and say so."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.accelerator.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator, and torch finds none here"))
