@@ -1,0 +1,264 @@
+"""The pointwise part of an MLP, ``act(gate) * up`` and its backward, on buffers that are reused in place.
+
+Two ways to compute the same numbers stand behind one switch, :func:`pointwise_on`: eager ATen calls that write into
+given buffers, and one kernel forward and one backward built by ``torch.compile`` on accelerators. The order of the
+products around them differs, so the backward takes them as functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+logger = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+UseHidden = Callable[[Tensor], None]
+WriteGradient = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function and how to write it and its gradient into a buffer.
+
+    Attributes:
+        name: what reports call it.
+        function: ``a = f(z)``, the plain twin.
+        write: ``out = f(z)``, where ``out`` may be ``z``; without it the twin is called and copied.
+        write_gradient: ``out = grad * f'(z)``, where ``out`` may be ``z`` or ``grad``; without it autograd runs on the
+            twin.
+        derivative: ``f'(z)`` in plain operations that fuse into one kernel; without it nothing is compiled.
+    """
+
+    name: str
+    function: Callable[[Tensor], Tensor]
+    write: Callable[[Tensor, Tensor], object] | None = None
+    write_gradient: Callable[[Tensor, Tensor, Tensor], object] | None = None
+    derivative: Callable[[Tensor], Tensor] | None = None
+
+    def into(self, z: Tensor, out: Tensor) -> None:
+        """``out = f(z)``; ``out`` may be ``z``."""
+        if self.write is not None:
+            self.write(z, out)
+        else:
+            out.copy_(self.function(z))
+
+    def gradient_into(self, grad: Tensor, z: Tensor, out: Tensor) -> None:
+        """``out = grad * f'(z)``; ``out`` may be ``z`` or ``grad``."""
+        if self.write_gradient is not None:
+            self.write_gradient(grad, z, out)
+            return
+        with torch.enable_grad():
+            leaf = z.detach().requires_grad_()
+            (result,) = torch.autograd.grad(self.function(leaf), leaf, grad)
+        out.copy_(result)
+
+
+def _relu2(z: Tensor) -> Tensor:
+    return torch.square(F.relu(z))
+
+
+def _relu2_into(z: Tensor, out: Tensor) -> Tensor:
+    return torch.clamp_min(z, 0, out=out).square_()
+
+
+def _relu2_gradient_into(grad: Tensor, z: Tensor, out: Tensor) -> Tensor:
+    if out is grad:
+        return out.mul_(2 * F.relu(z))
+    return torch.clamp_min(z, 0, out=out).mul_(2).mul_(grad)
+
+
+def _silu_derivative(z: Tensor) -> Tensor:
+    share = torch.sigmoid(z)
+    return share * (1 + z * (1 - share))
+
+
+def _gelu_derivative(z: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(z * math.sqrt(0.5))) + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+
+
+def _gelu_tanh_derivative(z: Tensor) -> Tensor:
+    scale = math.sqrt(2 / math.pi)
+    t = torch.tanh(scale * (z + 0.044715 * z * z * z))
+    return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * scale * (1 + 3 * 0.044715 * z * z)
+
+
+SILU = Activation(
+    "silu",
+    F.silu,
+    lambda z, out: aten.silu.out(z, out=out),
+    lambda grad, z, out: aten.silu_backward.grad_input(grad, z, grad_input=out),
+    _silu_derivative,
+)
+GELU = Activation(
+    "gelu",
+    F.gelu,
+    lambda z, out: aten.gelu.out(z, out=out),
+    lambda grad, z, out: aten.gelu_backward.grad_input(grad, z, grad_input=out),
+    _gelu_derivative,
+)
+GELU_TANH = Activation(
+    "gelu_tanh",
+    functools.partial(F.gelu, approximate="tanh"),
+    lambda z, out: aten.gelu.out(z, approximate="tanh", out=out),
+    lambda grad, z, out: aten.gelu_backward.grad_input(grad, z, approximate="tanh", grad_input=out),
+    _gelu_tanh_derivative,
+)
+RELU = Activation(
+    "relu",
+    F.relu,
+    lambda z, out: torch.clamp_min(z, 0, out=out),
+    lambda grad, z, out: aten.threshold_backward.grad_input(grad, z, 0, grad_input=out),
+    lambda z: (z > 0).to(z.dtype),
+)
+RELU2 = Activation("relu2", _relu2, _relu2_into, _relu2_gradient_into, lambda z: 2 * F.relu(z))
+
+KNOWN = (SILU, GELU, GELU_TANH, RELU, RELU2)
+
+
+class Eager:
+    """ATen calls, one pass over the buffers each; rounds to the buffers' dtype after each, as untiled eager does."""
+
+    def forward(self, act: Activation, gate: Tensor, up: Tensor | None, out: Tensor) -> None:
+        """``out = act(gate) * up``, or ``act(gate)`` where there is no ``up``; ``out`` may be ``gate``."""
+        act.into(gate, out)
+        if up is not None:
+            out.mul_(up)
+
+    def backward(
+        self,
+        act: Activation,
+        gate: Tensor,
+        up: Tensor | None,
+        spare: Callable[[int], Tensor],
+        use_hidden: UseHidden | None,
+        write_gradient: WriteGradient | None,
+    ) -> None:
+        """Replace ``gate`` and ``up`` by their gradients.
+
+        Args:
+            act: the activation.
+            gate: pre-activation ``[t, F]``; overwritten.
+            up: ``[t, F]`` or None; overwritten.
+            spare: gives the spare ``[t, F]`` buffers 0 and 1; without ``up`` only the first is asked for.
+            use_hidden: told ``h = act(gate) * up`` while it exists (it may overwrite it); None when nothing needs it.
+            write_gradient: writes the gradient of ``h`` into the buffer it is given; None when nothing needs it.
+        """
+        if up is None:
+            hidden = spare(0)
+            if use_hidden is not None:
+                act.into(gate, hidden)
+                use_hidden(hidden)
+            if write_gradient is not None:
+                write_gradient(hidden)
+                act.gradient_into(hidden, gate, gate)
+            return
+        activated, hidden = spare(0), spare(1)
+        act.into(gate, activated)
+        if use_hidden is not None:
+            torch.mul(activated, up, out=hidden)
+            use_hidden(hidden)
+        if write_gradient is not None:
+            write_gradient(hidden)
+            up.mul_(hidden)
+            act.gradient_into(up, gate, gate)
+            torch.mul(hidden, activated, out=up)
+
+
+class Compiled(Eager):
+    """One kernel forward and one backward, in fp32 inside; falls back to eager for good if the compiler fails."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def forward(self, act: Activation, gate: Tensor, up: Tensor | None, out: Tensor) -> None:
+        """See :meth:`Eager.forward`."""
+        if not self._ran(act, _forward_kernel, gate, up, out):
+            super().forward(act, gate, up, out)
+
+    def backward(
+        self,
+        act: Activation,
+        gate: Tensor,
+        up: Tensor | None,
+        spare: Callable[[int], Tensor],
+        use_hidden: UseHidden | None,
+        write_gradient: WriteGradient | None,
+    ) -> None:
+        """See :meth:`Eager.backward`; the gradient of ``h`` is computed first, so that one kernel does the rest."""
+        if self.failed or act.derivative is None or write_gradient is None:
+            super().backward(act, gate, up, spare, use_hidden, write_gradient)
+            return
+        gradient = spare(0)
+        write_gradient(gradient)
+        hidden = gradient if up is None else spare(1)
+        if self._ran(act, _backward_kernel, gate, up, gradient, hidden):
+            if use_hidden is not None:
+                use_hidden(hidden)
+            return
+
+        def again(buffer: Tensor) -> None:
+            write_gradient(buffer)
+
+        super().backward(act, gate, up, spare, use_hidden, again)
+
+    def _ran(self, act: Activation, build: Callable[[Activation], Callable[..., None]], *buffers: Tensor | None) -> bool:
+        if self.failed or act.derivative is None:
+            return False
+        try:
+            build(act)(*buffers)
+        except Exception as error:  # whatever a compiler raises; nothing was written
+            self.failed = True
+            logger.warning("pointwise kernels run eagerly: torch.compile failed (%s)", error)
+            return False
+        return True
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+@functools.cache
+def _forward_kernel(act: Activation) -> Callable[..., None]:
+    def kernel(gate: Tensor, up: Tensor | None, out: Tensor) -> None:
+        activated = act.function(_wide(gate))
+        out.copy_(activated if up is None else activated * _wide(up))
+
+    return torch.compile(kernel, dynamic=True)
+
+
+@functools.cache
+def _backward_kernel(act: Activation) -> Callable[..., None]:
+    assert act.derivative is not None
+    derivative = act.derivative
+
+    def kernel(gate: Tensor, up: Tensor | None, gradient: Tensor, hidden: Tensor) -> None:
+        z, dh = _wide(gate), _wide(gradient)
+        activated, slope = act.function(z), derivative(z)
+        if up is None:
+            hidden.copy_(activated)
+            gate.copy_(dh * slope)
+            return
+        u = _wide(up)
+        hidden.copy_(activated * u)
+        gate.copy_(dh * u * slope)
+        up.copy_(dh * activated)
+
+    return torch.compile(kernel, dynamic=True)
+
+
+EAGER = Eager()
+COMPILED = Compiled()
+
+
+def pointwise_on(device: torch.device) -> Eager:
+    """The one switch: eager on the CPU and on meta tensors, compiled on accelerators."""
+    return EAGER if device.type in ("cpu", "meta") else COMPILED

@@ -1,0 +1,187 @@
+"""One linear projection inside a tile: forward into a buffer, gradients of its input and of what trains in it.
+
+``y = x W^T + b + scaling * dropout(x) A^T B^T``, where the low-rank part is there with a LoRA adapter (arXiv
+2106.09685). Frozen weights cost no weight-gradient product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from seqtile.ops.sums import Sum
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter on a projection.
+
+    Attributes:
+        down: ``A``, ``[rank, in]``.
+        up: ``B``, ``[out, rank]``.
+        scaling: factor of the low-rank part.
+        dropout: probability with which an element of the adapter's input is dropped now; 0 in evaluation.
+    """
+
+    down: Tensor
+    up: Tensor
+    scaling: float
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer by its tensors.
+
+    Attributes:
+        weight: ``[out, in]``; or a function that returns it dense, for frozen quantised weights, called once per
+            block and pass.
+        bias: ``[out]`` or None.
+        transposed: the weight is stored ``[in, out]``, as GPT-2's ``Conv1D`` does.
+        adapter: a LoRA adapter, or None.
+    """
+
+    weight: Tensor | Callable[[], Tensor]
+    bias: Tensor | None = None
+    transposed: bool = False
+    adapter: Adapter | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors, in the order in which :class:`Layer` takes them back."""
+        found = [] if callable(self.weight) and not isinstance(self.weight, Tensor) else [self.weight]
+        if self.bias is not None:
+            found.append(self.bias)
+        if self.adapter is not None:
+            found += [self.adapter.down, self.adapter.up]
+        return found  # type: ignore[return-value]
+
+    def kind(self) -> Kind:
+        """All but the tensors."""
+        dense = None if isinstance(self.weight, Tensor) else self.weight
+        adapter = self.adapter
+        return Kind(
+            dense, self.transposed, self.bias is not None, adapter is not None,
+            adapter.scaling if adapter else 0.0, adapter.dropout if adapter else 0.0,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a :class:`Projection` is, without its tensors: an autograd node may hold it."""
+
+    dequantise: Callable[[], Tensor] | None
+    transposed: bool
+    has_bias: bool
+    has_adapter: bool
+    scaling: float
+    dropout: float
+
+
+class Layer:
+    """A projection during one pass: its live tensors in the compute dtype, and the sums of their gradients."""
+
+    def __init__(self, kind: Kind, pairs: Iterator[tuple[Tensor, Sum | None]], dtype: torch.dtype) -> None:
+        self.transposed, self.dropout = kind.transposed, kind.dropout
+        self.weight_sum: Sum | None = None
+        self.bias: Tensor | None = None
+        self.bias_sum: Sum | None = None
+        self.down: Tensor | None = None
+        self.down_sum: Sum | None = None
+        self.up_sum: Sum | None = None
+        if kind.dequantise is None:
+            weight, self.weight_sum = next(pairs)
+        else:
+            weight = kind.dequantise()
+        self.matrix = weight.detach().to(dtype)
+        if kind.transposed:
+            self.matrix = self.matrix.t()
+        if kind.has_bias:
+            bias, self.bias_sum = next(pairs)
+            self.bias = bias.detach().to(dtype)
+        if kind.has_adapter:
+            down, self.down_sum = next(pairs)
+            up, self.up_sum = next(pairs)
+            self.down, self.up = down.detach().to(dtype), up.detach().to(dtype)
+        self.scaling = kind.scaling / (1 - kind.dropout) if kind.dropout < 1 else 0.0
+
+    @property
+    def width(self) -> int:
+        """Output features."""
+        return self.matrix.shape[0]
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything in it needs a gradient."""
+        return any(s is not None for s in (self.weight_sum, self.bias_sum, self.down_sum, self.up_sum))
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether one of its gradients is a product with its input."""
+        return any(s is not None for s in (self.weight_sum, self.down_sum, self.up_sum))
+
+    def draw(self, rows: int) -> Tensor | None:
+        """The adapter's dropout mask for one tile, one byte per element; draws from the global generator."""
+        if self.down is None or self.dropout == 0.0:
+            return None
+        mask = torch.empty(rows, self.matrix.shape[1], dtype=torch.bool, device=self.matrix.device)
+        return mask.bernoulli_(1 - self.dropout)
+
+    def forward(self, x: Tensor, out: Tensor, mask: Tensor | None) -> None:
+        """Write the projection of ``x`` into ``out``."""
+        if self.bias is None:
+            torch.mm(x, self.matrix.t(), out=out)
+        else:
+            torch.addmm(self.bias, x, self.matrix.t(), out=out)
+        if self.down is not None:
+            low = torch.mm(x if mask is None else x * mask, self.down.t())
+            torch.addmm(out, low, self.up.t(), alpha=self.scaling, out=out)
+
+    def low_rank_gradient(self, dy: Tensor) -> Tensor | None:
+        """Gradient of the adapter's ``[t, rank]`` tensor; None without an adapter."""
+        return None if self.down is None else torch.mm(dy, self.up).mul_(self.scaling)
+
+    def add_gradients(
+        self, x: Tensor | None, dy: Tensor, low: Tensor | None, mask: Tensor | None, *, overwrite: bool = False
+    ) -> None:
+        """Add this tile's gradients of everything that trains to their sums.
+
+        Args:
+            x: the projection's input; may be None unless :attr:`needs_input`.
+            dy: gradient of its output.
+            low: what :meth:`low_rank_gradient` returned.
+            mask: the adapter's dropout mask.
+            overwrite: ``x`` is dead afterwards, so the mask may be applied in place.
+        """
+        if self.bias_sum is not None:
+            self.bias_sum.add(dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)))
+        if self.weight_sum is not None:
+            assert x is not None
+            self.weight_sum.add_product(*((x.t(), dy) if self.transposed else (dy.t(), x)))
+        if self.down_sum is None and self.up_sum is None:
+            return
+        assert x is not None and low is not None and self.down is not None
+        if mask is not None:
+            x = x.mul_(mask) if overwrite else x * mask
+        if self.down_sum is not None:
+            self.down_sum.add_product(low.t(), x)
+        if self.up_sum is not None:
+            self.up_sum.add_product(dy.t(), torch.mm(x, self.down.t()), self.scaling)
+
+    def input_gradient(
+        self, dy: Tensor, out: Tensor, low: Tensor | None, mask: Tensor | None, *, add: bool = False
+    ) -> None:
+        """Write the gradient of the input into ``out``, or add it to what stands there."""
+        if low is None or self.down is None:
+            torch.addmm(out, dy, self.matrix, beta=int(add), out=out)
+        elif mask is None:
+            torch.addmm(out, dy, self.matrix, beta=int(add), out=out)
+            torch.addmm(out, low, self.down, out=out)
+        elif add:
+            torch.addmm(out, dy, self.matrix, out=out)
+            out.add_(torch.mm(low, self.down).mul_(mask))
+        else:  # the dropped part first, in place: no buffer of its own
+            torch.mm(low, self.down, out=out).mul_(mask)
+            torch.addmm(out, dy, self.matrix, out=out)
