@@ -416,7 +416,11 @@ class _Join(torch.autograd.Function):
         return tuple(buffers)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *outputs: Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # else the gradients would come out as constants, without a word
+            raise NotImplementedError(
+                "a tiled block has first derivatives only, got create_graph=True; undo tiling for this backward, or "
+                "run it without create_graph"
+            )
         ctx.gradients.begin(outputs)
         return (None,) * (2 + ctx.count)

@@ -1,0 +1,113 @@
+"""Small position-wise blocks, their tiled and untiled runs, and errors against a truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from seqtile.ops import generic
+
+HIDDEN, INTERMEDIATE = 6, 10
+
+
+class Gated(nn.Module):
+    """Llama's MLP, with biases so that they are tested too."""
+
+    def __init__(
+        self, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE, *, bias: bool = True, dropout: float = 0.0
+    ):
+        super().__init__()
+        self.gate = nn.Linear(hidden, intermediate, bias=bias)
+        self.up = nn.Linear(hidden, intermediate, bias=bias)
+        self.down = nn.Linear(intermediate, hidden, bias=bias)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.silu(self.gate(x)) * self.up(x)
+        return self.down(F.dropout(inner, self.dropout, self.training))
+
+
+class Tiled(nn.Module):
+    """``block`` in tiles of ``tile`` tokens, or in as many tiles as ``tile`` is long."""
+
+    def __init__(self, block: nn.Module, tile: int | Sequence[int]) -> None:
+        super().__init__()
+        self.block = block
+        self.tile = tile
+
+    def forward(self, *tensors: Tensor, **kwargs: Any) -> Any:
+        sizes = cut(tensors[0].shape[:-1].numel(), self.tile) if isinstance(self.tile, int) else self.tile
+
+        def weights() -> dict[str, Tensor]:
+            return {name: weight for name, weight in self.block.named_parameters() if weight.requires_grad}
+
+        def run(tiles: Sequence[Tensor], aliases: Any) -> Any:
+            return functional_call(self.block, dict(aliases), tuple(tiles), kwargs)
+
+        return generic.run_in_tiles(run, tensors, sizes, weights)
+
+
+def cut(tokens: int, tile: int) -> tuple[int, ...]:
+    """Tiles of ``tile`` tokens and what is left."""
+    whole, rest = divmod(tokens, tile)
+    return (tile,) * whole + ((rest,) if rest else ())
+
+
+def shards(tokens: int, count: int) -> tuple[int, ...]:
+    """``count`` tiles, as equal as they can be."""
+    return tuple(tokens * (i + 1) // count - tokens * i // count for i in range(count))
+
+
+def block(seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Gated:
+    """A gated MLP with its own random weights."""
+    torch.manual_seed(seed)
+    return Gated(**kwargs).to(dtype)
+
+
+def random(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+
+
+def gradients(
+    model: nn.Module, inputs: Sequence[Tensor], upstream: Tensor | Callable[[Any], Tensor]
+) -> dict[str, Tensor | None]:
+    """Output and every gradient of one forward and backward; the inputs' under ``input.0`` and so on.
+
+    ``upstream`` is the gradient of the output, or a function that makes a loss of whatever the model returns.
+    """
+    inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+    model.zero_grad()
+    output = model(*inputs)
+    if isinstance(upstream, Tensor):
+        output.backward(upstream)
+    else:
+        upstream(output).backward()
+    tensors = [output] if isinstance(output, Tensor) else [t for t in output if isinstance(t, Tensor)]
+    result: dict[str, Tensor | None] = {f"output.{number}": t.detach() for number, t in enumerate(tensors)}
+    result |= {f"input.{number}": x.grad for number, x in enumerate(inputs)}
+    result |= {name.removeprefix("block."): weight.grad for name, weight in model.named_parameters()}
+    return result
+
+
+def assert_same(ours: dict[str, Tensor | None], twin: dict[str, Tensor | None]) -> None:
+    """Same names, ``None`` where the twin has it, and equal numbers within PyTorch's defaults for the dtype."""
+    assert ours.keys() == twin.keys()
+    for name, expected in twin.items():
+        actual = ours[name]
+        if expected is None or actual is None:
+            assert actual is expected, f"{name}: got {actual}, expected {expected}"
+            continue
+        torch.testing.assert_close(actual, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_tiled_is_untiled(
+    model: nn.Module, inputs: Sequence[Tensor], upstream: Any, tile: int | Sequence[int]
+) -> None:
+    """The checker of most tests: ``model`` in tiles against itself untiled."""
+    assert_same(gradients(Tiled(model, tile), inputs, upstream), gradients(model, inputs, upstream))

@@ -1,0 +1,97 @@
+"""Ways to break the operator. A checker that does not notice each of them checks nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from pytest import MonkeyPatch
+from torch import Tensor
+
+from seqtile.ops.generic import _Cuts, _Gradients, _Output
+
+Mutant = Callable[[MonkeyPatch], None]
+
+
+def last_tile_dropped(monkeypatch: MonkeyPatch) -> None:
+    """The output of the last tile is never written."""
+    write = _Output.write
+
+    def mutated(self: _Output, index: int, result: object) -> list[Tensor]:
+        tensors = write(self, index, result)
+        if index == len(self.cuts) - 1:
+            for buffer in self.buffers:
+                buffer.view(-1, buffer.shape[-1])[self.cuts.starts[index] :] = 0
+        return tensors
+
+    monkeypatch.setattr(_Output, "write", mutated)
+
+
+def last_tile_without_gradient(monkeypatch: MonkeyPatch) -> None:
+    """The last tile's gradients never reach the weights and the input."""
+    of_output = _Gradients.of_output
+
+    def mutated(self: _Gradients, index: int) -> Iterator[Tensor | None]:
+        for gradient in of_output(self, index):
+            last = index == len(self.cuts) - 1
+            yield torch.zeros_like(gradient) if last and gradient is not None else gradient
+
+    monkeypatch.setattr(_Gradients, "of_output", mutated)
+
+
+def upstream_ignored(monkeypatch: MonkeyPatch) -> None:
+    """Every gradient of an output counts as ones."""
+    begin = _Gradients.begin
+
+    def mutated(self: _Gradients, outputs: tuple[Tensor | None, ...]) -> None:
+        begin(self, tuple(None if grad is None else torch.ones_like(grad) for grad in outputs))
+
+    monkeypatch.setattr(_Gradients, "begin", mutated)
+
+
+def bias_skipped(monkeypatch: MonkeyPatch) -> None:
+    """Biases get no gradient from any tile but the first."""
+    add_weight = _Gradients.add_weight
+
+    def mutated(self: _Gradients, name: str, gradient: Tensor) -> None:
+        if not (name.endswith("bias") and name in self._sums):
+            add_weight(self, name, gradient)
+
+    monkeypatch.setattr(_Gradients, "add_weight", mutated)
+
+
+def low_precision_sums(monkeypatch: MonkeyPatch) -> None:
+    """Weight gradients are summed over tiles in the weight's own precision."""
+
+    def mutated(self: _Gradients, name: str, gradient: Tensor) -> None:
+        total = self._sums.get(name)
+        self._sums[name] = gradient.clone() if total is None else total.add_(gradient)
+
+    monkeypatch.setattr(_Gradients, "add_weight", mutated)
+
+
+def shifted_by_a_row(monkeypatch: MonkeyPatch) -> None:
+    """Every input gradient lands one row off."""
+    write_input = _Gradients.write_input
+
+    def mutated(self: _Gradients, number: int, index: int, gradient: Tensor) -> None:
+        write_input(self, number, index, gradient.roll(1, dims=-2))
+
+    monkeypatch.setattr(_Gradients, "write_input", mutated)
+
+
+def cut_along_the_length(monkeypatch: MonkeyPatch) -> None:
+    """Tiles come from a transposed view, as if the batch were cut along its length: right for one sequence only."""
+    rows = _Cuts.rows
+
+    def mutated(tensors: list[Tensor]) -> list[Tensor]:
+        return rows([tensor.transpose(0, 1) if tensor.dim() == 3 else tensor for tensor in tensors])
+
+    monkeypatch.setattr(_Cuts, "rows", staticmethod(mutated))
+
+
+COARSE: dict[str, Mutant] = {
+    mutant.__name__: mutant
+    for mutant in (last_tile_dropped, last_tile_without_gradient, upstream_ignored, bias_skipped, shifted_by_a_row)
+}
+"""Mutants that any comparison of outputs and gradients notices."""
