@@ -1,0 +1,75 @@
+"""The command line: one file per command, each imported light and importing what it needs when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import typer
+
+from seqtile import __version__
+from seqtile._errors import UserError
+
+COMMANDS = ("train", "doctor")
+"""Commands in the order of ``--help``. Each is a module ``seqtile.cli.NAME`` with a function ``command``."""
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def build_app() -> typer.Typer:
+    """The command line, with every command registered."""
+    app = typer.Typer(
+        name="seqtile",
+        help="Train language models on sequences that do not fit otherwise, with the same gradients.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        # Other trainers write --max_length; both spellings name the same option.
+        context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _dashes},
+    )
+    app.callback()(_root)
+    for name in COMMANDS:
+        app.command(name)(import_module(f"seqtile.cli.{name}").command)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    0 for success, 2 for input that the user has to mend (one sentence on stderr), 130 for Ctrl-C.
+    """
+    try:
+        build_app()(list(sys.argv[1:] if arguments is None else arguments))
+    except UserError as error:
+        sentence = " ".join(str(error).split())
+        print(f"seqtile: {sentence}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("seqtile: interrupted; nothing more was saved", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 0
+
+
+def _dashes(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"seqtile {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: bool = typer.Option(False, "--version", help="Print the version.", callback=_show_version, is_eager=True),
+) -> None:
+    """Train language models on sequences that do not fit otherwise, with the same gradients."""

@@ -1,0 +1,78 @@
+"""``seqtile doctor``."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+CORE = ("torch", "transformers", "accelerate", "typer", "pydantic", "rich")
+EXTRAS = {
+    "train": ("trl", "datasets", "peft", "matplotlib"),
+    "deepspeed": ("deepspeed",),
+    "liger": ("liger_kernel",),
+}
+GIB = 2**30
+
+
+def command() -> None:
+    """Show versions, devices and what is installed."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from seqtile import __version__
+
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("seqtile", __version__)
+    table.add_row("python", f"{platform.python_version()} ({sys.executable})")
+    table.add_row("system", f"{platform.system()} {platform.machine()}, {_cores()} CPU cores, {_host_memory()}")
+    for name in CORE:
+        table.add_row(name, _version(name) or "missing: pip install seqtile")
+    for extra, names in EXTRAS.items():
+        for name in names:
+            table.add_row(name, _version(name) or f"not installed: pip install 'seqtile[{extra}]'")
+    for device in _devices():
+        table.add_row("device", device)
+    Console().print(table)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _host_memory() -> str:
+    import os
+
+    try:
+        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB:.1f} GiB memory"
+    except (ValueError, OSError, AttributeError):
+        return "memory unknown"
+
+
+def _devices() -> list[str]:
+    """One line per accelerator, or one that says there is none."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return [f"cpu only ({torch.get_num_threads()} threads): training runs in fp32"]
+    module = torch.get_device_module(accelerator)
+    lines = []
+    for index in range(torch.accelerator.device_count()):
+        name = module.get_device_name(index) if hasattr(module, "get_device_name") else accelerator.type
+        total = getattr(module.get_device_properties(index), "total_memory", None)
+        memory = f", {total / GIB:.1f} GiB" if total else ""
+        lines.append(f"{accelerator.type}:{index} {name}{memory}")
+    return lines

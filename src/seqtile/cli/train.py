@@ -1,0 +1,98 @@
+"""``seqtile train``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import warnings
+from typing import Any
+
+import typer
+
+PEERS = "Other trainers' spellings"
+RUN = "This run"
+
+_STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def command(
+    model: str = typer.Option(None, help="Model directory or Hub id. Without model and dataset: the embedded demo."),
+    dataset: str = typer.Option(None, help="JSONL, Parquet or text file, a directory of them, or a Hub id."),
+    max_length: int = typer.Option(None, help="Tokens per row. [default: 8192]", metavar="TOKENS"),
+    output: str = typer.Option(None, help="Directory of the result. [default: runs/NAME]", metavar="DIR"),
+    lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
+    tile: str = typer.Option(None, help="auto, tokens per tile, shards:N, arctic or memory:1GiB. [default: auto]"),
+    engine: str = typer.Option(None, help="single (one process). [default: single]"),
+    steps: int = typer.Option(None, help="Optimiser steps. [default: one pass over the data]", metavar="N"),
+    learning_rate: float = typer.Option(None, help="[default: 2e-5, with --lora 2e-4]", metavar="RATE"),
+    seed: int = typer.Option(None, help="Seed of weights, data order and dropout. [default: 0]", metavar="N"),
+    recipe: str = typer.Option(None, help="YAML file with these and all other settings; flags win.", metavar="FILE"),
+    resume: bool = typer.Option(False, "--resume", help="Continue the run in --output.", rich_help_panel=RUN),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier run.", rich_help_panel=RUN),
+    compare: bool = typer.Option(
+        None, "--compare/--no-compare", help="End with tiled against untiled on one batch.", rich_help_panel=RUN
+    ),
+    tiled_mlp: str = typer.Option(None, help="Tile at all. [default: true]", metavar="BOOL", rich_help_panel=PEERS),
+    use_tiled_mlp: str = typer.Option(None, help="The same.", metavar="BOOL", rich_help_panel=PEERS),
+    tiled_mlp_num_shards: str = typer.Option(
+        None, help="The same as --tile shards:N.", metavar="N", rich_help_panel=PEERS
+    ),
+    tiled_mlp_use_original_mlp: str = typer.Option(
+        None, help="Changes nothing: tiles run the model's own MLP.", metavar="BOOL", rich_help_panel=PEERS
+    ),
+) -> None:
+    """Train a causal language model with every position-wise block tiled."""
+    from seqtile.train import recipe as recipes
+    from seqtile.train.output import resumed_recipe
+
+    given = {
+        "model": model,
+        "dataset": dataset,
+        "max_length": max_length,
+        "output": output,
+        "lora": None if lora is None else recipes.parse_lora(lora),
+        "tile": tile,
+        "engine": engine,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "compare": compare,
+        "tiled_mlp": tiled_mlp,
+        "use_tiled_mlp": use_tiled_mlp,
+        "tiled_mlp_num_shards": tiled_mlp_num_shards,
+        "tiled_mlp_use_original_mlp": tiled_mlp_use_original_mlp,
+    }
+    flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    values = recipes.read_recipe(recipe) if recipe else {}
+    if resume and overwrite:
+        raise recipes.UserError("--resume continues a run and --overwrite replaces it; give one of the two")
+    chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
+    _run(chosen, notes, resume=resume, overwrite=overwrite)
+
+
+def _run(recipe: Any, notes: list[str], *, resume: bool, overwrite: bool) -> None:
+    _quiet()
+    from seqtile.cli import show
+    from seqtile.train.run import train
+
+    for note in notes:
+        logging.getLogger("seqtile").warning(note)
+    progress = show.Progress()
+    with progress:
+        outcome = train(recipe, resume=resume, overwrite=overwrite, callbacks=[progress.callback()])
+    if outcome.stopped_by is not None:
+        show.print_stopped(outcome)
+        raise typer.Exit(_STOPPED[outcome.stopped_by])
+    show.print_outcome(outcome)
+
+
+def _quiet() -> None:
+    """Our own messages on stderr; of the libraries below only what the user can act on."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("seqtile").setLevel(logging.INFO)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -1,0 +1,112 @@
+"""The recipe in the trainer's words: TRL's ``SFTConfig`` and PEFT's ``LoraConfig``."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._errors import UserError
+from .recipe import LoraRecipe, Recipe
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from trl import SFTConfig
+
+KEPT_CHECKPOINTS = 2
+
+
+def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTConfig:
+    """Everything the trainer needs to know.
+
+    Args:
+        recipe: a resolved recipe.
+        output: where checkpoints go.
+        documents: the rows are whole text files; unless the recipe says otherwise, they are joined and cut into
+            rows of ``max_length`` tokens so that no text is dropped.
+
+    Raises:
+        UserError: ``trainer:`` holds a key that ``SFTConfig`` does not know, or values that it refuses.
+    """
+    from trl import SFTConfig
+
+    known = SFTConfig.__dataclass_fields__
+    for key in recipe.trainer:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            hint = f"did you mean {close[0]!r}?" if close else "it passes on the arguments of TRL's SFTConfig"
+            raise UserError(f"unknown recipe key 'trainer.{key}'; {hint}")
+    values: dict[str, Any] = {
+        "output_dir": str(output),
+        "max_length": recipe.max_length,
+        "per_device_train_batch_size": recipe.batch_size,
+        "gradient_accumulation_steps": recipe.gradient_accumulation,
+        "learning_rate": recipe.learning_rate,
+        "num_train_epochs": recipe.epochs,
+        "max_steps": recipe.steps or -1,
+        "seed": recipe.seed,
+        "trust_remote_code": recipe.trust_remote_code,
+        "logging_steps": 1,
+        "save_total_limit": KEPT_CHECKPOINTS,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **_precision(),
+        **_packing(recipe, documents),
+    }
+    if recipe.save_steps:
+        values["save_steps"] = recipe.save_steps
+    if recipe.is_demo:
+        values |= {"warmup_steps": 3, "lr_scheduler_type": "cosine"}
+    values |= recipe.trainer
+    values |= _checkpointing(recipe, known)
+    try:
+        with warnings.catch_warnings():
+            # TRL itself sets the name that Transformers has deprecated.
+            warnings.filterwarnings("ignore", "`gradient_checkpointing", FutureWarning)
+            return SFTConfig(**values)
+    except (ValueError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"the trainer refuses these settings ({reason}); mend 'trainer:' in the recipe") from None
+
+
+def adapter_config(lora: LoraRecipe | None) -> LoraConfig | None:
+    """PEFT's configuration of the adapters, or None to train every weight."""
+    if lora is None:
+        return None
+    from peft import LoraConfig
+
+    modules = lora.target_modules
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha or 2 * lora.r,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=modules if isinstance(modules, str) else list(modules),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _precision() -> dict[str, Any]:
+    """bf16 products where an accelerator has them, fp32 on the CPU."""
+    import torch
+    from transformers.utils import is_torch_bf16_gpu_available
+
+    on_cpu = not torch.accelerator.is_available()
+    return {"use_cpu": on_cpu, "bf16": not on_cpu and is_torch_bf16_gpu_available()}
+
+
+def _packing(recipe: Recipe, documents: bool) -> dict[str, Any]:
+    packing = recipe.packing
+    if packing is None and not recipe.is_demo and documents:
+        packing = "wrapped"
+    if not packing:
+        return {"packing": False}
+    return {"packing": True, "packing_strategy": "bfd" if packing is True else packing}
+
+
+def _checkpointing(recipe: Recipe, known: Any) -> dict[str, Any]:
+    """Non-reentrant activation checkpointing: under a reentrant one the tiles would be computed once more."""
+    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    given = [recipe.trainer[key] for key in (f"{name}_kwargs", "gradient_checkpointing_kwargs") if key in recipe.trainer]
+    kwargs = {"use_reentrant": False, **(given[0] if given and isinstance(given[0], dict) else {})}
+    return {name: recipe.activation_checkpointing, f"{name}_kwargs": kwargs if recipe.activation_checkpointing else None}

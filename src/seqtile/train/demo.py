@@ -1,0 +1,151 @@
+"""The embedded default: a small Qwen3 model on the source files of the running interpreter's standard library.
+
+Real text and long documents on every machine, and nothing is downloaded. The tokenizer (byte-level BPE, 2,048
+tokens) is trained on the same text on the first run and cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .._errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+VOCAB_SIZE = 2048
+MAX_POSITIONS = 32768
+END_OF_TEXT = "<|endoftext|>"
+TEXT_BYTES = 4_000_000
+"""How much source text is read: about 1.5M tokens, six times what the default run sees."""
+
+CACHE_FORMAT = 1
+
+
+def library_files() -> list[Path]:
+    """Source files of the standard library's top level, longest documents of every Python, in sorted order.
+
+    Raises:
+        UserError: the interpreter ships without sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(file for file in root.glob("*.py") if file.stat().st_size > 0)
+    if not files:
+        raise UserError(f"the interpreter at {root} has no source files to train the demo on; "
+                        "give --model and --dataset")
+    return files
+
+
+def library_text() -> list[str]:
+    """The first :data:`TEXT_BYTES` of those files, one string per file."""
+    texts, left = [], TEXT_BYTES
+    for file in library_files():
+        text = file.read_bytes()[:left].decode("utf-8", errors="replace")
+        texts.append(text)
+        left -= len(text.encode())
+        if left <= 0:
+            break
+    return texts
+
+
+def load_tokenizer() -> PreTrainedTokenizerFast:
+    """The demo's tokenizer: from the cache, else trained (a few seconds) and cached."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    path = _cache_path()
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception:  # noqa: BLE001 - not there yet, or damaged: tokenizers raises plain Exception then
+        tokenizer = _train_tokenizer(library_text())
+        _write_atomically(path, tokenizer.to_str())
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, model_max_length=MAX_POSITIONS
+    )
+
+
+def load_rows(tokenizer: PreTrainedTokenizerFast, max_length: int) -> Dataset:
+    """The library's text, tokenised, joined with end-of-text tokens and cut into rows of ``max_length`` tokens."""
+    from datasets import Dataset
+
+    tokens: list[int] = []
+    for text in library_text():
+        tokens += tokenizer(text, verbose=False)["input_ids"] + [tokenizer.eos_token_id]
+    rows = [tokens[start : start + max_length] for start in range(0, len(tokens) - max_length + 1, max_length)]
+    if not rows:
+        raise UserError(f"the demo's text has {len(tokens):,} tokens, fewer than max_length {max_length:,}; "
+                        "give a smaller --max-length")
+    return Dataset.from_dict({"input_ids": rows})
+
+
+def build_model(seed: int, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """A Qwen3 model of 2.5M parameters with random weights, the same for the same seed."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def _train_tokenizer(texts: list[str]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    # Source code: a line break with its indentation is one piece, so that 30 steps already learn where words begin.
+    pieces = pre_tokenizers.Split(Regex(r"\n[ ]*|[ ]+|\w+|[^\w\s]|\s"), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _cache_path() -> Path:
+    """Cache file of this interpreter's tokenizer; another library text or vocabulary gets another file."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seqtile"
+    sizes = repr([(file.name, file.stat().st_size) for file in library_files()])
+    key = hashlib.sha256(f"{CACHE_FORMAT} {TEXT_BYTES} {sizes}".encode()).hexdigest()[:12]
+    return cache / f"demo-tokenizer-py{platform.python_version()}-v{VOCAB_SIZE}-{key}.json"
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Write a cache file whole or not at all; a cache that cannot be written costs only time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("the demo's tokenizer is not cached (%s: %s)", path, error.strerror)

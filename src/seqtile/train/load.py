@@ -1,0 +1,135 @@
+"""Model and tokenizer of a recipe, checked before anything is trained."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._errors import UserError
+from . import demo
+from .recipe import DEMO, Recipe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load what ``recipe.model`` names; the configuration is checked before any weight is read.
+
+    Raises:
+        UserError: not there, unreachable, needs code of its own, or too few positions for ``max_length``.
+    """
+    if recipe.model == DEMO:
+        if recipe.model_kwargs or recipe.rope_scaling or recipe.dtype not in (None, "float32"):
+            raise UserError("model_kwargs, rope_scaling and dtype do not change the demo's model; name a model")
+        tokenizer = demo.load_tokenizer()
+        model = demo.build_model(recipe.seed, tokenizer)
+        check_positions(model.config, recipe)
+        return model, tokenizer
+    import transformers
+
+    path = _existing(recipe.model)
+    config = _load("configuration", transformers.AutoConfig, path, recipe, **_revision(recipe))
+    _scale_positions(config, recipe)
+    check_positions(config, recipe)
+    tokenizer = _load("tokenizer", transformers.AutoTokenizer, path, recipe, **_revision(recipe))
+    model = _load(
+        "weights",
+        transformers.AutoModelForCausalLM,
+        path,
+        recipe,
+        **{"config": config, "dtype": _dtype(recipe), **recipe.model_kwargs},
+    )
+    if tokenizer.eos_token is None:
+        raise UserError(f"the tokenizer of {recipe.model!r} has no end-of-text token; set one in its files first")
+    return model, tokenizer
+
+
+def check_positions(config: PretrainedConfig, recipe: Recipe) -> None:
+    """Refuse a ``max_length`` beyond the model's positions.
+
+    Raises:
+        UserError: with the limit and how to lift it.
+    """
+    limit = max_positions(config)
+    if limit is not None and recipe.max_length > limit:
+        rotary = getattr(config.get_text_config(), "rope_parameters", None)
+        factor = math.ceil(recipe.max_length / limit)
+        lift = f", or extend it with 'rope_scaling: {{rope_type: yarn, factor: {factor}}}' in a recipe" if rotary else ""
+        raise UserError(f"max_length {recipe.max_length:,} is beyond the {limit:,} positions of {recipe.model!r}; "
+                        f"use --max-length {limit}{lift}")
+
+
+def max_positions(config: PretrainedConfig) -> int | None:
+    """How many positions the model knows, its own RoPE scaling included; None where it has no limit."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    scaled = [0]
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        original = parameters.get("original_max_position_embeddings")
+        if original and parameters.get("factor"):
+            scaled.append(int(original * parameters["factor"]))
+    return max(limit, *scaled)
+
+
+def _scale_positions(config: PretrainedConfig, recipe: Recipe) -> None:
+    """Write the recipe's RoPE scaling into the model's configuration."""
+    if recipe.rope_scaling is None:
+        return
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None)
+    if not rope or any(isinstance(value, dict) for value in rope.values()):
+        raise UserError(f"rope_scaling does not fit {recipe.model!r}, which has "
+                        f"{'several kinds of rotary layers' if rope else 'no rotary positions'}; leave it out")
+    if not {"rope_type", "factor"} <= recipe.rope_scaling.keys():
+        raise UserError("rope_scaling needs at least rope_type and factor, such as {rope_type: yarn, factor: 4}")
+    original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+    scaled = {"original_max_position_embeddings": original, **rope, **recipe.rope_scaling}
+    text.rope_parameters = scaled
+    text.max_position_embeddings = int(original * float(scaled["factor"]))
+
+
+def _existing(model: str) -> str:
+    """The model's path, or its Hub id as it is."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"model directory {model!r} has no config.json; give a directory written by save_pretrained")
+        return str(path)
+    if path.exists():
+        raise UserError(f"model {model!r} is a file; give the directory that holds its config.json")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise UserError(f"model {model!r} does not exist; give a model directory or a Hub id")
+    return model
+
+
+def _revision(recipe: Recipe) -> dict[str, Any]:
+    return {key: recipe.model_kwargs[key] for key in ("revision",) if key in recipe.model_kwargs}
+
+
+def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> Any:
+    """``from_pretrained``, its many ways of saying no turned into one sentence."""
+    try:
+        return loader.from_pretrained(path, trust_remote_code=recipe.trust_remote_code, **kwargs)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "trust_remote_code" in str(error):
+            raise UserError(f"model {recipe.model!r} runs code of its own; read that code, then set "
+                            "'trust_remote_code: true' in a recipe") from None
+        raise UserError(f"cannot load the {what} of model {recipe.model!r} ({reason}); give a model directory, "
+                        "or a Hub id and a network") from None
+
+
+def _dtype(recipe: Recipe) -> Any:
+    """Weights in fp32, which train with bf16 products on an accelerator; a frozen base in bf16 there."""
+    import torch
+
+    if recipe.dtype == "auto":
+        return "auto"
+    if recipe.dtype is not None:
+        return getattr(torch, recipe.dtype)
+    return torch.bfloat16 if recipe.lora and torch.accelerator.is_available() else torch.float32

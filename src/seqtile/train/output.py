@@ -1,0 +1,127 @@
+"""Where a run writes: checked first, never overwritten unasked, continued on request."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .._errors import UserError
+from .recipe import DEMO, RECIPE_FILE, Recipe, build_recipe, read_recipe, resolve
+
+RUNS = Path("runs")
+
+WRITTEN = (
+    "checkpoint-*", "report", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.json", "*.jinja", "*.txt",
+    "README.md", RECIPE_FILE,
+)  # fmt: skip
+"""What a run leaves in its directory, and so what ``--overwrite`` removes."""
+
+MAY_CHANGE = ("output", "save_steps", "report", "compare", "steps", "tile", "tiled_mlp", "only", "loss_tile")
+"""What a resumed run may set otherwise: the length, what is written, and how it is computed, not what is learnt."""
+
+
+def default_output(recipe: Recipe) -> Path:
+    """The first directory under ``runs/`` that is free for this model."""
+    name = DEMO if recipe.is_demo else Path(recipe.model.rstrip("/")).name or "model"
+    candidates = (RUNS / (name if count == 1 else f"{name}-{count}") for count in range(1, 10_000))
+    return next(path for path in candidates if not path.exists())
+
+
+def check_output(recipe: Recipe, output: Path, *, overwrite: bool) -> None:
+    """Make sure that a new run may write into ``output``; creates nothing and removes nothing.
+
+    Raises:
+        UserError: not writable, holds something already, or is the model or the dataset itself.
+    """
+    for what in (recipe.model, recipe.dataset):
+        source = Path(what).expanduser()
+        if what != DEMO and source.exists() and (source.resolve() == output.resolve()
+                                                 or output.resolve() in source.resolve().parents):
+            raise UserError(f"output {str(output)!r} holds {what!r}, which this run reads; give another --output")
+    if output.is_dir() and any(output.iterdir()):
+        if not overwrite:
+            resume = "--resume to continue it, " if (output / RECIPE_FILE).is_file() else ""
+            raise UserError(f"output {str(output)!r} is not empty; give {resume}--overwrite to replace an earlier run, "
+                            "or another --output")
+        if not (output / RECIPE_FILE).is_file():
+            raise UserError(f"output {str(output)!r} holds files that no earlier run wrote (no {RECIPE_FILE}); "
+                            "give another --output")
+    check_writable(output)
+
+
+def check_writable(output: Path) -> None:
+    """Try to write there, and leave nothing behind.
+
+    Raises:
+        UserError: it cannot be created or written.
+    """
+    created: list[Path] = []
+    try:
+        missing = [path for path in (output, *output.parents) if not path.exists()]
+        for path in reversed(missing):
+            path.mkdir()
+            created.append(path)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write to output {str(output)!r} ({error.strerror}); give another --output") from None
+    finally:
+        for path in reversed(created):
+            path.rmdir()
+
+
+def clear_output(output: Path) -> None:
+    """Remove what an earlier run left in ``output``; other files stay."""
+    for pattern in WRITTEN:
+        for path in output.glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def find_checkpoint(output: Path) -> Path:
+    """The newest checkpoint of an interrupted run.
+
+    Raises:
+        UserError: there is none.
+    """
+    numbered = [
+        (int(path.name.rpartition("-")[2]), path)
+        for path in output.glob("checkpoint-*")
+        if path.name.rpartition("-")[2].isdigit() and (path / "trainer_state.json").is_file()
+    ]
+    if not numbered:
+        raise UserError(f"output {str(output)!r} holds no checkpoint to resume from; start the run without --resume")
+    return max(numbered)[1]
+
+
+def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> tuple[Recipe, list[str]]:
+    """The recipe of the run to continue: its saved one, with what may change taken from flags and recipe.
+
+    Raises:
+        UserError: no output named, no earlier run there, or a setting that would make it another run.
+    """
+    directory = flag_values.get("output") or file_values.get("output")
+    if not directory:
+        raise UserError("--resume needs the run to continue; give its directory with --output")
+    path = Path(directory).expanduser() / RECIPE_FILE
+    if not path.is_file():
+        raise UserError(f"output {str(directory)!r} holds no earlier run (no {RECIPE_FILE}); start it without --resume")
+    saved, _ = build_recipe(read_recipe(path), {})
+    started = saved.model_dump(mode="json")
+    given = {key: value for key, value in {**file_values, **flag_values}.items() if value is not None}
+    base = {key: value for key, value in started.items() if key not in ("tile", "tiled_mlp") or not _tiling(given)}
+    recipe, notes = build_recipe(base, given)
+    wanted = resolve(recipe).model_dump(mode="json")
+    for key, value in wanted.items():
+        if key not in MAY_CHANGE and value != started[key]:
+            raise UserError(f"--resume cannot change {key} from {started[key]!r} to {value!r}; "
+                            "drop it to continue that run, or start a new one with another --output")
+    return recipe, notes
+
+
+def _tiling(given: dict[str, Any]) -> bool:
+    return any("tile" in key for key in given)

@@ -1,0 +1,131 @@
+"""Which part of a training step is running: labels for the memory that each part holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..counting import LiveBytes
+
+HEAD = "head and loss"
+REST = "norms and residuals"
+ATTENTION = "attention"
+BLOCK = "MLP"
+
+_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
+
+
+class _Labels:
+    """Follows forward, recompute and backward through hooks, and names the running part to the counter.
+
+    Forward hooks tell which module runs, in the recompute of an activation checkpoint too. In the backward, the
+    gradient of a module's output arriving says that its backward begins, that of its input that it has ended.
+    """
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live = live
+        self._running: list[str] = []
+        self._backward: str | None = None
+        self._phase: AbstractContextManager[None] | None = None
+        self._hooks: list[Any] = []
+
+    def watch(self, module: nn.Module, label: str, outside: str) -> None:
+        """Call what happens in ``module`` ``label``, and what follows it in the backward ``outside``."""
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._running.append(label)
+            self._switch()
+            first = next(_gradient_tensors((args, kwargs)), None)
+            if first is not None:
+                first.register_hook(lambda _: self._step_back(outside))
+
+        def leave(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+            self._running.pop()
+            self._switch()
+            first = next(_gradient_tensors(output), None)
+            if first is not None:
+                first.register_hook(lambda _: self._step_back(label))
+
+        # A recompute that ends early leaves the module by an exception, hence always_call.
+        self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        self._hooks.append(module.register_forward_hook(leave, always_call=True))
+
+    def begin_backward(self) -> None:
+        """The forward is over; the first thing in the backward is the loss."""
+        self._backward = HEAD
+        self._switch()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._end_phase()
+
+    def _step_back(self, label: str) -> None:
+        self._backward = label
+        self._switch()
+
+    def _switch(self) -> None:
+        self._end_phase()
+        backward = self._backward is not None
+        label = self._running[-1] if self._running else self._backward or HEAD
+        when = ("recompute" if self._running else "backward") if backward else "forward"
+        self._phase = self._live.phase(f"{label}, {when}")
+        self._phase.__enter__()
+
+    def _end_phase(self) -> None:
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+            self._phase = None
+
+
+@contextmanager
+def label_phases(live: LiveBytes, model: nn.Module, blocks: Iterable[str]) -> Iterator[_Labels]:
+    """Name the parts of one step of ``model`` to ``live`` while the ``with`` lasts.
+
+    Args:
+        live: a running counter.
+        model: a Hugging Face causal language model, PEFT's wrapper or not.
+        blocks: qualified names of its position-wise blocks.
+    """
+    labels = _Labels(live)
+    names = set(blocks)
+    backbone = getattr(model, "base_model", model)
+    try:
+        for name, module in model.named_modules():
+            if module is backbone and module is not model:
+                labels.watch(module, REST, HEAD)
+            elif name in names:
+                labels.watch(module, BLOCK, REST)
+            elif name.rpartition(".")[2] in _ATTENTION_NAMES:
+                labels.watch(module, ATTENTION, REST)
+        labels._switch()
+        yield labels
+    finally:
+        labels.close()
+
+
+def part_of(phase: str) -> str:
+    """``"MLP"`` of ``"MLP, backward"``."""
+    return phase.partition(",")[0]
+
+
+def _gradient_tensors(tree: Any) -> Iterator[Tensor]:
+    from torch.utils._pytree import tree_iter
+
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and leaf.requires_grad)
+
+
+def run_step(model: nn.Module, batch: dict[str, Any], labels: _Labels | None = None) -> float:
+    """Forward and backward of ``batch``; returns the loss and leaves no gradient behind."""
+    loss: Tensor = model(**batch).loss
+    if labels is not None:
+        labels.begin_backward()
+    loss.backward()  # type: ignore[no-untyped-call]
+    model.zero_grad(set_to_none=True)
+    if loss.device.type != "cpu":
+        torch.accelerator.synchronize()
+    return loss.item()

@@ -1,0 +1,306 @@
+"""Recipes: everything one training run depends on, read from YAML and flags, checked, frozen.
+
+A recipe is complete in itself: the resolved one is saved as ``recipe.yaml`` beside the result and
+``seqtile train --recipe that/recipe.yaml`` runs it again. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from .._errors import UserError
+from ..tiling import parse_tile
+
+DEMO = "demo"
+"""Model and dataset of the embedded default."""
+
+RECIPE_FILE = "recipe.yaml"
+
+LATER_ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
+
+PEER_KEYS = ("use_tiled_mlp", "tiled_mlp_num_shards", "tiled_mlp_use_original_mlp")
+"""Other trainers' spellings, accepted as they are and folded into ``tiled_mlp`` and ``tile``."""
+
+NAMED_TRAINER_KEYS = {
+    "output_dir": "output",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "learning_rate": "learning_rate",
+    "seed": "seed",
+    "data_seed": "seed",
+    "max_length": "max_length",
+    "packing": "packing",
+    "packing_strategy": "packing",
+    "gradient_checkpointing": "activation_checkpointing",
+    "activation_checkpointing": "activation_checkpointing",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "trust_remote_code": "trust_remote_code",
+    "save_steps": "save_steps",
+    "resume_from_checkpoint": "--resume",
+    "overwrite_output_dir": "--overwrite",
+    "model_init_kwargs": "model_kwargs",
+}
+"""Trainer arguments that have a name of their own in the recipe; giving both would let one be ignored."""
+
+
+class LoraRecipe(BaseModel):
+    """Low-rank adapters (PEFT): rank, scale, dropout and which linear layers get one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    r: int = Field(16, ge=1)
+    alpha: float | None = Field(None, gt=0, description="scale; twice the rank when not given")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+
+class Recipe(BaseModel):
+    """One training run.
+
+    Fields left at None are filled by :func:`resolve` with a value that depends on the others. ``trainer`` and
+    ``model_kwargs`` pass anything else through to TRL's ``SFTConfig`` and to ``from_pretrained``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str = DEMO
+    dataset: str = DEMO
+    dataset_split: str = "train"
+    output: str | None = None
+
+    max_length: int = Field(8192, ge=2)
+    packing: bool | Literal["bfd", "bfd_split", "wrapped"] | None = None
+    tiled_mlp: bool = True
+    tile: int | str = "auto"
+    only: tuple[str, ...] | None = None
+    loss_tile: int | None = Field(None, ge=1, description="tokens per tile of the head; None leaves it to TRL")
+    activation_checkpointing: bool = True
+    lora: LoraRecipe | None = None
+    engine: str = "single"
+
+    steps: int | None = Field(None, ge=1)
+    epochs: float = Field(1.0, gt=0)
+    batch_size: int = Field(1, ge=1)
+    gradient_accumulation: int = Field(1, ge=1)
+    learning_rate: float | None = Field(None, gt=0)
+    seed: int = Field(0, ge=0)
+    save_steps: int | None = Field(None, ge=1)
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    trust_remote_code: bool = False
+    model_kwargs: dict[str, Any] = Field(default_factory=dict)
+    trainer: dict[str, Any] = Field(default_factory=dict)
+
+    compare: bool | None = None
+    report: bool = True
+
+    @field_validator("tile")
+    @classmethod
+    def _known_tile(cls, tile: int | str) -> int | str:
+        parse_tile(tile)
+        return tile
+
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, engine: str) -> str:
+        if engine in LATER_ENGINES:
+            raise ValueError(f"engine {engine!r} is not built in yet; use engine 'single', or call seqtile.apply(model) "
+                             "in your own script before the engine wraps the model")
+        if engine != "single":
+            raise ValueError(f"got engine {engine!r}, expected 'single'")
+        return engine
+
+    @field_validator("trainer")
+    @classmethod
+    def _no_second_name(cls, trainer: dict[str, Any]) -> dict[str, Any]:
+        for key in trainer:
+            if key in NAMED_TRAINER_KEYS:
+                raise ValueError(f"trainer.{key} has its own name here; use {NAMED_TRAINER_KEYS[key]!r} instead")
+        return trainer
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether this run trains the embedded model on the embedded text."""
+        return self.model == DEMO and self.dataset == DEMO
+
+
+class _SafeLoader(yaml.SafeLoader):
+    """``yaml.SafeLoader`` (no tags) that refuses a key given twice, of which YAML would silently drop one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """The keys and values of a YAML recipe, unchecked.
+
+    Raises:
+        UserError: no such file, not YAML, a tag, a key given twice, or not a mapping.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read recipe {str(path)!r} ({_reason(error)}); give the path of a YAML file") from None
+    try:
+        values = yaml.load(text, Loader=_SafeLoader)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or "syntax error"
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"recipe {str(path)!r}{where} is not plain YAML: {problem}; "
+                        "write 'key: value' lines without tags") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError(f"recipe {str(path)!r} holds a {type(values).__name__}, expected 'key: value' lines")
+    return values
+
+
+def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
+    """One checked recipe from a recipe file's values and the flags given, which win.
+
+    Peers' spellings are folded in each source by itself first, so that ``--tile 4096`` overrides a recipe's
+    ``tiled_mlp_num_shards: 8`` while the two in one place contradict each other.
+
+    Returns:
+        The recipe, and sentences on settings that change nothing.
+
+    Raises:
+        UserError: an unknown key (with the closest known one), a value out of range, a contradiction.
+    """
+    notes: list[str] = []
+    merged: dict[str, Any] = {}
+    for values, place in ((file_values, "the recipe"), (flag_values, "the flags")):
+        folded = _fold_peer_keys(dict(values), place, notes)
+        if "tile" in folded and "tiled_mlp" not in folded and merged.get("tiled_mlp") is False:
+            raise UserError(f"{place} ask for tile {folded['tile']!r} but the recipe says 'tiled_mlp: false'; "
+                            "drop one of the two")
+        if folded.get("tiled_mlp") is False:
+            merged.pop("tile", None)
+        merged.update(folded)
+    _refuse_unknown(merged, Recipe, "")
+    if isinstance(merged.get("lora"), Mapping):
+        _refuse_unknown(merged["lora"], LoraRecipe, "lora.")
+    if ("model" in merged) != ("dataset" in merged):
+        given, missing = ("model", "dataset") if "model" in merged else ("dataset", "model")
+        raise UserError(f"got a {given} ({merged[given]!r}) but no {missing}; give --{missing} too, "
+                        f"or --{missing} {DEMO} for the embedded one")
+    try:
+        return Recipe(**merged), notes
+    except ValidationError as error:
+        raise UserError(_first_problem(error)) from None
+
+
+def resolve(recipe: Recipe) -> Recipe:
+    """The same recipe with every value that is decided here and not by the machine filled in."""
+    filled: dict[str, Any] = {}
+    if recipe.is_demo:
+        filled["steps"] = recipe.steps or 30
+        filled["learning_rate"] = recipe.learning_rate or 3e-3
+        filled["loss_tile"] = recipe.loss_tile or 1024
+        filled["compare"] = True if recipe.compare is None else recipe.compare
+    else:
+        filled["learning_rate"] = recipe.learning_rate or (2e-4 if recipe.lora else 2e-5)
+        filled["compare"] = bool(recipe.compare)
+    return recipe.model_copy(update=filled)
+
+
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    """Write ``recipe`` so that :func:`read_recipe` gives it back."""
+    header = "# Everything this run depends on; run it again with: seqtile train --recipe THIS_FILE --output DIR\n"
+    path.write_text(header + yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+
+
+def parse_lora(text: str) -> dict[str, Any]:
+    """``"16"`` or ``"r=16,alpha=32,dropout=0.05"`` as the recipe's ``lora`` section."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if len(words) == 1 and "=" not in words[0]:
+        words = [f"r={words[0]}"]
+    pairs = [word.partition("=") for word in words]
+    if not pairs or not all(key.strip() and value.strip() for key, _, value in pairs):
+        raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16,alpha=32,dropout=0.05'")
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def parse_bool(value: Any, name: str) -> bool:
+    """True or false in the spellings that YAML and other trainers' flags use."""
+    if isinstance(value, bool):
+        return value
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if str(value).strip().lower() not in words:
+        raise UserError(f"got {name} {value!r}, expected true or false")
+    return words[str(value).strip().lower()]
+
+
+def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dict[str, Any]:
+    """Replace other trainers' spellings by ours; ``values`` come from one place (a file or the flags)."""
+    switches = {key: parse_bool(values.pop(key), key) for key in ("tiled_mlp", "use_tiled_mlp")
+                if values.get(key) is not None}
+    if len(set(switches.values())) > 1:
+        raise UserError(f"{place} say both 'tiled_mlp: {str(switches['tiled_mlp']).lower()}' and "
+                        f"'use_tiled_mlp: {str(switches['use_tiled_mlp']).lower()}'; keep one")
+    for switch in switches.values():
+        values["tiled_mlp"] = switch
+    shards = values.pop("tiled_mlp_num_shards", None)
+    if shards is not None:
+        if values.get("tile") is not None:
+            raise UserError(f"{place} give both tile {values['tile']!r} and tiled_mlp_num_shards {shards!r}; keep one")
+        if not str(shards).strip().isdigit() or int(shards) < 1:
+            raise UserError(f"got tiled_mlp_num_shards {shards!r}, expected a number of tiles of at least 1")
+        values["tile"] = f"shards:{int(shards)}"
+    if values.get("tile") is None:
+        values.pop("tile", None)
+    # A saved recipe carries both keys; only a tile rule that somebody chose contradicts 'do not tile'.
+    if values.get("tiled_mlp") is False and values.get("tile", "auto") != "auto":
+        raise UserError(f"{place} say not to tile (tiled_mlp: false) and give tile {values['tile']!r}; keep one")
+    if values.get("tiled_mlp_use_original_mlp") is not None:
+        original = parse_bool(values["tiled_mlp_use_original_mlp"], "tiled_mlp_use_original_mlp")
+        notes.append(f"tiled_mlp_use_original_mlp: {str(original).lower()} changes nothing: "
+                     "the tiles always run the model's own MLP")
+    values.pop("tiled_mlp_use_original_mlp", None)
+    return values
+
+
+def _refuse_unknown(values: Mapping[str, Any], schema: type[BaseModel], prefix: str) -> None:
+    """One sentence for the first key that ``schema`` does not have."""
+    known = list(schema.model_fields)
+    for key in values:
+        if key in known:
+            continue
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        if not prefix and key in NAMED_TRAINER_KEYS:
+            hint = f"here it is called {NAMED_TRAINER_KEYS[key]!r}"
+        elif close:
+            hint = f"did you mean {prefix + close[0]!r}?"
+        else:
+            hint = f"known keys: {', '.join(sorted(known))}"
+        raise UserError(f"unknown recipe key {prefix + key!r}; {hint}")
+
+
+def _first_problem(error: ValidationError) -> str:
+    """The first of pydantic's complaints as one sentence: key, what was given, what was expected."""
+    problem = error.errors(include_url=False)[0]
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    key = ".".join(str(part) for part in problem["loc"])
+    expected = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"recipe key {key!r}: got {problem['input']!r}; {expected}"
+
+
+def _reason(error: Exception) -> str:
+    """Why a file could not be read, without its path again."""
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8 text"
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,224 @@
+"""Run a recipe: check everything, train with TRL's ``SFTTrainer``, save."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._errors import UserError
+from . import demo
+from .recipe import DEMO, RECIPE_FILE, Recipe, resolve, save_recipe
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+    from trl import SFTTrainer
+
+    from ..models.report import Report
+    from .measure import Comparison
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run did.
+
+    Attributes:
+        recipe: the resolved recipe, as saved beside the result.
+        output: directory of the saved model, or of the checkpoint if the run was stopped.
+        tiling: the report of what was tiled; None for an untiled run.
+        losses: ``(step, loss)`` of every logged step, those before a resume included.
+        step: optimiser steps done.
+        step_seconds: median seconds of a step, the first one left out; None below two steps.
+        peak_bytes: most bytes the accelerator's allocator held; None without an accelerator.
+        stopped_by: the signal that ended the run early, or None.
+        comparison: tiled against untiled on one batch, if the recipe asked for it.
+    """
+
+    recipe: Recipe
+    output: Path
+    tiling: Report | None
+    losses: tuple[tuple[int, float], ...]
+    step: int
+    step_seconds: float | None
+    peak_bytes: int | None
+    stopped_by: signal.Signals | None
+    comparison: Comparison | None
+
+
+def train(
+    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, callbacks: Sequence[TrainerCallback] = ()
+) -> Outcome:
+    """Train what ``recipe`` says and save it.
+
+    Nothing is written before every check has passed. Ctrl-C and SIGTERM save a checkpoint after the running step.
+
+    Args:
+        recipe: what to do.
+        resume: continue the run in ``recipe.output`` from its newest checkpoint, to the losses that it would have
+            had without the interruption.
+        overwrite: replace an earlier run in ``recipe.output``.
+        callbacks: for progress displays.
+
+    Raises:
+        UserError: bad input, in one sentence.
+    """
+    from .output import check_output, check_writable, clear_output, default_output, find_checkpoint
+
+    _require_extra()
+    recipe = resolve(recipe)
+    output = Path(recipe.output).expanduser() if recipe.output else default_output(recipe)
+    recipe = recipe.model_copy(update={"output": str(output)})
+    if resume:
+        check_writable(output)
+        checkpoint = find_checkpoint(output)
+    else:
+        check_output(recipe, output, overwrite=overwrite)
+        checkpoint = None
+    trainer, tiling = _build(recipe, output)
+    if resume:
+        _refuse_finished(trainer, checkpoint)
+    elif overwrite:
+        clear_output(output)
+    output.mkdir(parents=True, exist_ok=True)
+    save_recipe(recipe, output / RECIPE_FILE)
+    return _run(recipe, output, trainer, tiling, checkpoint, callbacks)
+
+
+def _require_extra() -> None:
+    """The packages of ``seqtile[train]``, all at once instead of one after another."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("trl", "datasets", "peft", "matplotlib") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"seqtile train needs {', '.join(missing)}; install them with: pip install 'seqtile[train]'")
+
+
+def _build(recipe: Recipe, output: Path) -> tuple[SFTTrainer, Report | None]:
+    """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
+    import seqtile
+
+    from .arguments import adapter_config, trainer_arguments
+    from .data import load_rows
+    from .head import TiledHead, check_plain_head
+    from .load import load_model
+
+    documents = False
+    rows = None
+    if recipe.dataset != DEMO:
+        text_field = recipe.trainer.get("dataset_text_field", "text")
+        rows, documents = load_rows(recipe.dataset, split=recipe.dataset_split, text_field=text_field)
+    arguments = trainer_arguments(recipe, output, documents=documents)
+    model, tokenizer = load_model(recipe)
+    if rows is None:
+        rows = demo.load_rows(tokenizer, recipe.max_length)
+    tiling = seqtile.apply(model, tile=recipe.tile, only=recipe.only) if recipe.tiled_mlp else None
+    if recipe.loss_tile:
+        check_plain_head(model.config)
+    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora))
+    if recipe.loss_tile:
+        TiledHead(base_model(trainer.model), recipe.loss_tile).install()
+    return trainer, tiling
+
+
+def _trainer(model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: Any) -> SFTTrainer:
+    from transformers.trainer_callback import PrinterCallback
+    from trl import SFTTrainer
+
+    try:
+        trainer = SFTTrainer(
+            model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, peft_config=adapters
+        )
+    except (ValueError, TypeError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"the trainer refuses this model, dataset or recipe: {reason}") from error
+    trainer.remove_callback(PrinterCallback)
+    if len(trainer.train_dataset) == 0:
+        raise UserError("nothing is left to train on after tokenising and cutting to max_length; "
+                        "give longer rows or a larger --max-length")
+    return trainer
+
+
+def base_model(model: Any) -> Any:
+    """The causal language model itself, under PEFT's wrapper if there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _refuse_finished(trainer: SFTTrainer, checkpoint: Path) -> None:
+    import json
+
+    done = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+    if 0 < trainer.args.max_steps <= done:
+        raise UserError(f"this run has done its {trainer.args.max_steps} steps; give more --steps to go on")
+
+
+def _run(
+    recipe: Recipe,
+    output: Path,
+    trainer: SFTTrainer,
+    tiling: Report | None,
+    checkpoint: Path | None,
+    callbacks: Sequence[TrainerCallback],
+) -> Outcome:
+    from .interrupt import StopOnSignal
+
+    stop, clock = StopOnSignal(), _clock()
+    for callback in (clock, *callbacks, stop):
+        trainer.add_callback(callback)
+    if tiling is not None:
+        logger.info("%s", tiling)
+    with stop.listening():
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if stop.received is None:
+        trainer.save_model(str(output))
+    return Outcome(
+        recipe=recipe,
+        output=output if stop.received is None else output / f"checkpoint-{trainer.state.global_step}",
+        tiling=tiling,
+        losses=tuple((log["step"], log["loss"]) for log in trainer.state.log_history if "loss" in log),
+        step=trainer.state.global_step,
+        step_seconds=clock.median(),
+        peak_bytes=_peak_bytes(),
+        stopped_by=stop.received,
+        comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
+    )
+
+
+def _peak_bytes() -> int | None:
+    import torch
+
+    return torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else None
+
+
+def _compare(recipe: Recipe, trainer: SFTTrainer) -> Comparison:
+    from .measure import compare
+
+    batch = next(iter(trainer.get_train_dataloader()))
+    return compare(trainer.model, {**batch, "fused_lm_head": True}, recipe)
+
+
+def _clock() -> Any:
+    """A callback that times the steps."""
+    from statistics import median
+
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.started, self.seconds = 0.0, list[float]()
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.started = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.seconds.append(time.perf_counter() - self.started)
+
+        def median(self) -> float | None:
+            return median(self.seconds[1:]) if len(self.seconds) > 1 else None
+
+    return Clock()
