@@ -1,0 +1,275 @@
+"""Keeps the house in order: what may import what, what stays light, and what a clone or a wheel must contain."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import seqtile
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "seqtile"
+
+MAX_LINES = 400
+
+# A module imports only from rows above its own and from its own package. A new top-level name needs a row here.
+ORDER: tuple[frozenset[str], ...] = (
+    frozenset({"_compat", "_errors", "counting"}),
+    frozenset({"tiling"}),
+    frozenset({"ops"}),
+    frozenset({"engines"}),
+    frozenset({"models"}),
+    frozenset({"verification"}),
+    frozenset({"memory"}),
+    frozenset({"train", "bench", "integrations"}),
+    frozenset({"cli"}),
+)
+
+HEAVY = ("torch", "numpy", "transformers", "accelerate", "trl", "datasets", "peft", "matplotlib")
+NOT_FOR_THE_LIBRARY = (*HEAVY, "pydantic", "typer", "rich", "yaml")
+
+
+def modules(root: Path) -> Iterator[tuple[Path, ast.Module]]:
+    """Every module below ``root`` with its syntax tree."""
+    files = sorted(root.rglob("*.py"))
+    assert files, f"no Python file below {root}"
+    for file in files:
+        yield file.relative_to(root), ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def top_level_name(file: Path) -> str:
+    return file.parts[0].removesuffix(".py")
+
+
+def imports_of_ours(file: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and top-level name of everything that ``file`` imports from this package, wherever in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            package = ("seqtile", *file.parent.parts)
+            base = package[: len(package) - node.level + 1]
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            targets = [f"{stem}.{alias.name}" for alias in node.names] if stem == "seqtile" else [stem]
+        elif isinstance(node, ast.ImportFrom):
+            stem = node.module or ""
+            targets = [f"{stem}.{alias.name}" for alias in node.names] if stem == "seqtile" else [stem]
+        else:
+            continue
+        for target in targets:
+            parts = target.split(".")
+            if parts[0] == "seqtile" and len(parts) > 1 and not parts[1].startswith("__"):
+                yield node.lineno, parts[1]
+
+
+def wrong_imports(root: Path) -> list[str]:
+    ranks = {name: rank for rank, names in enumerate(ORDER) for name in names}
+    wrong = []
+    for file, tree in modules(root):
+        importer = top_level_name(file)
+        if importer in ("__init__", "__main__"):  # the public face, and the command
+            continue
+        if importer not in ranks:
+            wrong.append(f"{file}: {importer} has no row in ORDER")
+            continue
+        for line, imported in imports_of_ours(file, tree):
+            if imported != importer and ranks.get(imported, len(ORDER)) >= ranks[importer]:
+                wrong.append(f"{file}:{line}: {importer} may not import {imported}")
+    return wrong
+
+
+def prints(root: Path) -> list[str]:
+    """Calls of ``print`` outside the command line."""
+    return [
+        f"{file}:{node.lineno}"
+        for file, tree in modules(root)
+        if top_level_name(file) != "cli"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+
+
+def device_names(root: Path) -> list[str]:
+    """Mentions of one vendor's device in the code of ``ops``; docstrings may speak of it."""
+    found = []
+    for file, tree in modules(root):
+        if top_level_name(file) != "ops":
+            continue
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            name = {ast.Name: "id", ast.Attribute: "attr", ast.Constant: "value", ast.alias: "name"}.get(type(node))
+            value = getattr(node, name) if name and id(node) not in prose else None
+            if isinstance(value, str) and "cuda" in value.lower():
+                found.append(f"{file}:{node.lineno}: {value}")  # type: ignore[attr-defined]
+    return found
+
+
+def long_modules(root: Path) -> list[str]:
+    sizes = {file: len((root / file).read_text(encoding="utf-8").splitlines()) for file, _ in modules(root)}
+    return [f"{file}: {lines} lines" for file, lines in sizes.items() if lines > MAX_LINES]
+
+
+CHECKS: dict[Callable[[Path], list[str]], tuple[str, str]] = {
+    wrong_imports: ("ops/bad.py", "def late():\n    from ..models import find\n"),
+    prints: ("models/bad.py", "print('hello')\n"),
+    device_names: ("ops/bad.py", "import torch\n\ntorch.cuda.synchronize()\n"),
+    long_modules: ("tiling.py", "x = 1\n" * (MAX_LINES + 1)),
+}
+"""Each check, and a file that it must catch."""
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_source_has_no(check: Callable[[Path], list[str]]) -> None:
+    assert check(SOURCE) == []
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_check_catches(check: Callable[[Path], list[str]], tmp_path: Path) -> None:
+    file, text = CHECKS[check]
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    assert len(check(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("tiling.py", "from seqtile import ops"),
+        ("tiling.py", "import seqtile.ops.generic"),
+        ("counting/live.py", "from seqtile.tiling import cuts"),
+        ("ops/generic.py", "from ..train import recipe"),
+        ("models/apply.py", "from seqtile.cli.train import command"),
+        ("somewhere.py", "x = 1"),
+    ],
+)
+def test_every_way_of_importing_upwards_is_caught(file: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(line + "\n", encoding="utf-8")
+    assert len(wrong_imports(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("cli/train.py", "from seqtile.train import recipe"),
+        ("ops/generic.py", "from seqtile.tiling import cuts"),
+        ("ops/generic.py", "from .sums import add"),
+        ("ops/generic.py", "from . import sums"),
+        ("train/run.py", "from .._errors import UserError"),
+        ("train/run.py", "from seqtile import __version__"),
+    ],
+)
+def test_importing_downwards_and_inside_a_package_is_allowed(file: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(line + "\n", encoding="utf-8")
+    assert wrong_imports(tmp_path) == []
+
+
+def loaded(code: str, names: tuple[str, ...]) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """Run ``code`` in a fresh interpreter; which of ``names`` did it load?"""
+    report = "import atexit, sys\natexit.register(lambda: print('LOADED', *sys.modules, file=sys.stderr))\n"
+    done = subprocess.run([sys.executable, "-c", report + code], capture_output=True, text=True, timeout=120)
+    line = next(line for line in reversed(done.stderr.splitlines()) if line.startswith("LOADED"))
+    return done, set(line.split()) & set(names)
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    done, heavy = loaded("import seqtile", NOT_FOR_THE_LIBRARY)
+    assert done.returncode == 0, done.stderr
+    assert heavy == set()
+
+
+def test_the_check_for_heavy_imports_sees_torch() -> None:
+    assert "torch" in loaded("import seqtile; seqtile.apply", HEAVY)[1]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]], ids=" ".join)
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    command = f"import sys; sys.argv = ['seqtile', *{arguments!r}]; from seqtile.cli import main; sys.exit(main())"
+    done, heavy = loaded(command, HEAVY)
+    assert done.returncode == 0, done.stderr
+    assert "seqtile" in done.stdout.lower()
+    assert heavy == set()
+
+
+def test_every_public_name_resolves() -> None:
+    assert len(set(seqtile.__all__)) == len(seqtile.__all__) > 1
+    for name in seqtile.__all__:
+        assert getattr(seqtile, name) is not None
+        assert name in dir(seqtile)
+    with pytest.raises(AttributeError, match="no attribute 'nothing_of_that_name'"):
+        _ = seqtile.nothing_of_that_name
+
+
+def test_type_information_is_shipped() -> None:
+    assert (SOURCE / "py.typed").is_file()
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    """It is written once, in the package; the citation and the change log, read by people, must follow."""
+    version = seqtile.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?", version), "not a semantic version"
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (\S+)$", citation, re.MULTILINE) == [version]
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\S+)", changes, re.MULTILINE)[0] == version
+    assert "version" in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dynamic"]
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / "constraints" / name).read_text(encoding="utf-8").splitlines()
+    pinned = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in pinned}
+
+
+@pytest.mark.parametrize(
+    ("constraints", "extras"), [("highest.txt", ("train", "test", "dev")), ("lowest.txt", ("test",))]
+)
+def test_every_dependency_is_pinned(constraints: str, extras: tuple[str, ...]) -> None:
+    """A dependency that nobody pins would be another version on every machine."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *(r for extra in extras for r in project["optional-dependencies"][extra])]
+    names = {re.split(r"[<>=\[ ]", requirement)[0].lower() for requirement in wanted} - {"seqtile"}
+    assert names - pins(constraints).keys() - pins("torch.txt").keys() == set()
+
+
+def test_the_lowest_row_is_the_lower_bound() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    bounds = dict(requirement.lower().split(">=") for requirement in project["dependencies"] if "<" not in requirement)
+    lowest = pins("lowest.txt")
+    for name, bound in bounds.items():
+        assert lowest[name].startswith(bound), f"{name}: lowest.txt pins {lowest[name]}, pyproject.toml says >={bound}"
+
+
+def test_the_network_is_blocked_in_this_process() -> None:
+    for connect in ("connect", "connect_ex"):
+        with socket.socket() as client, pytest.raises(RuntimeError, match="without a network"):
+            getattr(client, connect)(("192.0.2.1", 80))  # an address reserved for documentation
+
+
+def test_this_machine_can_be_reached() -> None:
+    with socket.socket() as server, socket.socket() as client:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        client.connect(server.getsockname())
+
+
+def test_the_network_is_blocked_in_processes_that_tests_start() -> None:
+    """Their clients are told of a proxy on this machine that does not exist."""
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    for scheme in ("http", "https"):
+        assert urllib.request.getproxies()[scheme].startswith("http://127.0.0.1:")
+    code = "import urllib.request as r; r.urlopen('http://192.0.2.1/', timeout=5)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "refused" in done.stderr.lower()  # by the proxy's port, at once, rather than timed out or answered
