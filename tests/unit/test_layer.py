@@ -1,0 +1,104 @@
+"""A norm or a dropout after the block runs in the same tile, whatever it is called, and exactly once."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from zoo import assert_same_gradients, causal_lm, gradients, tokens
+
+import seqtile
+from seqtile.models import layer as tiled_layer
+
+FOLLOWED = {
+    "gemma2": ("mlp", "post_feedforward_layernorm"),
+    "gemma3_text": ("mlp", "post_feedforward_layernorm"),
+    "olmo2": ("mlp", "post_feedforward_layernorm"),
+    "glm4": ("mlp", "post_mlp_layernorm"),
+    "opt": ("fc1", "activation_fn", "fc2", "dropout"),
+    "llama": ("mlp",),
+    "phi3": ("mlp",),
+    "gpt_neox": ("mlp",),
+}
+
+
+@pytest.mark.parametrize("architecture", FOLLOWED)
+def test_the_follower_is_read_from_the_layers_source(architecture: str) -> None:
+    report = seqtile.apply(causal_lm(architecture), tile=5)
+    assert {block.together for block in report.blocks} == {FOLLOWED[architecture]}
+    told = "share a tile: 12 matrix-product units, 9 with frozen weights" in str(report)
+    assert told == (len(FOLLOWED[architecture]) > 1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "follower"),
+    [
+        ("phi3", {"resid_pdrop": 0.5}, "resid_mlp_dropout"),
+        ("gpt_neox", {"hidden_dropout": 0.5}, "post_mlp_dropout"),
+        ("opt", {"dropout": 0.5}, "dropout"),
+    ],
+)
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpoint"])
+def test_a_dropout_after_the_block_is_applied_once(
+    architecture: str, config: dict, follower: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a dropout that scales instead of drawing, tiled and untiled must agree: twice or never would show."""
+    shares: list[float] = []
+
+    def scaling(x, p=0.5, training=True, inplace=False):
+        shares.append(p)
+        return x * (1 - p / 3) if training else x
+
+    monkeypatch.setattr(F, "dropout", scaling)
+    model, ids = causal_lm(architecture, torch.float64, **config), tokens()
+    _, expected = gradients(model, ids)
+    report = seqtile.apply(model, tile=5)
+    assert follower in report.blocks[0].together
+    if checkpointing:
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    shares.clear()
+    _, got = gradients(model, ids)
+    assert 0.5 in shares
+    assert_same_gradients(got, expected)
+
+
+def test_evaluation_drops_nothing() -> None:
+    model, ids = causal_lm("opt", dropout=0.5).eval(), tokens()
+    expected = model(ids).logits
+    seqtile.apply(model, tile=5)
+    torch.testing.assert_close(model(ids).logits, expected)
+    torch.testing.assert_close(model(ids).logits, expected)
+
+
+def test_a_hook_on_a_member_takes_the_neighbours_out_of_the_tile(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = causal_lm("gemma2", torch.float64), tokens()
+    _, expected = gradients(model, ids)
+    seqtile.apply(model, tile=5)
+    seen: list[torch.Size] = []
+    model.model.layers[0].post_feedforward_layernorm.register_forward_hook(lambda m, a, out: seen.append(out.shape))
+    _, got = gradients(model, ids)
+    gradients(model, ids)
+    assert seen == [torch.Size((2, 13, 32))] * 2
+    assert_same_gradients(got, expected)
+    assert [r.message for r in caplog.records if "a hook listens to post_feedforward_layernorm" in r.message].__len__() == 1
+
+
+def test_the_layer_itself_is_not_changed_by_a_call() -> None:
+    model, ids = causal_lm("opt", dropout=0.5), tokens()
+    seqtile.apply(model, tile=5)
+    decoder = model.model.decoder.layers[0]
+    before = {k: v for k, v in decoder.__dict__.items() if k != "_modules"}, dict(decoder._modules)
+    gradients(model, ids)
+    assert before == ({k: v for k, v in decoder.__dict__.items() if k != "_modules"}, dict(decoder._modules))
+    assert decoder.dropout == 0.5
+
+
+def test_a_follower_that_ran_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients test fails for a layer whose norm runs in the tile and again after it."""
+    model, ids = causal_lm("gemma2", torch.float64), tokens()
+    _, expected = gradients(model, ids)
+    seqtile.apply(model, tile=5)
+    norm = model.model.layers[0].post_feedforward_layernorm
+    monkeypatch.setattr(tiled_layer, "_pass_through", norm.forward)
+    _, got = gradients(model, ids)
+    with pytest.raises(AssertionError):
+        assert_same_gradients(got, expected)
