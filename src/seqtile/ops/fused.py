@@ -166,9 +166,7 @@ def _one_row_stride(x: Tensor) -> Tensor:
     return x
 
 
-def _forward(
-    plan: Plan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]
-) -> Tensor:
+def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
     with plan.autocast.off():
         work = Pass(plan, x.device, [(tensor, None) for tensor in tensors])
         rows = x.view(-1, x.shape[-1])

@@ -210,12 +210,14 @@ class Compiled(Eager):
 
         super().backward(act, gate, up, spare, use_hidden, again)
 
-    def _ran(self, act: Activation, build: Callable[[Activation], Callable[..., None]], *buffers: Tensor | None) -> bool:
+    def _ran(
+        self, act: Activation, build: Callable[[Activation], Callable[..., None]], *buffers: Tensor | None
+    ) -> bool:
         if self.failed or act.derivative is None:
             return False
         try:
             build(act)(*buffers)
-        except Exception as error:  # whatever a compiler raises; nothing was written
+        except Exception as error:  # noqa: BLE001  # whatever a compiler raises; nothing was written
             self.failed = True
             logger.warning("pointwise kernels run eagerly: torch.compile failed (%s)", error)
             return False

@@ -56,7 +56,7 @@ class Projection:
             found.append(self.bias)
         if self.adapter is not None:
             found += [self.adapter.down, self.adapter.up]
-        return found  # type: ignore[return-value]
+        return found
 
     def kind(self) -> Kind:
         """All but the tensors."""

@@ -21,7 +21,7 @@ def products_sum_in_fp32(device_type: str, dtype: torch.dtype) -> bool:
     try:
         ones = torch.ones(16, 16, device=device_type, dtype=dtype)
         total = torch.full((16, 16), 2.0**-12, device=device_type)
-        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
         return bool((total == 16 + 2.0**-12).all())
     except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
         return False
@@ -55,9 +55,7 @@ class Sum:
         if products_sum_in_fp32(left.device.type, left.dtype) and wide == torch.float32:
             if self._total is None:
                 self._total = self._empty(wide).zero_()
-            torch.addmm(  # type: ignore[call-overload]
-                self._total, left, right, out_dtype=torch.float32, alpha=alpha, out=self._total
-            )
+            torch.addmm(self._total, left, right, out_dtype=torch.float32, alpha=alpha, out=self._total)
             return
         if self._low and self._gradient is None and left.dtype == self._dtype:
             self._gradient = self._empty(self._dtype)
