@@ -77,7 +77,9 @@ def random(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32, grad:
 def gradients(
     model: nn.Module, inputs: Sequence[Tensor], upstream: Tensor | Callable[[Any], Tensor]
 ) -> dict[str, Tensor | None]:
-    """Output and every gradient of one forward and backward; the inputs' under ``input.0`` and so on.
+    """Outputs and every gradient of one forward and backward: ``output.0``, ``input.0`` and the parameters' names.
+
+    Names are the untiled model's: wrappers called ``block`` are left out of them.
 
     ``upstream`` is the gradient of the output, or a function that makes a loss of whatever the model returns.
     """
@@ -91,7 +93,9 @@ def gradients(
     tensors = [output] if isinstance(output, Tensor) else [t for t in output if isinstance(t, Tensor)]
     result: dict[str, Tensor | None] = {f"output.{number}": t.detach() for number, t in enumerate(tensors)}
     result |= {f"input.{number}": x.grad for number, x in enumerate(inputs)}
-    result |= {name.removeprefix("block."): weight.grad for name, weight in model.named_parameters()}
+    result |= {
+        name.replace("_orig_mod.", "").replace("block.", ""): weight.grad for name, weight in model.named_parameters()
+    }
     return result
 
 

@@ -56,8 +56,15 @@ def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weig
         beyond the inputs: the outputs, their gradients, the inputs' gradients, one fp32 sum per weight that trains,
         and one tile's intermediates.
 
+    Randomness:
+        The forward takes from the global random stream tile by tile, in order, as ``run`` on one tile after another
+        does; so masks differ from the untiled block's under the same seed. Backward restores each tile's state for its
+        recompute and leaves the stream as it found it.
+
     Raises:
         ValueError: an output has no row per token, so the function is not position-wise.
+        NotImplementedError: a backward with ``create_graph=True`` goes through the tiles.
+        RuntimeError: PyTorch's, a second backward through a graph that was not retained.
     """
     cuts = _Cuts(tensors, sizes)
     if torch.compiler.is_compiling():
