@@ -130,10 +130,7 @@ class LiveBytes:
         self._check()
         if self._allocator is not None:
             self._fold()
-            return {
-                name: PhaseBytes(self._allocator_phases.get(name, 0), row[1])
-                for name, row in self._phases.items()
-            }
+            return {name: PhaseBytes(self._allocator_phases.get(name, 0), row[1]) for name, row in self._phases.items()}
         return {name: PhaseBytes(*row) for name, row in self._phases.items()}
 
     def timeline(self) -> list[Sample]:

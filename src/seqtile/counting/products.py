@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NamedTuple
 
 from seqtile.counting.watch import Watch, name_of
@@ -158,14 +159,9 @@ class Products:
             results = result if name == "aten::_foreach_mm" else [result]
             for factor, out in zip(factors, results, strict=True):
                 *leading, m, n = out.shape
-                if "linear" in name:  # any number of dimensions before the width is rows
-                    leading, m = [], out.numel() // max(n, 1)
-                elif "grouped" in name and factor.dim() == 2 and out.dim() == 3:
+                if "grouped" in name and factor.dim() == 2 and out.dim() == 3:
                     leading = []  # the groups split k between them
-                batch = leading[0] if leading else 1
-                self._records.append(
-                    Product(name.split("::")[1], int(m), int(n), int(factor.shape[-1]), int(batch))
-                )
+                self._records.append(Product(name.split("::")[1], m, n, factor.shape[-1], prod(leading)))
         elif any(kernel in name for kernel in _ATTENTION):
             self.attention_calls += 1
 

@@ -34,9 +34,7 @@ class Watch(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
-        if (
-            _active_fake_mode() is self._fake_mode
-        ):  # else shapes are being worked out, as DTensor does: nothing runs
+        if _active_fake_mode() is self._fake_mode:  # else shapes are being worked out, as DTensor does: nothing runs
             self._see(func, args, kwargs, result)
         return result
 
