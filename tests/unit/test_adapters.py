@@ -1,0 +1,110 @@
+"""PEFT adapters, added before or after tiling: same gradients, everything trains, dropout masks are the recompute's."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from zoo import assert_same_gradients, causal_lm, gradients, tokens
+
+import seqtile
+
+TARGETS = {
+    "llama": ["gate_proj", "up_proj", "down_proj", "q_proj"],
+    "gemma2": ["gate_proj", "down_proj"],
+    "phi3": ["gate_up_proj", "down_proj"],
+    "gpt2": ["c_fc", "c_proj"],
+    "opt": ["fc1", "fc2"],
+}
+
+
+def _config(architecture: str, **settings: object) -> LoraConfig:
+    fan = {"fan_in_fan_out": True} if architecture == "gpt2" else {}
+    return LoraConfig(r=4, target_modules=TARGETS[architecture], **{"lora_dropout": 0.0, **fan, **settings})
+
+
+def _warm(model: nn.Module) -> nn.Module:
+    """The same values in every copy; with the second factor at its initial zero the first one's gradient is zero."""
+    generator = torch.Generator().manual_seed(5)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.data = torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.1
+    return model
+
+
+@pytest.mark.parametrize("order", ["seqtile first", "peft first"])
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_lora_gradients_are_the_untiled_ones(architecture: str, order: str) -> None:
+    base, ids = causal_lm(architecture, torch.float64), tokens()
+    untiled = _warm(get_peft_model(copy.deepcopy(base), _config(architecture)))
+    _, expected = gradients(untiled, ids)
+    if order == "seqtile first":
+        report = seqtile.apply(base, tile=5)
+        model = _warm(get_peft_model(base, _config(architecture)))
+    else:
+        model = _warm(get_peft_model(base, _config(architecture)))
+        report = seqtile.apply(model, tile=5)
+    assert report.tiled == 2
+    _, got = gradients(model, ids)
+    trained = [name for name in got if "lora" in name]
+    assert trained and all(got[name] is not None and got[name].abs().max() > 0 for name in trained)
+    assert_same_gradients(got, expected)
+    assert seqtile.undo(model) == 2
+
+
+def test_an_opt_model_really_tiles_with_adapters_added_later() -> None:
+    """The adapters replace the layer's children: the tile must run the new ones, and still be a tile."""
+    model = causal_lm("opt")
+    seqtile.apply(model, tile=5)
+    model = get_peft_model(model, _config("opt"))
+    rows: list[int] = []
+    for name, module in model.named_modules():
+        if name.endswith("layers.0.fc1.lora_A.default"):
+            module.register_forward_hook(lambda m, args, out: rows.append(args[0].shape[0]))
+    with torch.no_grad():
+        model(tokens())
+    assert rows == [5, 5, 4, 4, 4, 4]
+
+
+def test_lora_dropout_draws_the_same_mask_in_the_recompute() -> None:
+    """Finite differences along a random direction, with the seed reset, against the analytic gradient."""
+    model = causal_lm("llama", torch.float64)
+    seqtile.apply(model, tile=5)
+    model = _warm(get_peft_model(model, _config("llama", lora_dropout=0.5)))
+    mlp = model.base_model.model.model.layers[0].mlp  # alone: the model's norms compute in float32
+    x = torch.randn(2, 13, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(11)
+        return mlp(x).pow(2).mean()
+
+    loss().backward()
+    weights = [p for name, p in mlp.named_parameters() if "lora" in name]
+    generator = torch.Generator().manual_seed(7)
+    directions = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in weights]
+    analytic = sum((p.grad * d).sum() for p, d in zip(weights, directions, strict=True))
+    step = 1e-6
+    with torch.no_grad():
+        values = []
+        for sign in (1, -1):
+            for p, d in zip(weights, directions, strict=True):
+                p.add_(sign * step * d)
+            values.append(loss())
+            for p, d in zip(weights, directions, strict=True):
+                p.sub_(sign * step * d)
+    numeric = (values[0] - values[1]) / (2 * step)
+    # central differences in float64: the error is about step**2 plus rounding / step, near 1e-9
+    torch.testing.assert_close(analytic, numeric, rtol=1e-6, atol=1e-8)
+
+
+def test_a_frozen_base_keeps_no_gradient_and_merging_still_works() -> None:
+    model, ids = causal_lm("llama"), tokens()
+    seqtile.apply(model, tile=5)
+    model = _warm(get_peft_model(model, _config("llama")))
+    _, got = gradients(model, ids)
+    assert all((value is None) == ("lora" not in name) for name, value in got.items())
+    with torch.no_grad():
+        expected = model(ids).logits
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-5)  # merged weights round anew
