@@ -95,7 +95,10 @@ def installer_environment() -> dict[str, str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs an accelerator where there is none, and say so."""
+    """Mark what starts several processes; skip what needs an accelerator where there is none, and say so."""
+    for item in items:
+        if Path(__file__).parent / "distributed" in item.path.parents:
+            item.add_marker(pytest.mark.distributed)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
