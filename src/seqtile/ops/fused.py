@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from seqtile.ops.fused_tile import Pass, sums_for
 from seqtile.ops.pointwise import Activation
@@ -190,7 +189,6 @@ class _Save(torch.autograd.Function):
         return torch.empty(0, device=tensors[0].device)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: Any) -> Any:
         return (None,) * ctx.count
 
@@ -205,8 +203,12 @@ class _Fused(torch.autograd.Function):
         return _forward(plan, x, tensors, ctx.kept)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # else the gradients would come out as constants, without a word
+            raise NotImplementedError(
+                "a tiled block has first derivatives only, got create_graph=True; undo tiling for this backward, or "
+                "run it without create_graph"
+            )
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         plan: Plan = ctx.plan

@@ -245,9 +245,9 @@ def _backward_kernel(act: Activation) -> Callable[..., None]:
     def kernel(gate: Tensor, up: Tensor | None, gradient: Tensor, hidden: Tensor) -> None:
         z, dh = _wide(gate), _wide(gradient)
         activated, slope = act.function(z), derivative(z)
-        if up is None:
-            hidden.copy_(activated)
+        if up is None:  # hidden and gradient are one buffer: read it first
             gate.copy_(dh * slope)
+            hidden.copy_(activated)
             return
         u = _wide(up)
         hidden.copy_(activated * u)
