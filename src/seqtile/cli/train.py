@@ -90,9 +90,16 @@ def _run(recipe: Any, notes: list[str], *, resume: bool, overwrite: bool) -> Non
 
 def _quiet() -> None:
     """Our own messages on stderr; of the libraries below only what the user can act on."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("seqtile").setLevel(logging.INFO)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    own = logging.getLogger("seqtile")
+    own.setLevel(logging.INFO)
+    own.handlers = [logging.StreamHandler(sys.stderr)]
+    # What these say about a bad dataset or a slow import, our own sentence says better.
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from datasets.utils import disable_progress_bars
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     if not sys.stderr.isatty():
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        disable_progress_bars()

@@ -7,8 +7,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._errors import UserError
-from .recipe import LoraRecipe, Recipe
+from seqtile._errors import UserError
+from seqtile.train.recipe import LoraRecipe, Recipe
 
 if TYPE_CHECKING:
     from peft import LoraConfig

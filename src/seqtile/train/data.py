@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._errors import UserError
+from seqtile._errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset

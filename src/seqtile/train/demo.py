@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._errors import UserError
+from seqtile._errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from .._errors import UserError
-from ..ops.generic import run_in_tiles
-from ..tiling import sizes_within
+from seqtile._errors import UserError
+from seqtile.ops.generic import run_in_tiles
+from seqtile.tiling import sizes_within
 
 IGNORE_INDEX = -100
 

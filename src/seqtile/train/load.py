@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._errors import UserError
-from . import demo
-from .recipe import DEMO, Recipe
+from seqtile._errors import UserError
+from seqtile.train import demo
+from seqtile.train.recipe import DEMO, Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .._errors import UserError
-from .recipe import DEMO, RECIPE_FILE, Recipe, build_recipe, read_recipe, resolve
+from seqtile._errors import UserError
+from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, build_recipe, read_recipe, resolve
 
 RUNS = Path("runs")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..counting import LiveBytes
+from seqtile.counting import LiveBytes
 
 HEAD = "head and loss"
 REST = "norms and residuals"
@@ -120,12 +120,11 @@ def _gradient_tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def run_step(model: nn.Module, batch: dict[str, Any], labels: _Labels | None = None) -> float:
-    """Forward and backward of ``batch``; returns the loss and leaves no gradient behind."""
+    """Forward and backward of ``batch``; returns the loss and leaves the gradients on the weights."""
     loss: Tensor = model(**batch).loss
     if labels is not None:
         labels.begin_backward()
     loss.backward()  # type: ignore[no-untyped-call]
-    model.zero_grad(set_to_none=True)
     if loss.device.type != "cpu":
         torch.accelerator.synchronize()
     return loss.item()

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from .._errors import UserError
-from ..tiling import parse_tile
+from seqtile._errors import UserError
+from seqtile.tiling import parse_tile
 
 DEMO = "demo"
 """Model and dataset of the embedded default."""
@@ -209,7 +209,7 @@ def resolve(recipe: Recipe) -> Recipe:
     if recipe.is_demo:
         filled["steps"] = recipe.steps or 30
         filled["learning_rate"] = recipe.learning_rate or 3e-3
-        filled["loss_tile"] = recipe.loss_tile or 1024
+        filled["loss_tile"] = recipe.loss_tile or 512
         filled["compare"] = True if recipe.compare is None else recipe.compare
     else:
         filled["learning_rate"] = recipe.learning_rate or (2e-4 if recipe.lora else 2e-5)

@@ -6,20 +6,20 @@ import logging
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._errors import UserError
-from . import demo
-from .recipe import DEMO, RECIPE_FILE, Recipe, resolve, save_recipe
+from seqtile._errors import UserError
+from seqtile.train import demo
+from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, resolve, save_recipe
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
     from trl import SFTTrainer
 
-    from ..models.report import Report
-    from .measure import Comparison
+    from seqtile.models.report import Report
+    from seqtile.train.measure import Comparison
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class Outcome:
         peak_bytes: most bytes the accelerator's allocator held; None without an accelerator.
         stopped_by: the signal that ended the run early, or None.
         comparison: tiled against untiled on one batch, if the recipe asked for it.
+        report: directory of plots and numbers, if the recipe asked for it.
     """
 
     recipe: Recipe
@@ -49,6 +50,7 @@ class Outcome:
     peak_bytes: int | None
     stopped_by: signal.Signals | None
     comparison: Comparison | None
+    report: Path | None = None
 
 
 def train(
@@ -68,7 +70,7 @@ def train(
     Raises:
         UserError: bad input, in one sentence.
     """
-    from .output import check_output, check_writable, clear_output, default_output, find_checkpoint
+    from seqtile.train.output import check_output, check_writable, clear_output, default_output, find_checkpoint
 
     _require_extra()
     recipe = resolve(recipe)
@@ -101,12 +103,12 @@ def _require_extra() -> None:
 
 def _build(recipe: Recipe, output: Path) -> tuple[SFTTrainer, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
-    import seqtile
+    from seqtile.models.apply import apply
 
-    from .arguments import adapter_config, trainer_arguments
-    from .data import load_rows
-    from .head import TiledHead, check_plain_head
-    from .load import load_model
+    from seqtile.train.arguments import adapter_config, trainer_arguments
+    from seqtile.train.data import load_rows
+    from seqtile.train.head import TiledHead, check_plain_head
+    from seqtile.train.load import load_model
 
     documents = False
     rows = None
@@ -117,7 +119,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[SFTTrainer, Report | None]:
     model, tokenizer = load_model(recipe)
     if rows is None:
         rows = demo.load_rows(tokenizer, recipe.max_length)
-    tiling = seqtile.apply(model, tile=recipe.tile, only=recipe.only) if recipe.tiled_mlp else None
+    tiling = apply(model, tile=recipe.tile, only=recipe.only) if recipe.tiled_mlp else None
     if recipe.loss_tile:
         check_plain_head(model.config)
     trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora))
@@ -165,18 +167,17 @@ def _run(
     checkpoint: Path | None,
     callbacks: Sequence[TrainerCallback],
 ) -> Outcome:
-    from .interrupt import StopOnSignal
+    from seqtile.train.interrupt import StopOnSignal
+    from seqtile.train.report import write_report
 
     stop, clock = StopOnSignal(), _clock()
     for callback in (clock, *callbacks, stop):
         trainer.add_callback(callback)
-    if tiling is not None:
-        logger.info("%s", tiling)
     with stop.listening():
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stop.received is None:
         trainer.save_model(str(output))
-    return Outcome(
+    outcome = Outcome(
         recipe=recipe,
         output=output if stop.received is None else output / f"checkpoint-{trainer.state.global_step}",
         tiling=tiling,
@@ -187,6 +188,9 @@ def _run(
         stopped_by=stop.received,
         comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
     )
+    if not recipe.report or outcome.stopped_by is not None:
+        return outcome
+    return replace(outcome, report=write_report(outcome, output / "report"))
 
 
 def _peak_bytes() -> int | None:
@@ -196,8 +200,9 @@ def _peak_bytes() -> int | None:
 
 
 def _compare(recipe: Recipe, trainer: SFTTrainer) -> Comparison:
-    from .measure import compare
+    from seqtile.train.measure import compare
 
+    logger.info("comparing one step tiled and untiled")
     batch = next(iter(trainer.get_train_dataloader()))
     return compare(trainer.model, {**batch, "fused_lm_head": True}, recipe)
 

@@ -1,0 +1,227 @@
+"""The command line: light, clear about bad input, and careful with what is there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_run
+
+import seqtile
+from seqtile.cli import COMMANDS, main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", tiny_run.text_rows())
+
+
+def snapshot(directory: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(directory)): p.read_bytes() if p.is_file() else None for p in directory.rglob("*")}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["doctor", "--help"], ["train", "--tile"]])
+def test_answers_without_importing_torch(arguments: list[str]):
+    heavy = "torch transformers trl datasets peft matplotlib numpy"
+    code = (
+        "import sys\nfrom seqtile.cli import main\n"
+        f"code = main({arguments!r})\n"
+        f"loaded = [name for name in {heavy.split()!r} if name in sys.modules]\n"
+        "assert not loaded, loaded\nsys.exit(code)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "AssertionError" not in result.stderr, result.stderr
+    assert result.returncode == (2 if arguments[-1] == "--tile" else 0)
+
+
+def test_refusing_a_recipe_needs_no_torch(tmp_path: Path):
+    (tmp_path / "recipe.yaml").write_text("stepz: 3\n")
+    code = (
+        "import sys\nfrom seqtile.cli import main\n"
+        f"code = main(['train', '--recipe', {str(tmp_path / 'recipe.yaml')!r}])\n"
+        "assert 'torch' not in sys.modules\nsys.exit(code)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr == f"seqtile: unknown recipe key 'stepz'; did you mean 'steps'?\n"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"seqtile {seqtile.__version__}\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+
+
+def test_doctor_shows_versions_and_devices(capsys: pytest.CaptureFixture[str]):
+    import torch
+
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert seqtile.__version__ in shown and torch.__version__ in shown and "device" in shown
+    assert len(shown.splitlines()) < 40
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run the command, expect exit code 2 and one sentence on stderr, and return it."""
+    capsys.readouterr()
+    assert main(["train", *arguments]) == 2
+    shown = capsys.readouterr()
+    lines = shown.err.strip().splitlines()
+    assert shown.out == "" and lines, shown
+    assert lines[-1].startswith("seqtile: ")
+    assert "Traceback" not in shown.err
+    return lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tile", "0"], "at least 1"),
+        (["--tile", "shards:0"], "not a tile rule"),
+        (["--max-length", "257"], "beyond the 256 positions"),
+        (["--max_length", "257"], "beyond the 256 positions"),
+        (["--max-length", "1"], "max_length"),
+        (["--steps", "0"], "steps"),
+        (["--engine", "fsdp2"], "not built in yet"),
+        (["--lora", "r=0"], "lora.r"),
+        (["--lora", "rank=4"], "lora.rank"),
+        (["--use_tiled_mlp", "false", "--tile", "64"], "keep one"),
+        (["--use_tiled_mlp", "true", "--tiled_mlp_num_shards", "0"], "at least 1"),
+        (["--tile", "64", "--tiled-mlp-num-shards", "4"], "keep one"),
+        (["--resume"], "holds no earlier run"),
+        (["--resume", "--overwrite"], "one of the two"),
+        (["--recipe", "missing.yaml"], "cannot read recipe"),
+    ],
+)
+def test_bad_flags(model: Path, dataset: Path, tmp_path: Path, flags: list[str], words: str, capsys):
+    output = tmp_path / "out"
+    sentence = refused(["--model", str(model), "--dataset", str(dataset), "--output", str(output),
+                        *(["--max-length", "64"] if "length" not in flags[0] else []), *flags], capsys)  # fmt: skip
+    assert words in sentence
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("stepz: 3", "did you mean 'steps'"),
+        ("trainer: {warmup_stepz: 3}", "did you mean 'warmup_steps'"),
+        ("trainer: {optim: sgdd}", "mend 'trainer:'"),
+        ("only: ['*.nothing']", "matches no block"),
+        ("rope_scaling: {rope_type: yarn}", "at least rope_type and factor"),
+    ],
+)
+def test_bad_recipes(model: Path, dataset: Path, tmp_path: Path, text: str, words: str, capsys):
+    (tmp_path / "r.yaml").write_text(f"model: {model}\ndataset: {dataset}\nmax_length: 64\n{text}\n")
+    sentence = refused(["--recipe", str(tmp_path / "r.yaml"), "--output", str(tmp_path / "out")], capsys)
+    assert words in sentence
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("missing.jsonl", None, "does not exist"),
+        ("nobody/such-dataset", None, "neither a local path nor a Hub dataset"),
+        ("empty.jsonl", "", "holds no rows"),
+        ("empty.txt", "", "holds no rows"),
+        ("broken.jsonl", '{"text": "a"\n', "cannot read"),
+        ("columns.jsonl", '{"question": "a", "answer": "b"}\n', "has columns answer, question"),
+        ("numbers.jsonl", '{"text": 3}\n', "expected text"),
+        ("binary.txt", b"\xff\xfe\x00\x81", "not UTF-8"),
+        ("no.parquet", "not parquet", "cannot read"),
+        ("folder/", None, "holds no files"),
+    ],
+)
+def test_bad_datasets(model: Path, tmp_path: Path, name: str, content: str | bytes | None, words: str, capsys):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    elif name.endswith("/"):
+        path.mkdir()
+    given = name if name.startswith("nobody") else str(path)
+    sentence = refused(["--model", str(model), "--dataset", given, "--max-length", "64", "--output",
+                        str(tmp_path / "out")], capsys)  # fmt: skip
+    assert words in sentence
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_models(model: Path, dataset: Path, tmp_path: Path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for given, words in [
+        (str(tmp_path / "missing"), "does not exist"),
+        (str(tmp_path / "empty"), "has no config.json"),
+        (str(tmp_path / "file"), "is a file"),
+        ("nobody/such-model", "cannot load the configuration"),
+    ]:
+        sentence = refused(["--model", given, "--dataset", str(dataset), "--output", str(tmp_path / "out")], capsys)
+        assert words in sentence
+
+
+def test_a_model_with_code_of_its_own_is_refused(dataset: Path, tmp_path: Path, capsys):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mine", "architectures": ["Mine"], "auto_map": {"AutoConfig": "mine.MineConfig"}}'
+    )
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass MineConfig: pass\n")
+    sentence = refused(["--model", str(tmp_path), "--dataset", str(dataset), "--output", str(tmp_path / "out")], capsys)
+    assert "trust_remote_code" in sentence
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_without_a_position_wise_block(dataset: Path, tmp_path: Path, capsys):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    vocab = tiny_run.save_tokenizer(tmp_path / "mamba")
+    config = MambaConfig(vocab_size=vocab, hidden_size=16, num_hidden_layers=1, state_size=4)
+    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    sentence = refused(["--model", str(tmp_path / "mamba"), "--dataset", str(dataset), "--max-length", "64",
+                        "--output", str(tmp_path / "out")], capsys)  # fmt: skip
+    assert "nothing to tile" in sentence
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be_written(model: Path, dataset: Path, tmp_path: Path, capsys):
+    (tmp_path / "file").write_text("x")
+    sentence = refused(["--model", str(model), "--dataset", str(dataset), "--max-length", "64", "--output",
+                        str(tmp_path / "file" / "out")], capsys)  # fmt: skip
+    assert "cannot write to output" in sentence
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
+def test_an_output_directory_without_permission(model: Path, dataset: Path, tmp_path: Path, capsys):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    sentence = refused(["--model", str(model), "--dataset", str(dataset), "--max-length", "64", "--output",
+                        str(tmp_path / "closed" / "out")], capsys)  # fmt: skip
+    assert "cannot write to output" in sentence
+
+
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+def test_files_that_no_run_wrote_are_never_touched(model: Path, dataset: Path, tmp_path: Path, flags: list[str], capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    before = snapshot(tmp_path / "out")
+    refused(["--model", str(model), "--dataset", str(dataset), "--max-length", "64", "--output",
+             str(tmp_path / "out"), *flags], capsys)  # fmt: skip
+    assert snapshot(tmp_path / "out") == before
+
+
+def test_the_model_read_is_never_the_output(model: Path, dataset: Path, capsys):
+    before = snapshot(model)
+    sentence = refused(["--model", str(model), "--dataset", str(dataset), "--max-length", "64", "--output", str(model),
+                        "--overwrite"], capsys)  # fmt: skip
+    assert "which this run reads" in sentence
+    assert snapshot(model) == before
