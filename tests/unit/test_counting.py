@@ -357,7 +357,20 @@ def test_phases_and_modules_name_what_is_live_at_the_peak() -> None:
     births = {(tensor.phase, tensor.module) for tensor in live.peak_tensors() if tensor.nbytes == wide}
     assert births == {("backward", "gate"), ("backward", "up"), ("backward", "GatedMLP"), ("backward", "")}
     assert sum(tensor.nbytes for tensor in live.peak_tensors()) == live.peak
-    assert not mlp.gate._forward_hooks and not mlp.gate._forward_pre_hooks
+
+
+def test_tracking_modules_puts_nothing_on_them_and_leaves_nothing_behind() -> None:
+    mlp, other = GatedMLP(), nn.Linear(HIDDEN, HIDDEN)
+    before = [dict(vars(module)) for module in mlp.modules()]
+    with count_live_bytes("cpu") as live:
+        live.track_modules(mlp)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in mlp.modules())
+        y = mlp(other(hidden_states()))
+    assert [dict(vars(module)) for module in mlp.modules()] == before
+    assert not nn.modules.module._global_forward_hooks and not nn.modules.module._global_forward_pre_hooks
+    births = {tensor.module for tensor in live.peak_tensors()}
+    assert births == {"", "gate", "up", "down", "GatedMLP"}
+    assert y.shape == (1, TOKENS, HIDDEN)
 
 
 def test_the_timeline_reaches_the_peak_in_order() -> None:
@@ -438,7 +451,7 @@ def test_nothing_is_kept_alive_and_no_cycle_is_made(fails: bool) -> None:
         counters = weakref.ref(products), weakref.ref(live)
         del products, live
         assert [counter() for counter in counters] == [None, None]
-    assert not mlp._forward_hooks
+    assert not nn.modules.module._global_forward_hooks
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from seqtile.counting.watch import Watch, name_of
 
@@ -157,21 +158,24 @@ class LiveBytes:
             self._phase = outer
 
     def track_modules(self, model: nn.Module) -> None:
-        """Note for each new storage the innermost module that is running, until the ``with`` ends.
+        """Note for each new storage the innermost module of ``model`` that is running, until the ``with`` ends.
 
-        Recomputes are seen too; what the backward itself makes has no module.
+        Recomputes are seen too; what the backward itself makes has no module. The modules stay as they are: PyTorch
+        calls a hook for every module, since a hook of a module's own can change which path its call takes.
         """
-        for name, module in model.named_modules():
+        names = {module: name or type(model).__name__ for name, module in model.named_modules()}
 
-            def enter(*_: Any, name: str = name or type(model).__name__) -> None:
-                self._modules.append(name)
+        def enter(module: nn.Module, *_: Any) -> None:
+            if module in names:
+                self._modules.append(names[module])
 
-            def leave(*_: Any) -> None:
+        def leave(module: nn.Module, *_: Any) -> None:
+            if module in names:
                 self._modules.pop()
 
-            self._hooks.append(module.register_forward_pre_hook(enter))
-            # An activation checkpoint ends its recompute by an exception, hence always_call.
-            self._hooks.append(module.register_forward_hook(leave, always_call=True))
+        self._hooks.append(register_module_forward_pre_hook(enter))
+        # An activation checkpoint ends its recompute by an exception, hence always_call.
+        self._hooks.append(register_module_forward_hook(leave, always_call=True))
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = name_of(func)
