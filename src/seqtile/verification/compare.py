@@ -1,0 +1,129 @@
+"""Run a model untiled and tiled, and judge."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._errors import UserError
+from seqtile.models.apply import Only, applied
+from seqtile.models.find import find_blocks
+from seqtile.verification.judge import difference, groups, severity
+from seqtile.verification.measure import BlockSizes, Loss, Measured, fresh, tiled_of
+from seqtile.verification.result import VerifyResult
+from seqtile.verification.state import kept, refuse_what_cannot_be_compared, without_tiling
+
+
+def verify(
+    model: nn.Module,
+    batch: Mapping[str, Any] | Sequence[Any] | Tensor,
+    *,
+    tile: int | str | None = None,
+    loss_fn: Loss | None = None,
+    reference: str | None = "fp32",
+    only: Only | None = None,
+    seed: int = 0,
+) -> VerifyResult:
+    """Run ``model`` on ``batch`` untiled and tiled, forward and backward, and compare every gradient.
+
+    Everything is left as it was found: gradients, buffers, random state, training mode, and the tiling that stands.
+    The runs are in training mode, so that activation checkpointing is on if the model has it, and with every dropout
+    off, since tiles draw masks of their own. Nothing steps an optimiser.
+
+    Args:
+        model: in one process, not yet wrapped by an engine; tiled already or not.
+        batch: passed as ``model(**batch)`` if it is a mapping, else as positional arguments. ``labels`` default to
+            ``input_ids``.
+        tile: as in :func:`seqtile.apply`; None verifies the tiling that stands on the model, or else ``"auto"``.
+        loss_fn: function of (model, batch) that returns a scalar; by default the ``loss`` of the model's output.
+        reference: ``"fp32"`` judges by a third, untiled run of a copy of the model in fp32 (in fp64 if the model is
+            in fp32); None saves that memory and time and judges by PyTorch's default tolerance of the dtype.
+        only: as in :func:`seqtile.apply`.
+        seed: of the random state that every run starts from.
+
+    Returns:
+        A :class:`VerifyResult`; a wrong gradient is a result with ``ok=False``, not an exception.
+
+    Cost:
+        Two or three forwards and backwards; two or three sets of gradients in host memory; the copy for the truth.
+
+    Raises:
+        UserError: there is nothing to compare, or comparing would change the model.
+    """
+    if reference not in ("fp32", None):
+        raise UserError(f"reference={reference!r} is not a reference; use 'fp32' or None")
+    refuse_what_cannot_be_compared(model)
+    notes: list[str] = []
+    with kept(model, seed), without_tiling(model) as standing:
+        if standing and only is not None and tile is None:
+            raise UserError("only= was given for a model that is tiled already; give tile= too, or leave only= out")
+        model.train()
+        candidates = find_blocks(model, everything=True)[0]
+        truth, precision = (None, None) if reference is None else _truth(model, batch, loss_fn, seed, notes)
+        untiled = Measured(model, batch, loss_fn, seed)
+        if standing and tile is None:
+            for module, attributes in standing:
+                module.__dict__.update(attributes)
+            tiled, blocks = Measured(model, batch, loss_fn, seed), tiled_of(model, candidates)
+        else:
+            with applied(model, tile="auto" if tile is None else tile, only=only):
+                tiled, blocks = Measured(model, batch, loss_fn, seed), tiled_of(model, candidates)
+        sizes = BlockSizes(model, blocks)
+    notes += _notes(untiled, tiled, sizes)
+    dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
+    differences = tuple(
+        difference(name, untiled.gradients.get(name), tiled.gradients.get(name), (truth or {}).get(name), dtype)
+        for name in {**untiled.gradients, **tiled.gradients}
+        for dtype in (dtypes.get(name, torch.float32),)
+    )
+    worst = max(differences, key=severity)
+    return VerifyResult(
+        ok=severity(worst) <= 1,
+        worst=worst,
+        untiled=untiled.run(sizes),
+        tiled=tiled.run(sizes),
+        groups=groups(differences),
+        parameters=differences,
+        blocks=len(blocks),
+        reference=precision,
+        notes=tuple(notes),
+    )
+
+
+def _truth(
+    model: nn.Module, batch: Any, loss_fn: Loss | None, seed: int, notes: list[str]
+) -> tuple[dict[str, Tensor | None] | None, str | None]:
+    """Gradients of an untiled copy in the next higher precision and its name, or None with a note if it cannot run."""
+    model.zero_grad(set_to_none=True)
+    lowest = min(weight.element_size() for weight in model.parameters() if weight.is_floating_point())
+    dtype = torch.float32 if lowest < 4 else torch.float64
+    name = str(dtype).removeprefix("torch.")
+    try:
+        twin = copy.deepcopy(model).to(dtype=dtype)
+        choose_experts = getattr(twin, "set_experts_implementation", None)
+        if callable(choose_experts):
+            choose_experts("eager")  # the grouped product takes no fp64
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):
+            return Measured(twin, fresh(batch, dtype), loss_fn, seed).gradients, name
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        # Quantised weights do not cast, attention kernels may not take the dtype, a copy may not fit into memory.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        notes.append(f"no truth in {name} ({reason}): judged by PyTorch's default tolerance")
+        return None, None
+
+
+def _notes(untiled: Measured, tiled: Measured, sizes: BlockSizes) -> list[str]:
+    notes = []
+    if untiled.dropouts:
+        notes.append(f"dropout was off in these runs ({untiled.dropouts} places): every tile draws a mask of its own")
+    if untiled.drew_random_numbers:
+        notes.append("the model draws random numbers even with dropout off: tiles may draw others")
+    if sizes.longest(tiled.products) == sizes.longest(untiled.products):
+        notes.append("this batch ran in one tile, so nothing was tested: give tile= fewer tokens or a longer batch")
+    if clash := sizes.clash(untiled.tokens):
+        notes.append(f"units per block are not given: {clash}")
+    return notes

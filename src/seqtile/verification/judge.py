@@ -1,0 +1,113 @@
+"""How far gradients may be apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from seqtile.verification.result import Difference, Group
+
+SLACK = 1e-5
+"""Share of a gradient's own size that is allowed beyond a multiple of the untiled error, which may be nought."""
+
+TIMES = 2
+"""The multiple: sums in another order have another rounding error of the same size."""
+
+TIMES_NOISE = 10
+"""The same where the untiled gradient is off by half its size or more: zero in exact arithmetic (the bias of a key
+projection, say), so both runs are rounding noise and how much of it is a matter of chance."""
+
+_WITHOUT_TRUTH = {torch.float64: 1e-7, torch.float32: 1.3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
+"""Allowed relative difference where there is no truth: the defaults of ``torch.testing.assert_close``."""
+
+
+def difference(
+    name: str, untiled: Tensor | None, tiled: Tensor | None, truth: Tensor | None, dtype: torch.dtype
+) -> Difference:
+    """Compare one gradient of two runs.
+
+    Args:
+        name: how the result calls it.
+        untiled: gradient of the untiled run, None if it got none.
+        tiled: the tiled run's.
+        truth: the same in higher precision, None if there is none.
+        dtype: of the parameter, which says what is allowed without a truth.
+    """
+    if untiled is None and tiled is None:
+        return Difference(name, 0.0, 0.0, None, None, 0.0)
+    if untiled is None or tiled is None:
+        has, lacks = ("untiled", "tiled") if tiled is None else ("tiled", "untiled")
+        return _broken(name, f"has a gradient in the {has} run and none in the {lacks} run")
+    a, b = untiled.double(), tiled.double()
+    bad = [run for run, gradient in (("untiled", a), ("tiled", b)) if not gradient.isfinite().all()]
+    if bad:
+        return _broken(name, f"is not finite in the {' and the '.join(bad)} run")
+    l2, maximum = (_ratio(norm(b - a), norm(a)) for norm in _NORMS)
+    if truth is None:
+        return Difference(name, l2, maximum, None, None, max(l2, maximum) / _WITHOUT_TRUTH.get(dtype, 1.6e-2))
+    t = truth.double()
+    untiled_error, tiled_error = (_ratio(_l2(x - t), _l2(t)) for x in (a, b))
+    times = TIMES if untiled_error < 0.5 else TIMES_NOISE
+    score = max(_ratio(norm(b - t), times * norm(a - t) + SLACK * norm(t)) for norm in _NORMS)
+    return Difference(name, l2, maximum, untiled_error, tiled_error, score)
+
+
+def severity(one: Difference) -> float:
+    """What the worst is the worst by."""
+    return math.inf if one.problem else one.score
+
+
+def groups(differences: Sequence[Difference]) -> dict[str, Group]:
+    """The worst of each kind of parameter, in the order in which the kinds appear."""
+    members: dict[str, list[Difference]] = {}
+    for one in differences:
+        members.setdefault(group_of(one.name), []).append(one)
+    return {
+        name: Group(
+            parameters=len(group),
+            l2=max(one.l2 for one in group),
+            maximum=max(one.maximum for one in group),
+            untiled_error=_worst([one.untiled_error for one in group]),
+            tiled_error=_worst([one.tiled_error for one in group]),
+            score=max(severity(one) for one in group),
+        )
+        for name, group in members.items()
+    }
+
+
+def group_of(name: str) -> str:
+    """``mlp.gate_proj`` for ``model.layers.3.mlp.gate_proj.weight``."""
+    parts = [part for part in name.split(".") if part not in ("weight", "default")]
+    numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+    if numbers:
+        parts = [part for part in parts[numbers[0] + 1 :] if not part.isdigit()]
+    elif not name.startswith("batch."):
+        parts = parts[-1:]
+    return ".".join(parts) or name
+
+
+def _broken(name: str, problem: str) -> Difference:
+    return Difference(name, math.inf, math.inf, None, None, math.inf, problem)
+
+
+def _l2(x: Tensor) -> float:
+    return float(x.norm())
+
+
+def _max(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+_NORMS = (_l2, _max)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else (math.inf if part else 0.0)
+
+
+def _worst(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return max(known) if known else None

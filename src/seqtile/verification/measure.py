@@ -1,0 +1,175 @@
+"""One forward and backward: its gradients and what it cost."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._errors import UserError
+from seqtile.counting import Product, Products, count_live_bytes, count_products
+from seqtile.models.find import Candidate, linear_widths
+from seqtile.models.instance import Installed
+from seqtile.verification.result import Run
+from seqtile.verification.state import without_dropout
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Measured:
+    """One forward and backward from a fresh state.
+
+    Attributes:
+        gradients: by name of the parameter, ``"batch.NAME"`` of an input, or ``"loss"`` for the loss itself; on the
+            host, None where a parameter that trains got none.
+        tokens: batch times length.
+        products, live: what was counted.
+        dropouts: how many dropouts were off for the run.
+        drew_random_numbers: whether the random state moved all the same.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, loss_fn: Loss | None, seed: int) -> None:
+        model.zero_grad(set_to_none=True)
+        inputs = fresh(batch)
+        device = next(model.parameters()).device
+        torch.manual_seed(seed)
+        random_state = _random_state(device)
+        _synchronize(device)
+        started = time.perf_counter()
+        with without_dropout(model) as self.dropouts:
+            with count_products() as self.products, count_live_bytes(device) as self.live:
+                loss = (loss_fn or _loss_of)(model, inputs)
+                loss.backward()
+                _synchronize(device)
+        self.seconds = time.perf_counter() - started
+        self.loss = float(loss.detach())
+        self.drew_random_numbers = any(
+            not before.equal(after) for before, after in zip(random_state, _random_state(device), strict=True)
+        )
+        leaves = {f"batch.{name}": tensor for name, tensor in _tensors(inputs)}
+        self.gradients: dict[str, Tensor | None] = {
+            name: None if leaf.grad is None else leaf.grad.detach().cpu()
+            for name, leaf in {**dict(model.named_parameters()), **leaves}.items()
+            if leaf.requires_grad
+        }
+        self.gradients["loss"] = loss.detach().double().cpu()
+        self.tokens = max((leaf.shape[:2].numel() for leaf in leaves.values() if leaf.dim() > 1), default=1)
+        model.zero_grad(set_to_none=True)
+
+    def run(self, sizes: BlockSizes) -> Run:
+        """The numbers of this run, in the unit of the tiled blocks."""
+        unit = 2 * self.tokens * sizes.elements
+        flops = self.products.flops
+        return Run(
+            loss=self.loss,
+            units=None if sizes.clash(self.tokens) else self.products.flops_where(sizes.match) / unit,
+            step_units=flops / unit,
+            flops=flops,
+            peak_bytes=self.live.peak,
+            seconds=self.seconds,
+        )
+
+
+class BlockSizes:
+    """The sizes of the weights inside and outside of the tiled blocks, by which their products are told apart."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Candidate]) -> None:
+        self.elements = sum(block.hidden * block.intermediate for block in blocks)
+        inside: set[nn.Module] = set()
+        self.pairs: set[tuple[int, ...]] = set()
+        for block in blocks:
+            members = block.neighbours.members if block.kind == "inline" else ()
+            for root in [getattr(block.module, name) for name in members] or [block.module]:
+                self.pairs.update(_weights(root, set()))
+                inside.update(root.modules())
+        self.others = set(_weights(model, inside))
+
+    def match(self, product: Product) -> bool:
+        """Whether the product has the sizes of a block's weight."""
+        return any(product.has(*pair) for pair in self.pairs)
+
+    def clash(self, tokens: int) -> str:
+        """Why the products of the blocks cannot be told from others, or ""."""
+        for rows, columns in sorted(self.others):
+            if self.match(Product("mm", tokens, rows, columns, 1)):
+                return f"a {rows:,} x {columns:,} weight elsewhere, over {tokens:,} tokens, multiplies the same sizes"
+        return ""
+
+    def longest(self, products: Products) -> int:
+        """The most rows that one product of the blocks had."""
+        rows = [1]
+        for product in products.records:
+            rows += [product.m * product.n * product.k // math.prod(pair) for pair in self.pairs if product.has(*pair)]
+        return max(rows)
+
+
+def tiled_of(model: nn.Module, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that are tiled now."""
+    tiled = {id(module) for module in model.modules() if isinstance(module.__dict__.get("forward"), Installed)}
+    return [block for block in candidates if id(block.module) in tiled]
+
+
+def fresh(batch: Any, dtype: torch.dtype | None = None) -> Any:
+    """The batch with leaves of its own, so that a run leaves no gradient on the user's; cast if ``dtype`` is given."""
+    if isinstance(batch, Tensor):
+        cast = dtype if dtype is not None and batch.is_floating_point() else batch.dtype
+        return batch.detach().to(cast, copy=batch.requires_grad).requires_grad_(batch.requires_grad)
+    if isinstance(batch, Mapping):
+        return {name: fresh(value, dtype) for name, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [fresh(value, dtype) for value in batch]
+    return batch
+
+
+def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    items = batch.items() if isinstance(batch, Mapping) else enumerate([batch] if isinstance(batch, Tensor) else batch)
+    yield from ((str(name), value) for name, value in items if isinstance(value, Tensor))
+
+
+def _loss_of(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        words = dict(batch)
+        if "input_ids" in words:
+            words.setdefault("labels", words["input_ids"])
+        if hasattr(getattr(model, "config", None), "use_cache"):
+            words.setdefault("use_cache", False)  # a cache of keys and values is no part of a training step
+        output = model(**words)
+    else:
+        output = model(batch) if isinstance(batch, Tensor) else model(*batch)
+    loss = getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise UserError(
+            f"{type(model).__name__} returned a {type(output).__name__} without a scalar loss; "
+            "put labels into the batch, or pass loss_fn=, a function of (model, batch)"
+        )
+    return loss
+
+
+def _weights(root: nn.Module, without: set[nn.Module]) -> Iterator[tuple[int, int]]:
+    """Sizes of the weights that multiply tokens; what is inside a linear layer, adapters say, is left out."""
+    if root in without:
+        return
+    if (widths := linear_widths(root)) is not None:
+        yield widths
+        return
+    for weight in root.parameters(recurse=False):
+        if weight.dim() == 3:  # experts
+            yield weight.shape[-2], weight.shape[-1]
+    for child in root.children():
+        yield from _weights(child, without)
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

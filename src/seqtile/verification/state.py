@@ -1,0 +1,93 @@
+"""Leave a model as it was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqtile._errors import UserError
+from seqtile.models.apply import undo
+from seqtile.models.instance import Installed
+
+Standing = list[tuple[nn.Module, dict[str, Any]]]
+"""Tiled modules with the attributes that make them so."""
+
+
+def refuse_what_cannot_be_compared(model: nn.Module) -> None:
+    """Raise ``UserError`` if two backwards would compare nothing, fail, or change the model."""
+    weights = dict(model.named_parameters())
+    if not any(weight.requires_grad for weight in weights.values()):
+        raise UserError(
+            f"{type(model).__name__} has no parameter that trains and verify compares gradients; unfreeze some"
+        )
+    for name, weight in weights.items():
+        if weight.is_meta:
+            raise UserError(f"{name} is on the meta device and has no values; load the weights before verify")
+        if getattr(weight, "_post_accumulate_grad_hooks", None):
+            raise UserError(f"{name} has a hook that acts on its gradient, a step perhaps; verify before adding it")
+
+
+@contextmanager
+def kept(model: nn.Module, seed: int) -> Iterator[None]:
+    """Put gradients, buffers, training modes and random state back at the end."""
+    device = next(model.parameters()).device
+    gradients = [(weight, weight.grad) for weight in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    random_state = (
+        torch.random.fork_rng([]) if device.type == "cpu" else torch.random.fork_rng([device], device_type=device.type)
+    )
+    with random_state:
+        try:
+            torch.manual_seed(seed)
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for weight, gradient in gradients:
+                weight.grad = gradient
+            for module, training in modes:
+                module.training = training
+
+
+@contextmanager
+def without_tiling(model: nn.Module) -> Iterator[Standing]:
+    """Take the tiling off; yields what stood, and puts exactly that back at the end."""
+    standing: Standing = []
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), Installed):
+            names = {"forward", "extra_repr"} & module.__dict__.keys()
+            standing.append((module, {name: module.__dict__[name] for name in names}))
+    undo(model)
+    try:
+        yield standing
+    finally:
+        undo(model)
+        for module, attributes in standing:
+            module.__dict__.update(attributes)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[int]:
+    """Set dropout probabilities to 0: those of modules, and the attributes that functional dropouts read.
+
+    Yields how many there were.
+    """
+    found = []
+    for module in model.modules():
+        is_dropout = "drop" in type(module).__name__.lower()
+        for name, value in vars(module).items():
+            if isinstance(value, float) and value > 0 and ("drop" in name or (is_dropout and name == "p")):
+                found.append((module, name, value))
+    for module, name, _ in found:
+        setattr(module, name, 0.0)
+    try:
+        yield len(found)
+    finally:
+        for module, name, value in found:
+            setattr(module, name, value)
