@@ -28,13 +28,13 @@ def save_tokenizer(directory: Path) -> int:
 
 
 def save_model(directory: Path, **config: Any) -> Path:
-    """Write a Llama of two layers, hidden 32 and MLP 64, with the tokenizer."""
+    """Write a Llama of two layers, hidden 32 and MLP 96, with the tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     vocab = save_tokenizer(directory)
     values = dict(
-        vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=vocab, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=POSITIONS, bos_token_id=None, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_run
 
 import seqtile
+import tiny_run
 from seqtile.cli import COMMANDS, main
 
 
@@ -28,7 +28,9 @@ def snapshot(directory: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(directory)): p.read_bytes() if p.is_file() else None for p in directory.rglob("*")}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["doctor", "--help"], ["train", "--tile"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["train", "--help"], ["doctor", "--help"], ["train", "--tile"]]
+)
 def test_answers_without_importing_torch(arguments: list[str]):
     heavy = "torch transformers trl datasets peft matplotlib numpy"
     code = (
@@ -51,7 +53,7 @@ def test_refusing_a_recipe_needs_no_torch(tmp_path: Path):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
-    assert result.stderr == f"seqtile: unknown recipe key 'stepz'; did you mean 'steps'?\n"
+    assert result.stderr == "seqtile: unknown recipe key 'stepz'; did you mean 'steps'?\n"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):
@@ -210,7 +212,9 @@ def test_an_output_directory_without_permission(model: Path, dataset: Path, tmp_
 
 
 @pytest.mark.parametrize("flags", [[], ["--overwrite"]])
-def test_files_that_no_run_wrote_are_never_touched(model: Path, dataset: Path, tmp_path: Path, flags: list[str], capsys):
+def test_files_that_no_run_wrote_are_never_touched(
+    model: Path, dataset: Path, tmp_path: Path, flags: list[str], capsys
+):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     before = snapshot(tmp_path / "out")

@@ -30,7 +30,9 @@ def test_flags_win_over_the_recipe():
 
 
 def test_saved_recipe_comes_back_the_same(tmp_path: Path):
-    recipe = resolve(recipe_of({"lora": {"r": 4}, "tile": "shards:3", "trainer": {"warmup_steps": 2}, "only": ["*.0.*"]}))
+    recipe = resolve(
+        recipe_of({"lora": {"r": 4}, "tile": "shards:3", "trainer": {"warmup_steps": 2}, "only": ["*.0.*"]})
+    )
     save_recipe(recipe, tmp_path / "recipe.yaml")
     assert build_recipe(read_recipe(tmp_path / "recipe.yaml"), {})[0] == recipe
 
@@ -155,7 +157,11 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path, path: str):
 
 @pytest.mark.parametrize(
     ("text", "section"),
-    [("16", {"r": "16"}), ("r=8", {"r": "8"}), ("r=16, alpha=32,dropout=0.05", {"r": "16", "alpha": "32", "dropout": "0.05"})],
+    [
+        ("16", {"r": "16"}),
+        ("r=8", {"r": "8"}),
+        ("r=16, alpha=32,dropout=0.05", {"r": "16", "alpha": "32", "dropout": "0.05"}),
+    ],
 )
 def test_lora_flag(text: str, section: dict[str, str]):
     assert parse_lora(text) == section

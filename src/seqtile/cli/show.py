@@ -74,14 +74,14 @@ def print_outcome(outcome: Outcome) -> None:
     """The table at the end of a run."""
     console = Console()
     table = Table(box=box.SIMPLE_HEAVY, title="seqtile train", title_justify="left", pad_edge=False)
-    table.add_column("", style="bold")
+    table.add_column("", style="bold", no_wrap=True)
     comparison = outcome.comparison
     if comparison is None:
         table.add_column("this run")
     else:
         table.add_column("tiled", justify="right")
         table.add_column("untiled", justify="right")
-        table.add_column("tiled / untiled", justify="right")
+        table.add_column("ratio", justify="right")
     for row in _rows(outcome, comparison):
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
@@ -91,7 +91,9 @@ def print_outcome(outcome: Outcome) -> None:
 
 def _rows(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, ...]]:
     if comparison is None:
-        rows = [("seconds per step", "-" if outcome.step_seconds is None else f"{outcome.step_seconds:.2f}")]
+        rows: list[tuple[str, ...]] = [
+            ("seconds per step", "-" if outcome.step_seconds is None else f"{outcome.step_seconds:.2f}")
+        ]
         if outcome.peak_bytes is not None:
             rows.append(("peak memory", size(outcome.peak_bytes)))
         return rows
@@ -101,7 +103,6 @@ def _rows(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, ..
          f"{tiled.step_seconds / untiled.step_seconds:.2f}"),
         ("peak activation memory", size(tiled.peak_bytes), size(untiled.peak_bytes),
          f"{tiled.peak_bytes / untiled.peak_bytes:.0%}"),
-        ("  the peak is in", tiled.peak_phase, untiled.peak_phase, ""),
         *_units(tiled.units, untiled.units),
         ("largest relative gradient difference", f"{comparison.gradient_error:.1e}", "", ""),
     ]  # fmt: skip
@@ -116,9 +117,10 @@ def _units(tiled: float | None, untiled: float | None) -> list[tuple[str, ...]]:
 def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, str]]:
     lines = [("tiled", str(outcome.tiling) if outcome.tiling is not None else "nothing (tiled_mlp: false)")]
     if comparison is not None:
+        tiled, untiled = comparison.tiled, comparison.untiled
+        lines.append(("peak", f"tiled in {tiled.peak_phase}; untiled in {untiled.peak_phase}"))
         lines.append(("measured", comparison.how))
-        if comparison.left_untiled:
-            lines.append(("note", f"tile {outcome.recipe.tile!r} leaves a batch of this length whole: both ran untiled"))
+        lines += [("note", note) for note in comparison.notes]
     if outcome.losses:
         first, last = outcome.losses[0][1], outcome.losses[-5:]
         mean = sum(loss for _, loss in last) / len(last)

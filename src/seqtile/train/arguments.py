@@ -107,6 +107,11 @@ def _packing(recipe: Recipe, documents: bool) -> dict[str, Any]:
 def _checkpointing(recipe: Recipe, known: Any) -> dict[str, Any]:
     """Non-reentrant activation checkpointing: under a reentrant one the tiles would be computed once more."""
     name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
-    given = [recipe.trainer[key] for key in (f"{name}_kwargs", "gradient_checkpointing_kwargs") if key in recipe.trainer]
+    given = [
+        recipe.trainer[key] for key in (f"{name}_kwargs", "gradient_checkpointing_kwargs") if key in recipe.trainer
+    ]
     kwargs = {"use_reentrant": False, **(given[0] if given and isinstance(given[0], dict) else {})}
-    return {name: recipe.activation_checkpointing, f"{name}_kwargs": kwargs if recipe.activation_checkpointing else None}
+    return {
+        name: recipe.activation_checkpointing,
+        f"{name}_kwargs": kwargs if recipe.activation_checkpointing else None,
+    }

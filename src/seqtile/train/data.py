@@ -85,8 +85,10 @@ def _load_files(files: list[Path], text_field: str) -> tuple[Dataset, bool]:
                 return load_dataset(builder, data_files=filled, split="train"), False
             except (DatasetGenerationError, ValueError, OSError) as error:
                 reason = str(error.__cause__ or error).splitlines()[0]
-                raise UserError(f"cannot read {filled[0]!r} as {builder} rows ({reason}); "
-                                "write one JSON object per line, or a Parquet table") from None
+                raise UserError(
+                    f"cannot read {filled[0]!r} as {builder} rows ({reason}); "
+                    "write one JSON object per line, or a Parquet table"
+                ) from None
     raise UserError(f"{str(files[0].parent)!r} mixes JSON and Parquet files; keep one kind, or name one file")
 
 
@@ -116,10 +118,13 @@ def _load_from_hub(dataset: str, split: str) -> Dataset:
         except Exception:  # noqa: BLE001 - same
             splits = []
         if splits and split not in splits:
-            raise UserError(f"dataset {dataset!r} has no split {split!r}; set dataset_split to one of "
-                            f"{', '.join(splits)}") from None
-        raise UserError(f"dataset {dataset!r} is neither a local path nor a Hub dataset that can be reached "
-                        f"({type(error).__name__}); check the spelling, or the network if it is on the Hub") from None
+            raise UserError(
+                f"dataset {dataset!r} has no split {split!r}; set dataset_split to one of {', '.join(splits)}"
+            ) from None
+        raise UserError(
+            f"dataset {dataset!r} is neither a local path nor a Hub dataset that can be reached "
+            f"({type(error).__name__}); check the spelling, or the network if it is on the Hub"
+        ) from None
 
 
 def _check_columns(rows: Dataset, dataset: str, text_field: str) -> None:
@@ -128,13 +133,17 @@ def _check_columns(rows: Dataset, dataset: str, text_field: str) -> None:
     kind = next((kind for kind in ROW_KINDS if columns.issuperset(kind)), None)
     if kind is None:
         if text_field not in columns:
-            raise UserError(f"dataset {dataset!r} has columns {', '.join(sorted(columns))}; expected 'messages', "
-                            f"'prompt' and 'completion', 'input_ids' or {text_field!r} "
-                            "(name another text column with 'trainer: {dataset_text_field: NAME}')")
+            raise UserError(
+                f"dataset {dataset!r} has columns {', '.join(sorted(columns))}; expected 'messages', "
+                f"'prompt' and 'completion', 'input_ids' or {text_field!r} "
+                "(name another text column with 'trainer: {dataset_text_field: NAME}')"
+            )
         kind = (text_field,)
     first: dict[str, Any] = rows[0]
     wanted: type | tuple[type, ...] = str if kind == (text_field,) else (list, str)
     for column in kind:
         if not isinstance(first[column], wanted):
-            raise UserError(f"dataset {dataset!r} has {type(first[column]).__name__} in column {column!r} of its first "
-                            "row, expected text, a list of token ids or a list of messages")
+            raise UserError(
+                f"dataset {dataset!r} has {type(first[column]).__name__} in column {column!r} of its first "
+                "row, expected text, a list of token ids or a list of messages"
+            )

@@ -20,7 +20,7 @@ from seqtile._errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset
     from tokenizers import Tokenizer
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,13 @@ def library_files() -> list[Path]:
         UserError: the interpreter ships without sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(file for file in root.glob("*.py") if file.stat().st_size > 0)
+    # _sysconfigdata is no source: the build's settings, another text on every machine.
+    named = (file for file in root.glob("*.py") if not file.name.startswith("_sysconfigdata"))
+    files = sorted(file for file in named if file.stat().st_size > 0)
     if not files:
-        raise UserError(f"the interpreter at {root} has no source files to train the demo on; "
-                        "give --model and --dataset")
+        raise UserError(
+            f"the interpreter at {root} has no source files to train the demo on; give --model and --dataset"
+        )
     return files
 
 
@@ -75,7 +78,7 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def load_rows(tokenizer: PreTrainedTokenizerFast, max_length: int) -> Dataset:
+def load_rows(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     """The library's text, tokenised, joined with end-of-text tokens and cut into rows of ``max_length`` tokens."""
     from datasets import Dataset
 
@@ -84,12 +87,14 @@ def load_rows(tokenizer: PreTrainedTokenizerFast, max_length: int) -> Dataset:
         tokens += tokenizer(text, verbose=False)["input_ids"] + [tokenizer.eos_token_id]
     rows = [tokens[start : start + max_length] for start in range(0, len(tokens) - max_length + 1, max_length)]
     if not rows:
-        raise UserError(f"the demo's text has {len(tokens):,} tokens, fewer than max_length {max_length:,}; "
-                        "give a smaller --max-length")
+        raise UserError(
+            f"the demo's text has {len(tokens):,} tokens, fewer than max_length {max_length:,}; "
+            "give a smaller --max-length"
+        )
     return Dataset.from_dict({"input_ids": rows})
 
 
-def build_model(seed: int, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def build_model(seed: int, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A Qwen3 model of 2.5M parameters with random weights, the same for the same seed."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

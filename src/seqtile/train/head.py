@@ -8,16 +8,19 @@ everything else. The head is position-wise like an MLP, so the same operator run
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from seqtile._errors import UserError
 from seqtile.ops.generic import run_in_tiles
 from seqtile.tiling import sizes_within
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 IGNORE_INDEX = -100
 
@@ -50,7 +53,7 @@ class TiledHead:
     ``[tile, V]`` fp32 tensors.
     """
 
-    def __init__(self, model: nn.Module, tile: int) -> None:
+    def __init__(self, model: PreTrainedModel, tile: int) -> None:
         self.model, self.tile, self.before = model, tile, model.forward
 
     def install(self) -> None:

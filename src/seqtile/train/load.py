@@ -56,9 +56,13 @@ def check_positions(config: PretrainedConfig, recipe: Recipe) -> None:
     if limit is not None and recipe.max_length > limit:
         rotary = getattr(config.get_text_config(), "rope_parameters", None)
         factor = math.ceil(recipe.max_length / limit)
-        lift = f", or extend it with 'rope_scaling: {{rope_type: yarn, factor: {factor}}}' in a recipe" if rotary else ""
-        raise UserError(f"max_length {recipe.max_length:,} is beyond the {limit:,} positions of {recipe.model!r}; "
-                        f"use --max-length {limit}{lift}")
+        lift = (
+            f", or extend it with 'rope_scaling: {{rope_type: yarn, factor: {factor}}}' in a recipe" if rotary else ""
+        )
+        raise UserError(
+            f"max_length {recipe.max_length:,} is beyond the {limit:,} positions of {recipe.model!r}; "
+            f"use --max-length {limit}{lift}"
+        )
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
@@ -83,8 +87,10 @@ def _scale_positions(config: PretrainedConfig, recipe: Recipe) -> None:
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
     if not rope or any(isinstance(value, dict) for value in rope.values()):
-        raise UserError(f"rope_scaling does not fit {recipe.model!r}, which has "
-                        f"{'several kinds of rotary layers' if rope else 'no rotary positions'}; leave it out")
+        raise UserError(
+            f"rope_scaling does not fit {recipe.model!r}, which has "
+            f"{'several kinds of rotary layers' if rope else 'no rotary positions'}; leave it out"
+        )
     if not {"rope_type", "factor"} <= recipe.rope_scaling.keys():
         raise UserError("rope_scaling needs at least rope_type and factor, such as {rope_type: yarn, factor: 4}")
     original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
@@ -98,7 +104,9 @@ def _existing(model: str) -> str:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"model directory {model!r} has no config.json; give a directory written by save_pretrained")
+            raise UserError(
+                f"model directory {model!r} has no config.json; give a directory written by save_pretrained"
+            )
         return str(path)
     if path.exists():
         raise UserError(f"model {model!r} is a file; give the directory that holds its config.json")
@@ -118,10 +126,14 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "trust_remote_code" in str(error):
-            raise UserError(f"model {recipe.model!r} runs code of its own; read that code, then set "
-                            "'trust_remote_code: true' in a recipe") from None
-        raise UserError(f"cannot load the {what} of model {recipe.model!r} ({reason}); give a model directory, "
-                        "or a Hub id and a network") from None
+            raise UserError(
+                f"model {recipe.model!r} runs code of its own; read that code, then set "
+                "'trust_remote_code: true' in a recipe"
+            ) from None
+        raise UserError(
+            f"cannot load the {what} of model {recipe.model!r} ({reason}); give a model directory, "
+            "or a Hub id and a network"
+        ) from None
 
 
 def _dtype(recipe: Recipe) -> Any:

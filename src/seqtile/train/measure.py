@@ -10,17 +10,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from seqtile.counting import LiveBytes, Sample, count_live_bytes
 from seqtile.models.apply import apply, undo
-
-from seqtile.counting import Products, Sample, count_live_bytes, count_products
 from seqtile.train.phases import label_phases, run_step
+from seqtile.verification import Run, verify
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-    from seqtile.models.report import Block
     from seqtile.train.recipe import Recipe
 
 TIMED_PAIRS = 3
@@ -60,6 +57,7 @@ class Comparison:
         gradient_error: largest over all parameters of ``norm(tiled - untiled) / norm(untiled)``.
         gradient_name: the parameter that has it.
         how: one sentence on how it was measured.
+        notes: what :func:`seqtile.verify` has to say, such as that this batch was too short to be cut.
     """
 
     tiled: Side
@@ -68,21 +66,17 @@ class Comparison:
     gradient_error: float
     gradient_name: str
     how: str
-
-    @property
-    def left_untiled(self) -> bool:
-        """Whether the tile rule left this batch whole, so that both sides ran the same operators."""
-        return len(self.tiled.timeline) == len(self.untiled.timeline)
+    notes: tuple[str, ...] = ()
 
 
 def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Comparison:
     """Measure ``model`` tiled as ``recipe`` says and untiled; it is left tiled, without gradients.
 
-    Runs one counted and three timed steps of each kind, the timed ones in turn. The gradients of the untiled step
-    are kept in host memory until the tiled one has run.
+    Runs five forwards and backwards of each kind: one that :func:`seqtile.verify` counts and compares, one that
+    says which part of the step holds the memory, three that are timed, in turn.
 
     Args:
-        model: a causal language model in training mode, PEFT's wrapper or not.
+        model: a tiled causal language model in training mode, PEFT's wrapper or not.
         batch: keyword arguments of its forward, labels included.
         recipe: for the tile rule.
 
@@ -93,26 +87,29 @@ def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Compa
     tokens = inputs["input_ids"].numel()
     with _silent():
         blocks = apply(model, tile=recipe.tile, only=recipe.only).blocks
+        places = [block.name if len(block.together) <= 1 else block.name.rpartition(".")[0] for block in blocks]
+        verdict = verify(model, inputs, reference=None)
+        tiled_live = _watch_step(model, inputs, places)
         undo(model)
-        untiled, reference = _count_step("untiled", model, inputs, blocks, tokens)
-        apply(model, tile=recipe.tile, only=recipe.only)
-        tiled, gradients = _count_step("tiled", model, inputs, blocks, tokens)
-        error, name = _worst(gradients, reference)
+        untiled_live = _watch_step(model, inputs, places)
         seconds: dict[str, list[float]] = {"untiled": [], "tiled": []}
         for _ in range(TIMED_PAIRS):
             undo(model)
             seconds["untiled"].append(_time_step(model, inputs))
             apply(model, tile=recipe.tile, only=recipe.only)
             seconds["tiled"].append(_time_step(model, inputs))
+    weights = [one for one in verdict.parameters if one.name != "loss"]
+    worst = max(weights, key=lambda one: one.l2)
     return Comparison(
-        tiled=_side(tiled, seconds["tiled"]),
-        untiled=_side(untiled, seconds["untiled"]),
+        tiled=_side("tiled", verdict.tiled, tiled_live, seconds["tiled"]),
+        untiled=_side("untiled", verdict.untiled, untiled_live, seconds["untiled"]),
         tokens=tokens,
-        gradient_error=error,
-        gradient_name=name,
+        gradient_error=worst.l2,
+        gradient_name=worst.name,
         how=f"forward and backward of one batch of {tokens:,} tokens; bytes "
         f"{'of live tensors' if inputs['input_ids'].device.type == 'cpu' else 'from the allocator'} "
         f"above the model's own; seconds: median of {TIMED_PAIRS}",
+        notes=verdict.notes,
     )
 
 
@@ -128,50 +125,15 @@ def _silent() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _side(values: dict[str, Any], seconds: list[float]) -> Side:
-    return Side(**values, step_seconds=median(seconds))
-
-
-def _count_step(
-    name: str, model: nn.Module, inputs: dict[str, Any], blocks: Iterable[Block], tokens: int
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Run one step under both counters; its numbers and its gradients."""
-    places = [block.name if len(block.together) <= 1 else block.name.rpartition(".")[0] for block in blocks]
-    gradients: dict[str, Tensor] = {}
+def _watch_step(model: nn.Module, inputs: dict[str, Any], places: Iterable[str]) -> LiveBytes:
+    """One step, its live bytes labelled with the part of the model that runs."""
     with (
-        count_products() as products,
         count_live_bytes(inputs["input_ids"].device) as live,
         label_phases(live, model, places) as labels,
     ):
         run_step(model, inputs, labels)
-    gradients = {
-        key: weight.grad.detach().to("cpu", copy=True) for key, weight in model.named_parameters() if weight.grad is not None
-    }
     model.zero_grad(set_to_none=True)
-    phases = {phase: row.peak for phase, row in live.phases.items()}
-    values = {
-        "name": name,
-        "peak_bytes": live.peak,
-        "peak_phase": max(phases, key=lambda phase: phases[phase]),
-        "units": _units(products, list(blocks), tokens, model),
-        "phases": phases,
-        "timeline": tuple(live.timeline()),
-    }
-    return values, gradients
-
-
-def _units(products: Products, blocks: list[Block], tokens: int, model: nn.Module) -> float | None:
-    """Units per block, or None where sizes elsewhere in the model would be counted too."""
-    text = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    total = 0.0
-    for hidden, intermediate in {(block.hidden, block.intermediate) for block in blocks}:
-        if text.vocab_size == intermediate:
-            return None
-        try:
-            total += products.units(tokens, hidden, intermediate, fused=text.vocab_size != 2 * intermediate)
-        except (RuntimeError, ValueError):
-            return None
-    return total / len(blocks)
+    return live
 
 
 def _time_step(model: nn.Module, inputs: dict[str, Any]) -> float:
@@ -182,12 +144,14 @@ def _time_step(model: nn.Module, inputs: dict[str, Any]) -> float:
     return seconds
 
 
-def _worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
-    """Largest relative difference between two sets of gradients; a missing one is as wrong as can be."""
-    errors = {}
-    for name, reference in theirs.items():
-        scale = torch.linalg.vector_norm(reference.double())
-        difference = torch.linalg.vector_norm(ours[name].double() - reference.double()) if name in ours else scale
-        errors[name] = (difference / scale).item() if scale > 0 else difference.item()
-    name = max(errors, key=lambda key: errors[key])
-    return errors[name], name
+def _side(name: str, counted: Run, live: LiveBytes, seconds: list[float]) -> Side:
+    phases = {phase: row.peak for phase, row in live.phases.items()}
+    return Side(
+        name=name,
+        step_seconds=median(seconds),
+        peak_bytes=counted.peak_bytes,
+        peak_phase=max(phases, key=lambda phase: phases[phase]),
+        units=counted.units,
+        phases=phases,
+        timeline=tuple(live.timeline()),
+    )

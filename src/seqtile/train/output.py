@@ -37,17 +37,24 @@ def check_output(recipe: Recipe, output: Path, *, overwrite: bool) -> None:
     """
     for what in (recipe.model, recipe.dataset):
         source = Path(what).expanduser()
-        if what != DEMO and source.exists() and (source.resolve() == output.resolve()
-                                                 or output.resolve() in source.resolve().parents):
+        if (
+            what != DEMO
+            and source.exists()
+            and (source.resolve() == output.resolve() or output.resolve() in source.resolve().parents)
+        ):
             raise UserError(f"output {str(output)!r} holds {what!r}, which this run reads; give another --output")
     if output.is_dir() and any(output.iterdir()):
         if not overwrite:
             resume = "--resume to continue it, " if (output / RECIPE_FILE).is_file() else ""
-            raise UserError(f"output {str(output)!r} is not empty; give {resume}--overwrite to replace an earlier run, "
-                            "or another --output")
+            raise UserError(
+                f"output {str(output)!r} is not empty; give {resume}--overwrite to replace an earlier run, "
+                "or another --output"
+            )
         if not (output / RECIPE_FILE).is_file():
-            raise UserError(f"output {str(output)!r} holds files that no earlier run wrote (no {RECIPE_FILE}); "
-                            "give another --output")
+            raise UserError(
+                f"output {str(output)!r} holds files that no earlier run wrote (no {RECIPE_FILE}); "
+                "give another --output"
+            )
     check_writable(output)
 
 
@@ -118,8 +125,10 @@ def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> 
     wanted = resolve(recipe).model_dump(mode="json")
     for key, value in wanted.items():
         if key not in MAY_CHANGE and value != started[key]:
-            raise UserError(f"--resume cannot change {key} from {started[key]!r} to {value!r}; "
-                            "drop it to continue that run, or start a new one with another --output")
+            raise UserError(
+                f"--resume cannot change {key} from {started[key]!r} to {value!r}; "
+                "drop it to continue that run, or start a new one with another --output"
+            )
     return recipe, notes
 
 

@@ -124,7 +124,7 @@ def run_step(model: nn.Module, batch: dict[str, Any], labels: _Labels | None = N
     loss: Tensor = model(**batch).loss
     if labels is not None:
         labels.begin_backward()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     if loss.device.type != "cpu":
         torch.accelerator.synchronize()
     return loss.item()

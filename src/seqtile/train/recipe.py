@@ -112,8 +112,10 @@ class Recipe(BaseModel):
     @classmethod
     def _known_engine(cls, engine: str) -> str:
         if engine in LATER_ENGINES:
-            raise ValueError(f"engine {engine!r} is not built in yet; use engine 'single', or call seqtile.apply(model) "
-                             "in your own script before the engine wraps the model")
+            raise ValueError(
+                f"engine {engine!r} is not built in yet; use engine 'single', or call seqtile.apply(model) "
+                "in your own script before the engine wraps the model"
+            )
         if engine != "single":
             raise ValueError(f"got engine {engine!r}, expected 'single'")
         return engine
@@ -159,8 +161,9 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         problem = getattr(error, "problem", None) or "syntax error"
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"recipe {str(path)!r}{where} is not plain YAML: {problem}; "
-                        "write 'key: value' lines without tags") from None
+        raise UserError(
+            f"recipe {str(path)!r}{where} is not plain YAML: {problem}; write 'key: value' lines without tags"
+        ) from None
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
@@ -185,8 +188,9 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
     for values, place in ((file_values, "the recipe"), (flag_values, "the flags")):
         folded = _fold_peer_keys(dict(values), place, notes)
         if "tile" in folded and "tiled_mlp" not in folded and merged.get("tiled_mlp") is False:
-            raise UserError(f"{place} ask for tile {folded['tile']!r} but the recipe says 'tiled_mlp: false'; "
-                            "drop one of the two")
+            raise UserError(
+                f"{place} ask for tile {folded['tile']!r} but the recipe says 'tiled_mlp: false'; drop one of the two"
+            )
         if folded.get("tiled_mlp") is False:
             merged.pop("tile", None)
         merged.update(folded)
@@ -195,8 +199,10 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
         _refuse_unknown(merged["lora"], LoraRecipe, "lora.")
     if ("model" in merged) != ("dataset" in merged):
         given, missing = ("model", "dataset") if "model" in merged else ("dataset", "model")
-        raise UserError(f"got a {given} ({merged[given]!r}) but no {missing}; give --{missing} too, "
-                        f"or --{missing} {DEMO} for the embedded one")
+        raise UserError(
+            f"got a {given} ({merged[given]!r}) but no {missing}; give --{missing} too, "
+            f"or --{missing} {DEMO} for the embedded one"
+        )
     try:
         return Recipe(**merged), notes
     except ValidationError as error:
@@ -246,11 +252,14 @@ def parse_bool(value: Any, name: str) -> bool:
 
 def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dict[str, Any]:
     """Replace other trainers' spellings by ours; ``values`` come from one place (a file or the flags)."""
-    switches = {key: parse_bool(values.pop(key), key) for key in ("tiled_mlp", "use_tiled_mlp")
-                if values.get(key) is not None}
+    switches = {
+        key: parse_bool(values.pop(key), key) for key in ("tiled_mlp", "use_tiled_mlp") if values.get(key) is not None
+    }
     if len(set(switches.values())) > 1:
-        raise UserError(f"{place} say both 'tiled_mlp: {str(switches['tiled_mlp']).lower()}' and "
-                        f"'use_tiled_mlp: {str(switches['use_tiled_mlp']).lower()}'; keep one")
+        raise UserError(
+            f"{place} say both 'tiled_mlp: {str(switches['tiled_mlp']).lower()}' and "
+            f"'use_tiled_mlp: {str(switches['use_tiled_mlp']).lower()}'; keep one"
+        )
     for switch in switches.values():
         values["tiled_mlp"] = switch
     shards = values.pop("tiled_mlp_num_shards", None)
@@ -267,8 +276,10 @@ def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dic
         raise UserError(f"{place} say not to tile (tiled_mlp: false) and give tile {values['tile']!r}; keep one")
     if values.get("tiled_mlp_use_original_mlp") is not None:
         original = parse_bool(values["tiled_mlp_use_original_mlp"], "tiled_mlp_use_original_mlp")
-        notes.append(f"tiled_mlp_use_original_mlp: {str(original).lower()} changes nothing: "
-                     "the tiles always run the model's own MLP")
+        notes.append(
+            f"tiled_mlp_use_original_mlp: {str(original).lower()} changes nothing: "
+            "the tiles always run the model's own MLP"
+        )
     values.pop("tiled_mlp_use_original_mlp", None)
     return values
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,9 @@ def plot_loss(losses: Sequence[tuple[int, float]], path: Path) -> None:
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     steps, values = zip(*losses, strict=True)
-    axes.plot(steps, values, color=COLOURS[ATTENTION], linewidth=1.6, marker="o" if len(losses) <= 50 else "", markersize=3)
+    axes.plot(
+        steps, values, color=COLOURS[ATTENTION], linewidth=1.6, marker="o" if len(losses) <= 50 else "", markersize=3
+    )
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title("Training loss", loc="left")
@@ -94,12 +97,17 @@ def plot_memory(comparison: Comparison, path: Path) -> None:
     for axes, side in zip(panels, (comparison.untiled, comparison.tiled), strict=True):
         _plot_side(axes, side)
     share = comparison.tiled.peak_bytes / comparison.untiled.peak_bytes
-    panels[0].set_title(f"Memory over one step of {comparison.tokens:,} tokens: tiled peak {share:.0%} of untiled", loc="left")
+    panels[0].set_title(
+        f"Memory over one step of {comparison.tokens:,} tokens: tiled peak {share:.0%} of untiled", loc="left"
+    )
     panels[0].set_ylim(0, comparison.untiled.peak_bytes / MIB * 1.28)
     panels[1].set_xlabel("progress through forward and backward (% of operators)")
     parts = [part for part in COLOURS if any(part_of(name) == part for name in comparison.untiled.phases)]
     figure.legend(
-        handles=[Patch(color=COLOURS[part], label=part) for part in parts], loc="outside lower center", ncols=4, frameon=False
+        handles=[Patch(color=COLOURS[part], label=part) for part in parts],
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
     )
     figure.savefig(path, dpi=DPI)
 
@@ -109,9 +117,18 @@ def _plot_side(axes: Axes, side: Side) -> None:
     end = max(sample.op for sample in samples) or 1
     x = [100 * sample.op / end for sample in samples]
     y = [sample.live / MIB for sample in samples]
-    for part, colour in COLOURS.items():
-        here = [part_of(sample.phase) == part for sample in samples]
-        axes.fill_between(x, y, where=here, step="post", color=colour, linewidth=0)
+    start = 0
+    for part, run in groupby(part_of(sample.phase) for sample in samples):
+        stop = start + len(list(run))
+        # Up to the next part's first sample, so that no gap opens between two parts.
+        axes.fill_between(
+            x[start : stop + 1],
+            [*y[start:stop], y[stop - 1]][: len(x[start : stop + 1])],
+            step="post",
+            color=COLOURS.get(part, COLOURS[REST]),
+            linewidth=0,
+        )
+        start = stop
     top = max(range(len(y)), key=lambda index: y[index])
     axes.plot(x[top], y[top], marker="v", color="black", markersize=6, clip_on=False)
     axes.annotate(

@@ -16,7 +16,6 @@ from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, resolve, save_recipe
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
-    from trl import SFTTrainer
 
     from seqtile.models.report import Report
     from seqtile.train.measure import Comparison
@@ -76,14 +75,13 @@ def train(
     recipe = resolve(recipe)
     output = Path(recipe.output).expanduser() if recipe.output else default_output(recipe)
     recipe = recipe.model_copy(update={"output": str(output)})
+    checkpoint = find_checkpoint(output) if resume else None
     if resume:
         check_writable(output)
-        checkpoint = find_checkpoint(output)
     else:
         check_output(recipe, output, overwrite=overwrite)
-        checkpoint = None
     trainer, tiling = _build(recipe, output)
-    if resume:
+    if checkpoint is not None:
         _refuse_finished(trainer, checkpoint)
     elif overwrite:
         clear_output(output)
@@ -101,10 +99,9 @@ def _require_extra() -> None:
         raise UserError(f"seqtile train needs {', '.join(missing)}; install them with: pip install 'seqtile[train]'")
 
 
-def _build(recipe: Recipe, output: Path) -> tuple[SFTTrainer, Report | None]:
+def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
     from seqtile.models.apply import apply
-
     from seqtile.train.arguments import adapter_config, trainer_arguments
     from seqtile.train.data import load_rows
     from seqtile.train.head import TiledHead, check_plain_head
@@ -128,7 +125,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[SFTTrainer, Report | None]:
     return trainer, tiling
 
 
-def _trainer(model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: Any) -> SFTTrainer:
+def _trainer(model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: Any) -> Any:
     from transformers.trainer_callback import PrinterCallback
     from trl import SFTTrainer
 
@@ -140,9 +137,12 @@ def _trainer(model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: An
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"the trainer refuses this model, dataset or recipe: {reason}") from error
     trainer.remove_callback(PrinterCallback)
-    if len(trainer.train_dataset) == 0:
-        raise UserError("nothing is left to train on after tokenising and cutting to max_length; "
-                        "give longer rows or a larger --max-length")
+    prepared: Any = trainer.train_dataset
+    if len(prepared) == 0:
+        raise UserError(
+            "nothing is left to train on after tokenising and cutting to max_length; "
+            "give longer rows or a larger --max-length"
+        )
     return trainer
 
 
@@ -151,7 +151,7 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _refuse_finished(trainer: SFTTrainer, checkpoint: Path) -> None:
+def _refuse_finished(trainer: Any, checkpoint: Path) -> None:
     import json
 
     done = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
@@ -162,7 +162,7 @@ def _refuse_finished(trainer: SFTTrainer, checkpoint: Path) -> None:
 def _run(
     recipe: Recipe,
     output: Path,
-    trainer: SFTTrainer,
+    trainer: Any,
     tiling: Report | None,
     checkpoint: Path | None,
     callbacks: Sequence[TrainerCallback],
@@ -181,7 +181,7 @@ def _run(
         recipe=recipe,
         output=output if stop.received is None else output / f"checkpoint-{trainer.state.global_step}",
         tiling=tiling,
-        losses=tuple((log["step"], log["loss"]) for log in trainer.state.log_history if "loss" in log),
+        losses=tuple((int(log["step"]), log["loss"]) for log in trainer.state.log_history if "loss" in log),
         step=trainer.state.global_step,
         step_seconds=clock.median(),
         peak_bytes=_peak_bytes(),
@@ -199,7 +199,7 @@ def _peak_bytes() -> int | None:
     return torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else None
 
 
-def _compare(recipe: Recipe, trainer: SFTTrainer) -> Comparison:
+def _compare(recipe: Recipe, trainer: Any) -> Comparison:
     from seqtile.train.measure import compare
 
     logger.info("comparing one step tiled and untiled")

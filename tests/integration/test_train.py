@@ -1,0 +1,310 @@
+"""``seqtile train`` end to end on a tiny model: what it trains on, what it leaves behind, how it continues."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+import tiny_run
+from seqtile.cli import main
+from seqtile.train.interrupt import StopOnSignal
+from seqtile.train.recipe import build_recipe
+from seqtile.train.run import Outcome, train
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", tiny_run.text_rows())
+
+
+def run(model: Path, dataset: Path, output: Path, *, flags: Any = (), **values: Any) -> Outcome:
+    """Train through the library with small defaults."""
+    callbacks = values.pop("callbacks", ())
+    how = {key: values.pop(key) for key in ("resume", "overwrite") if key in values}
+    defaults = dict(max_length=tiny_run.LENGTH, tile=16, steps=5, learning_rate=1e-2, report=False)
+    given = {**defaults, "model": str(model), "dataset": str(dataset), "output": str(output), **values}
+    return train(build_recipe(given, dict(flags))[0], callbacks=callbacks, **how)
+
+
+def arguments(model: Path, dataset: Path, output: Path, *more: str) -> list[str]:
+    return ["train", "--model", str(model), "--dataset", str(dataset), "--max-length", str(tiny_run.LENGTH),
+            "--output", str(output), "--steps", "5", *more]  # fmt: skip
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(output.glob("*model.safetensors")))
+
+
+class SignalAt(TrainerCallback):
+    """Send this process a signal while step ``step`` runs."""
+
+    def __init__(self, step: int, number: signal.Signals = signal.SIGINT) -> None:
+        self.step, self.number = step, number
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step - 1:
+            os.kill(os.getpid(), self.number)
+
+
+def test_five_steps_give_a_model_that_plain_transformers_loads(model: Path, dataset: Path, tmp_path: Path, capsys):
+    output = tmp_path / "out"
+    assert main(arguments(model, dataset, output, "--tile", "16", "--learning-rate", "1e-2")) == 0
+    shown = capsys.readouterr()
+    assert "tiled 2 of 2 MLPs (LlamaMLP), 16 tokens per tile" in shown.err
+    assert str(output) in shown.out and "step 5/5" in shown.out
+
+    trained = AutoModelForCausalLM.from_pretrained(output)
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    generated = trained.generate(**tokenizer("the cat", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert generated.shape[1] > len(tokenizer("the cat")["input_ids"])
+    assert weights(output).keys() == weights(model).keys()
+    assert any(not torch.equal(tensor, weights(model)[name]) for name, tensor in weights(output).items())
+    for file in output.glob("*.json"):
+        assert "seqtile" not in file.read_text(), file
+    numbers = json.loads((output / "report" / "report.json").read_text())
+    assert [row["step"] for row in numbers["losses"]] == [1, 2, 3, 4, 5]
+    assert {"date", "command", "device", "versions"} <= numbers.keys()
+    assert (output / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tiles_change_nothing_but_rounding(model: Path, dataset: Path, tmp_path: Path):
+    tiled = run(model, dataset, tmp_path / "tiled")
+    untiled = run(model, dataset, tmp_path / "untiled", tiled_mlp=False, tile=None)
+    assert tiled.tiling is not None and tiled.tiling.tiled == 2
+    assert untiled.tiling is None
+    torch.testing.assert_close(torch.tensor(tiled.losses), torch.tensor(untiled.losses))
+    assert tiled.losses[0][1] - tiled.losses[-1][1] > 0.1
+
+
+def test_spellings_of_other_trainers(model: Path, dataset: Path, tmp_path: Path, capsys):
+    more = ["--use_tiled_mlp", "true", "--tiled_mlp_num_shards", "4", "--max_length", "64", "--learning_rate", "1e-2"]
+    assert main(arguments(model, dataset, tmp_path / "peer", *more)) == 0
+    assert "tiled 2 of 2 MLPs (LlamaMLP), 4 tiles" in capsys.readouterr().err
+    ours = run(model, dataset, tmp_path / "ours", tile="shards:4")
+    for name, tensor in weights(tmp_path / "peer").items():
+        assert torch.equal(tensor, weights(ours.output)[name])
+
+
+def test_a_saved_recipe_runs_again_to_the_same_losses(model: Path, dataset: Path, tmp_path: Path):
+    first = run(model, dataset, tmp_path / "first", lora={"r": 2, "dropout": 0.1}, seed=3)
+    again = train(first.recipe.model_copy(update={"output": str(tmp_path / "again")}))
+    assert again.losses == first.losses
+    assert main(["train", "--recipe", str(tmp_path / "first" / "recipe.yaml"), "--output", str(tmp_path / "cli")]) == 0
+    for name, tensor in weights(tmp_path / "cli").items():
+        assert torch.equal(tensor, weights(first.output)[name])
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"lora": {"r": 2, "dropout": 0.2}}, {"packing": "wrapped", "gradient_accumulation": 2}],
+    ids=["full", "lora with dropout", "packed and accumulated"],
+)  # fmt: skip
+def test_interrupted_and_resumed_is_the_same_run(model: Path, dataset: Path, tmp_path: Path, values: dict[str, Any]):
+    whole = run(model, dataset, tmp_path / "whole", **values)
+    stopped = run(model, dataset, tmp_path / "parts", callbacks=[SignalAt(2)], **values)
+    assert stopped.stopped_by == signal.SIGINT
+    assert stopped.step == 2
+    assert stopped.output == tmp_path / "parts" / "checkpoint-2"
+    assert not list((tmp_path / "parts").glob("*.safetensors"))
+    resumed = run(model, dataset, tmp_path / "parts", resume=True, **values)
+    assert resumed.losses == whole.losses
+    assert len({loss for _, loss in whole.losses}) == 5
+    for name, tensor in weights(whole.output).items():
+        assert torch.equal(tensor, weights(resumed.output)[name])
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_a_signal_saves_a_checkpoint_and_the_printed_command_continues(
+    model: Path, dataset: Path, tmp_path: Path, number: signal.Signals, code: int
+):
+    # The real process, real signal: started with the steps of a day, stopped after the first one is shown.
+    command = [sys.executable, "-m", "seqtile.cli", *arguments(model, dataset, tmp_path / "out", "--steps", "100000")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("step ")
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == code, errors
+    saved = re.search(r"checkpoint saved in (\S+)", errors)
+    assert saved is not None and (Path(saved[1]) / "model.safetensors").is_file()
+    step = int(Path(saved[1]).name.rpartition("-")[2])
+    said = re.search(r"seqtile (train --resume --output \S+)", errors)
+    assert said is not None
+    assert main([*said[1].split(), "--steps", str(step + 1)]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_second_signal_stops_at_once():
+    stop = StopOnSignal()
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), stop.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)  # the handler runs between two bytecodes
+        assert stop.received == signal.SIGINT
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_resume_refuses_another_run(model: Path, dataset: Path, tmp_path: Path, capsys):
+    run(model, dataset, tmp_path / "out", steps=2, learning_rate=2e-5)
+    for more, words in [
+        (["--steps", "2"], "has done its 2 steps"),
+        (["--seed", "7"], "cannot change seed"),
+        (["--learning-rate", "0.1"], "cannot change learning_rate"),
+    ]:
+        assert main(arguments(model, dataset, tmp_path / "out", "--resume", *more)) == 2
+        assert words in capsys.readouterr().err
+    assert main(arguments(model, dataset, tmp_path / "out", "--resume", "--steps", "3", "--tile", "shards:2")) == 0
+
+
+def test_resume_without_a_checkpoint(model: Path, dataset: Path, tmp_path: Path, capsys):
+    run(model, dataset, tmp_path / "out", steps=1, trainer={"save_strategy": "no"})
+    assert main(["train", "--resume", "--output", str(tmp_path / "out")]) == 2
+    assert "no checkpoint to resume from" in capsys.readouterr().err
+
+
+def test_an_earlier_run_is_replaced_only_when_told(model: Path, dataset: Path, tmp_path: Path, capsys):
+    output = tmp_path / "out"
+    run(model, dataset, output, lora={"r": 2})
+    (output / "notes.md").write_text("mine")
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    assert main(arguments(model, dataset, output)) == 2
+    assert "is not empty; give --resume" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+    assert main(arguments(model, dataset, output, "--overwrite", "--tile", "0")) == 2
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+    assert main(arguments(model, dataset, output, "--overwrite")) == 0
+    assert not list(output.glob("adapter_*")), "an adapter left behind would be loaded in place of the new model"
+    assert (output / "model.safetensors").is_file()
+    assert (output / "notes.md").read_text() == "mine"
+
+
+def test_lora_trains_adapters_and_they_load(model: Path, dataset: Path, tmp_path: Path):
+    outcome = run(model, dataset, tmp_path / "out", lora={"r": 2, "alpha": 8, "dropout": 0.1})
+    saved = weights(outcome.output)
+    assert all("lora_" in name for name in saved)
+    assert any("mlp.gate_proj" in name for name in saved)
+    assert all(tensor.abs().sum() > 0 for name, tensor in saved.items() if "lora_B" in name), "an adapter did not train"
+    AutoModelForCausalLM.from_pretrained(outcome.output)
+
+
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"text": "the cat sees the house."}] * 2,
+    "messages": [{"messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "the cat."}]}] * 2,
+    "prompt": [{"prompt": "who sees the house? ", "completion": "the cat."}] * 2,
+    "input_ids": [{"input_ids": list(range(1, 40))}] * 2,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_rows_of_every_kind(model: Path, tmp_path: Path, kind: str, ending: str):
+    path = tmp_path / f"rows.{ending}"
+    if ending == "jsonl":
+        tiny_run.write_jsonl(path, KINDS[kind])
+    else:
+        from datasets import Dataset
+
+        Dataset.from_list(KINDS[kind]).to_parquet(path)
+    assert run(model, path, tmp_path / "out", steps=1).step == 1
+
+
+def test_text_files_are_packed_so_that_no_text_is_dropped(model: Path, tmp_path: Path):
+    folder = tmp_path / "texts"
+    (folder / "part").mkdir(parents=True)
+    for name in ("a.txt", "part/b.py"):
+        (folder / name).write_text("x" * 159)
+    (folder / "picture.bin").write_bytes(b"\xff\xfe\x81")
+    # Two documents of 159 characters and an end token each are exactly five rows of 64 tokens.
+    outcome = run(model, folder, tmp_path / "out", steps=None)
+    assert outcome.step == 5
+    assert run(model, folder / "a.txt", tmp_path / "one", steps=None).step == 3
+    assert run(model, folder / "a.txt", tmp_path / "cut", steps=None, packing=False).step == 1
+
+
+def test_rows_saved_by_datasets_and_a_text_column_of_another_name(model: Path, tmp_path: Path):
+    from datasets import Dataset
+
+    Dataset.from_list([{"story": "the cat sees the house."}]).save_to_disk(tmp_path / "rows")
+    outcome = run(model, tmp_path / "rows", tmp_path / "out", steps=1, trainer={"dataset_text_field": "story"})
+    assert outcome.step == 1
+
+
+def test_rope_scaling_reaches_past_the_models_positions(model: Path, tmp_path: Path):
+    rows = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": list(range(1, 200)) * 2}])
+    outcome = run(
+        model, rows, tmp_path / "out", steps=1, max_length=398, rope_scaling={"rope_type": "yarn", "factor": 2}
+    )
+    config = AutoModelForCausalLM.from_pretrained(outcome.output).config
+    assert config.max_position_embeddings == 2 * tiny_run.POSITIONS
+    assert config.rope_parameters["rope_type"] == "yarn"
+
+
+def test_loss_tiles_give_the_trainers_own_losses(model: Path, dataset: Path, tmp_path: Path):
+    ours = run(model, dataset, tmp_path / "ours", loss_tile=10)
+    theirs = run(model, dataset, tmp_path / "theirs")
+    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(theirs.losses))
+    for name, tensor in weights(ours.output).items():
+        torch.testing.assert_close(tensor, weights(theirs.output)[name])
+
+
+def test_activation_checkpointing_is_never_reentrant_unasked(model: Path, dataset: Path, tmp_path: Path, caplog):
+    with caplog.at_level(logging.INFO, logger="seqtile"):
+        run(
+            model,
+            dataset,
+            tmp_path / "out",
+            steps=1,
+            trainer={"gradient_checkpointing_kwargs": {"preserve_rng_state": True}},
+        )
+    assert "reentrant" not in caplog.text
+
+
+def test_comparison_of_tiled_and_untiled(model: Path, dataset: Path, tmp_path: Path, capsys):
+    assert main(arguments(model, dataset, tmp_path / "out", "--tile", "16", "--compare")) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "seconds per step",
+        "peak activation memory",
+        "matrix-product units",
+        "largest relative gradient difference",
+        "peak     tiled in ",
+    ):
+        assert words in shown
+    numbers = json.loads((tmp_path / "out" / "report" / "report.json").read_text())["comparison"]
+    # 11 units on both sides: the tile's recompute is the only one under activation checkpointing.
+    assert numbers["tiled"]["units"] == pytest.approx(11, abs=1e-9)
+    assert numbers["untiled"]["units"] == pytest.approx(11, abs=1e-9)
+    assert 0 < numbers["gradient_error"] < 1e-5
+    assert numbers["tiled"]["peak_bytes"] > 0
+    assert (tmp_path / "out" / "report" / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_default_output_never_reuses_a_directory(model: Path, dataset: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = {"model": str(model), "dataset": str(dataset), "max_length": 64, "steps": 1, "report": False}
+    outputs = [str(train(build_recipe(values, {})[0]).output) for _ in range(2)]
+    assert outputs == [f"runs/{model.name}", f"runs/{model.name}-2"]

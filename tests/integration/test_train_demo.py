@@ -1,0 +1,80 @@
+"""The embedded default: ``seqtile train`` with nothing said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from seqtile.cli import main
+from seqtile.train import demo
+
+
+def test_text_and_rows_are_the_same_every_time():
+    tokenizer = demo.load_tokenizer()
+    assert len(tokenizer) == demo.VOCAB_SIZE
+    rows = demo.load_rows(tokenizer, 8192)
+    assert len(rows) >= 30 and all(len(row) == 8192 for row in rows["input_ids"])
+    assert rows["input_ids"] == demo.load_rows(demo.load_tokenizer(), 8192)["input_ids"]
+    text = demo.library_text()[0]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_tokenizer_is_trained_once_and_a_damaged_cache_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    trained: list[int] = []
+    train = demo._train_tokenizer
+    monkeypatch.setattr(demo, "_train_tokenizer", lambda texts: trained.append(len(texts)) or train(texts))
+    first = demo.load_tokenizer()
+    assert demo.load_tokenizer().get_vocab() == first.get_vocab()
+    assert len(trained) == 1
+    (cached,) = (tmp_path / "seqtile").iterdir()
+    cached.write_text(cached.read_text()[:1000])
+    assert demo.load_tokenizer().get_vocab() == first.get_vocab()
+    assert len(trained) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert len(demo.load_tokenizer()) == demo.VOCAB_SIZE
+
+
+def test_an_interpreter_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(demo.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert main(["train", "--output", str(tmp_path / "out")]) == 2
+    assert "no source files" in capsys.readouterr().err
+
+
+def test_a_short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--steps", "2", "--max-length", "512", "--tile", "100"]) == 0
+    shown = capsys.readouterr()
+    assert "tiled 2 of 2 MLPs (Qwen3MLP), 100 tokens per tile" in shown.err
+    assert "step 2/2" in shown.out and "peak activation memory" in shown.out and "runs/demo" in shown.out
+    assert (tmp_path / "runs" / "demo" / "report" / "memory.png").is_file()
+
+
+@pytest.mark.slow
+def test_the_default_demo_learns_and_halves_the_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train"]) == 0
+    shown = capsys.readouterr().out
+    numbers = json.loads((tmp_path / "runs/demo/report/report.json").read_text())
+    losses = [row["loss"] for row in numbers["losses"]]
+    assert len(losses) == 30
+    assert losses[0] - sum(losses[-5:]) / 5 >= 1.5
+    tiled, untiled = numbers["comparison"]["tiled"], numbers["comparison"]["untiled"]
+    assert tiled["peak_bytes"] <= 0.6 * untiled["peak_bytes"]
+    assert untiled["peak_phase"].startswith("MLP"), "another part of the step hides what tiling saves"
+    assert tiled["units"] == pytest.approx(11, abs=1e-9) and untiled["units"] == pytest.approx(11, abs=1e-9)
+    # Both sides compute in fp32; sums in another order differ by some units in its last place (6e-8).
+    assert numbers["comparison"]["gradient_error"] < 1e-5
+    for words in ("runs/demo", "peak     tiled in", "matrix-product units per MLP", "8,192 tokens"):
+        assert words in shown
+    model = AutoModelForCausalLM.from_pretrained("runs/demo")
+    tokenizer = AutoTokenizer.from_pretrained("runs/demo")
+    prompt = tokenizer("import os\n", return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=8, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
