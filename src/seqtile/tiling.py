@@ -16,6 +16,9 @@ MULTIPLE = 128
 LIVE_WIDTHS = 7
 """``[tokens, intermediate]`` tensors alive at the peak of a gated MLP's eager backward; plain MLPs have fewer."""
 
+FUSED_WIDTHS = 4
+"""The same for the fused operator: the buffers that all its tiles share."""
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -30,6 +33,7 @@ class BlockShape:
         weight_numel: elements of the weights that train; 0 when all are frozen.
         weight_itemsize: bytes per element of those weights.
         device_type: ``torch.device.type`` of the weights.
+        live_widths: ``[tile, intermediate]`` tensors alive at the peak of one tile.
     """
 
     hidden: int
@@ -38,10 +42,16 @@ class BlockShape:
     weight_numel: int
     weight_itemsize: int
     device_type: str
+    live_widths: int = LIVE_WIDTHS
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one tile's own intermediates, per token."""
+        return self.live_widths * self.intermediate * self.itemsize
+
+    @property
+    def untiled_bytes_per_token(self) -> int:
+        """The same of the untiled block."""
         return LIVE_WIDTHS * self.intermediate * self.itemsize
 
     @property
@@ -199,5 +209,59 @@ def auto_tokens(shape: BlockShape) -> int:
 
 
 def lowers_peak(tokens: int, tile: int, shape: BlockShape) -> bool:
-    """Whether tiles of ``tile`` tokens lower the block's peak: what they free is more than the sums they add."""
-    return (tokens - tile) * shape.bytes_per_token > shape.sum_bytes
+    """Whether tiles of ``tile`` tokens lower the block's peak: what they free is more than the sums they add.
+
+    One tile is no tile: the block then runs untiled, without a recompute, however few buffers the operator has.
+    """
+    if tile >= tokens:
+        return False
+    return tokens * shape.untiled_bytes_per_token > tile * shape.bytes_per_token + shape.sum_bytes
+
+
+@dataclass(frozen=True)
+class KeepRule:
+    """A parsed ``keep=`` argument: how many of a batch's tiles keep gate and up for their backward.
+
+    Attributes:
+        kind: ``"share"``, ``"memory"`` or ``"auto"``.
+        value: share of the tiles, or bytes per block; 0 until ``"auto"`` has read the free memory.
+    """
+
+    kind: str = "share"
+    value: float = 0.0
+
+    def share(self, tokens: int, shape: BlockShape) -> float:
+        """Share of the tiles whose gate and up fit."""
+        if self.kind == "share":
+            return self.value
+        return min(1.0, self.value / max(1, 2 * shape.intermediate * shape.itemsize * tokens))
+
+    def __str__(self) -> str:
+        return f"{self.value:g}" if self.kind == "share" else f"{self.kind}:{int(self.value):,} bytes per block"
+
+
+def parse_keep(keep: float | str, blocks: int) -> KeepRule:
+    """Turn a ``keep=`` argument into a rule for each of ``blocks`` blocks.
+
+    Args:
+        keep: share of the tiles, 0.0 to 1.0; ``"memory:4GiB"``, a total over all blocks; or ``"auto"``, whose value
+            is read from the device by the caller.
+        blocks: number of blocks that share a total.
+
+    Raises:
+        TypeError: not a number or a string.
+        ValueError: out of range, or an unknown word.
+    """
+    expected = 'use a share of the tiles from 0.0 to 1.0, "memory:4GiB" or "auto"'
+    if isinstance(keep, bool) or not isinstance(keep, (int, float, str)):
+        raise TypeError(f"keep={keep!r}: got {type(keep).__name__}, expected a number or a string; {expected}")
+    if isinstance(keep, str):
+        word, _, value = keep.strip().lower().partition(":")
+        if word == "auto" and not value:
+            return KeepRule("auto")
+        if word == "memory" and (budget := parse_bytes(value)):
+            return KeepRule("memory", budget / max(1, blocks))
+        raise ValueError(f"keep={keep!r} is not a rule; {expected}")
+    if not 0.0 <= keep <= 1.0:
+        raise ValueError(f"keep={keep}: got a share outside 0.0 to 1.0; {expected}")
+    return KeepRule("share", float(keep))

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
 import seqtile
+from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
 LENGTHS, TILES = (13, 7), (3, 7)
 

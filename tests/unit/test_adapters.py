@@ -6,9 +6,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
 import seqtile
+from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
 TARGETS = {
     "llama": ["gate_proj", "up_proj", "down_proj", "q_proj"],

@@ -7,10 +7,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
 import seqtile
 from seqtile.models.instance import Installed
+from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
 
 def _attributes(model: nn.Module) -> dict[str, dict[str, object]]:
@@ -22,8 +22,10 @@ def _tiled(model: nn.Module) -> int:
 
 
 def test_report_is_one_line() -> None:
-    report = seqtile.apply(causal_lm("llama"), tile=8192)
+    report = seqtile.apply(causal_lm("llama"), tile=8192, path="generic")
     assert str(report) == "tiled 2 of 2 MLPs (LlamaMLP), 8,192 tokens per tile, generic"
+    report = seqtile.apply(causal_lm("llama"), tile=8192)
+    assert str(report) == "tiled 2 of 2 MLPs (LlamaMLP), 8,192 tokens per tile, fused"
     assert report.tiled == 2
     assert [block.name for block in report.blocks] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     assert "permuted tokens" in report.blocks[0].why
@@ -42,7 +44,7 @@ def test_report_is_one_line() -> None:
 def test_every_rule_is_told_and_trains(tile: int | str, words: str) -> None:
     model, ids = causal_lm("llama"), tokens(length=70)
     _, expected = gradients(model, ids)
-    report = seqtile.apply(model, tile=tile)
+    report = seqtile.apply(model, tile=tile, path="generic")
     assert f", {words}, " in str(report)
     _, got = gradients(model, ids)
     assert_same_gradients(got, expected)
@@ -58,7 +60,7 @@ def test_every_rule_is_told_and_trains(tile: int | str, words: str) -> None:
         ("shards:0", "not a tile rule"),
         ("memory:much", "not a tile rule"),
         ("memory:1KiB", "does not hold one tile"),
-        ("fast", "use \"auto\""),
+        ("fast", 'use "auto"'),
     ],
 )
 def test_a_wrong_tile_is_one_sentence(tile: object, message: str) -> None:
@@ -81,12 +83,16 @@ def test_only_takes_names_patterns_and_predicates() -> None:
         assert [block.name for block in report.blocks] == ["model.layers.1.mlp"]
         assert [(left.name, left.why) for left in report.left] == [("model.layers.0.mlp", "not named in only=")]
         assert str(report).startswith("tiled 1 of 2 MLPs")
-    with pytest.raises(seqtile.UserError, match=r"matches no block of LlamaForCausalLM; its blocks are model.layers.0.mlp"):
+    with pytest.raises(
+        seqtile.UserError, match=r"matches no block of LlamaForCausalLM; its blocks are model.layers.0.mlp"
+    ):
         seqtile.apply(model, only="*.ffn")
 
 
 def test_zero_matches_says_what_was_looked_for_and_found() -> None:
-    with pytest.raises(seqtile.UserError, match=r"looked for .*gate, up, down.*; found none among its modules \(.*Conv1d"):
+    with pytest.raises(
+        seqtile.UserError, match=r"looked for .*gate, up, down.*; found none among its modules \(.*Conv1d"
+    ):
         seqtile.apply(nn.Sequential(nn.Conv1d(2, 2, 1)))
 
 
@@ -101,6 +107,7 @@ def test_undo_restores_every_attribute(architecture: str) -> None:
     report = seqtile.apply(model, tile=5)
     assert _tiled(model) >= 2 and _attributes(model).keys() == before.keys()
     if mlp is not None:
+        assert report.blocks[0].path == "generic" and "forward was replaced" in report.blocks[0].not_fused
         calls.clear()
         model(tokens())
         assert [shape[1] for shape in calls] == [5, 5, 4, 4, 4, 4]
@@ -113,7 +120,7 @@ def test_applied_undoes_also_after_an_error() -> None:
     model = causal_lm("llama")
     before = _attributes(model)
     with pytest.raises(RuntimeError, match="user"), seqtile.applied(model, tile=5) as report:
-        assert report.tiled == 2 == _tiled(model)
+        assert report.tiled == 2 <= _tiled(model)
         raise RuntimeError("user")
     assert _attributes(model) == before
 
@@ -134,15 +141,17 @@ def test_apply_twice_is_the_second_one() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt", "mixtral"])
 def test_nothing_is_renamed_or_saved_and_print_shows_it(architecture: str) -> None:
     model = causal_lm(architecture)
-    names = [name for name, _ in model.named_parameters()], list(model.state_dict()), [n for n, _ in model.named_modules()]
+    names = (
+        [name for name, _ in model.named_parameters()],
+        list(model.state_dict()),
+        [n for n, _ in model.named_modules()],
+    )
     classes = [type(module) for module in model.modules()]
     assert "tile=" not in str(model)
     seqtile.apply(model, tile=5)
     assert str(model).count("tile=5") >= 1
     assert classes == [type(module) for module in model.modules()]
-    assert names == (
-        [name for name, _ in model.named_parameters()], list(model.state_dict()), [n for n, _ in model.named_modules()]
-    )  # fmt: skip
+    assert names == all_names()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt", "qwen3_moe"])
@@ -169,16 +178,21 @@ def test_a_copy_trains_itself_and_not_the_original(architecture: str, how: str) 
     assert all(p.grad is None for p in model.parameters())
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name])
-    moved = [name for name, p in twin.named_parameters() if ("mlp" in name or "fc" in name) and not torch.equal(p, before[name])]
+    moved = [
+        name
+        for name, p in twin.named_parameters()
+        if ("mlp" in name or "fc" in name) and not torch.equal(p, before[name])
+    ]
     assert moved
     assert seqtile.undo(twin) == 2 and _tiled(model) > 0
 
 
+@pytest.mark.parametrize("path", ["generic", "auto"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_hooks_on_the_block_fire_once_with_whole_tensors(architecture: str) -> None:
+def test_hooks_on_the_block_fire_once_with_whole_tensors(architecture: str, path: str) -> None:
     model, ids = causal_lm(architecture), tokens()
     _, expected = gradients(model, ids)
-    seqtile.apply(model, tile=5)
+    seqtile.apply(model, tile=5, path=path)
     seen: list[tuple[str, torch.Size, torch.Size]] = []
     mlp = model.model.layers[0].mlp
     mlp.register_forward_hook(lambda m, args, out: seen.append(("forward", args[0].shape, out.shape)))
@@ -189,13 +203,14 @@ def test_hooks_on_the_block_fire_once_with_whole_tensors(architecture: str) -> N
     assert_same_gradients(got, expected)
 
 
+@pytest.mark.parametrize("path", ["generic", "auto"])
 @pytest.mark.parametrize("architecture", ["llama", "opt", "qwen3_moe"])
-def test_each_parameter_receives_one_gradient(architecture: str) -> None:
+def test_each_parameter_receives_one_gradient(architecture: str, path: str) -> None:
     model, ids = causal_lm(architecture), tokens()
     counts: dict[str, int] = {}
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda _, name=name: counts.__setitem__(name, counts.get(name, 0) + 1))
-    seqtile.apply(model, tile=3)
+    seqtile.apply(model, tile=3, path=path)
     gradients(model, ids)
     assert counts and set(counts.values()) == {1}
 
@@ -230,7 +245,7 @@ def test_evaluation_is_tiled_too(mode: str, monkeypatch: pytest.MonkeyPatch) -> 
     act = type(model.model.layers[0].mlp.act_fn)
     forward = act.forward
     monkeypatch.setattr(act, "forward", lambda self, x: rows.append(x.shape[1]) or forward(self, x))
-    seqtile.apply(model, tile=5)
+    seqtile.apply(model, tile=5, path="generic")
     rows.clear()
     if mode == "eval":
         got = model.eval()(ids).logits
@@ -239,6 +254,23 @@ def test_evaluation_is_tiled_too(mode: str, monkeypatch: pytest.MonkeyPatch) -> 
             got = model(ids).logits
     torch.testing.assert_close(got, expected)
     assert rows == [5, 5, 4, 4, 4, 4] * 2
+
+
+def test_the_fused_path_tiles_evaluation_and_leaves_a_short_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from seqtile.models import instance
+
+    counts: list[int] = []
+    run = instance.fused_mlp
+    monkeypatch.setattr(
+        instance, "fused_mlp", lambda x, m, sizes, **k: counts.append(len(sizes)) or run(x, m, sizes, **k)
+    )
+    model = causal_lm("llama", max_position_embeddings=4096)
+    seqtile.apply(model, tile="auto")
+    model(tokens(1, 64))
+    assert counts == []
+    with torch.no_grad():
+        model(tokens(2, 1500))
+    assert counts == [3, 3]
 
 
 def test_generation_is_unchanged() -> None:
@@ -253,9 +285,11 @@ def test_auto_leaves_a_short_batch_untiled_and_tiles_a_long_one(monkeypatch: pyt
 
     counts: list[int] = []
     run = instance.run_in_tiles
-    monkeypatch.setattr(instance, "run_in_tiles", lambda f, t, sizes, w: counts.append(len(sizes)) or run(f, t, sizes, w))
+    monkeypatch.setattr(
+        instance, "run_in_tiles", lambda f, t, sizes, w: counts.append(len(sizes)) or run(f, t, sizes, w)
+    )
     model = causal_lm("llama", max_position_embeddings=4096)
-    seqtile.apply(model)
+    seqtile.apply(model, path="generic")
     model(tokens(1, 64))
     assert counts == []
     model(tokens(2, 1500))
@@ -273,13 +307,14 @@ def test_two_runs_with_one_seed_are_bitwise_equal() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_frozen_from_the_first_layer_up() -> None:
+@pytest.mark.parametrize("path", ["generic", "auto"])
+def test_frozen_from_the_first_layer_up(path: str) -> None:
     """No input gradient anywhere below: the first MLP's weights still get theirs."""
     model, ids = causal_lm("llama", torch.float64), tokens()
     for name, p in model.named_parameters():
         p.requires_grad_("mlp" in name)
     _, expected = gradients(model, ids)
-    seqtile.apply(model, tile=5)
+    seqtile.apply(model, tile=5, path=path)
     _, got = gradients(model, ids)
     assert got["model.layers.0.mlp.gate_proj.weight"] is not None
     assert_same_gradients(got, expected)
@@ -322,3 +357,54 @@ def test_torch_compile_of_a_tiled_mlp_in_one_graph() -> None:
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep": 1.5}, "got a share outside 0.0 to 1.0"),
+        ({"keep": "some"}, "is not a rule"),
+        ({"keep": True}, "got bool"),
+        ({"path": "fast"}, "expected one of 'auto', 'fused', 'generic'"),
+        ({"blocks": "attention"}, "expected one of 'auto', 'mlp', 'mlp\\+norm'"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(settings: dict, message: str) -> None:
+    model = causal_lm("llama")
+    with pytest.raises(seqtile.UserError, match=message):
+        seqtile.apply(model, **settings)
+    assert _tiled(model) == 0
+
+
+def test_fused_is_refused_where_it_does_not_apply() -> None:
+    model = causal_lm("mixtral")
+    with pytest.raises(seqtile.UserError, match="path='fused' does not apply to model.layers.0.mlp.experts"):
+        seqtile.apply(model, path="fused")
+    assert _tiled(model) == 0
+
+
+def test_a_hook_added_later_moves_a_block_to_the_generic_operator_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = causal_lm("llama", torch.float64), tokens()
+    _, expected = gradients(model, ids)
+    report = seqtile.apply(model, tile=5)
+    assert {block.path for block in report.blocks} == {"fused"}
+    rows: list[int] = []
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda m, args, out: rows.append(out.shape[1]))
+    for _ in range(2):
+        _, got = gradients(model, ids)
+        assert_same_gradients(got, expected)
+    assert rows[:6] == [5, 5, 4, 4, 4, 4]
+    assert [
+        r.message for r in caplog.records if "now runs the generic operator: a hook listens to gate_proj" in r.message
+    ]
+
+
+def test_keep_is_told_with_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = causal_lm("llama", torch.float64), tokens()
+    _, expected = gradients(model, ids)
+    assert "gate and up kept: 0.5" in str(seqtile.apply(model, tile=5, keep=0.5))
+    _, got = gradients(model, ids)
+    assert_same_gradients(got, expected)
+    assert "memory:2,147,483,648 bytes per block" in str(seqtile.apply(model, tile=5, keep="memory:4GiB"))
+    assert "auto:0 bytes per block" in str(seqtile.apply(model, tile=5, keep="auto"))
+    assert "not by 2 blocks" in str(seqtile.apply(model, tile=5, keep=1.0, path="generic"))

@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+
+import seqtile
+from seqtile.models.find import find_blocks
 from zoo import (
     ARCHITECTURES,
     EXPERTS,
@@ -16,17 +19,17 @@ from zoo import (
     vision_language_model,
 )
 
-import seqtile
-from seqtile.models.find import find_blocks
 
-
+@pytest.mark.parametrize("path", ["generic", "auto"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_tiled_model_has_the_untiled_gradients(architecture: str, checkpointing: bool) -> None:
+def test_tiled_model_has_the_untiled_gradients(architecture: str, checkpointing: bool, path: str) -> None:
     model, ids = causal_lm(architecture, exact_dtype(architecture)), tokens()
     loss, expected = gradients(model, ids)
-    report = seqtile.apply(model, tile=5)
+    report = seqtile.apply(model, tile=5, path=path)
     assert report.tiled == TILED_BLOCKS[architecture]
+    fused = {block.path == "fused" for block in report.blocks if block.kind != "experts"}
+    assert fused <= {path == "auto"}, [block.not_fused for block in report.blocks]
     if checkpointing:
         model.config.use_cache = False
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -47,7 +50,7 @@ def test_a_lost_tile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = causal_lm("llama", torch.float64), tokens()
     _, expected = gradients(model, ids)
     monkeypatch.setattr(generic._Gradients, "write_input", lossy)
-    with seqtile.applied(model, tile=5):
+    with seqtile.applied(model, tile=5, path="generic"):
         _, got = gradients(model, ids)
     with pytest.raises(AssertionError):
         assert_same_gradients(got, expected)

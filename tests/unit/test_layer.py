@@ -3,29 +3,35 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
 import seqtile
 from seqtile.models import layer as tiled_layer
+from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
-FOLLOWED = {
-    "gemma2": ("mlp", "post_feedforward_layernorm"),
-    "gemma3_text": ("mlp", "post_feedforward_layernorm"),
-    "olmo2": ("mlp", "post_feedforward_layernorm"),
-    "glm4": ("mlp", "post_mlp_layernorm"),
-    "opt": ("fc1", "activation_fn", "fc2", "dropout"),
-    "llama": ("mlp",),
-    "phi3": ("mlp",),
-    "gpt_neox": ("mlp",),
+NEIGHBOURS = {
+    "gemma2": ("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
+    "gemma3_text": ("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
+    "olmo2": ("", "mlp", "post_feedforward_layernorm"),
+    "glm4": ("post_attention_layernorm", "mlp", "post_mlp_layernorm"),
+    "opt": ("", "fc1", "activation_fn", "fc2", "dropout"),
+    "llama": ("post_attention_layernorm", "mlp"),
+    "phi3": ("post_attention_layernorm", "mlp"),
+    "gpt_neox": ("post_attention_layernorm", "mlp"),
+    "cohere": ("", "mlp"),  # attention reads the same norm
+    "falcon": ("", "mlp"),
 }
 
 
-@pytest.mark.parametrize("architecture", FOLLOWED)
-def test_the_follower_is_read_from_the_layers_source(architecture: str) -> None:
-    report = seqtile.apply(causal_lm(architecture), tile=5)
-    assert {block.together for block in report.blocks} == {FOLLOWED[architecture]}
+@pytest.mark.parametrize("architecture", NEIGHBOURS)
+def test_neighbours_are_read_from_the_layers_source(architecture: str) -> None:
+    before, *rest = NEIGHBOURS[architecture]
+    model = causal_lm(architecture)
+    report = seqtile.apply(model, tile=5)
+    assert {block.together for block in report.blocks} == {tuple(name for name in (before, *rest) if name)}
     told = "share a tile: 12 matrix-product units, 9 with frozen weights" in str(report)
-    assert told == (len(FOLLOWED[architecture]) > 1)
+    assert told == (len(rest) > 1)
+    report = seqtile.apply(model, tile=5, blocks="mlp")
+    assert {block.together for block in report.blocks} == {tuple(rest)}
 
 
 @pytest.mark.parametrize(
@@ -36,21 +42,23 @@ def test_the_follower_is_read_from_the_layers_source(architecture: str) -> None:
         ("opt", {"dropout": 0.5}, "dropout"),
     ],
 )
+@pytest.mark.parametrize("path", ["generic", "fused"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpoint"])
 def test_a_dropout_after_the_block_is_applied_once(
-    architecture: str, config: dict, follower: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+    architecture: str, config: dict, follower: str, checkpointing: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a dropout that scales instead of drawing, tiled and untiled must agree: twice or never would show."""
     shares: list[float] = []
 
     def scaling(x, p=0.5, training=True, inplace=False):
         shares.append(p)
-        return x * (1 - p / 3) if training else x
+        return x / (1 - p) if training else x
 
     monkeypatch.setattr(F, "dropout", scaling)
+    monkeypatch.setattr(torch.Tensor, "bernoulli_", lambda mask, p: shares.append(1 - p) or mask.fill_(True))
     model, ids = causal_lm(architecture, torch.float64, **config), tokens()
     _, expected = gradients(model, ids)
-    report = seqtile.apply(model, tile=5)
+    report = seqtile.apply(model, tile=5, path=path)
     assert follower in report.blocks[0].together
     if checkpointing:
         model.config.use_cache = False
@@ -69,17 +77,19 @@ def test_evaluation_drops_nothing() -> None:
     torch.testing.assert_close(model(ids).logits, expected)
 
 
-def test_a_hook_on_a_member_takes_the_neighbours_out_of_the_tile(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("path", ["generic", "auto"])
+def test_a_hook_on_a_member_takes_the_neighbours_out_of_the_tile(path: str, caplog: pytest.LogCaptureFixture) -> None:
     model, ids = causal_lm("gemma2", torch.float64), tokens()
     _, expected = gradients(model, ids)
-    seqtile.apply(model, tile=5)
+    seqtile.apply(model, tile=5, path=path)
     seen: list[torch.Size] = []
     model.model.layers[0].post_feedforward_layernorm.register_forward_hook(lambda m, a, out: seen.append(out.shape))
     _, got = gradients(model, ids)
     gradients(model, ids)
     assert seen == [torch.Size((2, 13, 32))] * 2
     assert_same_gradients(got, expected)
-    assert [r.message for r in caplog.records if "a hook listens to post_feedforward_layernorm" in r.message].__len__() == 1
+    told = [record for record in caplog.records if "a hook listens to post_feedforward_layernorm" in record.message]
+    assert len(told) == 1
 
 
 def test_the_layer_itself_is_not_changed_by_a_call() -> None:

@@ -5,21 +5,33 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from torch import nn
 
 from seqtile._errors import UserError
 from seqtile.models.find import LOOKED_FOR, Candidate, Left, find_blocks
-from seqtile.models.instance import Installed, TiledForward, logger
+from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.models.layer import TiledLayer
 from seqtile.models.report import Block, Report
-from seqtile.tiling import BlockShape, TileRule, parse_tile
+from seqtile.ops.fused import FusedWeights
+from seqtile.tiling import KeepRule, TileRule, parse_keep, parse_tile
 
 Only = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 
-def apply(model: nn.Module, *, tile: int | str = "auto", only: Only | None = None) -> Report:
+def apply(
+    model: nn.Module,
+    *,
+    tile: int | str = "auto",
+    only: Only | None = None,
+    blocks: str = "auto",
+    path: str = "auto",
+    keep: float | str = 0.0,
+) -> Report:
     """Run every position-wise block of ``model`` over tiles of tokens, in place.
 
     Each tiled instance gets a ``forward`` of its own that computes one tile at a time and recomputes it in backward;
@@ -33,6 +45,14 @@ def apply(model: nn.Module, *, tile: int | str = "auto", only: Only | None = Non
             arXiv 2506.13996; ``"memory:1GiB"``, the largest tile whose working set fits.
         only: the blocks to tile: a qualified name, a pattern (``"*.layers.0.*"``), several of them, or a predicate
             ``(name, module) -> bool``. Without it, every block outside vision and audio towers.
+        blocks: ``"mlp+norm"``: the norm before the MLP runs in the tile too, so that no copy of the whole hidden
+            states is made in its precision; ``"mlp"``: only what the tile needs; ``"auto"``: ``"mlp+norm"``. A norm
+            or dropout after the MLP is in the tile in any case, since its input would be recomputed otherwise.
+        path: ``"auto"``: the fused operator where the block is an MLP of plain linear layers (LoRA included), decided
+            at each call, else the generic one; ``"generic"``; or ``"fused"``, an error where it does not apply.
+        keep: memory to spare for speed: the share of the tiles (0.0 to 1.0) that keep gate and up, 11 units down to
+            9; ``"memory:4GiB"``, a total over all blocks; ``"auto"``, a quarter of the device memory that is free
+            now, 0 where it cannot be read. Fused operator only.
 
     Returns:
         A :class:`Report`: what was tiled, what was left alone and why.
@@ -43,10 +63,14 @@ def apply(model: nn.Module, *, tile: int | str = "auto", only: Only | None = Non
         one tile's intermediates instead of the whole batch's.
 
     Raises:
-        UserError: the tile rule is wrong, or nothing was found to tile.
+        UserError: an argument is wrong, or nothing was found to tile.
     """
+    for name, value, words in (("blocks", blocks, _BLOCKS), ("path", path, _PATHS)):
+        if value not in words:
+            raise UserError(f"{name}={value!r}: expected one of {', '.join(map(repr, words))}")
     try:
         rule = parse_tile(tile)
+        parse_keep(keep, 1)
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from None
     undo(model)
@@ -55,10 +79,21 @@ def apply(model: nn.Module, *, tile: int | str = "auto", only: Only | None = Non
     left += [Left(b.name, type(b.module).__name__, "not named in only=") for b in found if b not in chosen]
     if not chosen:
         raise UserError(_nothing(model, found, left, only))
-    blocks = [_tile(model, candidate, rule) for candidate in chosen]
-    report = Report(tuple(blocks), tuple(left), len(found), weakref.ref(model))
+    keeping = parse_keep(keep, len(chosen))
+    if keeping.kind == "auto":
+        keeping = KeepRule("auto", free_bytes(model) / 4 / len(chosen))
+    try:
+        tiled = [_tile(model, block, rule, keeping, blocks != "mlp", path) for block in chosen]
+    except UserError:
+        undo(model)
+        raise
+    report = Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model))
     logger.info("%s", report)
     return report
+
+
+_BLOCKS = ("auto", "mlp", "mlp+norm")
+_PATHS = ("auto", "fused", "generic")
 
 
 def undo(model: nn.Module) -> int:
@@ -71,36 +106,73 @@ def undo(model: nn.Module) -> int:
 
 
 @contextmanager
-def applied(model: nn.Module, *, tile: int | str = "auto", only: Only | None = None) -> Iterator[Report]:
-    """:func:`apply` for the length of a ``with`` block, then :func:`undo`; also when the block raises."""
-    report = apply(model, tile=tile, only=only)
+def applied(model: nn.Module, **settings: Any) -> Iterator[Report]:
+    """:func:`apply` for the length of a ``with`` block, then :func:`undo`; also when the block raises.
+
+    Args:
+        model: as for :func:`apply`.
+        **settings: keyword arguments of :func:`apply`.
+    """
+    report = apply(model, **settings)
     try:
         yield report
     finally:
         undo(model)
 
 
-def _tile(model: nn.Module, found: Candidate, rule: TileRule) -> Block:
-    module, near = found.module, found.neighbours
-    shape = _shape(found)
+def free_bytes(model: nn.Module) -> int:
+    """Free memory of the device that the model is on, 0 where it cannot be read."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cpu" or not torch.accelerator.is_available():
+        return 0
+    memory = getattr(torch.accelerator, "get_memory_info", None)  # from torch 2.12
+    try:
+        return int(memory(device)[0]) if memory else int(torch.get_device_module(device).mem_get_info(device)[0])
+    except (AttributeError, RuntimeError):
+        return 0
+
+
+def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, norms: bool, path: str) -> Block:
+    module, inline = found.module, found.kind == "inline"
+    near = found.neighbours if norms else replace(found.neighbours, before="")
+    setting = Setting(rule, keep, path, found.hidden, found.intermediate, found.kind == "experts")
+    own = None if inline else TiledForward(module, setting)
+    standing: Installed | None = own
+    layer = model.get_submodule(found.layer)
+    together = near.members
+    joins = inline or (bool(found.name) and "forward" not in layer.__dict__)
+    if joins and (inline or near.before or needs_output(layer, near)):
+        if not inline and not needs_output(layer, near):
+            near = replace(near, after="", dropout="")
+        standing = TiledLayer(layer, setting, near, inline)
+        standing.install()
+        together = tuple(name for name in (near.before, *near.members, near.after, near.dropout) if name)
+    if own is not None:
+        own.install()
+    assert standing is not None
+    mlp = "experts run in the generic operator" if found.kind == "experts" else standing.fused()
+    fused = isinstance(mlp, FusedWeights) and path != "generic"
+    if path == "fused" and not fused:
+        raise UserError(f"path='fused' does not apply to {found.name}: {mlp}; use path='auto' or only=")
+    for one in (own, standing):
+        if one is not None:
+            one.falls_back = fused
+    weights = list(module.parameters())
+    sizes = [weight.element_size() for weight in weights if weight.is_floating_point()]
+    x = torch.empty(0, dtype=torch.float32 if max(sizes, default=4) == 4 else torch.bfloat16, device="meta")
+    shape = replace(
+        setting.shape(x, [weight for weight in weights if weight.requires_grad], fused),
+        device_type=weights[0].device.type if weights else "cpu",
+    )
     if rule.kind == "memory":
         try:
             rule.tokens_per_tile(0, shape)
         except ValueError as error:
             raise UserError(f"{found.name}: {error}") from None
-    together = near.members
-    if found.kind == "inline":
-        TiledLayer(module, rule, found.hidden, found.intermediate, near, True).install()
-        together = tuple(name for name in (*near.members, near.after, near.dropout) if name)
-    else:
-        TiledForward(module, rule, found.hidden, found.intermediate).install()
-        layer = model.get_submodule(found.layer)
-        if found.name and needs_output(layer, near) and "forward" not in layer.__dict__:
-            TiledLayer(layer, rule, found.hidden, found.intermediate, near, False).install()
-            together = tuple(name for name in (*near.members, near.after, near.dropout) if name)
     return Block(
-        found.name, type(module).__name__, found.kind, "generic", found.hidden, found.intermediate, together,
-        rule.describe(shape), found.why,
+        found.name, type(module).__name__, found.kind, "fused" if fused else "generic", found.hidden,
+        found.intermediate, together, rule.describe(shape), found.why,
+        "" if isinstance(mlp, FusedWeights) else mlp, bool(joins and (near.after or near.dropout)),
     )  # fmt: skip
 
 
@@ -112,20 +184,6 @@ def needs_output(layer: nn.Module, near: object) -> bool:
         return not isinstance(follower, nn.Identity) and getattr(follower, "p", 1.0) > 0.0
     share = getattr(near, "dropout", "")
     return bool(share) and float(getattr(layer, share)) > 0.0
-
-
-def _shape(found: Candidate) -> BlockShape:
-    weights = list(found.module.parameters())
-    trains = [weight for weight in weights if weight.requires_grad]
-    sizes = [weight.element_size() for weight in weights if weight.is_floating_point()]
-    return BlockShape(
-        hidden=found.hidden,
-        intermediate=found.intermediate,
-        itemsize=max(sizes, default=4),
-        weight_numel=sum(weight.numel() for weight in trains),
-        weight_itemsize=min((weight.element_size() for weight in trains), default=4),
-        device_type=weights[0].device.type if weights else "cpu",
-    )
 
 
 def _matches(only: Only, block: Candidate) -> bool:

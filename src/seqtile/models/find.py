@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from seqtile.models.neighbours import Neighbours, find_inline, find_neighbours
@@ -115,11 +114,10 @@ def _classify(name: str, module: nn.Module, parent: nn.Module | None) -> Candida
 
 def linear_widths(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of a linear layer of any make: ``nn.Linear``, quantised, adapter-wrapped or ``Conv1D``."""
-    if hasattr(module, "nx") and hasattr(module, "nf"):
-        return int(module.nx), int(module.nf)
-    wide = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    if isinstance(wide[0], int) and isinstance(wide[1], int) and not isinstance(module, nn.Bilinear):
-        return wide[0], wide[1]
+    for names in (("nx", "nf"), ("in_features", "out_features")):
+        wide = [getattr(module, name, None) for name in names]
+        if isinstance(wide[0], int) and isinstance(wide[1], int):
+            return wide[0], wide[1]
     return None
 
 

@@ -9,27 +9,64 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from seqtile.models.fuse import fused_weights
+from seqtile.ops.fused import FusedWeights, fused_mlp
 from seqtile.ops.generic import run_in_tiles
-from seqtile.tiling import BlockShape, TileRule
+from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
 
 logger = logging.getLogger(__name__)
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+@dataclass(frozen=True)
+class Setting:
+    """How one block is tiled.
+
+    Attributes:
+        rule: where the cuts are.
+        keep: how many tiles keep gate and up.
+        path: ``"auto"``, ``"fused"`` or ``"generic"``.
+        hidden: width of the block's input.
+        intermediate: width of its widest tensor per token.
+        experts: whether it is a group of routed experts.
+    """
+
+    rule: TileRule
+    keep: KeepRule
+    path: str
+    hidden: int
+    intermediate: int
+    experts: bool = False
+
+    def shape(self, x: Tensor, weights: Sequence[Tensor], fused: bool) -> BlockShape:
+        """What the tile rule needs to know, from what the block is at this call."""
+        return BlockShape(
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            itemsize=x.element_size(),
+            weight_numel=sum(weight.numel() for weight in weights),
+            weight_itemsize=min([weight.element_size() for weight in weights] or [4]),
+            device_type=x.device.type,
+            live_widths=FUSED_WIDTHS if fused else LIVE_WIDTHS,
+        )
 
 
 class Installed:
     """Base of the stand-ins: puts itself into an instance, remembers what was there, and restores it."""
 
-    def __init__(self, module: nn.Module, rule: TileRule, hidden: int, intermediate: int) -> None:
+    def __init__(self, module: nn.Module, setting: Setting) -> None:
         self._module = weakref.ref(module)
-        self.rule, self.hidden, self.intermediate = rule, hidden, intermediate
-        self.before = {name: module.__dict__[name] for name in ("forward", "extra_repr") if name in module.__dict__}
+        self.setting = setting
+        self.told: set[str] = set()
+        self.before: dict[str, Any] = {
+            name: module.__dict__[name] for name in ("forward", "extra_repr") if name in module.__dict__
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_module": self._module()}
@@ -59,20 +96,55 @@ class Installed:
         """The forward that the instance had: its own if one was set before, else its class's."""
         return self.before.get("forward") or type(self.module).forward.__get__(self.module)
 
-    def shape(self, x: Tensor, weights: Mapping[str, Tensor]) -> BlockShape:
-        """What the tile rule needs to know, from what the block is at this call."""
-        values = list(weights.values())
-        return BlockShape(
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            itemsize=x.element_size(),
-            weight_numel=sum(weight.numel() for weight in values),
-            weight_itemsize=min([weight.element_size() for weight in values] or [4]),
-            device_type=x.device.type,
-        )
+    def fused(self) -> FusedWeights | str:
+        """The block's live weights for the fused operator, or why it runs the generic one."""
+        raise NotImplementedError(f"{type(self).__name__} names no block; it is a base class")
+
+    def run(self, parts: Sequence[nn.Module], tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any]) -> Any:
+        """Run ``call`` on tiles of ``tensors``; ``parts`` hold the block's weights."""
+
+        def weights() -> dict[str, Tensor]:
+            return {
+                f"{number}.{name}": weight
+                for number, part in enumerate(parts)
+                for name, weight in part.named_parameters()
+                if weight.requires_grad
+            }
+
+        def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
+            if not aliases:
+                return call(list(tiles))
+            return functional_call(_Bare(parts), dict(aliases), (call, list(tiles)))
+
+        x, setting = tensors[0], self.setting
+        mlp = self._choose(len(tensors))
+        tokens = x.shape[:-1].numel()
+        shape = setting.shape(x, list(weights().values()), mlp is not None)
+        sizes = setting.rule.tile_sizes(tokens, shape)
+        if not sizes:
+            return call(list(tensors))
+        if mlp is None:
+            return run_in_tiles(run, tensors, sizes, weights)
+        return fused_mlp(x, mlp, sizes, keep=setting.keep.share(tokens, shape))
+
+    def _choose(self, inputs: int) -> FusedWeights | None:
+        """The fused operator's weights if it can run this call; says so, once, if it was asked for and cannot."""
+        setting = self.setting
+        if setting.path == "generic" or setting.experts or torch.compiler.is_compiling():
+            return None
+        mlp = self.fused() if inputs == 1 else f"it was called with {inputs} tensors"
+        if isinstance(mlp, FusedWeights):
+            return mlp
+        if self.falls_back and mlp not in self.told:
+            self.told.add(mlp)
+            logger.warning("%s now runs the generic operator: %s", type(self.module).__name__, mlp)
+        return None
+
+    falls_back = False
+    """Whether the report said "fused", so that running the generic operator is news."""
 
     def note(self) -> str:
-        return f"tile={self.rule}"
+        return f"tile={self.setting.rule}"
 
 
 class _Note:
@@ -100,32 +172,10 @@ class TiledForward(Installed):
             filled, words = place.fill(args, kwargs, tiles)
             return original(*filled, **words)
 
-        return run_block(self, [self.module], place.tensors, call)
+        return self.run([self.module], place.tensors, call)
 
-
-def run_block(
-    installed: Installed, parts: Sequence[nn.Module], tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any]
-) -> Any:
-    """Run ``call`` on tiles of ``tensors``, with the weights of ``parts`` replaced where gradients are summed."""
-
-    def weights() -> dict[str, Tensor]:
-        return {
-            f"{number}.{name}": weight
-            for number, part in enumerate(parts)
-            for name, weight in part.named_parameters()
-            if weight.requires_grad
-        }
-
-    def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
-        if not aliases:
-            return call(list(tiles))
-        return functional_call(_Bare(parts), dict(aliases), (call, list(tiles)))
-
-    x = tensors[0]
-    sizes = installed.rule.tile_sizes(x.shape[:-1].numel(), installed.shape(x, weights()))
-    if not sizes:
-        return call(list(tensors))
-    return run_in_tiles(run, tensors, sizes, weights)
+    def fused(self) -> FusedWeights | str:
+        return fused_weights(self.module)
 
 
 class _Bare(nn.Module):
@@ -150,7 +200,8 @@ class _Places:
         self.tensors: list[Tensor] = []
         self.flat: list[bool] = []
         leading: torch.Size | None = None
-        for name, value in [*enumerate(args), *kwargs.items()]:
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for name, value in named:
             if not isinstance(value, Tensor) or (leading is None and value.dim() < 2):
                 continue
             if leading is None:
@@ -173,8 +224,3 @@ class _Places:
             else:
                 words[name] = value
         return filled, words
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its forward: someone, an engine perhaps, listens to its calls."""
-    return any(getattr(module, name) for name in _HOOKS)

@@ -8,6 +8,7 @@ added later take part.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,36 +16,40 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqtile.models.instance import Installed, TiledForward, has_hooks, logger, run_block
+from seqtile.models.formula import heard
+from seqtile.models.fuse import fused_sequence, fused_weights, row_wise
+from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.models.neighbours import Neighbours
-from seqtile.tiling import TileRule
+from seqtile.ops.fused import FusedWeights
 
 
 class TiledLayer(Installed):
     """``forward`` of one decoder layer: block, norm or dropout run in one tile."""
 
-    def __init__(
-        self, layer: nn.Module, rule: TileRule, hidden: int, intermediate: int, neighbours: Neighbours, inline: bool
-    ) -> None:
-        super().__init__(layer, rule, hidden, intermediate)
+    def __init__(self, layer: nn.Module, setting: Setting, neighbours: Neighbours, inline: bool) -> None:
+        super().__init__(layer, setting)
         self.neighbours, self.inline = neighbours, inline
-        self._told = False
 
     def note(self) -> str:
-        return f"tile={self.rule} over {', '.join(self.names)}"
+        return f"tile={self.setting.rule} over {', '.join(self.names)}"
 
     @property
     def names(self) -> list[str]:
         """Children of the layer that run inside the tile, in order."""
         near = self.neighbours
-        return [name for name in (*near.members, near.after) if name]
+        return [name for name in (near.before, *near.members, near.after) if name]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not self.inline:
+            return self.original(*args, **kwargs)  # the block's own tiles, in the compiler's graph
+        return self._together(*args, **kwargs)
 
     @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _together(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.module
-        heard = [name for name in self.names if isinstance(p := getattr(layer, name), nn.Module) and has_hooks(p)]
-        if heard:
-            self._tell(heard)
+        listeners = [name for name in self.names if isinstance(p := getattr(layer, name), nn.Module) and heard(p)]
+        if listeners:
+            self._tell(listeners)
             return self.original(*args, **kwargs)
         after_dropout = [False]
         view = _view(layer, self.neighbours.dropout, after_dropout)
@@ -57,13 +62,38 @@ class TiledLayer(Installed):
             view.__dict__[name] = children[name]
         return type(layer).forward(view, *args, **kwargs)
 
-    def _tell(self, heard: list[str]) -> None:
-        if not self._told:
-            self._told = True
-            alone = "untiled" if self.inline else "without its neighbours in the tile"
-            logger.warning(
-                "%s runs %s: a hook listens to %s", type(self.module).__name__, alone, ", ".join(heard)
-            )
+    def fused(self) -> FusedWeights | str:
+        layer, near = self.module, self.neighbours
+        parts = [getattr(layer, name) for name in near.members]
+        if self.inline:
+            mlp = fused_sequence(*parts) if len(parts) == 3 else f"the layer calls {len(parts)} members one by one"
+        else:
+            mlp = fused_weights(parts[0])
+        follower = getattr(layer, near.after) if near.after else None
+        share = float(getattr(layer, near.dropout)) if near.dropout and layer.training else 0.0
+        if isinstance(follower, nn.Dropout):
+            share, follower = (float(follower.p) if follower.training else 0.0), None
+        norms = [row_wise(norm) if norm is not None else None for norm in (self._before, follower)]
+        for part in (mlp, *norms):
+            if isinstance(part, str):
+                return part
+        assert isinstance(mlp, FusedWeights)
+        if share and mlp.dropout:
+            return "a dropout follows a block that ends with one"
+        before, after = norms
+        assert not isinstance(before, str) and not isinstance(after, str)
+        return replace(mlp, before=before, after=after, dropout=mlp.dropout or share)
+
+    @property
+    def _before(self) -> nn.Module | None:
+        return getattr(self.module, self.neighbours.before) if self.neighbours.before else None
+
+    def _tell(self, listeners: list[str]) -> None:
+        alone = "untiled" if self.inline else "without its neighbours in the tile"
+        news = f"runs {alone}: a hook listens to {', '.join(listeners)}"
+        if news not in self.told:
+            self.told.add(news)
+            logger.warning("%s %s", type(self.module).__name__, news)
 
     def _head(self, layer: nn.Module, after_dropout: list[bool]) -> Callable[[Tensor], Any]:
         members = [getattr(layer, name) for name in self.names]
@@ -77,7 +107,7 @@ class TiledLayer(Installed):
             return F.dropout(hidden_states, share, layer.training)
 
         def head(hidden_states: Tensor) -> Any:
-            result = run_block(self, parts, [hidden_states], call)
+            result = self.run(parts, [hidden_states], call)
             after_dropout[0] = True
             return result
 
@@ -94,7 +124,7 @@ def _pass_through(hidden_states: Tensor) -> Tensor:
 
 
 def _view(layer: nn.Module, dropout: str, after_dropout: list[bool]) -> nn.Module:
-    view: nn.Module = object.__new__(_once_dropped(type(layer), dropout) if dropout else type(layer))
+    view: nn.Module = object.__new__(_once_dropped(type(layer), dropout) if dropout else type(layer))  # type: ignore[arg-type]
     view.__dict__.update(layer.__dict__)
     view.__dict__.pop("forward")
     if dropout:

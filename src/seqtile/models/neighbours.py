@@ -13,6 +13,7 @@ import inspect
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -63,7 +64,7 @@ def find_inline(layer: nn.Module, widths: Mapping[str, tuple[int, int] | None]) 
     ):
         return None
     for body in _bodies(type(layer)):
-        for position, statement in enumerate(body):
+        for position in range(len(body)):
             members: list[str] = []
             variable = ""
             end = position
@@ -103,10 +104,10 @@ def _only(layer: nn.Module, name: str) -> str:
 
 
 @functools.cache
-def _bodies(layer_class: type) -> tuple[list[ast.stmt], ...]:
+def _bodies(layer_class: Any) -> tuple[list[ast.stmt], ...]:
     """Every list of statements in the class's forward; none where the source is not at hand or ``super()`` is used."""
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(layer_class.forward)))  # type: ignore[attr-defined]
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(layer_class.forward)))
         tree = ast.parse(source)
     except (AttributeError, OSError, TypeError, SyntaxError):
         return ()
@@ -118,7 +119,11 @@ def _bodies(layer_class: type) -> tuple[list[ast.stmt], ...]:
 
 def _assigned_call(statement: ast.stmt) -> tuple[str, ast.Call] | None:
     """(variable, call) of ``variable = call(one argument)``."""
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not isinstance(statement.value, ast.Call):
+    if (
+        not isinstance(statement, ast.Assign)
+        or len(statement.targets) != 1
+        or not isinstance(statement.value, ast.Call)
+    ):
         return None
     target, call = statement.targets[0], statement.value
     if not isinstance(target, ast.Name) or len(call.args) != 1 or call.keywords:
@@ -150,7 +155,11 @@ def _follower(rest: list[ast.stmt], variable: str) -> tuple[str, str]:
             words = {keyword.arg: keyword.value for keyword in node.keywords}
             share, training = words.get("p"), words.get("training")
             plain = set(words) == {"p", "training"} and len(node.args) == 1
-            if plain and ast.unparse(node.func).endswith("functional.dropout") and _self_attribute(training) == "training":
+            if (
+                plain
+                and ast.unparse(node.func).endswith("functional.dropout")
+                and _self_attribute(training) == "training"
+            ):
                 return "", _self_attribute(share)
     return "", ""
 

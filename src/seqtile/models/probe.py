@@ -44,7 +44,7 @@ def mixes_tokens(module: nn.Module, kind: str, hidden: int) -> str | None:
             whole = _rows(module, inputs)
             permuted = _rows(module, [part.index_select(dim, order) for part in inputs])
             cut = _rows(module, [part.narrow(dim, 0, 2) for part in inputs])
-    except Exception as error:  # the block wants other arguments: it is no block of ours
+    except Exception as error:  # noqa: BLE001 - whatever a stranger's module raises, it is no block of ours
         return f"not position-wise: it cannot be called on hidden states alone ({type(error).__name__}: {error})"
     loose = 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2  # rounding of another summation order
     for one, other, part in zip(whole, permuted, cut, strict=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from seqtile.models.find import Left
+from seqtile.tiling import KeepRule
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,14 @@ class Block:
         name: qualified name.
         class_name: class of the module, or of the decoder layer for linear layers that are its children.
         kind: ``"mlp"``, ``"experts"`` or ``"inline"``.
-        path: operator that runs it: ``"generic"``.
+        path: operator that runs it: ``"fused"`` or ``"generic"``.
         hidden: width of its input.
         intermediate: width of its widest tensor per token.
         together: children of the layer that run in the same tile, in order.
         tile: the tile rule in words.
         why: what proves that it is position-wise.
+        not_fused: why the fused operator does not apply, or "".
+        follower: whether a norm or dropout after the block is in the tile.
     """
 
     name: str
@@ -36,6 +39,8 @@ class Block:
     together: tuple[str, ...]
     tile: str
     why: str
+    not_fused: str
+    follower: bool
 
 
 @dataclass(frozen=True)
@@ -46,11 +51,13 @@ class Report:
         blocks: what was tiled, in module order.
         left: what was left alone and why.
         found: number of blocks that were found, tiled or not.
+        keep: rule for the tiles that keep gate and up.
     """
 
     blocks: tuple[Block, ...]
     left: tuple[Left, ...]
     found: int
+    keep: KeepRule
     _model: weakref.ref[nn.Module] = field(repr=False, compare=False)
 
     @property
@@ -63,9 +70,12 @@ class Report:
         """What the user should know, from what the model is now: costs of its activation checkpointing."""
         model = self._model()
         notes = []
-        together = {names for names in (block.together for block in self.blocks) if len(names) > 1}
-        for names in sorted(together):
+        for names in sorted({block.together for block in self.blocks if block.follower}):
             notes.append(f"{', '.join(names)} share a tile: 12 matrix-product units, 9 with frozen weights")
+        if self.keep.kind != "share" or self.keep.value > 0:
+            generic = sum(block.path == "generic" for block in self.blocks)
+            but = f" (not by {generic} blocks that run the generic operator)" if generic else ""
+            notes.append(f"gate and up kept: {self.keep}{but}")
         if model is not None and any(_is_reentrant(module) for module in model.modules()):
             notes.append(
                 "reentrant activation checkpointing: 14 matrix-product units instead of 11 (untiled 12); "

@@ -107,20 +107,21 @@ def _run_with_gradient(
 ) -> Any:
     rows = cuts.rows(tensors)
     gradients = _Gradients(cuts, [(name, weight.dtype) for name, weight in live.items()])
-    token = _Save.apply(gradients, len(rows), *rows, *live.values())
-    source = _Source(cuts, token, rows)
+    saved: list[Tensor] = []
+    source = _Source(cuts, _Save.apply(gradients, saved, len(rows), *rows, *live.values()), rows, saved)
     output = _Output(cuts)
     anchor = rows[0].new_empty(0)
 
     def run_tile(index: int, _: Tensor) -> Any:
-        tiles = [
-            _Take.apply(token, tile, gradients, number, index) if source.needs_gradient[number] else tile
-            for number, tile in enumerate(source.tiles(index))
-        ]
-        aliases = {name: _Alias.apply(token, weight.detach(), gradients, name) for name, weight in weights().items()}
-        return run(tiles, aliases)
+        tiles, trained = source.tiles(index), dict(weights())
+        wanted = [number for number, needs in enumerate(source.needs_gradient) if needs]
+        entered = _Enter.apply(
+            source.token, gradients, index, wanted, list(trained), *(tiles[n] for n in wanted), *trained.values()
+        )
+        for number, tile in zip(wanted, entered):
+            tiles[number] = tile
+        return run(tiles, dict(zip(trained, entered[len(wanted) :])))
 
-    puts = []
     try:
         for index in range(len(cuts)):
             # The identity hooks hide the tile's own bookkeeping from a checkpoint around the layer, which would
@@ -128,11 +129,11 @@ def _run_with_gradient(
             with saved_tensors_hooks(_same, _same), set_checkpoint_early_stop(True):
                 result = checkpoint(run_tile, index, anchor, use_reentrant=False)
             leaves = output.write(index, result)
-            puts.append(_Put.apply(gradients, source, index, *leaves))
+            source.token = _Put.apply(gradients, source, index, source.token, *leaves)
             del result, leaves
     finally:
-        source.end_forward()
-    joined = _Join.apply(gradients, output, *puts)
+        last = source.end_forward()
+    joined = _Join.apply(gradients, output, last)
     return output.result(joined)
 
 
@@ -228,21 +229,27 @@ class _Output:
         """The output as the function returns it, around the joined tensors."""
         tensors = iter(joined)
         leaves = [
-            next(tensors) if is_tensor else rest
-            for is_tensor, rest in zip(self._is_tensor, self._rest, strict=True)
+            next(tensors) if is_tensor else rest for is_tensor, rest in zip(self._is_tensor, self._rest, strict=True)
         ]
         return tree_unflatten(leaves, self._spec)
 
 
 class _Source:
-    """Where a tile's rows come from: the live inputs during the forward, the saved ones during a recompute."""
+    """Where a tile's rows come from: the live inputs during the forward, the saved ones during a recompute.
 
-    def __init__(self, cuts: _Cuts, token: Tensor, rows: Sequence[Tensor]) -> None:
+    Attributes:
+        token: what the next tile hangs on. It chains the tiles: in backward one begins when the one after it has ended.
+            Were all ready at once, those still waiting when an exception ends the backward would stay in the
+            engine's queue, and with them the graph.
+    """
+
+    def __init__(self, cuts: _Cuts, token: Tensor, rows: Sequence[Tensor], saved: list[Tensor]) -> None:
         self.cuts = cuts
         self.needs_gradient = [row.requires_grad for row in rows]
+        self.token = token
         self._save = token.grad_fn
         self._live: list[Tensor] | None = [row.detach() for row in rows]
-        self._saved: list[Tensor] = []
+        self._saved = saved
         self._pass = -1
         self._left = 0
 
@@ -254,19 +261,21 @@ class _Source:
         tiles = self.cuts.tiles(self._saved, index)
         self._left -= 1
         if self._left == 0:
-            self._saved = []
+            self._saved.clear()
         return tiles
 
-    def end_forward(self) -> None:
-        """Let go of the live inputs: from here on they come from the saved ones."""
+    def end_forward(self) -> Tensor:
+        """Let go of the live inputs, from here on they come from the saved ones, and of the last token; return it."""
+        last, self.token = self.token, self.token.detach().requires_grad_()
         self._live = None
+        return last
 
     def unpack(self) -> None:
         """Get the saved inputs back, once per backward pass: a layer checkpoint allows no second time."""
         current = _backward_pass()
         if not self._saved or self._pass != current:
             assert self._save is not None
-            self._saved = [row.detach() for row in self._save.saved_tensors]  # type: ignore[attr-defined]
+            self._saved[:] = [row.detach() for row in self._save.saved_tensors]  # type: ignore[attr-defined]
             self._pass, self._left = current, len(self.cuts)
 
 
@@ -341,8 +350,8 @@ class _Save(torch.autograd.Function):
     """Save the inputs ahead of the tiles; run last in backward and return every gradient."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: _Gradients, inputs: int, *tensors: Tensor) -> Tensor:
-        ctx.gradients, ctx.inputs = gradients, inputs
+    def forward(ctx: Any, gradients: _Gradients, saved: list[Tensor], inputs: int, *tensors: Tensor) -> Tensor:
+        ctx.gradients, ctx.saved, ctx.inputs = gradients, saved, inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[:inputs])
         return torch.empty(0, device=tensors[0].device)
@@ -350,52 +359,53 @@ class _Save(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Any) -> Any:
-        return None, None, *ctx.gradients.take(ctx.inputs)
+        ctx.saved.clear()  # still there when a tile had nothing to recompute
+        return None, None, None, *ctx.gradients.take(ctx.inputs)
 
 
-class _Take(torch.autograd.Function):
-    """One tile of an input; its gradient goes into a slice of the whole input's gradient."""
+class _Enter(torch.autograd.Function):
+    """One tile of the inputs, and the weights as that tile sees them; takes their gradients.
+
+    One node for all of them, so that nothing of the tile waits in the engine's queue while the tile runs backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, tile: Tensor, gradients: _Gradients, number: int, index: int) -> Tensor:
-        ctx.gradients, ctx.number, ctx.index = gradients, number, index
+    def forward(
+        ctx: Any,
+        token: Tensor,
+        gradients: _Gradients,
+        index: int,
+        inputs: Sequence[int],
+        names: Sequence[str],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.gradients, ctx.index, ctx.inputs, ctx.names = gradients, index, inputs, names
         ctx.set_materialize_grads(False)
-        return tile.view_as(tile)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        if gradient is not None:
-            ctx.gradients.write_input(ctx.number, ctx.index, gradient)
-        return None, None, None, None, None
-
-
-class _Alias(torch.autograd.Function):
-    """A weight as one tile sees it; its gradient is added to the sum over tiles."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, weight: Tensor, gradients: _Gradients, name: str) -> Tensor:
-        ctx.gradients, ctx.name = gradients, name
-        ctx.set_materialize_grads(False)
-        return weight.view_as(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        if gradient is not None:
-            ctx.gradients.add_weight(ctx.name, gradient)
-        return None, None, None, None
+    def backward(ctx: Any, *found: Tensor | None) -> Any:
+        for number, gradient in zip(ctx.inputs, found):
+            if gradient is not None:
+                ctx.gradients.write_input(number, ctx.index, gradient)
+        for name, gradient in zip(ctx.names, found[len(ctx.inputs) :]):
+            if gradient is not None:
+                ctx.gradients.add_weight(name, gradient)
+        return (None,) * (5 + len(found))
 
 
 class _Put(torch.autograd.Function):
     """Stands for one tile's outputs, whose values are already in the joined buffers; passes their gradients down."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: _Gradients, source: _Source, index: int, *outputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gradients: _Gradients, source: _Source, index: int, token: Tensor, *outputs: Tensor
+    ) -> Tensor:
         ctx.gradients, ctx.source, ctx.index = gradients, source, index
         ctx.shapes = [output.shape if output.is_floating_point() else None for output in outputs]
         ctx.set_materialize_grads(False)
-        return torch.empty(0, device=outputs[0].device)
+        return token.detach()
 
     @staticmethod
     @once_differentiable
@@ -406,15 +416,15 @@ class _Put(torch.autograd.Function):
             None if gradient is None or shape is None else gradient.reshape(shape)
             for gradient, shape in zip(slices, ctx.shapes, strict=True)
         ]
-        return None, None, None, *gradients
+        return None, None, None, None, *gradients
 
 
 class _Join(torch.autograd.Function):
     """The whole outputs; their gradients are kept for the tiles to take slices of."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: _Gradients, output: _Output, *puts: Tensor) -> Any:
-        ctx.gradients, ctx.count = gradients, len(puts)
+    def forward(ctx: Any, gradients: _Gradients, output: _Output, token: Tensor) -> Any:
+        ctx.gradients = gradients
         ctx.set_materialize_grads(False)
         buffers, output.buffers = output.buffers, []
         ctx.mark_non_differentiable(
@@ -430,4 +440,4 @@ class _Join(torch.autograd.Function):
                 "run it without create_graph"
             )
         ctx.gradients.begin(outputs)
-        return (None,) * (2 + ctx.count)
+        return None, None, None
