@@ -141,11 +141,12 @@ def test_apply_twice_is_the_second_one() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt", "mixtral"])
 def test_nothing_is_renamed_or_saved_and_print_shows_it(architecture: str) -> None:
     model = causal_lm(architecture)
-    names = (
-        [name for name, _ in model.named_parameters()],
-        list(model.state_dict()),
-        [n for n, _ in model.named_modules()],
-    )
+
+    def all_names() -> tuple[list[str], ...]:
+        parameters, modules = model.named_parameters(), model.named_modules()
+        return [name for name, _ in parameters], list(model.state_dict()), [name for name, _ in modules]
+
+    names = all_names()
     classes = [type(module) for module in model.modules()]
     assert "tile=" not in str(model)
     seqtile.apply(model, tile=5)

@@ -37,7 +37,7 @@ class Neighbours:
 
 def find_neighbours(layer: nn.Module, name: str) -> Neighbours:
     """Neighbours of the child ``name`` of ``layer``; empty where the source does not show them plainly."""
-    for body in _bodies(type(layer)):
+    for body in _bodies(type(layer)):  # type: ignore[arg-type]
         for position, statement in enumerate(body):
             call = _assigned_call(statement)
             if call is None or _child_called(call[1]) != name:
@@ -63,7 +63,7 @@ def find_inline(layer: nn.Module, widths: Mapping[str, tuple[int, int] | None]) 
         one[0] == two[1] and one[1] == two[0] and one[0] != one[1] for one in linear.values() for two in linear.values()
     ):
         return None
-    for body in _bodies(type(layer)):
+    for body in _bodies(type(layer)):  # type: ignore[arg-type]
         for position in range(len(body)):
             members: list[str] = []
             variable = ""
