@@ -171,9 +171,9 @@ def bias_skipped(monkeypatch: MonkeyPatch) -> None:
     """What is added to a sum without being a product is forgotten after the first tile."""
     add = Sum.add
 
-    def mutated(self: Sum, part: Tensor, alpha: float = 1.0) -> None:
+    def mutated(self: Sum, part: Tensor) -> None:
         if self._total is None:
-            add(self, part, alpha)
+            add(self, part)
 
     monkeypatch.setattr(Sum, "add", mutated)
 

@@ -65,8 +65,9 @@ class Pass:
         self.plan, self.device = plan, device
         self.dtype = plan.autocast.dtype
         take = iter(pairs)
-        self.first = [Layer(kind, take, self.dtype) for kind in plan.first]
-        self.down = Layer(plan.down, take, self.dtype)
+        casts = plan.autocast.enabled
+        self.first = [Layer(kind, take, self.dtype, casts=casts) for kind in plan.first]
+        self.down = Layer(plan.down, take, self.dtype, casts=casts)
         self.before = self._norm(plan.before, take)
         self.after = self._norm(plan.after, take)
         self._sums = [total for _, total in pairs]

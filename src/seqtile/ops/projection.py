@@ -81,9 +81,18 @@ class Kind:
 
 
 class Layer:
-    """A projection during one pass: its live tensors in the compute dtype, and the sums of their gradients."""
+    """A projection during one pass: its live tensors in the compute dtype, and the sums of their gradients.
 
-    def __init__(self, kind: Kind, pairs: Iterator[tuple[Tensor, Sum | None]], dtype: torch.dtype) -> None:
+    Args:
+        kind: what the projection is.
+        pairs: gives its tensors, each with the sum of its gradient or None.
+        dtype: the compute dtype.
+        casts: autocast is on, so an adapter runs in ``dtype`` too; else in its own precision where that is higher.
+    """
+
+    def __init__(
+        self, kind: Kind, pairs: Iterator[tuple[Tensor, Sum | None]], dtype: torch.dtype, *, casts: bool
+    ) -> None:
         self.transposed, self.dropout = kind.transposed, kind.dropout
         self.weight_sum: Sum | None = None
         self.bias: Tensor | None = None
@@ -101,11 +110,15 @@ class Layer:
         if kind.has_bias:
             bias, self.bias_sum = next(pairs)
             self.bias = bias.detach().to(dtype)
+        self.low_dtype = dtype
         if kind.has_adapter:
             down, self.down_sum = next(pairs)
             up, self.up_sum = next(pairs)
-            self.down, self.up = down.detach().to(dtype), up.detach().to(dtype)
+            if not casts:
+                self.low_dtype = torch.promote_types(dtype, down.dtype)
+            self.down, self.up = down.detach().to(self.low_dtype), up.detach().to(self.low_dtype)
         self.scaling = kind.scaling / (1 - kind.dropout) if kind.dropout < 1 else 0.0
+        self.narrow = self.low_dtype == dtype
 
     @property
     def width(self) -> int:
@@ -135,13 +148,25 @@ class Layer:
             torch.mm(x, self.matrix.t(), out=out)
         else:
             torch.addmm(self.bias, x, self.matrix.t(), out=out)
-        if self.down is not None:
-            low = torch.mm(x if mask is None else x * mask, self.down.t())
-            torch.addmm(out, low, self.up.t(), alpha=self.scaling, out=out)
+        if self.down is None:
+            return
+        for xs, place, kept in self._pieces(x, out, mask):
+            assert xs is not None and place is not None
+            low = torch.mm(self._dropped(xs, kept), self.down.t())
+            if self.narrow:
+                torch.addmm(place, low, self.up.t(), alpha=self.scaling, out=place)
+            else:
+                place.add_(torch.mm(low, self.up.t()), alpha=self.scaling)
 
     def low_rank_gradient(self, dy: Tensor) -> Tensor | None:
         """Gradient of the adapter's ``[t, rank]`` tensor; None without an adapter."""
-        return None if self.down is None else torch.mm(dy, self.up).mul_(self.scaling)
+        if self.down is None:
+            return None
+        result = dy.new_empty(dy.shape[0], self.up.shape[1], dtype=self.low_dtype)
+        for dys, place in self._pieces(dy, result):
+            assert dys is not None and place is not None
+            torch.mm(dys.to(self.low_dtype), self.up, out=place).mul_(self.scaling)
+        return result
 
     def add_gradients(
         self, x: Tensor | None, dy: Tensor, low: Tensor | None, mask: Tensor | None, *, overwrite: bool = False
@@ -162,26 +187,49 @@ class Layer:
             self.weight_sum.add_product(*((x.t(), dy) if self.transposed else (dy.t(), x)))
         if self.down_sum is None and self.up_sum is None:
             return
-        assert x is not None and low is not None and self.down is not None
-        if mask is not None:
-            x = x.mul_(mask) if overwrite else x * mask
-        if self.down_sum is not None:
-            self.down_sum.add_product(low.t(), x)
-        if self.up_sum is not None:
-            self.up_sum.add_product(dy.t(), torch.mm(x, self.down.t()), self.scaling)
+        for xs, dys, lows, kept in self._pieces(x, dy, low, mask):
+            assert xs is not None and dys is not None and lows is not None and self.down is not None
+            xs = self._dropped(xs, kept, overwrite=overwrite)
+            if self.down_sum is not None:
+                self.down_sum.add_product(lows.t(), xs)
+            if self.up_sum is not None:
+                scaled = torch.mm(xs, self.down.t()).mul_(self.scaling)
+                self.up_sum.add_product(dys.to(self.low_dtype).t(), scaled)
 
     def input_gradient(
         self, dy: Tensor, out: Tensor, low: Tensor | None, mask: Tensor | None, *, add: bool = False
     ) -> None:
         """Write the gradient of the input into ``out``, or add it to what stands there."""
+        if low is not None and mask is not None and self.narrow and not add:
+            assert self.down is not None
+            torch.mm(low, self.down, out=out).mul_(mask)  # the dropped part first, in place: no buffer of its own
+            torch.addmm(out, dy, self.matrix, out=out)
+            return
+        torch.addmm(out, dy, self.matrix, beta=int(add), out=out)
         if low is None or self.down is None:
-            torch.addmm(out, dy, self.matrix, beta=int(add), out=out)
-        elif mask is None:
-            torch.addmm(out, dy, self.matrix, beta=int(add), out=out)
+            return
+        if self.narrow and mask is None:
             torch.addmm(out, low, self.down, out=out)
-        elif add:
-            torch.addmm(out, dy, self.matrix, out=out)
-            out.add_(torch.mm(low, self.down).mul_(mask))
-        else:  # the dropped part first, in place: no buffer of its own
-            torch.mm(low, self.down, out=out).mul_(mask)
-            torch.addmm(out, dy, self.matrix, out=out)
+            return
+        for lows, place, kept in self._pieces(low, out, mask):
+            assert lows is not None and place is not None
+            part = torch.mm(lows, self.down)
+            place.add_(part if kept is None else part.mul_(kept))
+
+    def _dropped(self, x: Tensor, mask: Tensor | None, *, overwrite: bool = False) -> Tensor:
+        """The adapter's input, in its dtype."""
+        wide = x.to(self.low_dtype)
+        if mask is None:
+            return wide
+        return wide.mul_(mask) if overwrite or wide is not x else wide * mask
+
+    def _pieces(self, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+        """The rows at once; in pieces where the adapter is wider than the rest, so that no wide tile is made."""
+        rows = next(tensor.shape[0] for tensor in tensors if tensor is not None)
+        step = rows if self.narrow else WIDE_ROWS
+        for start in range(0, rows, step):
+            yield tuple(t if t is None or step == rows else t[start : start + step] for t in tensors)
+
+
+WIDE_ROWS = 512
+"""Rows at once where an adapter is kept in higher precision than the layer it is on."""

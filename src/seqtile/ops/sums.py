@@ -43,33 +43,31 @@ class Sum:
     def _empty(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self._shape, dtype=dtype, device=self._device)
 
-    def add_product(self, left: Tensor, right: Tensor, alpha: float = 1.0) -> None:
-        """Add ``alpha * left @ right``."""
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add ``left @ right``."""
         wide = torch.float32 if self._low else self._dtype
         if left.dtype == wide:
             beta = 0 if self._total is None else 1
             if self._total is None:
                 self._total = self._empty(wide)
-            torch.addmm(self._total, left, right, beta=beta, alpha=alpha, out=self._total)
+            torch.addmm(self._total, left, right, beta=beta, out=self._total)
             return
         if products_sum_in_fp32(left.device.type, left.dtype) and wide == torch.float32:
             if self._total is None:
                 self._total = self._empty(wide).zero_()
-            torch.addmm(self._total, left, right, out_dtype=torch.float32, alpha=alpha, out=self._total)
+            torch.addmm(self._total, left, right, out_dtype=torch.float32, out=self._total)
             return
         if self._low and self._gradient is None and left.dtype == self._dtype:
             self._gradient = self._empty(self._dtype)
         product = torch.mm(left, right, out=self._gradient) if self._gradient is not None else torch.mm(left, right)
-        self.add(product, alpha)
+        self.add(product)
 
-    def add(self, part: Tensor, alpha: float = 1.0) -> None:
-        """Add ``alpha * part``."""
+    def add(self, part: Tensor) -> None:
+        """Add ``part``."""
         if self._total is None:
             self._total = self._empty(torch.float32 if self._low else self._dtype).copy_(part)
-            if alpha != 1.0:
-                self._total.mul_(alpha)
         else:
-            self._total.add_(part, alpha=alpha)
+            self._total.add_(part)
 
     def result(self) -> Tensor:
         """The gradient in the tensor's dtype; zero if nothing was added."""

@@ -1,0 +1,350 @@
+"""LoRA adapters and dropout inside the fused operator, against PEFT's own layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from numerics._blocks import assert_same, cut, gradients, random, shards
+from numerics._fused import COARSE, Fused, GatedMLP, GateUpMLP, PlainMLP, low_precision_sums, weights_of
+from numerics.test_generic_precision import Autocast, assert_as_good
+from seqtile.counting import count_products
+from seqtile.ops import fused, projection
+from seqtile.ops.projection import Layer
+from seqtile.ops.replay import RandomState
+
+peft = pytest.importorskip("peft", reason="PEFT is not installed")
+
+D, F_, R, TILE = 12, 20, 3, 4
+ALL = ("gate", "up", "down")
+
+
+class Named(nn.Module):
+    """A root for PEFT to inject into."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+
+def adapted(
+    mlp: nn.Module, targets: Sequence[str] = ALL, *, seed: int = 5, trains_base: bool = False, **config: Any
+) -> nn.Module:
+    """``mlp`` with random adapters, so that ``B`` is not zero."""
+    model = peft.inject_adapter_in_model(
+        peft.LoraConfig(r=R, lora_alpha=5, target_modules=list(targets), **config), Named(mlp)
+    ).mlp
+    torch.manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(weight, std=0.4)
+        else:
+            weight.requires_grad_(trains_base)
+    return model
+
+
+def gated(targets: Sequence[str] = ALL, **config: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return adapted(GatedMLP(D, F_), targets, **config)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "all three": gated,
+    "gate": lambda: gated(["gate"]),
+    "down": lambda: gated(["down"]),
+    "base trains too": lambda: gated(trains_base=True),
+    "gate_up": lambda: adapted(GateUpMLP(D, F_), ["gate_up", "down"]),
+    "plain": lambda: adapted(PlainMLP(D, F_), ["up", "down"]),
+}
+
+
+def check(model: nn.Module, keep: float = 0.0, **kwargs: Any) -> None:
+    """In double precision: an adapter's gradients differ by orders of magnitude, and some are sums that cancel."""
+    model.double()
+    x = random(2, 5, D, dtype=torch.float64, **kwargs)
+    upstream = random(2, 5, D, dtype=torch.float64, seed=2, grad=False)
+    assert_same(gradients(Fused(model, TILE, keep), [x], upstream), gradients(model, [x], upstream))
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters(kind: str, keep: float) -> None:
+    check(KINDS[kind](), keep)
+
+
+@pytest.mark.parametrize("mutant", COARSE.values(), ids=lambda mutant: mutant.__name__)
+def test_the_checker_notices_a_broken_operator(mutant: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = KINDS["base trains too"]()
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(model)
+
+
+def test_input_that_needs_no_gradient() -> None:
+    check(gated(), grad=False)
+
+
+@pytest.mark.parametrize("frozen", ["lora_A", "lora_B", "lora_"])
+def test_adapters_that_are_frozen(frozen: str) -> None:
+    """Loaded for inference, or one factor alone trained."""
+    model = gated()
+    for name, weight in model.named_parameters():
+        if frozen in name:
+            weight.requires_grad_(False)
+    check(model)
+
+
+def test_gradcheck() -> None:
+    model = gated(trains_base=True).double()
+    names = [name for name, _ in model.named_parameters()]
+
+    def of_everything(x: Tensor, *values: Tensor) -> Tensor:
+        live = {f"block.{name}": value for name, value in zip(names, values, strict=True)}
+        return torch.func.functional_call(Fused(model, TILE, 0.5), live, (x,))
+
+    weights = [weight.detach().requires_grad_() for weight in model.parameters()]
+    assert torch.autograd.gradcheck(of_everything, [random(2, 5, D, dtype=torch.float64), *weights], fast_mode=True)
+
+
+def test_without_gradient() -> None:
+    model, x = gated(), random(7, D)
+    with torch.no_grad():
+        torch.testing.assert_close(Fused(model, TILE)(x), model(x))
+
+
+@pytest.mark.parametrize("how", ["none", "checkpoint"])
+@pytest.mark.parametrize(("keep", "saved"), [(0.0, 0.0), (0.5, 1.0), (1.0, 2.0)])
+def test_units(how: str, keep: float, saved: float) -> None:
+    """8 units of the frozen base; the adapters' own: 2 forward, 4 backward, 2 again for gate and up, 1 for down."""
+    wide, inner, tokens, rank = 48, 136, 2048, 5
+    config = dict(r=rank, target_modules=list(ALL))
+    model = peft.inject_adapter_in_model(peft.LoraConfig(**config), Named(GatedMLP(wide, inner, bias=False))).mlp
+    x = random(tokens, wide)
+
+    def run(block: nn.Module) -> tuple[float, float]:
+        with count_products() as products:
+            layer = lambda x: x + block(x * 2)  # noqa: E731
+            output = checkpoint(layer, x, use_reentrant=False) if how == "checkpoint" else layer(x)
+            output.sum().backward()
+        return products.units(tokens, wide, inner), products.adapter_units(tokens, wide, inner, rank)
+
+    base, own = run(Fused(model, shards(tokens, 8), keep))
+    assert base == 8.0 - saved
+    side = rank * tokens * 2 / (2 * tokens * wide * inner)  # one side of an adapter, in units, per feature
+    z, wide_side = side * wide, side * inner  # products with [D] and with [F]
+    forward = 3 * (z + wide_side)
+    recompute = 2 * (z * (2 - saved / 2) + wide_side * (1 - saved / 2)) + wide_side
+    backward = 3 * 2 * (z + wide_side)
+    assert own == pytest.approx(forward + recompute + backward, rel=1e-12)
+    if how == "checkpoint" and keep == 0.0:
+        theirs = run(model)
+        assert base < theirs[0] and own <= theirs[1] * 1.1
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-9])  # of dropout: masks that drop nothing take the path of masks
+@pytest.mark.parametrize("count", [1, 16])
+def test_adapter_in_fp32_on_a_low_precision_base(count: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT keeps adapters in fp32: judged against fp32 throughout, as good as PEFT's own."""
+    monkeypatch.setattr(projection, "WIDE_ROWS", 100)
+    tokens = 1024
+    torch.manual_seed(0)
+    model = adapted(GatedMLP(D, F_), lora_dropout=share)
+    for name, weight in model.named_parameters():
+        if "lora_" not in name:
+            weight.data = weight.data.bfloat16()
+    true = copy.deepcopy(model).float()
+    x = random(tokens, D, dtype=torch.bfloat16)
+    upstream = (1 + random(tokens, D, seed=2, grad=False)).bfloat16()
+    truth = gradients(true, [x.detach().float().requires_grad_()], upstream.float())
+    twin = gradients(model, [x], upstream)
+    ours = gradients(Fused(model, shards(tokens, count)), [x], upstream)
+
+    def trained(found: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        return {name: value for name, value in found.items() if value is not None}
+
+    assert {n: v.dtype for n, v in trained(ours).items()} == {n: v.dtype for n, v in trained(twin).items()}
+    assert_as_good(trained(ours), trained(twin), trained(truth))
+
+
+@pytest.mark.parametrize("count", [1, 16, 64])
+def test_autocast(count: int) -> None:
+    model, x = gated(trains_base=True), random(1024, D)
+    upstream = 1 + random(1024, D, seed=2, grad=False)
+    truth = gradients(model, [x], upstream)
+    twin = gradients(Autocast(model, torch.bfloat16), [x], upstream.bfloat16())
+    ours = gradients(Autocast(Fused(model, shards(1024, count)), torch.bfloat16), [x], upstream.bfloat16())
+    assert_as_good(ours, twin, truth)
+
+
+def check_low_precision_adapters(count: int) -> None:
+    """Low-precision adapters: their sums over tiles are fp32 too."""
+    torch.manual_seed(0)
+    model = gated().bfloat16()
+    true = copy.deepcopy(model).float()
+    x = random(1024, D, dtype=torch.bfloat16)
+    upstream = (1 + random(1024, D, seed=2, grad=False)).bfloat16()
+    found = [
+        gradients(true, [x.detach().float().requires_grad_()], upstream.float()),
+        gradients(model, [x], upstream),
+        gradients(Fused(model, shards(1024, count)), [x], upstream),
+    ]
+    truth, twin, ours = ({name: value for name, value in one.items() if value is not None} for one in found)
+    assert_as_good(ours, twin, truth)
+
+
+@pytest.mark.parametrize("count", [1, 16, 64])
+def test_low_precision_adapters(count: int) -> None:
+    check_low_precision_adapters(count)
+
+
+def test_low_precision_sums_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    low_precision_sums(monkeypatch)
+    with pytest.raises(AssertionError, match="untiled"):
+        check_low_precision_adapters(64)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Tensor | None]]:
+    """Every mask that a projection draws, with the width of its input."""
+    masks: list[tuple[int, Tensor | None]] = []
+    draw = Layer.draw
+
+    def noting(self: Layer, rows: int) -> Tensor | None:
+        mask = draw(self, rows)
+        masks.append((self.matrix.shape[1], mask))
+        return mask
+
+    monkeypatch.setattr(Layer, "draw", noting)
+    return masks
+
+
+class Given(nn.Module):
+    """A dropout with recorded masks."""
+
+    def __init__(self, mask: Tensor, share: float) -> None:
+        super().__init__()
+        self.mask, self.share = mask, share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask.view(x.shape) / (1 - self.share)
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", ["all three", "gate_up", "plain"])
+def test_dropout_of_adapters(kind: str, checkpointed: bool, keep: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recompute draws the forward's masks; against an untiled run that is fed them."""
+    model, share = KINDS[kind](), 0.4
+    layers = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
+    for layer in layers:
+        layer.lora_dropout["default"] = nn.Dropout(share)
+    masks = recorded(monkeypatch)
+    fused_block = Fused(model, TILE, keep)
+
+    class Layered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = fused_block
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, x, use_reentrant=False) if checkpointed else self.block(x)
+
+    model.double()
+    x = random(2, 5, D, dtype=torch.float64)
+    upstream = random(2, 5, D, dtype=torch.float64, seed=2, grad=False)
+    torch.manual_seed(3)
+    ours = {n.removeprefix("block."): v for n, v in gradients(Layered(), [x], upstream).items()}
+    half = len(masks) // 2
+    assert half == 3 * len(layers)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(masks[:half], masks[half:], strict=True))
+    assert not torch.equal(masks[0][1], masks[len(layers)][1]), "every tile draws its own"
+    for number, layer in enumerate(layers):
+        drawn = [mask for _, mask in masks[number : half : len(layers)]]
+        layer.lora_dropout["default"] = Given(torch.cat(drawn), share)
+    assert_same(ours, gradients(model, [x], upstream))
+
+
+def test_masks_drawn_anew_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RandomState, "_set", lambda self, state: None)
+    with pytest.raises(AssertionError):
+        test_dropout_of_adapters("all three", False, 0.0, monkeypatch)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_finite_differences_under_a_reset_seed(checkpointed: bool) -> None:
+    """Adapters with dropout, and dropout on the output; every evaluation starts from one seed."""
+    torch.manual_seed(0)
+    model = adapted(PlainMLP(D, F_, dropout=0.3), ["up", "down"], trains_base=True, lora_dropout=0.4).double().train()
+    block = Fused(model, TILE)
+    assert weights_of(model).dropout == 0.3
+
+    def seeded(x: Tensor, *_: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+
+    x = random(2, 5, D, dtype=torch.float64)
+    assert torch.autograd.gradcheck(seeded, (x, *model.parameters()), fast_mode=True)
+
+
+def test_the_global_stream_goes_on_as_if_the_backward_had_not_drawn() -> None:
+    model = gated(lora_dropout=0.5).train()
+    torch.manual_seed(11)
+    output = Fused(model, TILE)(random(10, D))
+    torch.manual_seed(12)
+    before = torch.get_rng_state()
+    output.square().sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_keeps_the_expected_value() -> None:
+    """Scaled by 1 / (1 - p), on an adapter's input and on the output."""
+    torch.manual_seed(0)
+    model = adapted(PlainMLP(D, F_, dropout=0.25), ["down"], lora_dropout=0.5).double().train()
+    x = random(1, D, dtype=torch.float64).detach().expand(40000, D)
+    with torch.no_grad():
+        mean = Fused(model, 10000)(x).mean(0)
+        truth = model.eval()(x[:1])[0]
+    # The mean of n draws is off by its standard deviation, about |y| / sqrt(n); five of them never happen by chance.
+    assert (mean - truth).abs().max() <= 5 * 2 * truth.abs().max() / 40000**0.5
+
+
+def test_no_dropout_in_evaluation() -> None:
+    model = gated(lora_dropout=0.5).eval()
+    before = torch.get_rng_state()
+    check(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    sizes = cut(10, TILE)
+    assert fused._plan(random(10, D), weights_of(model), sizes, 0).random is None
+
+
+def test_dropout_of_everything() -> None:
+    """p = 1: nothing of the adapter, nothing of the output, no NaN."""
+    torch.manual_seed(0)
+    model = adapted(PlainMLP(D, F_), ["up", "down"], trains_base=True).train()
+    for layer in (model.up, model.down):
+        layer.lora_dropout["default"] = nn.Dropout(1.0)
+    check(model)
+    model.dropout.p = 1.0
+    model.zero_grad()
+    output = Fused(model, TILE)(random(10, D, dtype=torch.float64))
+    assert torch.equal(output, torch.zeros_like(output))
+    output.sum().backward()
+    assert torch.equal(model.down.base_layer.weight.grad, torch.zeros(D, F_, dtype=torch.float64))
+
+
+def test_twin_of_one_projection() -> None:
+    """The formula, spelled out."""
+    torch.manual_seed(0)
+    model, x = gated(["down"]), random(7, D)
+    layer = model.down
+    h = F.silu(model.gate(x)) * model.up(x)
+    low = F.linear(h, layer.lora_A["default"].weight)
+    y = F.linear(h, layer.base_layer.weight, layer.base_layer.bias)
+    y = y + F.linear(low, layer.lora_B["default"].weight) * (5 / R)
+    torch.testing.assert_close(Fused(model, TILE)(x), y)
