@@ -72,7 +72,7 @@ def verify(
         else:
             with applied(model, tile="auto" if tile is None else tile, only=only):
                 tiled, blocks = Measured(model, batch, loss_fn, seed), tiled_of(model, candidates)
-        sizes = BlockSizes(model, blocks)
+        sizes = BlockSizes(model, blocks, candidates)
     notes += _notes(untiled, tiled, sizes)
     dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
     differences = tuple(
@@ -122,7 +122,7 @@ def _notes(untiled: Measured, tiled: Measured, sizes: BlockSizes) -> list[str]:
         notes.append(f"dropout was off in these runs ({untiled.dropouts} places): every tile draws a mask of its own")
     if untiled.drew_random_numbers:
         notes.append("the model draws random numbers even with dropout off: tiles may draw others")
-    if sizes.longest(tiled.products) == sizes.longest(untiled.products):
+    if sizes.rows(tiled.products) <= sizes.rows(untiled.products):
         notes.append("this batch ran in one tile, so nothing was tested: give tile= fewer tokens or a longer batch")
     if clash := sizes.clash(untiled.tokens):
         notes.append(f"units per block are not given: {clash}")

@@ -42,7 +42,7 @@ class Measured:
         started = time.perf_counter()
         with without_dropout(model) as self.dropouts:
             with count_products() as self.products, count_live_bytes(device) as self.live:
-                loss = (loss_fn or _loss_of)(model, inputs)
+                loss = _loss_of(model, inputs) if loss_fn is None else _scalar(loss_fn(model, inputs), "loss_fn")
                 loss.backward()
                 _synchronize(device)
         self.seconds = time.perf_counter() - started
@@ -75,17 +75,20 @@ class Measured:
 
 
 class BlockSizes:
-    """The sizes of the weights inside and outside of the tiled blocks, by which their products are told apart."""
+    """The sizes of the weights inside and outside of the blocks, by which their products are told apart.
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Candidate]) -> None:
-        self.elements = sum(block.hidden * block.intermediate for block in blocks)
+    Blocks are those that were tiled and those left untiled that have the same sizes.
+    """
+
+    def __init__(self, model: nn.Module, tiled: Sequence[Candidate], candidates: Sequence[Candidate]) -> None:
+        self.pairs = {pair for block in tiled for root in _roots(block) for pair in _weights(root, set())}
+        self.elements = 0
         inside: set[nn.Module] = set()
-        self.pairs: set[tuple[int, ...]] = set()
-        for block in blocks:
-            members = block.neighbours.members if block.kind == "inline" else ()
-            for root in [getattr(block.module, name) for name in members] or [block.module]:
-                self.pairs.update(_weights(root, set()))
-                inside.update(root.modules())
+        for block in candidates:
+            roots = _roots(block)
+            if not self.pairs.isdisjoint(pair for root in roots for pair in _weights(root, set())):
+                self.elements += block.hidden * block.intermediate
+                inside.update(module for root in roots for module in root.modules())
         self.others = set(_weights(model, inside))
 
     def match(self, product: Product) -> bool:
@@ -99,12 +102,20 @@ class BlockSizes:
                 return f"a {rows:,} x {columns:,} weight elsewhere, over {tokens:,} tokens, multiplies the same sizes"
         return ""
 
-    def longest(self, products: Products) -> int:
-        """The most rows that one product of the blocks had."""
-        rows = [1]
-        for product in products.records:
-            rows += [product.m * product.n * product.k // math.prod(pair) for pair in self.pairs if product.has(*pair)]
-        return max(rows)
+    def rows(self, products: Products) -> set[int]:
+        """How many rows the products of the blocks had."""
+        return {
+            product.m * product.n * product.k // math.prod(pair)
+            for product in products.records
+            for pair in self.pairs
+            if product.has(*pair)
+        }
+
+
+def _roots(block: Candidate) -> list[nn.Module]:
+    if block.kind != "inline":
+        return [block.module]
+    return [getattr(block.module, name) for name in block.neighbours.members]
 
 
 def tiled_of(model: nn.Module, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -140,11 +151,15 @@ def _loss_of(model: nn.Module, batch: Any) -> Tensor:
         output = model(**words)
     else:
         output = model(batch) if isinstance(batch, Tensor) else model(*batch)
-    loss = getattr(output, "loss", output)
+    return _scalar(getattr(output, "loss", output), type(model).__name__)
+
+
+def _scalar(loss: Any, giver: str) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise UserError(
-            f"{type(model).__name__} returned a {type(output).__name__} without a scalar loss; "
-            "put labels into the batch, or pass loss_fn=, a function of (model, batch)"
+            f"{giver} gave {got}, expected one loss; put labels into the batch, or pass loss_fn=, "
+            "a function of (model, batch) that returns a scalar"
         )
     return loss
 

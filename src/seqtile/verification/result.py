@@ -47,8 +47,9 @@ class Run:
 
     Attributes:
         loss: its loss.
-        units: matrix products of the tiled blocks, per block, in units of ``2 * tokens * hidden * intermediate``: 9 for
-            an untiled gated MLP. None where another product of the model has the same sizes.
+        units: matrix products per block (tiled, or left untiled with the same sizes) in units of
+            ``2 * tokens * hidden * intermediate``: 9 for an untiled gated MLP. Without what adapters multiply; None
+            where another product of the model has the same sizes.
         step_units: all matrix products of the step, attention kernels left out, in the same unit.
         flops: FLOPs of all matrix products of the step.
         peak_bytes: the most bytes live at once above weights, batch and what else was there before.

@@ -1,0 +1,457 @@
+"""``verify`` passes what is right, names what is planted wrong, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqtile
+import zoo
+from seqtile.counting import count_live_bytes, count_products
+from seqtile.verification import Difference, VerifyResult, compare, judge, verify
+
+MLP = "model.layers.1.mlp"
+DOWN = f"{MLP}.down_proj.weight"
+Plant = Callable[[nn.Module], Any]
+
+
+def tokens(batch: int = 2, length: int = 50) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(0, zoo.VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(3))}
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, fault: Plant) -> None:
+    """Let the tiled run, and no other, have a fault; ``fault`` returns a handle whose ``remove`` takes it away."""
+    applied = compare.applied
+
+    @contextmanager
+    def faulty(model: nn.Module, **words: Any) -> Iterator[Any]:
+        with applied(model, **words) as report:
+            handle = fault(model)
+            yield report
+            handle.remove()
+
+    monkeypatch.setattr(compare, "applied", faulty)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):  # type: ignore[no-untyped-def]
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient * ctx.factor, None
+
+
+# --- what is right
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2", "opt", "mixtral"])
+def test_a_right_tiling_passes_with_the_costs_counted(architecture: str) -> None:
+    model = zoo.causal_lm(architecture)
+    result = verify(model, tokens(), tile=16)
+    assert result.ok and result.worst.score <= 1, str(result)
+    assert result.blocks == 2
+    assert result.reference == "float64"
+    assert result.untiled.units == (6.0 if architecture == "opt" else 9.0)
+    assert result.tiled.units is not None and result.tiled.units > result.untiled.units
+    assert result.notes == ()
+    assert {one.name for one in result.parameters} == {*dict(model.named_parameters()), "loss"}
+
+
+def test_the_numbers_are_those_of_counting_by_hand() -> None:
+    model, batch = zoo.causal_lm("llama"), tokens()
+    result = verify(model, batch, tile=16)
+
+    def count() -> tuple[int, float, int, float]:
+        model.zero_grad(set_to_none=True)
+        with count_products() as products, count_live_bytes("cpu") as live:
+            loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+            loss.backward()
+        units = products.units(100, zoo.HIDDEN, zoo.INTERMEDIATE) / 2
+        return products.flops, units, live.peak, float(loss.detach())
+
+    untiled, tiled = result.untiled, result.tiled
+    assert (untiled.flops, untiled.units, untiled.peak_bytes, untiled.loss) == count()
+    with seqtile.applied(model, tile=16):
+        assert (tiled.flops, tiled.units, tiled.peak_bytes, tiled.loss) == count()
+    assert tiled.step_units - tiled.units == untiled.step_units - untiled.units > 0
+
+
+def test_tiling_lowers_the_peak_of_a_long_batch() -> None:
+    result = verify(zoo.causal_lm("llama"), tokens(1, 1024), tile=64, reference=None)
+    assert result.tiled.peak_bytes < 0.8 * result.untiled.peak_bytes
+
+
+def test_a_layer_checkpoint_costs_the_same_tiled() -> None:
+    model = zoo.causal_lm("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    result = verify(model.eval(), tokens(), tile=16)
+    assert (result.untiled.units, result.tiled.units) == (11.0, 11.0)
+    assert not model.training
+
+
+def test_low_precision_is_judged_against_fp32() -> None:
+    result = verify(zoo.causal_lm("llama", torch.bfloat16), tokens(), tile=16)
+    assert result.ok and result.reference == "float32", str(result)
+    worst = result.groups["mlp.down_proj"]
+    assert worst.parameters == 2
+    assert worst.untiled_error is not None and 1e-4 < worst.untiled_error < 1e-1
+
+
+def test_without_a_truth_the_default_tolerance_judges() -> None:
+    result = verify(zoo.causal_lm("llama"), tokens(), tile=16, reference=None)
+    assert result.ok and result.reference is None
+    assert result.worst.score == pytest.approx(max(result.worst.l2, result.worst.maximum) / 1.3e-6)
+
+
+def test_a_truth_that_cannot_run_is_said() -> None:
+    model = zoo.causal_lm("llama")
+
+    def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if next(model.parameters()).dtype == torch.float64:
+            raise RuntimeError("no kernel\nfor this")
+        return model(**batch, labels=batch["input_ids"]).loss
+
+    result = verify(model, tokens(), tile=16, loss_fn=loss_of)
+    assert result.ok and result.reference is None
+    assert result.notes == ("no truth in float64 (no kernel): judged by PyTorch's default tolerance",)
+
+
+def test_inputs_that_take_a_gradient_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.causal_lm("llama")
+    batch = {"inputs_embeds": torch.randn(2, 50, zoo.HIDDEN, requires_grad=True), "labels": tokens()["input_ids"]}
+    assert "batch.inputs_embeds" in verify(model, batch, tile=16).groups
+    assert batch["inputs_embeds"].grad is None
+
+
+def test_any_module_with_a_loss_of_its_own() -> None:
+    model = nn.Sequential(zoo.causal_lm("llama").model.layers[0].mlp)
+    result = verify(model, torch.randn(3, 40, zoo.HIDDEN), tile=16, loss_fn=lambda model, x: model(x).square().mean())
+    assert result.ok and (result.untiled.units, result.tiled.units) == (7.0, 9.0)  # the input takes no gradient
+
+
+# --- what is planted wrong
+
+
+def scaled(weight: str, factor: float) -> Plant:
+    return lambda model: model.get_parameter(weight).register_hook(lambda gradient: gradient * factor)
+
+
+def lost_tile(model: nn.Module) -> Any:
+    """The last tile of one block computes its output and passes no gradient back."""
+
+    def cut(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return torch.cat([output[:, :-16], output[:, -16:].detach()], 1)
+
+    return model.get_submodule(MLP).register_forward_hook(cut)
+
+
+def scaled_upstream(model: nn.Module) -> Any:
+    return model.get_submodule(MLP).register_forward_hook(lambda _, __, output: Scaled.apply(output, 1.001))
+
+
+def wrong_output(model: nn.Module) -> Any:
+    return model.get_submodule(MLP).register_forward_hook(lambda _, __, output: output * 1.001)
+
+
+class Frozen:
+    def __init__(self, model: nn.Module) -> None:
+        self.weight = model.get_parameter(DOWN).requires_grad_(False)
+
+    def remove(self) -> None:
+        self.weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        pytest.param(scaled(DOWN, 1.001), DOWN, id="a weight's gradient, a thousandth too large"),
+        pytest.param(scaled(DOWN, 2.0), DOWN, id="counted twice"),
+        pytest.param(scaled(DOWN, 0.0), DOWN, id="nought"),
+        pytest.param(lost_tile, MLP, id="a tile lost"),
+        pytest.param(scaled_upstream, "model.layers.1.", id="upstream gradient"),
+        pytest.param(wrong_output, "", id="output, whatever it spoils most"),
+        pytest.param(Frozen, DOWN, id="missing"),
+        pytest.param(scaled(DOWN, math.nan), DOWN, id="nan"),
+        pytest.param(scaled(DOWN, math.inf), DOWN, id="inf"),
+    ],
+)
+@pytest.mark.parametrize("reference", ["fp32", None])
+def test_a_planted_fault_is_named(monkeypatch: pytest.MonkeyPatch, fault: Plant, named: str, reference: str) -> None:
+    plant(monkeypatch, fault)
+    result = verify(zoo.causal_lm("llama"), tokens(), tile=16, reference=reference)
+    assert not result.ok
+    assert result.worst.name.startswith(named), str(result)
+    assert str(result).startswith(f"GRADIENTS DIFFER: {result.worst.name}: ")
+
+
+def test_a_lost_tile_is_seen_in_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lost_tile)
+    result = verify(zoo.causal_lm("llama", torch.bfloat16), tokens(), tile=16)
+    assert not result.ok and result.worst.name.startswith(MLP)
+
+
+@pytest.mark.parametrize(
+    ("untiled", "tiled", "problem"),
+    [
+        (torch.ones(2), None, "has a gradient in the untiled run and none in the tiled run"),
+        (None, torch.ones(2), "has a gradient in the tiled run and none in the untiled run"),
+        (torch.ones(2), torch.tensor([1, math.nan]), "is not finite in the tiled run"),
+        (torch.full((2,), math.inf), torch.full((2,), math.inf), "is not finite in the untiled and the tiled run"),
+    ],
+)
+def test_gradients_that_are_no_numbers_fail_by_name(untiled: Tensor | None, tiled: Tensor | None, problem: str) -> None:
+    one = judge.difference("w", untiled, tiled, torch.ones(2), torch.float32)
+    assert one.problem == problem
+    assert judge.severity(one) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("off", "score"),
+    [
+        (0.1, 0.1 / (2 * 0.1 + 1e-5)),  # as far from the truth as the untiled one, the other way
+        (0.2, 0.2 / (2 * 0.1 + 1e-5)),
+        (0.3, 0.3 / (2 * 0.1 + 1e-5)),
+    ],
+)
+def test_the_verdict_is_twice_the_untiled_error(off: float, score: float) -> None:
+    truth = torch.ones(4, dtype=torch.float64)
+    one = judge.difference("w", truth + 0.1, truth - off, truth, torch.float32)
+    assert one.score == pytest.approx(score)
+    assert (one.untiled_error, one.tiled_error) == (pytest.approx(0.1), pytest.approx(off))
+
+
+def test_one_element_off_fails_in_maximum_though_not_in_l2() -> None:
+    truth = torch.ones(10_000, dtype=torch.float64)
+    untiled, tiled = truth + 0.01, truth.clone()
+    tiled[7] += 0.1
+    one = judge.difference("w", untiled, tiled, truth, torch.float32)
+    assert float((tiled - truth).norm()) < float((untiled - truth).norm())
+    assert one.score == pytest.approx(0.1 / (2 * 0.01 + 1e-5))
+
+
+def test_an_exact_untiled_gradient_leaves_the_slack() -> None:
+    truth = torch.ones(4, dtype=torch.float64)
+    assert judge.difference("w", truth, truth * (1 + 0.9e-5), truth, torch.float32).score == pytest.approx(0.9)
+    assert judge.difference("w", truth, truth * (1 + 1.1e-5), truth, torch.float32).score == pytest.approx(1.1)
+
+
+def test_a_gradient_that_is_all_noise_may_be_other_noise() -> None:
+    noise = torch.full((4,), 1e-9)
+    truth = torch.full((4,), 1e-12, dtype=torch.float64)
+    assert judge.difference("w", noise, -5 * noise, truth, torch.float32).score < 1
+    assert judge.difference("w", noise, -11 * noise, truth, torch.float32).score > 1
+
+
+def test_gradients_of_nought_are_equal() -> None:
+    zero = torch.zeros(4)
+    assert judge.difference("w", zero, zero, zero, torch.float32) == Difference("w", 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert judge.difference("w", None, None, None, torch.float32).score == 0
+    assert judge.difference("w", zero, zero + 1e-30, zero, torch.float32).score == math.inf
+
+
+# --- what is said
+
+
+def test_a_batch_that_runs_in_one_tile_is_no_proof() -> None:
+    result = verify(zoo.causal_lm("llama"), tokens())
+    assert result.tiled.units == 9.0  # "auto" left so short a batch untiled
+    assert any("nothing was tested" in note for note in result.notes)
+    assert any("nothing was tested" in note for note in verify(zoo.causal_lm("llama"), tokens(), tile=100).notes)
+
+
+def test_dropout_is_off_and_said_and_on_again_afterwards() -> None:
+    model = zoo.causal_lm("opt", dropout=0.1, attention_dropout=0.2)
+    before = [dict(vars(module)) for module in model.modules()]
+    result = verify(model, tokens(), tile=16)
+    assert result.ok, str(result)
+    assert result.notes == ("dropout was off in these runs (5 places): every tile draws a mask of its own",)
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_other_random_numbers_are_said() -> None:
+    model = zoo.causal_lm("llama")
+
+    def noisy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(**batch, labels=batch["input_ids"]).loss * (1 + torch.rand(()))
+
+    result = verify(model, tokens(), tile=16, loss_fn=noisy)
+    assert result.ok, str(result)  # every run starts from the same seed
+    assert result.notes == ("the model draws random numbers even with dropout off: tiles may draw others",)
+
+
+def test_products_that_cannot_be_told_apart_are_not_guessed() -> None:
+    result = verify(zoo.causal_lm("llama", vocab_size=zoo.INTERMEDIATE), tokens(), tile=16)
+    assert result.untiled.units is result.tiled.units is None
+    assert result.notes == (
+        "units per block are not given: a 32 x 88 weight elsewhere, over 100 tokens, multiplies the same sizes",
+    )
+    assert result.tiled.step_units > result.untiled.step_units
+
+
+def test_a_result_is_one_line_and_plain_data() -> None:
+    result = verify(zoo.causal_lm("llama"), tokens(), tile=16)
+    line = str(result)
+    assert line.startswith("same gradients (largest relative difference ") and "\n" not in line
+    assert "units per block 9 -> 11, peak " in line
+    data = json.loads(json.dumps(result.to_dict()))
+    assert data["ok"] is True
+    assert data["tiled"]["units"] == 11.0
+    assert data["groups"]["mlp.gate_proj"]["parameters"] == 2
+    assert data["worst"]["name"] == result.worst.name
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("model.layers.3.mlp.gate_proj.weight", "mlp.gate_proj"),
+        ("model.layers.3.mlp.experts.7.up_proj.weight", "mlp.experts.up_proj"),
+        ("base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight", "mlp.up_proj.lora_A"),
+        ("transformer.h.0.mlp.c_fc.bias", "mlp.c_fc.bias"),
+        ("model.embed_tokens.weight", "embed_tokens"),
+        ("batch.inputs_embeds", "batch.inputs_embeds"),
+        ("loss", "loss"),
+        ("weight", "weight"),
+    ],
+)
+def test_group_names(name: str, group: str) -> None:
+    assert judge.group_of(name) == group
+
+
+# --- as it was found
+
+
+def state(model: nn.Module) -> list[Any]:
+    attributes = [
+        {name: value for name, value in vars(module).items() if not name.startswith("_")} for module in model.modules()
+    ]
+    gradients = [(id(weight.grad), weight.grad is None or weight.grad.clone()) for weight in model.parameters()]
+    values = [value.clone() for value in model.state_dict().values()]
+    return [attributes, gradients, values, torch.get_rng_state()]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.equal(b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def used_model() -> nn.Module:
+    """A model in the middle of things: gradients, one part in eval mode, one weight frozen, a buffer that moves."""
+    model = zoo.causal_lm("llama", attention_dropout=0.1)
+    model.model.layers[0].eval()
+    model.model.norm.weight.requires_grad_(False)
+    model.model.embed_tokens.register_buffer("calls", torch.zeros(()))
+    model.model.embed_tokens.register_forward_hook(lambda module, *_: module.calls.add_(1) and None)
+    model(**tokens(), labels=tokens()["input_ids"]).loss.backward()
+    return model
+
+
+@pytest.mark.parametrize("tiled_before", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_left_as_it_was(tiled_before: bool, fails: bool) -> None:
+    model = used_model()
+    if tiled_before:
+        seqtile.apply(model, tile=24)
+    before = state(model)
+
+    def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if fails:
+            raise KeyError("a user's own mistake")
+        return model(**batch, labels=batch["input_ids"]).loss
+
+    if fails:
+        with pytest.raises(KeyError):
+            verify(model, tokens(), tile=16, loss_fn=loss_of)
+    else:
+        assert verify(model, tokens(), tile=16, loss_fn=loss_of).ok
+    assert same(state(model), before)
+
+
+def test_the_tiling_that_stands_is_the_one_that_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.causal_lm("llama")
+    seqtile.apply(model, tile=16, only=MLP)
+    monkeypatch.setattr(compare, "applied", None)
+    result = verify(model, tokens())
+    assert result.blocks == 1
+    assert (result.untiled.units, result.tiled.units) == (9.0, 10.0)  # per block of these sizes, one of two tiled
+
+
+def test_only_and_tile_reach_apply() -> None:
+    model = zoo.causal_lm("llama")
+    assert verify(model, tokens(), tile=16, only=MLP).blocks == 1
+    with pytest.raises(seqtile.UserError, match="matches no block"):
+        verify(model, tokens(), tile=16, only="nowhere")
+
+
+# --- what is refused
+
+
+def no_weights(model: nn.Module) -> Any:
+    return model.requires_grad_(False)
+
+
+def steps_inside(model: nn.Module) -> Any:
+    return model.lm_head.weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words", "message"),
+    [
+        (no_weights, {}, "has no parameter that trains"),
+        (steps_inside, {}, "has a hook that acts on its gradient"),
+        (lambda model: model.to("meta"), {}, "is on the meta device"),
+        (lambda model: None, {"reference": "fp64"}, "reference='fp64' is not a reference"),
+        (lambda model: None, {"tile": 0}, "tile=0"),
+        (
+            lambda model: None,
+            {"loss_fn": lambda model, batch: model(**batch).logits},
+            r"gave a tensor of shape \(2, 50, 64\)",
+        ),
+        (lambda model: seqtile.apply(model), {"only": MLP}, "tiled already"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(spoil: Plant, words: dict[str, Any], message: str) -> None:
+    model = zoo.causal_lm("llama")
+    spoil(model)
+    with pytest.raises(seqtile.UserError, match=message):
+        verify(model, tokens(), **words)
+
+
+def test_a_model_without_a_loss_is_told_what_to_give() -> None:
+    model = zoo.causal_lm("llama").model
+    with pytest.raises(seqtile.UserError, match="LlamaModel gave a BaseModelOutputWithPast, .* put labels"):
+        verify(model, {"inputs_embeds": torch.randn(1, 50, zoo.HIDDEN)}, tile=16)
+
+
+def test_missing_adapter_gradients_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "gate_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(zoo.causal_lm("llama"), config)
+    result: VerifyResult = verify(model, tokens(), tile=16)
+    assert result.ok, str(result)
+    assert (result.untiled.units, result.tiled.units) == (6.0, 8.0)  # the base's products, without the adapters' own
+    adapter = "base_model.model.model.layers.1.mlp.gate_proj.lora_A.default.weight"
+
+    class Lost:
+        def __init__(self, model: nn.Module) -> None:
+            self.weight = model.get_parameter(adapter).requires_grad_(False)
+
+        def remove(self) -> None:
+            self.weight.requires_grad_(True)
+
+    plant(monkeypatch, Lost)
+    result = verify(model, tokens(), tile=16)
+    assert not result.ok and result.worst.name == adapter
+    assert result.worst.problem == "has a gradient in the untiled run and none in the tiled run"
