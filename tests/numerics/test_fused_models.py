@@ -1,0 +1,440 @@
+"""Which blocks the fused operator takes: real models and adapters, and every reason to decline."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from numerics._blocks import assert_same, gradients, random
+from numerics._fused import Conv1D, Fused, GatedMLP, GateUpMLP, PlainMLP
+from seqtile.counting import count_products
+from seqtile.models import formula
+from seqtile.models.fuse import fused_sequence, fused_weights, row_wise
+from seqtile.ops.fused import fused_mlp
+from zoo import ARCHITECTURES, HIDDEN, causal_lm
+
+TILE = 4
+FUSED = {
+    "llama": "silu", "mistral": "silu", "qwen2": "silu", "qwen3": "silu", "phi3": "silu", "gemma2": "gelu_tanh",
+    "gemma3_text": "gelu_tanh", "gpt2": "gelu_tanh", "falcon": "gelu", "gpt_neox": "gelu", "cohere": "silu",
+    "olmo2": "silu", "glm4": "silu", "deepseek_v3": "silu", "starcoder2": "gelu_tanh", "nemotron": "relu2",
+    "phi": "gelu_tanh", "stablelm": "silu", "granite": "silu",
+}  # fmt: skip
+
+
+def mlp_of(architecture: str, **config: Any) -> nn.Module:
+    """The first MLP of a tiny model."""
+    if architecture not in ARCHITECTURES:
+        config = {"resid_pdrop": 0.0, **config}
+    model = _causal_lm(architecture, **config)
+    layer = next(m for name, m in model.named_modules() if name.endswith((".0.mlp", ".0.feed_forward")))
+    return layer
+
+
+def _causal_lm(architecture: str, **config: Any) -> nn.Module:
+    ARCHITECTURES.setdefault(architecture, {})
+    return causal_lm(architecture, torch.float64, **config)
+
+
+def reason(module: nn.Module) -> str:
+    found = fused_weights(module)
+    assert isinstance(found, str), f"{type(module).__name__} was taken"
+    return found
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+def test_mlps_of_models(architecture: str) -> None:
+    mlp = mlp_of(architecture)
+    weights = fused_weights(mlp)
+    assert not isinstance(weights, str), weights
+    assert weights.activation.name == FUSED[architecture]
+    x = random(2, 5, HIDDEN, dtype=torch.float64)
+    upstream = random(2, 5, HIDDEN, dtype=torch.float64, seed=2, grad=False)
+    assert_same(gradients(Fused(mlp, TILE), [x], upstream), gradients(mlp, [x], upstream))
+
+
+def test_a_block_that_is_tiled_is_read_as_it_was() -> None:
+    import seqtile
+
+    model = causal_lm("llama")
+    mlp = model.model.layers[0].mlp
+    seqtile.apply(model, tile=4)
+    assert not isinstance(fused_weights(mlp), str)
+
+
+def test_linear_layers_that_a_layer_calls_itself() -> None:
+    layer = causal_lm("opt", torch.float64).model.decoder.layers[0]
+    weights = fused_sequence(layer.fc1, layer.activation_fn, layer.fc2)
+    assert not isinstance(weights, str), weights
+    x = random(2, 5, HIDDEN, dtype=torch.float64)
+    torch.testing.assert_close(fused_mlp(x, weights, (4, 6)), layer.fc2(layer.activation_fn(layer.fc1(x))))
+    layer.fc2.register_forward_hook(lambda *_: None)
+    assert fused_sequence(layer.fc1, F.relu, layer.fc2) == "a hook listens to the second linear layer"
+    assert fused_sequence(layer.fc2, F.relu, layer.fc1) == "a hook listens to the first linear layer"
+    act = nn.PReLU().double()
+    assert fused_sequence(layer.fc1, act, nn.Linear(4, 4)) == "its activation has hooks or weights"
+
+
+@pytest.mark.parametrize(("gate", "down"), [(0.5, 1.0), (1.0, 2.0)])
+def test_multipliers_are_noticed(gate: float, down: float) -> None:
+    """Falcon-H1 scales the gate and the output; with ones it is the plain formula."""
+    ones = dict(mlp_multipliers=[1.0, 1.0], mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8)
+    assert not isinstance(fused_weights(mlp_of("falcon_h1", **ones)), str)
+    assert "another formula" in reason(mlp_of("falcon_h1", **{**ones, "mlp_multipliers": [gate, down]}))
+
+
+class Clamped(GatedMLP):
+    limit = 7.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).clamp(max=self.limit)
+        return self.down(self.act(gate) * self.up(x).clamp(-self.limit, self.limit))
+
+
+class Residual(GatedMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Dropping(GatedMLP):
+    """Functional dropout between the products."""
+
+    share = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.dropout(self.act(self.gate(x)) * self.up(x), self.share, self.training))
+
+
+class NormInside(GatedMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.act(self.gate(x)) * self.up(x)))
+
+
+class Scaled(GatedMLP):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+class TwoArguments(GatedMLP):
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+        return residual + super().forward(x)
+
+
+class Tupled(GatedMLP):
+    def forward(self, x: Tensor) -> tuple[Tensor]:  # type: ignore[override]
+        return (super().forward(x),)
+
+
+class Odd(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def with_odd_linear() -> nn.Module:
+    mlp = GatedMLP()
+    mlp.up = Odd(6, 10)
+    return mlp
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Clamped, "another formula"),
+        (Residual, "another formula"),
+        (Dropping, "another formula"),
+        (NormInside, r"norm \(LayerNorm\) is neither a linear layer nor an activation"),
+        (lambda: Scaled(2.0), "weights or buffers of its own"),
+        (TwoArguments, "cannot be probed"),
+        (Tupled, "does not return one tensor"),
+        (lambda: GatedMLP(act=nn.Softmax(-2)), "another formula"),
+        (lambda: GatedMLP(act=nn.RReLU()), "another formula"),
+        (lambda: GatedMLP(act=nn.PReLU()), r"act \(PReLU\) is neither"),
+        (with_odd_linear, r"up \(Odd\) computes more than a linear layer"),
+        (lambda: nn.Sequential(nn.Linear(6, 6)), "1 linear layers where 2 or 3 were expected"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_formulas_are_declined(make: Callable[[], nn.Module], why: str) -> None:
+    found = reason(make())
+    assert re.search(why, found), found
+
+
+def test_dropout_that_does_not_drop_now_is_no_reason() -> None:
+    assert not isinstance(fused_weights(Dropping().eval()), str)
+    none = Dropping()
+    none.share = 0.0
+    assert not isinstance(fused_weights(none), str)
+
+
+def test_dropout_on_the_output_is_taken_and_elsewhere_declined() -> None:
+    class Inside(PlainMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.dropout(self.act(self.up(x))))
+
+    for share, training, expected in ((0.3, True, 0.3), (0.3, False, 0.0), (0.0, True, 0.0)):
+        weights = fused_weights(PlainMLP(dropout=share).train(training))
+        assert not isinstance(weights, str) and weights.dropout == expected
+        found = fused_weights(Inside(dropout=share).train(training))
+        assert isinstance(found, str) == (expected > 0)
+
+
+def test_order_of_the_halves_is_found() -> None:
+    for up_first in (False, True):
+        weights = fused_weights(GateUpMLP(up_first=up_first))
+        assert not isinstance(weights, str) and weights.up_first == up_first
+
+
+def test_order_of_gate_and_up_is_found() -> None:
+    class Turned(GatedMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.gate(x) * self.act(self.up(x)))
+
+    mlp = Turned()
+    weights = fused_weights(mlp)
+    assert not isinstance(weights, str) and weights.first[0].weight is mlp.up.weight
+
+
+class Configured(PlainMLP):
+    """A forward that asks a configuration."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.config.scale
+
+
+class Config:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+def test_a_proof_holds_for_its_class_and_configuration() -> None:
+    assert not isinstance(fused_weights(Configured(Config(1.0))), str)
+    assert isinstance(fused_weights(Configured(Config(2.0))), str)
+    assert not isinstance(fused_weights(Configured(Config(1.0))), str)
+    one, other = GatedMLP(act=lambda z: F.relu(z)), GatedMLP(act=lambda z: F.relu(z).square())
+    names = [w.activation.name for w in (fused_weights(one), fused_weights(other)) if not isinstance(w, str)]
+    assert names == ["relu", "relu2"]
+
+
+def test_a_class_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    prove = formula._prove
+
+    def noting(*args: Any) -> object:
+        asked.append(args[0])
+        return prove(*args)
+
+    monkeypatch.setattr(formula, "_prove", noting)
+    model = causal_lm("gemma2", num_hidden_layers=3)
+    for _ in range(2):
+        for layer in model.model.layers:
+            assert not isinstance(fused_weights(layer.mlp), str)
+    assert len(asked) == 1
+
+
+def test_an_activation_made_anew_for_each_block_is_the_same() -> None:
+    keys = [formula._identity(functools.partial(F.gelu, approximate="tanh")) for _ in range(2)]
+    assert keys[0] == keys[1] and hash(keys[0]) == hash(keys[1])
+    assert formula._identity(functools.partial(F.gelu)) != keys[0]
+
+
+def test_the_probe_leaves_no_trace() -> None:
+    """No random number drawn, no product counted, no attribute changed, whatever surrounds it."""
+    formula._proven.clear()
+    mlp = PlainMLP(dropout=0.3).train()
+    attributes, state = dict(vars(mlp)), torch.get_rng_state()
+    with count_products() as products, torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        assert not isinstance(fused_weights(mlp), str)
+    with pytest.raises(RuntimeError):
+        assert products.calls
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {k: v for k, v in vars(mlp).items() if v is not attributes[k]} == {}
+
+
+def test_the_probe_runs_inside_a_checkpointed_forward() -> None:
+    formula._proven.clear()
+    mlp, x = GatedMLP(), random(5, 6)
+    checkpoint(Fused(mlp, TILE), x, use_reentrant=False).sum().backward()
+    expected = torch.autograd.grad(mlp(x).sum(), x)[0]
+    torch.testing.assert_close(x.grad, expected)
+
+
+HOOKS: dict[str, Callable[[nn.Module], object]] = {
+    "forward hook": lambda m: m.register_forward_hook(lambda *_: None),
+    "forward pre-hook": lambda m: m.register_forward_pre_hook(lambda *_: None),
+    "backward hook": lambda m: m.register_full_backward_hook(lambda *_: None),
+    "backward pre-hook": lambda m: m.register_full_backward_pre_hook(lambda *_: None),
+    "own forward": lambda m: m.__dict__.update(forward=m.forward),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("child", ["gate", "up", "down"])
+def test_someone_who_listens_to_a_linear_layer(child: str, hook: str) -> None:
+    mlp = GatedMLP()
+    HOOKS[hook](getattr(mlp, child))
+    assert reason(mlp) == f"a hook listens to {child}"
+
+
+def test_someone_who_listens_to_the_activation_or_replaced_the_forward() -> None:
+    mlp = GatedMLP(act=nn.SiLU())
+    mlp.act.register_forward_hook(lambda *_: None)
+    assert reason(mlp) == "a hook listens to act"
+    mlp = GatedMLP()
+    mlp.__dict__["forward"] = lambda x: x
+    assert reason(mlp) == "its forward was replaced on the instance"
+
+
+def test_weights_that_are_no_plain_tensors() -> None:
+    class Packed(nn.Parameter):
+        pass
+
+    mlp = GatedMLP()
+    mlp.up.weight = Packed(mlp.up.weight.detach())
+    assert reason(mlp) == "up: its weight is a Packed"
+    mlp = GatedMLP()
+    mlp.up.weight = nn.Parameter(torch.zeros(10, 6, dtype=torch.int8), requires_grad=False)
+    assert reason(mlp) == "up: its weight is quantised (int8)"
+    mlp = GatedMLP()
+    mlp.down.weight.data = torch.empty(0)
+    assert reason(mlp) == "down: its weight is not gathered"
+    mlp = GatedMLP()
+    mlp.up = nn.Bilinear(6, 6, 10)
+    assert "Bilinear" in reason(mlp)
+
+
+def test_sharded_weights(tmp_path: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        mlp = GatedMLP()
+        mlp.gate.weight = nn.Parameter(distribute_tensor(mlp.gate.weight.detach(), mesh, [Replicate()]))
+        assert reason(mlp) == "gate: its weight is a DTensor"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_inside_torch_compile_the_generic_operator_runs() -> None:
+    found = []
+
+    def run(x: Tensor) -> Tensor:
+        found.append(fused_weights(GatedMLP()))
+        return x + 1
+
+    torch.compile(run, backend="eager")(torch.ones(3))
+    assert found == ["torch.compile traces the generic operator"]
+
+
+def test_conv1d_is_known_by_its_shape_not_by_its_module() -> None:
+    weights = fused_weights(PlainMLP(transposed=True))
+    assert not isinstance(weights, str) and all(p.transposed for p in (*weights.first, weights.down))
+    assert Conv1D.__module__ != "transformers.pytorch_utils"
+
+
+class TestAdapters:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+
+    def adapted(self, **config: Any) -> nn.Module:
+        class Root(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mlp = GatedMLP()
+
+        settings = {"r": 2, "target_modules": ["gate", "up", "down"], **config}
+        return self.peft.inject_adapter_in_model(self.peft.LoraConfig(**settings), Root()).mlp
+
+    def test_live_adapter(self) -> None:
+        mlp = self.adapted(lora_dropout=0.25, lora_alpha=6)
+        weights = fused_weights(mlp)
+        assert not isinstance(weights, str)
+        adapter = weights.down.adapter
+        assert adapter is not None and (adapter.scaling, adapter.dropout) == (3.0, 0.25)
+        assert adapter.down is mlp.down.lora_A["default"].weight
+        mlp.eval()
+        weights = fused_weights(mlp)
+        assert not isinstance(weights, str) and weights.down.adapter is not None
+        assert weights.down.adapter.dropout == 0.0
+
+    def test_disabled_adapters_leave_the_base(self) -> None:
+        mlp = self.adapted()
+        for layer in (mlp.gate, mlp.up, mlp.down):
+            layer.enable_adapters(False)
+        weights = fused_weights(mlp)
+        assert not isinstance(weights, str) and weights.down.adapter is None
+
+    def test_merged_adapters(self) -> None:
+        mlp = self.adapted()
+        mlp.up.merge()
+        assert reason(mlp) == "up: its adapters are merged"
+
+    def test_several_active_adapters(self) -> None:
+        mlp = self.adapted()
+        mlp.gate.update_layer("second", 2, 2, config=self.peft.LoraConfig(r=2))
+        mlp.gate.set_adapter(["default", "second"])
+        assert reason(mlp) == "gate: 2 adapters are active"
+        mlp.gate.set_adapter("second")
+        assert not isinstance(fused_weights(mlp), str)
+
+    def test_variants(self) -> None:
+        assert reason(self.adapted(use_dora=True)) == "gate: its adapter is a variant of LoRA"
+        assert reason(self.adapted(lora_bias=True)) == "gate: its adapter has a bias"
+
+    def test_other_adapters(self) -> None:
+        class Root(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mlp = GatedMLP()
+
+        config = self.peft.IA3Config(target_modules=["up"], feedforward_modules=["up"])
+        mlp = self.peft.inject_adapter_in_model(config, Root()).mlp
+        assert reason(mlp) == "up is a peft.tuners.ia3.layer.Linear"
+
+    def test_someone_who_listens_inside_an_adapter(self) -> None:
+        mlp = self.adapted()
+        mlp.down.lora_B["default"].register_forward_hook(lambda *_: None)
+        assert reason(mlp) == "a hook listens to down's adapter"
+        mlp = self.adapted()
+        mlp.down.base_layer.register_forward_hook(lambda *_: None)
+        assert reason(mlp) == "a hook listens to down"
+
+    def test_dropout_of_another_kind(self) -> None:
+        mlp = self.adapted()
+        mlp.up.lora_dropout["default"] = nn.AlphaDropout(0.1)
+        assert reason(mlp) == "up: its adapter drops by AlphaDropout"
+
+
+def test_norms_in_the_tile() -> None:
+    norm = nn.LayerNorm(6)
+    found = row_wise(norm)
+    assert not isinstance(found, str) and found.weights == (norm.weight, norm.bias)
+    x = random(5, 6)
+    torch.testing.assert_close(found.function(x, found.weights), norm(x))
+    norm.register_forward_hook(lambda *_: None)
+    assert row_wise(norm) == "something listens to LayerNorm"
+    assert row_wise(GatedMLP()) == "GatedMLP is no row-wise norm"
+    norm = nn.LayerNorm(6)
+    norm.weight.data = torch.empty(0)
+    assert row_wise(norm) == "LayerNorm: its weight is not gathered"
