@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from threading import Barrier, Thread
 
@@ -12,39 +13,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from numerics._blocks import HIDDEN, Tiled, assert_same, assert_tiled_is_untiled, block, gradients, random
+from numerics._layers import HOW, Layer
 from numerics._mutants import last_tile_without_gradient, upstream_ignored
 from seqtile.ops.generic import run_in_tiles
 
 TILE = 4
 
 
-class Layer(nn.Module):
-    """Norm, block and residual inside a checkpoint, as in a decoder layer."""
-
-    def __init__(self, inner: nn.Module, **how: bool) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.block = inner
-        self.how = how
-
-    def layer(self, x: Tensor) -> Tensor:
-        return x + self.block(self.norm(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.layer, x, **self.how) if self.how else self.layer(x)
-
-
 def check_layer(how: dict[str, bool]) -> None:
     model, x, upstream = block(), random(2, 5, HIDDEN), random(2, 5, HIDDEN, seed=2, grad=False)
-    assert_same(gradients(Layer(Tiled(model, TILE), **how), [x], upstream), gradients(Layer(model), [x], upstream))
-
-
-HOW = {
-    "none": {},
-    "checkpoint": {"use_reentrant": False},
-    "reentrant": {"use_reentrant": True},
-    "no early stop": {"use_reentrant": False, "early_stop": False},
-}
+    assert_same(
+        gradients(Layer(Tiled(model, TILE), HIDDEN, how), [x], upstream),
+        gradients(Layer(model, HIDDEN, {}), [x], upstream),
+    )
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
@@ -113,7 +94,7 @@ def test_saved_input_may_live_on_the_host() -> None:
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_second_backward_is_refused_in_pytorchs_words(how: dict[str, bool]) -> None:
-    loss = Layer(Tiled(block(), TILE), **how)(random(2, 5, HIDDEN)).sum()
+    loss = Layer(Tiled(block(), TILE), HIDDEN, how)(random(2, 5, HIDDEN)).sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
         loss.backward()
@@ -129,7 +110,7 @@ def test_second_backward_of_the_block_alone_is_refused() -> None:
 @pytest.mark.parametrize("how", [HOW["none"], HOW["checkpoint"], HOW["no early stop"]], ids=str)
 def test_retained_graph_gives_the_right_gradients_every_time(how: dict[str, bool]) -> None:
     model, x = block(), random(2, 5, HIDDEN)
-    layer, untiled = Layer(Tiled(model, TILE), **how), Layer(model)
+    layer, untiled = Layer(Tiled(model, TILE), HIDDEN, how), Layer(model, HIDDEN, {})
     untiled.norm = layer.norm
     inputs = [x, *layer.parameters()]
     output = layer(x)
@@ -166,7 +147,7 @@ def test_backward_into_chosen_inputs() -> None:
 @pytest.mark.parametrize("how", [HOW["none"], HOW["checkpoint"]], ids=str)
 def test_graph_of_the_gradient_is_refused(how: dict[str, bool]) -> None:
     """Not left to a second derivative that is silently zero."""
-    layer, x = Layer(Tiled(block(), TILE), **how), random(2, 5, HIDDEN)
+    layer, x = Layer(Tiled(block(), TILE), HIDDEN, how), random(2, 5, HIDDEN)
     with pytest.raises(NotImplementedError, match=r"first derivatives only, got create_graph=True; undo tiling"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="create_graph=True"), warnings.catch_warnings():
@@ -188,7 +169,7 @@ def test_gradients_accumulate_over_micro_batches() -> None:
 
 def test_one_gradient_per_parameter_and_backward() -> None:
     model, x = block(), random(2, 5, HIDDEN)
-    layer = Layer(Tiled(model, TILE), use_reentrant=False)
+    layer = Layer(Tiled(model, TILE), HIDDEN, HOW["checkpoint"])
     arrived: list[str] = []
     for name, weight in layer.named_parameters():
         weight.register_hook(lambda grad, name=name: arrived.append(f"grad {name}"))
@@ -198,6 +179,21 @@ def test_one_gradient_per_parameter_and_backward() -> None:
         layer(x).sum().backward()
         names = [name for name, _ in layer.named_parameters()]
         assert sorted(arrived) == sorted([*names, *(f"grad {name}" for name in names)])
+
+
+def test_one_edge_of_the_graph_per_parameter() -> None:
+    """What waits for a parameter's gradient, as DDP's reducer does, hears of it once, whatever the number of tiles."""
+    model, x = block(), random(2, 5, HIDDEN)
+    nodes, seen, edges = [Tiled(model, TILE)(x).grad_fn], set(), Counter()
+    while nodes:
+        node = nodes.pop()
+        for following, _ in node.next_functions:
+            if hasattr(following, "variable"):
+                edges[id(following.variable)] += 1
+            elif following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    assert edges == {id(tensor): 1 for tensor in (x, *model.parameters())}
 
 
 def test_gradients_of_parameters_are_their_own_memory() -> None:

@@ -282,3 +282,17 @@ def test_in_place_on_the_output_and_on_the_saved_input() -> None:
     inner.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_in_place_on_the_input_is_refused() -> None:
+    """It would change what the recompute starts from."""
+
+    class InPlace(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(F.relu_(x))
+
+    torch.manual_seed(0)
+    with pytest.raises(RuntimeError, match="is being modified inplace"):
+        Tiled(InPlace(), TILE)(random(2, 5, HIDDEN) * 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Tiled(InPlace(), TILE)(random(2, 5, HIDDEN, grad=False)).sum().backward()

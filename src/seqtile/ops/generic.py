@@ -17,6 +17,7 @@ Source: the tiled MLP of Arctic Long Sequence Training, arXiv 2506.13996, and Py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -113,21 +114,22 @@ def _run_with_gradient(
     anchor = rows[0].new_empty(0)
 
     def run_tile(index: int, _: Tensor) -> Any:
-        tiles, trained = source.tiles(index), dict(weights())
+        tiles = source.tiles(index)
+        trained = {name: weight.detach() for name, weight in weights().items()}
         wanted = [number for number, needs in enumerate(source.needs_gradient) if needs]
         entered = _Enter.apply(
             source.token, gradients, index, wanted, list(trained), *(tiles[n] for n in wanted), *trained.values()
         )
-        for number, tile in zip(wanted, entered):
+        for number, tile in zip(wanted, entered[: len(wanted)], strict=True):
             tiles[number] = tile
-        return run(tiles, dict(zip(trained, entered[len(wanted) :])))
+        return run(tiles, dict(zip(trained, entered[len(wanted) :], strict=True)))
 
     try:
         for index in range(len(cuts)):
             # The identity hooks hide the tile's own bookkeeping from a checkpoint around the layer, which would
             # otherwise have to recompute every tile but the last to get it back. The anchor carries the device.
-            with saved_tensors_hooks(_same, _same), set_checkpoint_early_stop(True):
-                result = checkpoint(run_tile, index, anchor, use_reentrant=False)
+            with saved_tensors_hooks(_same, _same), _stopping_early():
+                result = checkpoint(run_tile, index, anchor, use_reentrant=False, early_stop=True)
             leaves = output.write(index, result)
             source.token = _Put.apply(gradients, source, index, source.token, *leaves)
             del result, leaves
@@ -139,6 +141,15 @@ def _run_with_gradient(
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _stopping_early() -> AbstractContextManager[None]:
+    """Lift ``set_checkpoint_early_stop(False)`` where it is in force, as it outranks the argument.
+
+    That switch belongs to the process, not to the thread, so it is left alone otherwise.
+    """
+    off = torch.utils.checkpoint._enable_checkpoint_early_stop is False
+    return set_checkpoint_early_stop(True) if off else nullcontext()
 
 
 def _backward_pass() -> int:
@@ -386,10 +397,11 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *found: Tensor | None) -> Any:
-        for number, gradient in zip(ctx.inputs, found):
+        inputs = len(ctx.inputs)
+        for number, gradient in zip(ctx.inputs, found[:inputs], strict=True):
             if gradient is not None:
                 ctx.gradients.write_input(number, ctx.index, gradient)
-        for name, gradient in zip(ctx.names, found[len(ctx.inputs) :]):
+        for name, gradient in zip(ctx.names, found[inputs:], strict=True):
             if gradient is not None:
                 ctx.gradients.add_weight(name, gradient)
         return (None,) * (5 + len(found))

@@ -1,0 +1,141 @@
+"""What tiling costs: matrix products in units of 2 * tokens * hidden * intermediate, and bytes written by backward."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from numerics._blocks import Gated, Tiled, block, random, shards
+from numerics._layers import HOW, Layer
+from seqtile.counting import count_live_bytes, count_products
+from seqtile.ops import generic
+
+HIDDEN, INTERMEDIATE, TOKENS = 16, 40, 96
+WEIGHT_BYTES = 3 * HIDDEN * INTERMEDIATE * 4
+
+
+def units(inner: nn.Module, how: dict[str, Any], *, input_grad: bool = True) -> float:
+    layer = Layer(inner, HIDDEN, how)
+    with count_products() as products:
+        layer(random(2, TOKENS // 2, HIDDEN, grad=input_grad)).square().sum().backward()
+    return products.units(TOKENS, HIDDEN, INTERMEDIATE)
+
+
+def mlp(frozen: bool) -> Gated:
+    return block(hidden=HIDDEN, intermediate=INTERMEDIATE, bias=False).requires_grad_(not frozen)
+
+
+def check_units(how: str, frozen: bool, untiled: float, tiled: float) -> None:
+    model = mlp(frozen)
+    assert units(model, HOW[how]) == untiled
+    for count in (1, 3, 8, 16):
+        assert units(Tiled(model, shards(TOKENS, count)), HOW[how]) == tiled
+
+
+COSTS = [
+    ("none", False, 9, 11),
+    ("checkpoint", False, 11, 11),
+    ("checkpoint", True, 8, 8),
+    ("none", True, 6, 8),
+    ("reentrant", False, 12, 14),
+    ("no early stop", False, 12, 14),
+    ("reentrant", True, 9, 11),
+    ("no early stop", True, 9, 11),
+]
+
+
+@pytest.mark.parametrize(("how", "frozen", "untiled", "tiled"), COSTS)
+def test_products(how: str, frozen: bool, untiled: float, tiled: float) -> None:
+    check_units(how, frozen, untiled, tiled)
+
+
+def test_early_stop_switched_off_for_all() -> None:
+    """The process-wide switch costs the layer its early stop, not the tiles, and is left as it was found."""
+    model = mlp(frozen=False)
+    with set_checkpoint_early_stop(False):
+        assert units(model, HOW["checkpoint"]) == 12
+        assert units(Tiled(model, shards(TOKENS, 8)), HOW["checkpoint"]) == 14
+        assert units(model, HOW["checkpoint"]) == 12
+    assert units(model, HOW["checkpoint"]) == 11
+
+
+def test_products_when_the_input_needs_no_gradient() -> None:
+    """Gate and up then have nothing to hand down: two products less, as untiled."""
+    model = mlp(frozen=False)
+
+    class Bare(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.block = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x)
+
+    for net, expected in ((model, 7), (Tiled(model, shards(TOKENS, 8)), 9)):
+        with count_products() as products:
+            Bare(net)(random(TOKENS, HIDDEN, grad=False)).sum().backward()
+        assert products.units(TOKENS, HIDDEN, INTERMEDIATE) == expected
+
+
+def test_bookkeeping_seen_by_the_layers_checkpoint_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the identity hooks the layer's recompute runs the tiles again, all but the last."""
+    monkeypatch.setattr(generic, "saved_tensors_hooks", lambda *_: nullcontext())
+    with pytest.raises(AssertionError):
+        check_units(*COSTS[1])
+
+
+def test_a_recompute_that_does_not_stop_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last product of each tile is run for nothing."""
+    monkeypatch.setattr(generic, "checkpoint", lambda *args, **how: checkpoint(*args, **how | {"early_stop": False}))
+    with pytest.raises(AssertionError):
+        check_units(*COSTS[0])
+
+
+class Sliced(nn.Module):
+    """What not to do: a slice per tile, whose backward fills a full-size zero tensor."""
+
+    def __init__(self, inner: nn.Module, count: int) -> None:
+        super().__init__()
+        self.block = inner
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        tile = x.shape[0] // self.count
+        tiles = [x[i * tile : (i + 1) * tile] for i in range(self.count)]
+        return torch.cat([checkpoint(self.block, t, use_reentrant=False) for t in tiles])
+
+
+def written(net: nn.Module, tokens: int) -> int:
+    """Bytes that one backward writes."""
+    net.zero_grad()
+    output = net(random(tokens, HIDDEN))
+    upstream = torch.ones_like(output)
+    with count_live_bytes("cpu") as live:
+        output.backward(upstream)
+    return live.written
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_bytes_written_do_not_grow_with_the_number_of_tiles(how: dict[str, Any]) -> None:
+    model = mlp(frozen=True)
+    first, *others = (written(Layer(Tiled(model, shards(512, n)), HIDDEN, how), 512) for n in (1, 4, 16, 256))
+    assert others == [first] * 3
+
+
+def test_slices_per_tile_are_noticed() -> None:
+    model = mlp(frozen=True)
+    assert written(Sliced(model, 256), 512) > 5 * written(Sliced(model, 4), 512)
+
+
+def test_bytes_written_for_weights_that_train() -> None:
+    """Each tile after the first costs its weights' gradients twice, once computed and once added: no activation."""
+    model = mlp(frozen=False)
+    for tokens in (512, 1024):
+        counts = (1, 4, 16, 256)
+        found = [written(Tiled(model, shards(tokens, count)), tokens) for count in counts]
+        assert [more - found[0] for more in found] == [2 * WEIGHT_BYTES * (count - 1) for count in counts]
