@@ -21,8 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 import tiny_run
 from seqtile.cli import main
 from seqtile.train.interrupt import StopOnSignal
-from seqtile.train.recipe import build_recipe
+from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.run import Outcome, train
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "recipes"
 
 
 @pytest.fixture(scope="module")
@@ -308,3 +310,14 @@ def test_default_output_never_reuses_a_directory(model: Path, dataset: Path, tmp
     values = {"model": str(model), "dataset": str(dataset), "max_length": 64, "steps": 1, "report": False}
     outputs = [str(train(build_recipe(values, {})[0]).output) for _ in range(2)]
     assert outputs == [f"runs/{model.name}", f"runs/{model.name}-2"]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
+def test_example_recipes_run(model: Path, dataset: Path, tmp_path: Path, name: str):
+    values = read_recipe(EXAMPLES / name)
+    for key in ("epochs", "gradient_accumulation"):
+        values.pop(key, None)
+    flags = dict(model=str(model), dataset=str(dataset), output=str(tmp_path / "out"), max_length=64, steps=1)
+    outcome = train(build_recipe(values, flags)[0])
+    assert outcome.step == 1
+    assert outcome.tiling is not None and outcome.tiling.tiled == 2

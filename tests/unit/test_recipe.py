@@ -117,6 +117,18 @@ def test_a_tile_flag_contradicts_a_recipe_that_does_not_tile():
         recipe_of({"tiled_mlp": False}, {"tile": "64"})
 
 
+@pytest.mark.parametrize("values", [{"steps": 3, "epochs": 2}, {"tiled_mlp": False, "compare": True}])
+def test_settings_of_which_one_would_be_ignored(values: dict[str, Any]):
+    with pytest.raises(UserError, match="keep one"):
+        resolve(recipe_of(values))
+
+
+def test_epochs_in_place_of_steps():
+    assert (resolve(recipe_of()).steps, resolve(recipe_of()).epochs) == (None, 1.0)
+    demo = resolve(build_recipe({"epochs": 2}, {})[0])
+    assert (demo.steps, demo.epochs) == (None, 2.0)
+
+
 @pytest.mark.parametrize("given", ["model", "dataset"])
 def test_model_and_dataset_come_together(given: str):
     with pytest.raises(UserError, match="too"):

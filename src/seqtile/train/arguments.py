@@ -43,7 +43,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTCo
         "per_device_train_batch_size": recipe.batch_size,
         "gradient_accumulation_steps": recipe.gradient_accumulation,
         "learning_rate": recipe.learning_rate,
-        "num_train_epochs": recipe.epochs,
+        "num_train_epochs": recipe.epochs or 1.0,
         "max_steps": recipe.steps or -1,
         "seed": recipe.seed,
         "trust_remote_code": recipe.trust_remote_code,
@@ -97,7 +97,7 @@ def _precision() -> dict[str, Any]:
 
 def _packing(recipe: Recipe, documents: bool) -> dict[str, Any]:
     packing = recipe.packing
-    if packing is None and not recipe.is_demo and documents:
+    if packing is None and documents:
         packing = "wrapped"
     if not packing:
         return {"packing": False}

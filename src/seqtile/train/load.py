@@ -34,6 +34,8 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     _scale_positions(config, recipe)
     check_positions(config, recipe)
     tokenizer = _load("tokenizer", transformers.AutoTokenizer, path, recipe, **_revision(recipe))
+    if tokenizer.eos_token is None:
+        raise UserError(f"the tokenizer of {recipe.model!r} has no end-of-text token; set one in its files first")
     model = _load(
         "weights",
         transformers.AutoModelForCausalLM,
@@ -41,8 +43,6 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         recipe,
         **{"config": config, "dtype": _dtype(recipe), **recipe.model_kwargs},
     )
-    if tokenizer.eos_token is None:
-        raise UserError(f"the tokenizer of {recipe.model!r} has no end-of-text token; set one in its files first")
     return model, tokenizer
 
 

@@ -18,6 +18,7 @@ from seqtile.verification import Run, verify
 if TYPE_CHECKING:
     from torch import nn
 
+    from seqtile.models.report import Block
     from seqtile.train.recipe import Recipe
 
 TIMED_PAIRS = 3
@@ -86,17 +87,16 @@ def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Compa
     inputs = dict(batch)
     tokens = inputs["input_ids"].numel()
     with _silent():
-        blocks = apply(model, tile=recipe.tile, only=recipe.only).blocks
-        places = [block.name if len(block.together) <= 1 else block.name.rpartition(".")[0] for block in blocks]
+        blocks = apply(model, **recipe.tiling).blocks
         verdict = verify(model, inputs, reference=None)
-        tiled_live = _watch_step(model, inputs, places)
+        tiled_live = _watch_step(model, inputs, blocks)
         undo(model)
-        untiled_live = _watch_step(model, inputs, places)
+        untiled_live = _watch_step(model, inputs, blocks)
         seconds: dict[str, list[float]] = {"untiled": [], "tiled": []}
         for _ in range(TIMED_PAIRS):
             undo(model)
             seconds["untiled"].append(_time_step(model, inputs))
-            apply(model, tile=recipe.tile, only=recipe.only)
+            apply(model, **recipe.tiling)
             seconds["tiled"].append(_time_step(model, inputs))
     weights = [one for one in verdict.parameters if one.name != "loss"]
     worst = max(weights, key=lambda one: one.l2)
@@ -125,11 +125,11 @@ def _silent() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _watch_step(model: nn.Module, inputs: dict[str, Any], places: Iterable[str]) -> LiveBytes:
+def _watch_step(model: nn.Module, inputs: dict[str, Any], blocks: Iterable[Block]) -> LiveBytes:
     """One step, its live bytes labelled with the part of the model that runs."""
     with (
         count_live_bytes(inputs["input_ids"].device) as live,
-        label_phases(live, model, places) as labels,
+        label_phases(live, model, blocks) as labels,
     ):
         run_step(model, inputs, labels)
     model.zero_grad(set_to_none=True)

@@ -18,7 +18,19 @@ WRITTEN = (
 )  # fmt: skip
 """What a run leaves in its directory, and so what ``--overwrite`` removes."""
 
-MAY_CHANGE = ("output", "save_steps", "report", "compare", "steps", "tile", "tiled_mlp", "only", "loss_tile")
+MAY_CHANGE = (
+    "output",
+    "save_steps",
+    "report",
+    "compare",
+    "steps",
+    "tile",
+    "tiled_mlp",
+    "only",
+    "blocks",
+    "keep",
+    "loss_tile",
+)
 """What a resumed run may set otherwise: the length, what is written, and how it is computed, not what is learnt."""
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from seqtile.counting import LiveBytes
 
+if TYPE_CHECKING:
+    from seqtile.models.report import Block
+
 HEAD = "head and loss"
-REST = "norms and residuals"
+REST = "rest"
 ATTENTION = "attention"
 BLOCK = "MLP"
+BLOCK_AND_NORMS = "MLP and norms"
 
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 
@@ -83,25 +87,31 @@ class _Labels:
 
 
 @contextmanager
-def label_phases(live: LiveBytes, model: nn.Module, blocks: Iterable[str]) -> Iterator[_Labels]:
+def label_phases(live: LiveBytes, model: nn.Module, blocks: Iterable[Block]) -> Iterator[_Labels]:
     """Name the parts of one step of ``model`` to ``live`` while the ``with`` lasts.
+
+    A block that shares its tile with a norm is not heard by itself, because hooks on either would part them: there
+    everything in its layer but the attention has one name.
 
     Args:
         live: a running counter.
         model: a Hugging Face causal language model, PEFT's wrapper or not.
-        blocks: qualified names of its position-wise blocks.
+        blocks: its position-wise blocks, from the report of :func:`seqtile.apply`.
     """
     labels = _Labels(live)
-    names = set(blocks)
+    places = {}
+    for block in blocks:
+        alone = len(block.together) <= 1 or block.kind == "inline"
+        places[block.name if alone else block.name.rpartition(".")[0]] = BLOCK if alone else BLOCK_AND_NORMS
     backbone = getattr(model, "base_model", model)
     try:
         for name, module in model.named_modules():
             if module is backbone and module is not model:
                 labels.watch(module, REST, HEAD)
-            elif name in names:
-                labels.watch(module, BLOCK, REST)
+            elif name in places:
+                labels.watch(module, places[name], REST)
             elif name.rpartition(".")[2] in _ATTENTION_NAMES:
-                labels.watch(module, ATTENTION, REST)
+                labels.watch(module, ATTENTION, places.get(name.rpartition(".")[0], REST))
         labels._switch()
         yield labels
     finally:

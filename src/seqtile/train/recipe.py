@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from seqtile._errors import UserError
-from seqtile.tiling import parse_tile
+from seqtile.tiling import parse_keep, parse_tile
 
 DEMO = "demo"
 """Model and dataset of the embedded default."""
@@ -80,13 +80,15 @@ class Recipe(BaseModel):
     tiled_mlp: bool = True
     tile: int | str = "auto"
     only: tuple[str, ...] | None = None
+    blocks: Literal["auto", "mlp", "mlp+norm"] = "auto"
+    keep: float | str = 0.0
     loss_tile: int | None = Field(None, ge=1, description="tokens per tile of the head; None leaves it to TRL")
     activation_checkpointing: bool = True
     lora: LoraRecipe | None = None
     engine: str = "single"
 
     steps: int | None = Field(None, ge=1)
-    epochs: float = Field(1.0, gt=0)
+    epochs: float | None = Field(None, gt=0)
     batch_size: int = Field(1, ge=1)
     gradient_accumulation: int = Field(1, ge=1)
     learning_rate: float | None = Field(None, gt=0)
@@ -108,6 +110,12 @@ class Recipe(BaseModel):
         parse_tile(tile)
         return tile
 
+    @field_validator("keep")
+    @classmethod
+    def _known_keep(cls, keep: float | str) -> float | str:
+        parse_keep(keep, 1)
+        return keep
+
     @field_validator("engine")
     @classmethod
     def _known_engine(cls, engine: str) -> str:
@@ -127,6 +135,11 @@ class Recipe(BaseModel):
             if key in NAMED_TRAINER_KEYS:
                 raise ValueError(f"trainer.{key} has its own name here; use {NAMED_TRAINER_KEYS[key]!r} instead")
         return trainer
+
+    @property
+    def tiling(self) -> dict[str, Any]:
+        """Keyword arguments of :func:`seqtile.apply`."""
+        return {"tile": self.tile, "only": self.only, "blocks": self.blocks, "keep": self.keep}
 
     @property
     def is_demo(self) -> bool:
@@ -210,16 +223,26 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
 
 
 def resolve(recipe: Recipe) -> Recipe:
-    """The same recipe with every value that is decided here and not by the machine filled in."""
-    filled: dict[str, Any] = {}
+    """The same recipe with every value that is decided here and not by the machine filled in.
+
+    Raises:
+        UserError: two settings of which one would be ignored.
+    """
+    if recipe.steps is not None and recipe.epochs is not None:
+        raise UserError(f"got both steps {recipe.steps} and epochs {recipe.epochs:g}; keep one")
+    if recipe.compare and not recipe.tiled_mlp:
+        raise UserError("compare needs something tiled, but the recipe says not to tile; keep one")
+    filled: dict[str, Any] = {"compare": bool(recipe.compare)}
     if recipe.is_demo:
-        filled["steps"] = recipe.steps or 30
         filled["learning_rate"] = recipe.learning_rate or 3e-3
         filled["loss_tile"] = recipe.loss_tile or 512
-        filled["compare"] = True if recipe.compare is None else recipe.compare
+        filled["compare"] = recipe.tiled_mlp if recipe.compare is None else recipe.compare
+        if recipe.steps is None and recipe.epochs is None:
+            filled["steps"] = 30
     else:
         filled["learning_rate"] = recipe.learning_rate or (2e-4 if recipe.lora else 2e-5)
-        filled["compare"] = bool(recipe.compare)
+        if recipe.steps is None and recipe.epochs is None:
+            filled["epochs"] = 1.0
     return recipe.model_copy(update=filled)
 
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seqtile.train.phases import ATTENTION, BLOCK, HEAD, REST, part_of
+from seqtile.train.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, part_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 PACKAGES = ("seqtile", "torch", "transformers", "trl", "accelerate", "peft")
-COLOURS = {BLOCK: "#d1495b", ATTENTION: "#30638e", HEAD: "#edae49", REST: "#9aa5ab"}
+COLOURS = {BLOCK: "#d1495b", BLOCK_AND_NORMS: "#d1495b", ATTENTION: "#30638e", HEAD: "#edae49", REST: "#9aa5ab"}
 DPI = 120
 
 

@@ -116,7 +116,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     model, tokenizer = load_model(recipe)
     if rows is None:
         rows = demo.load_rows(tokenizer, recipe.max_length)
-    tiling = apply(model, tile=recipe.tile, only=recipe.only) if recipe.tiled_mlp else None
+    tiling = apply(model, **recipe.tiling) if recipe.tiled_mlp else None
     if recipe.loss_tile:
         check_plain_head(model.config)
     trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora))

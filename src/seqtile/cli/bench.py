@@ -1,0 +1,44 @@
+"""``seqtile bench``."""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(help="Measure time, memory and gradient error, tiled and untiled, with others beside.")
+
+
+@app.command()
+def mlp(
+    shape: str = typer.Option(None, help="llama-8b, qwen3-8b or ms-swift. [default: llama-8b; on the CPU 512x1408]"),
+    hidden: int = typer.Option(None, help="Hidden width, with --intermediate instead of --shape.", metavar="D"),
+    intermediate: int = typer.Option(None, help="Width of the MLP.", metavar="F"),
+    tokens: str = typer.Option(None, help="[default: 8192,32768,131072; on the CPU 2048,8192]", metavar="N,N"),
+    tiles: str = typer.Option("auto", help="Tile rules: auto, 8192, shards:4, arctic, memory:1GiB.", metavar="RULE,.."),
+    methods: str = typer.Option(
+        "untiled,generic,fused,tile-checkpoint,liger,deepspeed",
+        help="Ways to run the block; there is deepspeed-compute too.", metavar="NAME,..",
+    ),
+    checkpoint: str = typer.Option("both", help="In a layer under an activation checkpoint: no, yes, both."),
+    train: str = typer.Option("full", help="What trains: full, frozen, lora.", metavar="WHAT,.."),
+    dtype: str = typer.Option(None, help="[default: bfloat16; on the CPU float32]"),
+    device: str = typer.Option(None, help="[default: the accelerator if there is one, else cpu]"),
+    repeats: int = typer.Option(5, help="Timed runs per cell, at least 5.", metavar="N"),
+    pairs: int = typer.Option(0, help="Interleaved pairs with untiled in one process instead.", metavar="N"),
+    keep: str = typer.Option("0", help="Memory to spare for the fused operator: 0.0 to 1.0, memory:4GiB, auto."),
+    out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
+) -> None:  # fmt: skip
+    """One MLP block, forward and backward: methods x tokens x tile rules, every cell in a process of its own."""
+    from seqtile.bench.grid import build_grid, run_grid, summary
+    from seqtile.bench.plots import plot_grid
+    from seqtile.cli import bench_show as show
+
+    grid = build_grid(
+        shape=shape, hidden=hidden, intermediate=intermediate, tokens=tokens, tiles=tiles, methods=methods,
+        checkpoint=checkpoint, train=train, dtype=dtype, device=device, repeats=repeats, pairs=pairs, keep=keep,
+    )  # fmt: skip
+    directory, stem = show.fresh(out, "mlp")
+    with show.Status() as status:
+        rows = run_grid(grid, directory / f"{stem}.jsonl", status.say)
+    show.print_grid(rows)
+    show.print_files([directory / f"{stem}.jsonl", *plot_grid(rows, directory, stem)])
+    show.print_summary(summary(rows))
