@@ -8,7 +8,7 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from seqtile.ops.generic import _Cuts, _Gradients, _Output
+from seqtile.ops.generic import _Cuts, _Gradients, _Output, _Source
 
 Mutant = Callable[[MonkeyPatch], None]
 
@@ -88,6 +88,19 @@ def cut_along_the_length(monkeypatch: MonkeyPatch) -> None:
         return rows([tensor.transpose(0, 1) if tensor.dim() == 3 else tensor for tensor in tensors])
 
     monkeypatch.setattr(_Cuts, "rows", staticmethod(mutated))
+
+
+def inputs_kept(monkeypatch: MonkeyPatch) -> None:
+    """The recompute's closure keeps the inputs alive after the forward."""
+    end_forward = _Source.end_forward
+
+    def mutated(self: _Source) -> Tensor:
+        live = self._live
+        last = end_forward(self)
+        self._live = live
+        return last
+
+    monkeypatch.setattr(_Source, "end_forward", mutated)
 
 
 COARSE: dict[str, Mutant] = {

@@ -10,7 +10,20 @@ from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 from torch.func import functional_call
 
-from numerics._blocks import HIDDEN, INTERMEDIATE, Gated, Tiled, assert_tiled_is_untiled, block, cut, random, shards
+from numerics._blocks import (
+    HIDDEN,
+    INTERMEDIATE,
+    Gated,
+    Tiled,
+    assert_same,
+    assert_tiled_is_untiled,
+    block,
+    cut,
+    gradients,
+    random,
+    shards,
+)
+from numerics._layers import HOW, Layer
 from numerics._mutants import COARSE, cut_along_the_length
 from seqtile.ops import generic
 
@@ -36,7 +49,19 @@ def test_any_batch_and_length(batch: int, length: int) -> None:
     check_batch(batch, length)
 
 
-@pytest.mark.parametrize("sizes", [(7,), (1,) * 7, (3, 4), (1, 5, 1), (6, 1)])
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0,)], ids=str)
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 0)])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_no_tokens_at_all(shape: tuple[int, ...], sizes: tuple[int, ...], checkpointed: bool) -> None:
+    """Weights get the zeros that they get untiled, not None: an engine may wait for them."""
+    model, x, how = block(), random(*shape, HIDDEN), HOW["checkpoint" if checkpointed else "none"]
+    ours = gradients(Layer(Tiled(model, sizes), HIDDEN, how), [x], torch.ones(*shape, HIDDEN))
+    assert_same(ours, gradients(Layer(model, HIDDEN, how), [x], torch.ones(*shape, HIDDEN)))
+    with torch.no_grad():
+        assert Tiled(model, sizes)(x).shape == x.shape
+
+
+@pytest.mark.parametrize("sizes", [(7,), (1,) * 7, (3, 4), (1, 5, 1), (6, 1), (3, 0, 4)])
 def test_any_cut(sizes: tuple[int, ...]) -> None:
     x = random(7, HIDDEN)
     assert_tiled_is_untiled(block(), [x], random(7, HIDDEN, seed=2, grad=False), sizes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from numerics._births import Births, births
 from numerics._blocks import HIDDEN, Gated, Tiled, block, random
 from numerics._layers import HOW, Layer
-from seqtile.ops.generic import _Gradients, _Source
+from numerics._mutants import inputs_kept
+from seqtile.ops.generic import _Gradients, run_in_tiles
 
 TILE = 4
 
@@ -93,7 +95,7 @@ def test_after_a_backward(how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("how", [HOW["none"], HOW["checkpoint"]], ids=str)
 def test_kept_inputs_are_noticed(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Source, "end_forward", lambda self: None)
+    inputs_kept(monkeypatch)
     with pytest.raises(AssertionError):
         check_backward(how)
 
@@ -206,6 +208,28 @@ def test_a_retained_graph_keeps_the_input_and_nothing_of_the_backward() -> None:
         for _ in range(2):
             loss.backward(retain_graph=True)
             assert born.alive(inner, output, loss, x.grad, *(w.grad for w in model.parameters())) == before
+
+
+def test_no_copy_of_a_weight_is_kept() -> None:
+    """Weights that an engine gathers for a tile go with it; those of the first call stay until the forward's end."""
+    shard, copies, most = nn.Parameter(torch.eye(HIDDEN)), [], []
+
+    def alive() -> int:
+        return sum(copy() is not None for copy in copies)
+
+    def gather() -> dict[str, Tensor]:
+        whole = shard * 1
+        copies.append(weakref.ref(whole.untyped_storage()))
+        return {"weight": whole}
+
+    def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Tensor:
+        most.append(alive())
+        return torch.tanh(tiles[0] @ aliases["weight"])
+
+    output = run_in_tiles(run, [random(40, HIDDEN)], (4,) * 10, gather)
+    assert max(most) <= 2 and alive() == 0
+    output.sum().backward()
+    assert len(copies) == 21 and max(most) <= 2 and alive() == 0
 
 
 def test_a_counter_that_saw_nothing_says_so() -> None:

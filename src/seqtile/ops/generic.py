@@ -43,7 +43,7 @@ def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weig
             instead; it is empty when nothing needs a gradient.
         tensors: inputs that are split, each ``[..., D_i]`` with the same number of rows ``N`` (product of the
             leading dimensions). A tile keeps the number of dimensions: ``[1, ..., t, D_i]``.
-        sizes: tokens of each tile, in order; they sum to ``N``.
+        sizes: tokens of each tile, in order; they sum to ``N``; may be empty when ``N`` is 0.
         weights: returns the live weights that train, by name. They are asked for again at every tile, so that an
             engine may free and gather them in between.
 
@@ -162,7 +162,7 @@ class _Cuts:
 
     def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
         self.leading = tensors[0].shape[:-1]
-        self.sizes = tuple(sizes)
+        self.sizes = tuple(sizes) or (0,)  # no rows at all are one empty tile
         self.starts = tuple(accumulate(self.sizes, initial=0))
         self.ndims = [tensor.dim() for tensor in tensors]
         tokens = self.leading.numel()
@@ -311,7 +311,9 @@ class _Gradients:
         self._clear()
         self._pass = _backward_pass()
         tokens = self.cuts.leading.numel()
-        self._outputs = [None if grad is None else grad.reshape(tokens, grad.numel() // tokens) for grad in outputs]
+        self._outputs = [
+            None if grad is None else grad.reshape(tokens, grad.numel() // max(tokens, 1)) for grad in outputs
+        ]
         self._outputs_left = len(self.cuts)
 
     def of_output(self, index: int) -> Iterator[Tensor | None]:
