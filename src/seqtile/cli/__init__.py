@@ -12,8 +12,9 @@ import typer
 from seqtile import __version__
 from seqtile._errors import UserError
 
-COMMANDS = ("train", "doctor")
-"""Commands in the order of ``--help``. Each is a module ``seqtile.cli.NAME`` with a function ``command``."""
+COMMANDS = ("train", "bench", "doctor")
+"""Commands in the order of ``--help``. Each is a module ``seqtile.cli.NAME`` with a function ``command``, or with an
+``app`` of several."""
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -32,7 +33,11 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     for name in COMMANDS:
-        app.command(name)(import_module(f"seqtile.cli.{name}").command)
+        module = import_module(f"seqtile.cli.{name}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name)(module.command)
     return app
 
 

@@ -1,0 +1,148 @@
+"""What one measurement is, and how it runs in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from seqtile._errors import UserError
+
+SHAPES = {
+    "llama-8b": (4096, 14336),
+    "qwen3-8b": (4096, 12288),
+    "ms-swift": (4096, 12288),
+}
+"""Hidden and intermediate width of the blocks that have a name; ms-swift's is that of its published benchmark."""
+
+METHODS = ("untiled", "generic", "fused", "tile-checkpoint", "liger", "deepspeed", "deepspeed-compute")
+"""The ways to run a block. The last four are others': PyTorch's checkpoint per tile, ``apply_tiled_mlp`` of Liger,
+``TiledMLP`` and ``sequence_tiled_compute`` of DeepSpeed."""
+
+OURS = ("generic", "fused")
+TRAIN = ("full", "frozen", "lora")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+LORA_RANK = 16
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement of one MLP block, forward and backward.
+
+    Attributes:
+        hidden: width ``D`` of the input.
+        intermediate: width ``F`` of the MLP.
+        tokens: rows of the input.
+        tile: tile rule, as :func:`seqtile.apply` takes it.
+        method: one of :data:`METHODS`.
+        checkpoint: the block stands in a residual layer behind an RMSNorm, all under one activation checkpoint;
+            else it runs alone.
+        train: ``"full"``, ``"frozen"`` (only the input's gradient) or ``"lora"`` (adapters of rank 16 on all three).
+        dtype: of input, weights and gradients.
+        device: ``torch.device`` type.
+        repeats: timed runs after the warm-up.
+        keep: share of the tiles whose gate and up the fused operator keeps, or ``"auto"`` or ``"memory:4GiB"``.
+        blocks: ``"mlp"`` or ``"mlp+norm"``: whether ours runs the norm of the layer in the tile too.
+        hold_output: the caller holds the block's output until the backward ends; else it is dropped at once, as
+            behind a residual add.
+        seed: of weights and input.
+    """
+
+    hidden: int
+    intermediate: int
+    tokens: int
+    tile: str = "auto"
+    method: str = "fused"
+    checkpoint: bool = False
+    train: str = "full"
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    repeats: int = 5
+    keep: float | str = 0.0
+    blocks: str = "auto"
+    hold_output: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate", "tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: expected at least 1")
+        for name, allowed in (("method", METHODS), ("train", TRAIN), ("dtype", DTYPES)):
+            if getattr(self, name) not in allowed:
+                raise UserError(f"{name} {getattr(self, name)!r} is unknown: expected one of {', '.join(allowed)}")
+        if self.keep != 0.0 and self.method != "fused":
+            raise UserError(f"keep is of the fused operator only, got method {self.method!r}: drop one of the two")
+
+    @property
+    def ours(self) -> bool:
+        """Whether the method is ours."""
+        return self.method in OURS
+
+    def __str__(self) -> str:
+        around = "under a checkpoint" if self.checkpoint else "alone"
+        kept = f", keep {self.keep}" if self.keep != 0.0 else ""
+        return f"{self.method} {self.hidden}x{self.intermediate} {self.tokens:,} tokens, {self.train}, {around}{kept}"
+
+
+def run_cell(cell: Cell, *, timeout_s: float = 3600.0) -> dict[str, Any]:
+    """Measure one cell in a process of its own.
+
+    Args:
+        cell: what to measure.
+        timeout_s: after this the process is ended, which is a result too.
+
+    Returns:
+        The cell's fields and what was measured; where it failed, ``error`` says why and the numbers are missing.
+    """
+    return {**asdict(cell), **run_child("cell", asdict(cell), timeout_s=timeout_s)}
+
+
+def run_pairs(cell: Cell, methods: Sequence[str], pairs: int, *, timeout_s: float = 7200.0) -> list[dict[str, Any]]:
+    """Measure ``methods`` against untiled in interleaved pairs, all in one process.
+
+    Returns:
+        One row per method, untiled first; see :func:`seqtile.bench.measure.measure_pairs`.
+    """
+    arguments = {"cell": asdict(cell), "methods": list(methods), "pairs": pairs}
+    found = run_child("pairs", arguments, timeout_s=timeout_s)
+    if "error" in found:
+        return [{**asdict(replace(cell, method=method, keep=0.0)), **found} for method in ("untiled", *methods)]
+    keeps = {"fused": cell.keep}
+    rows = found["rows"]
+    return [{**asdict(cell), **row, "keep": keeps.get(row["method"], 0.0), "repeats": pairs} for row in rows]
+
+
+def run_child(job: str, arguments: dict[str, Any], *, timeout_s: float = 3600.0) -> dict[str, Any]:
+    """Run ``seqtile.bench.child`` on one job; its last line of output, or ``{"error": ...}``."""
+    command = [sys.executable, "-m", "seqtile.bench.child", job]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1"},
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(json.dumps(arguments), timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {"error": f"no result within {timeout_s:.0f} s"}
+    except KeyboardInterrupt:
+        process.kill()
+        raise
+    lines = out.strip().splitlines()
+    if process.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    return {"error": _why(process.returncode, err)}
+
+
+def _why(code: int, err: str) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name
+        memory = " (the system ran out of memory?)" if name == "SIGKILL" else ""
+        return f"ended by {name}{memory}"
+    said = [line for line in err.splitlines() if line.strip()]
+    return said[-1].strip() if said else f"ended with exit code {code}"

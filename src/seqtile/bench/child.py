@@ -1,0 +1,59 @@
+"""``python -m seqtile.bench.child JOB``: one measurement in this process; arguments on stdin, the result on stdout.
+
+Both are one line of JSON. Running out of memory is a result, and so is a peer that is missing or raises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+
+def main() -> None:
+    """Run the job that the command line names."""
+    # Libraries print on stdout when they are imported; the result must be the last line there, alone.
+    result_to = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.filterwarnings("ignore")
+    arguments = json.load(sys.stdin)
+    result = guarded(_jobs()[sys.argv[1]], arguments)
+    result_to.write(json.dumps(result) + "\n")
+    result_to.flush()
+
+
+def guarded(job: Callable[[dict[str, Any]], dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The job's result, or what stopped it."""
+    import torch
+
+    from seqtile.bench.methods import NotInstalledError
+
+    try:
+        return job(arguments)
+    except torch.OutOfMemoryError as error:
+        return {"error": "out of memory", "error_detail": " ".join(str(error).split())[:500]}
+    except NotInstalledError as error:
+        return {"error": str(error)}
+    except Exception as error:  # noqa: BLE001  # whatever a peer raises is the result of its cell
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
+
+
+def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
+    from seqtile.bench.cell import Cell
+    from seqtile.bench.environment import environment
+    from seqtile.bench.measure import measure_cell, measure_pairs
+
+    def cell(arguments: dict[str, Any]) -> dict[str, Any]:
+        return measure_cell(Cell(**arguments))
+
+    def pairs(arguments: dict[str, Any]) -> dict[str, Any]:
+        return {"rows": measure_pairs(Cell(**arguments["cell"]), arguments["methods"], arguments["pairs"])}
+
+    return {"cell": cell, "pairs": pairs, "environment": lambda _: environment()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Where a number was measured: device, versions, date and command."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("seqtile", "torch", "triton", "transformers", "accelerate", "peft", "liger-kernel", "deepspeed")
+
+
+def environment() -> dict[str, Any]:
+    """Device and versions of this process."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return {
+        "device_name": _device_name(accelerator),
+        "device_count": torch.accelerator.device_count() if accelerator is not None else 0,
+        "device_type": accelerator.type if accelerator is not None else "cpu",
+        "driver": _driver(accelerator),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "python": platform.python_version(),
+    }
+
+
+def stamp(found: dict[str, Any], command: Sequence[str] | None = None) -> dict[str, Any]:
+    """What every row of results starts with: date, command, device and versions."""
+    line = list(command) if command is not None else ["seqtile", *sys.argv[1:]]
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": " ".join(line), **found}
+
+
+def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Add rows to a file of JSON lines, which is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+
+
+def _device_name(accelerator: Any) -> str:
+    import torch
+
+    if accelerator is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return f"CPU {platform.machine()}, {torch.get_num_threads()} threads of {cores} cores"
+    module = torch.get_device_module(accelerator)
+    return module.get_device_name() if hasattr(module, "get_device_name") else accelerator.type
+
+
+def _driver(accelerator: Any) -> str | None:
+    """The toolkit that torch was built for, such as ``"12.8"``; None on the CPU."""
+    import torch
+
+    return getattr(torch.version, accelerator.type, None) if accelerator is not None else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
