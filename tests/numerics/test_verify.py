@@ -74,7 +74,7 @@ def test_the_numbers_are_those_of_counting_by_hand() -> None:
     def count() -> tuple[int, float, int, float]:
         model.zero_grad(set_to_none=True)
         with count_products() as products, count_live_bytes("cpu") as live:
-            loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+            loss = model(**batch, labels=batch["input_ids"]).loss
             loss.backward()
         units = products.units(100, zoo.HIDDEN, zoo.INTERMEDIATE) / 2
         return products.flops, units, live.peak, float(loss.detach())
@@ -105,6 +105,15 @@ def test_low_precision_is_judged_against_fp32() -> None:
     worst = result.groups["mlp.down_proj"]
     assert worst.parameters == 2
     assert worst.untiled_error is not None and 1e-4 < worst.untiled_error < 1e-1
+
+
+def test_the_truth_is_computed_without_autocast() -> None:
+    model = zoo.causal_lm("llama", torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = verify(model, tokens(), tile=16)
+    assert result.ok, str(result)
+    error = result.groups["mlp.down_proj"].untiled_error
+    assert error is not None and error > 1e-3
 
 
 def test_without_a_truth_the_default_tolerance_judges() -> None:
@@ -286,7 +295,21 @@ def test_other_random_numbers_are_said() -> None:
 
     result = verify(model, tokens(), tile=16, loss_fn=noisy)
     assert result.ok, str(result)  # every run starts from the same seed
-    assert result.notes == ("the model draws random numbers even with dropout off: tiles may draw others",)
+    assert result.reference is None
+    assert result.notes == (
+        "the model draws random numbers even with dropout off: tiles may draw others, and there is no truth",
+    )
+
+
+def test_a_truth_far_from_the_untiled_run_is_said() -> None:
+    model = zoo.causal_lm("llama")
+
+    def unlike(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        factor = 2 if next(model.parameters()).dtype == torch.float64 else 1
+        return factor * model(**batch, labels=batch["input_ids"]).loss
+
+    result = verify(model, tokens(), tile=16, loss_fn=unlike)
+    assert result.notes == ("the untiled run is itself 50% off the truth, so much is allowed the tiled one",)
 
 
 def test_products_that_cannot_be_told_apart_are_not_guessed() -> None:

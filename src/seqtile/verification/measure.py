@@ -21,7 +21,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Measured:
-    """One forward and backward from a fresh state.
+    """One forward and backward of a model without gradients, which is left without them.
 
     Attributes:
         gradients: by name of the parameter, ``"batch.NAME"`` of an input, or ``"loss"`` for the loss itself; on the
@@ -33,7 +33,6 @@ class Measured:
     """
 
     def __init__(self, model: nn.Module, batch: Any, loss_fn: Loss | None, seed: int) -> None:
-        model.zero_grad(set_to_none=True)
         inputs = fresh(batch)
         device = next(model.parameters()).device
         torch.manual_seed(seed)
@@ -128,7 +127,7 @@ def fresh(batch: Any, dtype: torch.dtype | None = None) -> Any:
     """The batch with leaves of its own, so that a run leaves no gradient on the user's; cast if ``dtype`` is given."""
     if isinstance(batch, Tensor):
         cast = dtype if dtype is not None and batch.is_floating_point() else batch.dtype
-        return batch.detach().to(cast, copy=batch.requires_grad).requires_grad_(batch.requires_grad)
+        return batch.detach().to(cast).requires_grad_(batch.requires_grad)
     if isinstance(batch, Mapping):
         return {name: fresh(value, dtype) for name, value in batch.items()}
     if isinstance(batch, (list, tuple)):
@@ -146,8 +145,6 @@ def _loss_of(model: nn.Module, batch: Any) -> Tensor:
         words = dict(batch)
         if "input_ids" in words:
             words.setdefault("labels", words["input_ids"])
-        if hasattr(getattr(model, "config", None), "use_cache"):
-            words.setdefault("use_cache", False)  # a cache of keys and values is no part of a training step
         output = model(**words)
     else:
         output = model(batch) if isinstance(batch, Tensor) else model(*batch)

@@ -33,7 +33,7 @@ def refuse_what_cannot_be_compared(model: nn.Module) -> None:
 
 @contextmanager
 def kept(model: nn.Module, seed: int) -> Iterator[None]:
-    """Put gradients, buffers, training modes and random state back at the end."""
+    """Take the gradients off; put them, buffers, training modes and random state back at the end."""
     device = next(model.parameters()).device
     gradients = [(weight, weight.grad) for weight in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -44,6 +44,7 @@ def kept(model: nn.Module, seed: int) -> Iterator[None]:
     with random_state:
         try:
             torch.manual_seed(seed)
+            model.zero_grad(set_to_none=True)
             yield
         finally:
             with torch.no_grad():
