@@ -1,0 +1,105 @@
+"""Every command and every line of Python in the README runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from zoo import causal_lm, tokens
+
+import tiny_run
+from seqtile.cli import main
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+COMMANDS = [
+    line.partition("  #")[0].strip()
+    for language, text in BLOCKS
+    if not language
+    for line in text.splitlines()
+    if line.strip() and not re.match(r"[\s.]|\w+/|src/|tests/", line)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a dataset and a recipe under the names that the README's commands use."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "PATH").mkdir()
+    tiny_run.save_model(folder / "PATH", max_position_embeddings=131072)
+    shutil.copytree(folder / "PATH", folder / "PATH_OR_ID")
+    rows = [{"messages": [{"role": "user", "content": row["text"]}]} for row in tiny_run.text_rows()]
+    tiny_run.write_jsonl(folder / "chat.jsonl", rows)
+    tiny_run.write_jsonl(folder / "FILE_OR_ID", tiny_run.text_rows())
+    (folder / "recipe.yaml").write_text("model: PATH\ndataset: chat.jsonl\noutput: out\nmax_length: 64\nsteps: 2\n")
+    return folder
+
+
+def _make(target: str, *words: str) -> None:
+    if not (ROOT / "Makefile").exists():
+        pytest.skip("no Makefile here: the tests run from an installed package")
+    done = subprocess.run(["make", "-n", target, *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {"demo": "seqtile train", "test": "-m pytest"}[target] in done.stdout
+
+
+def test_the_readme_has_commands() -> None:
+    assert {"make demo", "make test"} <= set(COMMANDS)
+    assert sum(command.startswith("seqtile train") for command in COMMANDS) == 4
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``make`` itself only up to what it would run: test_train_demo and this very suite are what it runs."""
+    monkeypatch.chdir(folder)
+    words = command.split()
+    if words[0] == "make":
+        return _make(words[1])
+    if words[:2] == ["pip", "install"]:
+        extras = re.findall(r"\[(\w+)\]", command) or ["torch"]
+        metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        assert all(re.search(rf"^{extra} = |\"{extra}>=", metadata, re.M) for extra in extras)  # test_wheel installs
+        return None
+    assert words[0] == "seqtile", f"the README has a command that no test runs: {command}"
+    if "--recipe" not in words:
+        output = folder / f"output-{len(words)}"
+        words += ["--steps", "1", "--output", str(output)]
+    assert main(words[1:]) == (2 if "--resume" in words else 0)  # the recipe's run is finished: nothing to resume
+    return None
+
+
+def test_python_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class SFTTrainer:
+        """The README's ``...`` stands for arguments; what matters here is a training step on the tiled model."""
+
+        def __init__(self, model: Any, *_: Any) -> None:
+            self.model = model
+
+        def train(self) -> None:
+            ids = tokens()
+            self.model(input_ids=ids, labels=ids).loss.backward()
+
+    monkeypatch.chdir(folder)
+    ids = tokens()
+    names: dict[str, Any] = {
+        "model": causal_lm("llama"), "batch": {"input_ids": ids, "labels": ids}, "SFTTrainer": SFTTrainer,
+    }  # fmt: skip
+    lines = 0
+    for language, text in BLOCKS:
+        if language == "python":
+            exec(compile(text, "README.md", "exec"), names)
+            lines += len(text.splitlines())
+    assert lines >= 10
+    assert names["report"].tiled == 2
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in names["model"].parameters())
+
+
+def test_help_of_the_installed_command() -> None:
+    command = Path(sys.executable).parent / "seqtile"
+    done = subprocess.run([str(command), "train", "--help"], capture_output=True, text=True, check=True)
+    assert "--max-length" in done.stdout
