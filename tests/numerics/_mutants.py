@@ -8,23 +8,24 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from seqtile.ops.generic import _Cuts, _Gradients, _Output, _Source
+from seqtile.ops.generic import _Gradients, _Source
+from seqtile.ops.rows import Cuts, Outputs
 
 Mutant = Callable[[MonkeyPatch], None]
 
 
 def last_tile_dropped(monkeypatch: MonkeyPatch) -> None:
     """The output of the last tile is never written."""
-    write = _Output.write
+    write = Outputs.write
 
-    def mutated(self: _Output, index: int, result: object) -> list[Tensor]:
+    def mutated(self: Outputs, index: int, result: object) -> list[Tensor]:
         tensors = write(self, index, result)
         if index == len(self.cuts) - 1:
             for buffer in self.buffers:
                 buffer.view(-1, buffer.shape[-1])[self.cuts.starts[index] :] = 0
         return tensors
 
-    monkeypatch.setattr(_Output, "write", mutated)
+    monkeypatch.setattr(Outputs, "write", mutated)
 
 
 def last_tile_without_gradient(monkeypatch: MonkeyPatch) -> None:
@@ -82,12 +83,12 @@ def shifted_by_a_row(monkeypatch: MonkeyPatch) -> None:
 
 def cut_along_the_length(monkeypatch: MonkeyPatch) -> None:
     """Tiles come from a transposed view, as if the batch were cut along its length: right for one sequence only."""
-    rows = _Cuts.rows
+    rows = Cuts.rows
 
     def mutated(tensors: list[Tensor]) -> list[Tensor]:
         return rows([tensor.transpose(0, 1) if tensor.dim() == 3 else tensor for tensor in tensors])
 
-    monkeypatch.setattr(_Cuts, "rows", staticmethod(mutated))
+    monkeypatch.setattr(Cuts, "rows", staticmethod(mutated))
 
 
 def inputs_kept(monkeypatch: MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,6 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from seqtile.ops.rows import Cuts, Outputs
 
 Run = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]
 Weights = Callable[[], Mapping[str, Tensor]]
@@ -67,7 +68,7 @@ def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weig
         NotImplementedError: a backward with ``create_graph=True`` goes through the tiles.
         RuntimeError: PyTorch's, a second backward through a graph that was not retained.
     """
-    cuts = _Cuts(tensors, sizes)
+    cuts = Cuts(tensors, sizes)
     if torch.compiler.is_compiling():
         return _run_compiled(run, tensors, cuts)
     live = weights() if torch.is_grad_enabled() else {}
@@ -76,15 +77,15 @@ def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weig
     return _run_with_gradient(run, tensors, cuts, weights, live)
 
 
-def _run_without_gradient(run: Run, tensors: Sequence[Tensor], cuts: _Cuts) -> Any:
+def _run_without_gradient(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
     rows = cuts.rows(tensors)
-    output = _Output(cuts)
+    output = Outputs(cuts)
     for index in range(len(cuts)):
         output.write(index, run(cuts.tiles(rows, index), {}))
     return output.result(output.buffers)
 
 
-def _run_compiled(run: Run, tensors: Sequence[Tensor], cuts: _Cuts) -> Any:
+def _run_compiled(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
     """PyTorch's checkpoint per tile, which its compiler understands; the compiler then plans the recompute itself."""
     rows = cuts.rows(tensors)
     parts = []
@@ -104,13 +105,13 @@ def _run_compiled(run: Run, tensors: Sequence[Tensor], cuts: _Cuts) -> Any:
 
 
 def _run_with_gradient(
-    run: Run, tensors: Sequence[Tensor], cuts: _Cuts, weights: Weights, live: Mapping[str, Tensor]
+    run: Run, tensors: Sequence[Tensor], cuts: Cuts, weights: Weights, live: Mapping[str, Tensor]
 ) -> Any:
     rows = cuts.rows(tensors)
     gradients = _Gradients(cuts, [(name, weight.dtype) for name, weight in live.items()])
     saved: list[Tensor] = []
     source = _Source(cuts, _Save.apply(gradients, saved, len(rows), *rows, *live.values()), rows, saved)
-    output = _Output(cuts)
+    output = Outputs(cuts)
     anchor = rows[0].new_empty(0)
 
     def run_tile(index: int, _: Tensor) -> Any:
@@ -157,94 +158,6 @@ def _backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-class _Cuts:
-    """The rows of each tile, and how outputs go back together."""
-
-    def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        self.leading = tensors[0].shape[:-1]
-        self.sizes = tuple(sizes) or (0,)  # no rows at all are one empty tile
-        self.starts = tuple(accumulate(self.sizes, initial=0))
-        self.ndims = [tensor.dim() for tensor in tensors]
-        tokens = self.leading.numel()
-        for number, tensor in enumerate(tensors):
-            if tensor.dim() < 2 or tensor.shape[:-1].numel() != tokens:
-                raise ValueError(
-                    f"cannot tile: input {number} has shape {tuple(tensor.shape)}, expected [..., D] with "
-                    f"{tokens:,} rows in at least two dimensions; pass it as a keyword that is not split"
-                )
-        if self.starts[-1] != tokens:
-            raise ValueError(f"cannot tile: sizes sum to {self.starts[-1]:,}, expected {tokens:,} rows")
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    @staticmethod
-    def rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each input as ``[N, D_i]``; a non-contiguous one is copied once."""
-        return [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
-
-    def tiles(self, rows: Sequence[Tensor], index: int) -> list[Tensor]:
-        start, size = self.starts[index], self.sizes[index]
-        return [
-            row.narrow(0, start, size).view((1,) * (ndim - 2) + (size, row.shape[-1]))
-            for row, ndim in zip(rows, self.ndims, strict=True)
-        ]
-
-    def as_rows(self, output: Tensor, index: int) -> Tensor:
-        """One tile's output as ``[t, ...]``."""
-        size = self.sizes[index]
-        if output.dim() == self.ndims[0] and output.shape[:-1].numel() == size:
-            return output.reshape(size, output.shape[-1])
-        if output.dim() > 0 and output.shape[0] == size:
-            return output
-        raise ValueError(
-            f"cannot tile: for a tile of {size:,} tokens the block returned shape {tuple(output.shape)}, expected one "
-            "row per token; it is not position-wise, leave it out with only="
-        )
-
-    def joined_shape(self, output: Tensor, index: int) -> tuple[int, ...]:
-        """Shape of the whole output, from one tile's."""
-        if output.dim() == self.ndims[0] and output.shape[:-1].numel() == self.sizes[index]:
-            return (*self.leading, output.shape[-1])
-        return (self.leading.numel(), *output.shape[1:])
-
-
-class _Output:
-    """Whole outputs, written slice by slice."""
-
-    def __init__(self, cuts: _Cuts) -> None:
-        self.cuts = cuts
-        self.buffers: list[Tensor] = []
-        self.needs_gradient: list[bool] = []
-        self._rest: list[Any] = []
-
-    def write(self, index: int, result: Any) -> list[Tensor]:
-        """Copy one tile's tensors into their slices and return them."""
-        leaves, spec = tree_flatten(result)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not self._rest:
-            self._rest, self._spec = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-            self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-            for tensor in tensors:
-                self.cuts.as_rows(tensor, index)
-            self.buffers = [tensor.new_empty(self.cuts.joined_shape(tensor, index)) for tensor in tensors]
-            self.needs_gradient = [False] * len(tensors)
-        start, size = self.cuts.starts[index], self.cuts.sizes[index]
-        for number, (buffer, tensor) in enumerate(zip(self.buffers, tensors, strict=True)):
-            rows = self.cuts.as_rows(tensor, index)
-            buffer.view(-1, *rows.shape[1:]).narrow(0, start, size).copy_(rows.detach())
-            self.needs_gradient[number] |= tensor.requires_grad
-        return tensors
-
-    def result(self, joined: Sequence[Tensor]) -> Any:
-        """The output as the function returns it, around the joined tensors."""
-        tensors = iter(joined)
-        leaves = [
-            next(tensors) if is_tensor else rest for is_tensor, rest in zip(self._is_tensor, self._rest, strict=True)
-        ]
-        return tree_unflatten(leaves, self._spec)
-
-
 class _Source:
     """Where a tile's rows come from: the live inputs during the forward, the saved ones during a recompute.
 
@@ -254,7 +167,7 @@ class _Source:
             engine's queue, and with them the graph.
     """
 
-    def __init__(self, cuts: _Cuts, token: Tensor, rows: Sequence[Tensor], saved: list[Tensor]) -> None:
+    def __init__(self, cuts: Cuts, token: Tensor, rows: Sequence[Tensor], saved: list[Tensor]) -> None:
         self.cuts = cuts
         self.needs_gradient = [row.requires_grad for row in rows]
         self.token = token
@@ -293,7 +206,7 @@ class _Source:
 class _Gradients:
     """What the tiles of one backward pass produce, until ``_Save`` hands it over."""
 
-    def __init__(self, cuts: _Cuts, weights: Sequence[tuple[str, torch.dtype]]) -> None:
+    def __init__(self, cuts: Cuts, weights: Sequence[tuple[str, torch.dtype]]) -> None:
         self.cuts = cuts
         self.weights = weights
         self._pass = -1
@@ -437,7 +350,7 @@ class _Join(torch.autograd.Function):
     """The whole outputs; their gradients are kept for the tiles to take slices of."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: _Gradients, output: _Output, token: Tensor) -> Any:
+    def forward(ctx: Any, gradients: _Gradients, output: Outputs, token: Tensor) -> Any:
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
         buffers, output.buffers = output.buffers, []

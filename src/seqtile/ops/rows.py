@@ -1,0 +1,101 @@
+"""The rows of each tile, and whole outputs written slice by slice.
+
+Offsets are PyTorch's own 64-bit ones: tiles are cut by ``narrow`` and ``view``, never by an index tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+class Cuts:
+    """The rows of each tile, and how outputs go back together."""
+
+    def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        self.leading = tensors[0].shape[:-1]
+        self.sizes = tuple(sizes) or (0,)  # no rows at all are one empty tile
+        self.starts = tuple(accumulate(self.sizes, initial=0))
+        self.ndims = [tensor.dim() for tensor in tensors]
+        tokens = self.leading.numel()
+        for number, tensor in enumerate(tensors):
+            if tensor.dim() < 2 or tensor.shape[:-1].numel() != tokens:
+                raise ValueError(
+                    f"cannot tile: input {number} has shape {tuple(tensor.shape)}, expected [..., D] with "
+                    f"{tokens:,} rows in at least two dimensions; pass it as a keyword that is not split"
+                )
+        if self.starts[-1] != tokens:
+            raise ValueError(f"cannot tile: sizes sum to {self.starts[-1]:,}, expected {tokens:,} rows")
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @staticmethod
+    def rows(tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each input as ``[N, D_i]``; a non-contiguous one is copied once."""
+        return [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+
+    def tiles(self, rows: Sequence[Tensor], index: int) -> list[Tensor]:
+        start, size = self.starts[index], self.sizes[index]
+        return [
+            row.narrow(0, start, size).view((1,) * (ndim - 2) + (size, row.shape[-1]))
+            for row, ndim in zip(rows, self.ndims, strict=True)
+        ]
+
+    def as_rows(self, output: Tensor, index: int) -> Tensor:
+        """One tile's output as ``[t, ...]``."""
+        size = self.sizes[index]
+        if output.dim() == self.ndims[0] and output.shape[:-1].numel() == size:
+            return output.reshape(size, output.shape[-1])
+        if output.dim() > 0 and output.shape[0] == size:
+            return output
+        raise ValueError(
+            f"cannot tile: for a tile of {size:,} tokens the block returned shape {tuple(output.shape)}, expected one "
+            "row per token; it is not position-wise, leave it out with only="
+        )
+
+    def joined_shape(self, output: Tensor, index: int) -> tuple[int, ...]:
+        """Shape of the whole output, from one tile's."""
+        if output.dim() == self.ndims[0] and output.shape[:-1].numel() == self.sizes[index]:
+            return (*self.leading, output.shape[-1])
+        return (self.leading.numel(), *output.shape[1:])
+
+
+class Outputs:
+    """Whole outputs, written slice by slice."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        self.cuts = cuts
+        self.buffers: list[Tensor] = []
+        self.needs_gradient: list[bool] = []
+        self._rest: list[Any] = []
+
+    def write(self, index: int, result: Any) -> list[Tensor]:
+        """Copy one tile's tensors into their slices and return them."""
+        leaves, spec = tree_flatten(result)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not self._rest:
+            self._rest, self._spec = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+            self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+            for tensor in tensors:
+                self.cuts.as_rows(tensor, index)
+            self.buffers = [tensor.new_empty(self.cuts.joined_shape(tensor, index)) for tensor in tensors]
+            self.needs_gradient = [False] * len(tensors)
+        start, size = self.cuts.starts[index], self.cuts.sizes[index]
+        for number, (buffer, tensor) in enumerate(zip(self.buffers, tensors, strict=True)):
+            rows = self.cuts.as_rows(tensor, index)
+            buffer.view(-1, *rows.shape[1:]).narrow(0, start, size).copy_(rows.detach())
+            self.needs_gradient[number] |= tensor.requires_grad
+        return tensors
+
+    def result(self, joined: Sequence[Tensor]) -> Any:
+        """The output as the function returns it, around the joined tensors."""
+        tensors = iter(joined)
+        leaves = [
+            next(tensors) if is_tensor else rest for is_tensor, rest in zip(self._is_tensor, self._rest, strict=True)
+        ]
+        return tree_unflatten(leaves, self._spec)
