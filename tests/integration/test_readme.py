@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from zoo import causal_lm, tokens
 
 import tiny_run
 from seqtile.cli import main
+from zoo import causal_lm, tokens
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
