@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -119,24 +122,64 @@ def run_pairs(cell: Cell, methods: Sequence[str], pairs: int, *, timeout_s: floa
 
 def run_child(job: str, arguments: dict[str, Any], *, timeout_s: float = 3600.0) -> dict[str, Any]:
     """Run ``seqtile.bench.child`` on one job; its last line of output, or ``{"error": ...}``."""
-    command = [sys.executable, "-m", "seqtile.bench.child", job]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1"},
-    )  # fmt: skip
+    return _finish(start_child(job, arguments), timeout_s)
+
+
+def run_ranks(job: str, arguments: dict[str, Any], ranks: int, *, timeout_s: float = 1800.0) -> dict[str, Any]:
+    """The same on several processes that form a group on this machine; rank 0's result, or the first error."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    children = [
+        start_child(job, arguments, {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
+    ]
     try:
-        out, err = process.communicate(json.dumps(arguments), timeout=timeout_s)
+        # Whoever fails first leaves the others waiting for it: end them, and report the one that failed.
+        until = time.monotonic() + timeout_s
+        while any(child.poll() is None for child in children):
+            failed = any(child.poll() for child in children)
+            if failed or time.monotonic() > until:
+                time.sleep(1.0 if failed else 0.0)
+                break
+            time.sleep(0.1)
+        first = next((child for child in children if child.poll()), children[0])
+        return _finish(first, max(1.0, until - time.monotonic()))
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def start_child(job: str, arguments: dict[str, Any], variables: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start ``seqtile.bench.child``; its arguments and its output are files, so no pipe fills up."""
+    given, out, err = (tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(3))
+    json.dump(arguments, given)
+    given.seek(0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "seqtile.bench.child", job], stdin=given, stdout=out, stderr=err, text=True,
+        env={**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", **(variables or {})},
+    )  # fmt: skip
+    given.close()
+    process.stdout, process.stderr = out, err
+    return process
+
+
+def _finish(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any]:
+    try:
+        process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
         return {"error": f"no result within {timeout_s:.0f} s"}
-    except KeyboardInterrupt:
+    finally:
         process.kill()
-        raise
-    lines = out.strip().splitlines()
+        process.wait()
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.seek(0)
+    process.stderr.seek(0)
+    lines = process.stdout.read().strip().splitlines()
     if process.returncode == 0 and lines:
         return json.loads(lines[-1])
-    return {"error": _why(process.returncode, err)}
+    return {"error": _why(process.returncode, process.stderr.read())}
 
 
 def _why(code: int, err: str) -> str:

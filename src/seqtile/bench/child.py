@@ -23,6 +23,11 @@ def main() -> None:
     result = guarded(_jobs()[sys.argv[1]], arguments)
     result_to.write(json.dumps(result) + "\n")
     result_to.flush()
+    if "error" in result and "RANK" in os.environ:
+        # The other ranks may wait for this one in a collective, and so may this one's own exit: leave at once.
+        sys.stderr.write(result["error"] + "\n")
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def guarded(job: Callable[[dict[str, Any]], dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +57,12 @@ def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
     def pairs(arguments: dict[str, Any]) -> dict[str, Any]:
         return {"rows": measure_pairs(Cell(**arguments["cell"]), arguments["methods"], arguments["pairs"])}
 
-    return {"cell": cell, "pairs": pairs, "environment": lambda _: environment()}
+    def engine(arguments: dict[str, Any]) -> dict[str, Any]:
+        from seqtile.bench.engine import measure_under
+
+        return measure_under(arguments["engine"], Cell(**arguments["cell"]))
+
+    return {"cell": cell, "pairs": pairs, "engine": engine, "environment": lambda _: environment()}
 
 
 if __name__ == "__main__":

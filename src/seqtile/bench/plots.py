@@ -28,7 +28,7 @@ def plot_grid(rows: Sequence[dict[str, Any]], directory: Path, stem: str) -> lis
         The files, ``STEM-TRAIN-alone.png`` or ``STEM-TRAIN-checkpoint.png``.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import FuncFormatter
 
     rows, files = with_ratios(rows), []
     for train, checkpoint in dict.fromkeys((row["train"], row["checkpoint"]) for row in rows):
@@ -55,10 +55,10 @@ def plot_grid(rows: Sequence[dict[str, Any]], directory: Path, stem: str) -> lis
         left.set_ylabel("time, forward and backward / untiled")
         left.set_ylim(bottom=0)
         right.set_ylabel("peak memory beyond input and weights")
-        right.set_yscale("log")
-        right.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
-        right.yaxis.set_minor_locator(NullLocator())
+        right.set_yscale("log", base=2)
+        right.yaxis.set_major_formatter(
+            FuncFormatter(lambda mib, _: f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib:g} MiB")
+        )
         for axes in (left, right):
             _dress(axes, sorted({row["tokens"] for row in mine}))
         right.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -66,11 +66,6 @@ def plot_grid(rows: Sequence[dict[str, Any]], directory: Path, stem: str) -> lis
         figure.savefig(path, dpi=DPI)
         files.append(path)
     return files
-
-
-def _size(mib: float) -> str:
-    """A size in MiB for people; the axis has decimal steps, so 1,000 MiB is where GiB begin."""
-    return f"{mib:g} MiB" if mib < 1000 else f"{mib / 1000:g} x 1000 MiB"
 
 
 def _label(method: str, tile: str, rows: Sequence[dict[str, Any]]) -> str:

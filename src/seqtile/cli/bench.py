@@ -4,7 +4,47 @@ from __future__ import annotations
 
 import typer
 
+from seqtile._errors import UserError
+
 app = typer.Typer(help="Measure time, memory and gradient error, tiled and untiled, with others beside.")
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    compare: str = typer.Option(None, help="Reproduce a published benchmark: ms-swift.", metavar="NAME"),
+    engine: str = typer.Option("fsdp2", help="With --compare: fsdp2 or zero3."),
+    ranks: int = typer.Option(None, help="With --compare: processes. [default: 2, or 1 with one device]", metavar="N"),
+    scale: int = typer.Option(1, help="With --compare: divides the published widths.", metavar="N"),
+    tokens: str = typer.Option(None, help="With --compare: lengths. [default: the published seven]", metavar="N,N"),
+    device: str = typer.Option(None, help="[default: the accelerator if there is one, else cpu]"),
+    repeats: int = typer.Option(5, help="Timed runs per cell, at least 5.", metavar="N"),
+    out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
+) -> None:
+    """Measure time, memory and gradient error, tiled and untiled, with others beside."""
+    if context.invoked_subcommand is not None:
+        if compare is not None:
+            raise UserError(f"--compare runs on its own, got `{context.invoked_subcommand}` too: drop one of the two")
+        return
+    if compare is None:
+        raise UserError(
+            "seqtile bench: say what to measure: mlp, step, or --compare ms-swift; see seqtile bench --help"
+        )
+    from seqtile.bench import published
+    from seqtile.bench.grid import parse_counts
+    from seqtile.cli import bench_show as show
+
+    published.check(compare, engine, scale, ranks, repeats)
+    lengths = parse_counts("--tokens", tokens) if tokens else ()
+    directory, stem = show.fresh(out, f"{compare}-{engine}")
+    with show.Status() as status:
+        rows = published.run_compare(
+            engine, directory / f"{stem}.jsonl", scale=scale, tokens=lengths, ranks=ranks, repeats=repeats,
+            device=device, told=status.say,
+        )  # fmt: skip
+    show.print_published(rows)
+    show.print_files([directory / f"{stem}.jsonl"])
+    show.print_summary(published.summary(rows))
 
 
 @app.command()

@@ -97,10 +97,25 @@ def print_grid(rows: Sequence[Row]) -> None:
         )  # fmt: skip
 
 
-def console_for_tables() -> Console:
+def print_published(rows: Sequence[Row]) -> None:
+    """One table for each published device, and the line that says that the hardware differs."""
+    from seqtile.bench import published
+
+    console = console_for_tables(150)
+    for device in dict.fromkeys(line.device for line in published.published(rows[0]["engine"])):
+        table = Table(box=box.SIMPLE_HEAVY, pad_edge=False, title_justify="left", title=published.title(device, rows))
+        for name in published.HEAD:
+            table.add_column(name, justify="right", no_wrap=True)
+        for line in published.table(device, rows):
+            table.add_row(*(Text(cell) for cell in line))
+        console.print(table)
+        console.print(published.HARDWARE.format(device=device), highlight=False, soft_wrap=True)
+
+
+def console_for_tables(width: int = 120) -> Console:
     """Wide enough for a table where the output goes to a file or a pipe."""
     console = Console()
-    return console if console.is_terminal else Console(width=120)
+    return console if console.is_terminal else Console(width=width)
 
 
 def _cells(row: Row) -> list[str]:
