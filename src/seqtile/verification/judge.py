@@ -21,7 +21,7 @@ TIMES_NOISE = 10
 projection, say), so both runs are rounding noise and how much of it is a matter of chance."""
 
 _WITHOUT_TRUTH = {torch.float64: 1e-7, torch.float32: 1.3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
-"""Allowed relative difference where there is no truth: the defaults of ``torch.testing.assert_close``."""
+"""Allowed relative difference, beside the slack, where there is no truth: as in ``torch.testing.assert_close``."""
 
 
 def difference(
@@ -47,7 +47,7 @@ def difference(
         return _broken(name, f"is not finite in the {' and the '.join(bad)} run")
     l2, maximum = (_ratio(norm(b - a), norm(a)) for norm in _NORMS)
     if truth is None:
-        return Difference(name, l2, maximum, None, None, max(l2, maximum) / _WITHOUT_TRUTH.get(dtype, 1.6e-2))
+        return Difference(name, l2, maximum, None, None, max(l2, maximum) / (_WITHOUT_TRUTH.get(dtype, 1.6e-2) + SLACK))
     t = truth.double()
     untiled_error, tiled_error = (_ratio(_l2(x - t), _l2(t)) for x in (a, b))
     times = TIMES if untiled_error < 0.5 else TIMES_NOISE

@@ -68,7 +68,6 @@ def without_tiling(model: nn.Module) -> Iterator[Standing]:
     try:
         yield standing
     finally:
-        undo(model)
         for module, attributes in standing:
             module.__dict__.update(attributes)
 
