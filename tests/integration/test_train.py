@@ -66,6 +66,16 @@ class SignalAt(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
+class StepsRun(TrainerCallback):
+    """Remember which steps were trained."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps.append(state.global_step)
+
+
 def test_five_steps_give_a_model_that_plain_transformers_loads(model: Path, dataset: Path, tmp_path: Path, capsys):
     output = tmp_path / "out"
     assert main(arguments(model, dataset, output, "--tile", "16", "--learning-rate", "1e-2")) == 0
@@ -125,7 +135,9 @@ def test_interrupted_and_resumed_is_the_same_run(model: Path, dataset: Path, tmp
     assert stopped.step == 2
     assert stopped.output == tmp_path / "parts" / "checkpoint-2"
     assert not list((tmp_path / "parts").glob("*.safetensors"))
-    resumed = run(model, dataset, tmp_path / "parts", resume=True, **values)
+    ran = StepsRun()
+    resumed = run(model, dataset, tmp_path / "parts", resume=True, callbacks=[ran], **values)
+    assert ran.steps == [3, 4, 5]
     assert resumed.losses == whole.losses
     assert len({loss for _, loss in whole.losses}) == 5
     for name, tensor in weights(whole.output).items():
@@ -192,6 +204,7 @@ def test_an_earlier_run_is_replaced_only_when_told(model: Path, dataset: Path, t
     output = tmp_path / "out"
     run(model, dataset, output, lora={"r": 2})
     (output / "notes.md").write_text("mine")
+    (output / "checkpoint-99").mkdir()
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     assert main(arguments(model, dataset, output)) == 2
     assert "is not empty; give --resume" in capsys.readouterr().err
@@ -200,6 +213,7 @@ def test_an_earlier_run_is_replaced_only_when_told(model: Path, dataset: Path, t
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
     assert main(arguments(model, dataset, output, "--overwrite")) == 0
     assert not list(output.glob("adapter_*")), "an adapter left behind would be loaded in place of the new model"
+    assert not (output / "checkpoint-99").exists(), "a resume would continue the run that was replaced"
     assert (output / "model.safetensors").is_file()
     assert (output / "notes.md").read_text() == "mine"
 
@@ -301,7 +315,10 @@ def test_comparison_of_tiled_and_untiled(model: Path, dataset: Path, tmp_path: P
     assert numbers["tiled"]["units"] == pytest.approx(11, abs=1e-9)
     assert numbers["untiled"]["units"] == pytest.approx(11, abs=1e-9)
     assert 0 < numbers["gradient_error"] < 1e-5
-    assert numbers["tiled"]["peak_bytes"] > 0
+    # Counted once for the table and once for the plot: the same step, so the same bytes.
+    for side in (numbers["tiled"], numbers["untiled"]):
+        assert 0 < side["peak_bytes"] == max(side["phases"].values())
+    assert numbers["tiled"]["phases"] != numbers["untiled"]["phases"]
     assert (tmp_path / "out" / "report" / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
