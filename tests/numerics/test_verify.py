@@ -283,12 +283,21 @@ def test_a_batch_that_runs_in_one_tile_is_no_proof() -> None:
     assert any("nothing was tested" in note for note in verify(zoo.causal_lm("llama"), tokens(), tile=100).notes)
 
 
-def test_dropout_is_off_and_said_and_on_again_afterwards() -> None:
-    model = zoo.causal_lm("opt", dropout=0.1, attention_dropout=0.2)
+@pytest.mark.parametrize(
+    ("architecture", "config", "places"),
+    [
+        pytest.param("opt", dict(dropout=0.1, attention_dropout=0.2), 5, id="functional"),
+        pytest.param("gpt2", dict(resid_pdrop=0.1), 4, id="modules"),
+    ],
+)
+def test_dropout_is_off_and_said_and_on_again_afterwards(
+    architecture: str, config: dict[str, float], places: int
+) -> None:
+    model = zoo.causal_lm(architecture, **config)
     before = [dict(vars(module)) for module in model.modules()]
     result = verify(model, tokens(), tile=16)
     assert result.ok, str(result)
-    assert result.notes == ("dropout was off in these runs (5 places): every tile draws a mask of its own",)
+    assert result.notes == (f"dropout was off in these runs ({places} places): every tile draws a mask of its own",)
     assert [dict(vars(module)) for module in model.modules()] == before
 
 
