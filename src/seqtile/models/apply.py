@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from seqtile._errors import UserError
+from seqtile.engines.granularity import refuse_wrapped
 from seqtile.models.find import LOOKED_FOR, Candidate, Left, find_blocks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.models.layer import TiledLayer
@@ -73,6 +74,7 @@ def apply(
         parse_keep(keep, 1)
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from None
+    refuse_wrapped(model)
     undo(model)
     found, left = find_blocks(model, everything=only is not None)
     chosen = [block for block in found if only is None or _matches(only, block)]
@@ -135,7 +137,9 @@ def free_bytes(model: nn.Module) -> int:
 def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, norms: bool, path: str) -> Block:
     module, inline = found.module, found.kind == "inline"
     near = found.neighbours if norms else replace(found.neighbours, before="")
-    setting = Setting(rule, keep, path, found.hidden, found.intermediate, found.kind == "experts")
+    setting = Setting(
+        rule, keep, path, found.hidden, found.intermediate, found.kind == "experts", found.name, found.layer
+    )
     own = None if inline else TiledForward(module, setting)
     standing: Installed | None = own
     layer = model.get_submodule(found.layer)
@@ -150,6 +154,7 @@ def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, no
     if own is not None:
         own.install()
     assert standing is not None
+    standing.check()
     mlp = "experts run in the generic operator" if found.kind == "experts" else standing.fused()
     fused = isinstance(mlp, FusedWeights) and path != "generic"
     if path == "fused" and not fused:

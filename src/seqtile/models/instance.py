@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from seqtile.engines.granularity import refuse_gathering_inside
+from seqtile.engines.zero3 import mark_leaf, unmark_leaf
 from seqtile.models.fuse import fused_weights
 from seqtile.ops.fused import FusedWeights, fused_mlp
 from seqtile.ops.generic import run_in_tiles
@@ -35,6 +37,8 @@ class Setting:
         hidden: width of the block's input.
         intermediate: width of its widest tensor per token.
         experts: whether it is a group of routed experts.
+        name: qualified name of the block.
+        layer: qualified name of the decoder layer around it, or "".
     """
 
     rule: TileRule
@@ -43,6 +47,8 @@ class Setting:
     hidden: int
     intermediate: int
     experts: bool = False
+    name: str = ""
+    layer: str = ""
 
     def shape(self, x: Tensor, weights: Sequence[Tensor], fused: bool) -> BlockShape:
         """What the tile rule needs to know, from what the block is at this call."""
@@ -84,9 +90,11 @@ class Installed:
     def install(self) -> None:
         self.module.__dict__["forward"] = self
         self.module.__dict__["extra_repr"] = _Note(self)
+        mark_leaf(self.module)
 
     def remove(self) -> None:
         """Put every attribute back as it was."""
+        unmark_leaf(self.module)
         for name in ("forward", "extra_repr"):
             self.module.__dict__.pop(name, None)
         self.module.__dict__.update(self.before)
@@ -95,6 +103,15 @@ class Installed:
     def original(self) -> Callable[..., Any]:
         """The forward that the instance had: its own if one was set before, else its class's."""
         return self.before.get("forward") or type(self.module).forward.__get__(self.module)
+
+    def inside(self) -> Iterator[tuple[str, nn.Module]]:
+        """(name, module) of everything that runs inside a tile, without the block itself."""
+        return ((name, part) for name, part in self.module.named_modules() if name)
+
+    def check(self) -> None:
+        """Raise where an engine would gather weights at every tile."""
+        if not torch.compiler.is_compiling():
+            refuse_gathering_inside(self.inside(), block=self.setting.name, layer=self.setting.layer)
 
     def fused(self) -> FusedWeights | str:
         """The block's live weights for the fused operator, or why it runs the generic one."""
@@ -163,6 +180,7 @@ class TiledForward(Installed):
     """``forward`` of one position-wise module, over tiles of tokens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.check()
         original = self.original
         place = _Places(args, kwargs)
         if not place.names:

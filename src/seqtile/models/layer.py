@@ -7,7 +7,7 @@ added later take part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -46,6 +46,7 @@ class TiledLayer(Installed):
 
     @torch.compiler.disable
     def _together(self, *args: Any, **kwargs: Any) -> Any:
+        self.check()
         layer = self.module
         listeners = [name for name in self.names if isinstance(p := getattr(layer, name), nn.Module) and heard(p)]
         if listeners:
@@ -61,6 +62,13 @@ class TiledLayer(Installed):
         for name in {first, *others} & view.__dict__.keys():
             view.__dict__[name] = children[name]
         return type(layer).forward(view, *args, **kwargs)
+
+    def inside(self) -> Iterator[tuple[str, nn.Module]]:
+        for name in self.names:
+            member = getattr(self.module, name)
+            for inner, part in member.named_modules() if isinstance(member, nn.Module) else ():
+                if inner or self.inline:
+                    yield f"{name}.{inner}".rstrip("."), part
 
     def fused(self) -> FusedWeights | str:
         layer, near = self.module, self.neighbours

@@ -1,0 +1,66 @@
+"""Refuse a model whose weights an engine gathers inside the tile loop, and name the module to wrap instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from torch import nn
+
+from seqtile._errors import UserError
+from seqtile.engines.zero3 import is_registered
+
+
+def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: str, layer: str) -> None:
+    """Raise if an engine gathers the weights of a module that runs inside a tile.
+
+    Reads classes and attributes only, so every rank comes to the same end, and before the block's first collective.
+
+    Args:
+        inner: (name, module) of everything that runs inside the tile, without the block itself.
+        block: qualified name of the tiled block.
+        layer: qualified name of the decoder layer around it, "" if there is none.
+
+    Cost:
+        One type check per module.
+
+    Raises:
+        UserError: FSDP shards one of them on its own, or DeepSpeed ZeRO-3 has registered one on its own.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp2 = getattr(fsdp, "FSDPModule", ())
+    fsdp1 = getattr(fsdp, "FullyShardedDataParallel", ())
+    whole = layer or block
+    for name, module in inner:
+        if isinstance(module, fsdp2):
+            raise UserError(
+                f"{block}: FSDP shards {name} on its own, so its weight would be gathered at every tile; expected one "
+                f"unit around the whole block: call fully_shard on {whole}, not on {name}"
+            )
+        if isinstance(module, fsdp1):
+            raise UserError(
+                f"{block}: FSDP wraps {name} on its own, so its weight would be gathered at every tile; expected one "
+                f"unit around the whole block: let the auto_wrap_policy wrap {whole}, not {name}"
+            )
+        if is_registered(module):
+            raise UserError(
+                f"{block}: DeepSpeed ZeRO-3 gathers {name} on its own, since {whole} was not marked when it took the "
+                "model over; call seqtile.apply(model) before deepspeed.initialize or Accelerator.prepare"
+            )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise if FSDP1 has wrapped the model: blocks inside hold flat shards, in which nothing can be recognised.
+
+    DDP, ``fully_shard`` and ZeRO-1 and 2 leave the modules as they were; there tiling may come later.
+
+    Raises:
+        UserError: a module is a ``FullyShardedDataParallel``.
+    """
+    fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    for name, module in model.named_modules():
+        if isinstance(module, fsdp1):
+            raise UserError(
+                f"{name or 'the model'} is wrapped in FullyShardedDataParallel already, which flattens the weights; "
+                "call seqtile.apply(model) before FSDP wraps the model"
+            )

@@ -1,0 +1,164 @@
+"""What one case trains, and the untiled one-process reference that it must equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import seqtile
+from zoo import assert_same_gradients, causal_lm, exact_dtype, tokens
+
+WORLD = 2
+RATE = 0.5
+"""Learning rate of plain SGD, large enough that a wrong gradient or a wrong clip shows in the weights."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One short training under an engine.
+
+    Attributes:
+        name: shown by pytest.
+        technique: row of the table in the documentation.
+        architecture: of ``zoo``.
+        config: overrides of the tiny configuration.
+        lengths: tokens per row on each rank; every step adds ``grow``, so that tile counts change between steps.
+        tiles: tokens per tile on each rank; 0 leaves the model untiled.
+        path: operator, as ``seqtile.apply`` takes it.
+        blocks: as ``seqtile.apply`` takes it.
+        checkpoint: ``""``, ``"non-reentrant"`` or ``"reentrant"``: activation checkpointing of the decoder layers.
+        steps: optimiser steps.
+        micro_steps: batches per step; all but the last without synchronisation where the engine has that.
+        grow: tokens that each later batch has more.
+        clip: bound of the gradient norm, or 0 for none.
+        adapters: names of the linear layers that get LoRA; their base is frozen then.
+        input_gradients: with adapters, whether the embeddings' output requires a gradient.
+        dtype: of the weights; None for the most exact one.
+        options: the engine's own.
+        refused: pattern of the UserError that every rank must raise.
+        low_precision: the engine reduces or computes in bf16: judged against the untiled run's own error.
+    """
+
+    name: str
+    technique: str
+    architecture: str = "llama"
+    config: dict[str, Any] = field(default_factory=dict)
+    lengths: tuple[int, int] = (13, 7)
+    tiles: tuple[int, int] = (3, 5)
+    path: str = "auto"
+    blocks: str = "auto"
+    checkpoint: str = ""
+    steps: int = 1
+    micro_steps: int = 1
+    grow: int = 4
+    clip: float = 0.0
+    adapters: tuple[str, ...] = ()
+    input_gradients: bool = True
+    dtype: torch.dtype | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    refused: str = ""
+    low_precision: bool = False
+
+    def model(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """The model before tiling and before the engine, the same on every rank."""
+        dtype = dtype or self.dtype or exact_dtype(self.architecture)
+        model = causal_lm(self.architecture, dtype, use_cache=False, **self.config)
+        if self.adapters:
+            from peft import LoraConfig, get_peft_model
+
+            torch.manual_seed(1)
+            model = get_peft_model(
+                model, LoraConfig(r=4, lora_alpha=8, target_modules=list(self.adapters), init_lora_weights=False)
+            )
+            model = model.to(dtype)
+            if self.input_gradients:
+                model.enable_input_require_grads()
+        if self.checkpoint:
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": self.checkpoint == "reentrant"}
+            )
+        return model
+
+    def batch(self, rank: int, number: int) -> Tensor:
+        """Token ids of the ``number``-th batch of a rank."""
+        return tokens(2, self.lengths[rank] + self.grow * number, seed=100 * rank + number)
+
+    def loss(self, model: Callable[..., Any], rank: int, number: int) -> Tensor:
+        """Loss of one batch; one token has nothing to predict, so there it is the first logits."""
+        ids = self.batch(rank, number)
+        if ids.shape[1] < 2:
+            return model(input_ids=ids).logits.square().mean()
+        return model(input_ids=ids, labels=ids).loss
+
+
+@dataclass
+class Trained:
+    """Gradients before each step (after clipping) and the weights after the last; trainable ones only."""
+
+    gradients: list[dict[str, Tensor | None]]
+    weights: dict[str, Tensor]
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def train_alone(case: Case, dtype: torch.dtype | None = None) -> Trained:
+    """One process, untiled: the mean over ranks and micro steps of the same losses."""
+    model = case.model(dtype)
+    optimizer = torch.optim.SGD(named(model).values(), lr=RATE)
+    history = []
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        for micro in range(case.micro_steps):
+            for rank in range(WORLD):
+                (case.loss(model, rank, step * case.micro_steps + micro) / (WORLD * case.micro_steps)).backward()
+        if case.clip:
+            norm = torch.nn.utils.clip_grad_norm_(named(model).values(), case.clip)
+            assert norm > case.clip, f"{case.name}: a gradient of norm {norm} is not clipped at {case.clip}"
+        history.append({name: p.grad.clone() for name, p in named(model).items() if p.grad is not None})
+        optimizer.step()
+    return Trained(history, {name: p.detach().clone() for name, p in named(model).items()})
+
+
+def tile(case: Case, model: nn.Module, rank: int) -> None:
+    if case.tiles[rank]:
+        report = seqtile.apply(model, tile=case.tiles[rank], path=case.path, blocks=case.blocks)
+        assert report.tiled
+
+
+def assert_equal(case: Case, got: Trained, untiled: Callable[[], Trained]) -> None:
+    """``got`` equals the one-process reference; in low precision it is no further from it than the untiled run.
+
+    Args:
+        case: what was trained.
+        got: under the engine, tiled.
+        untiled: trains the same under the engine without tiling; called in low precision only.
+    """
+    if case.low_precision:
+        _assert_no_worse(got, untiled(), train_alone(case, torch.float32))
+        return
+    expected = train_alone(case)
+    for ours, theirs in zip(got.gradients, expected.gradients, strict=True):
+        # An engine may give zeros where one process gives None (experts that no token reached).
+        absent = {name: torch.zeros_like(got.weights[name]) for name in got.weights if theirs.get(name) is None}
+        ours = {name: gradient if gradient is not None else absent.get(name) for name, gradient in ours.items()}
+        assert_same_gradients(ours, {**absent, **theirs})
+    assert_same_gradients(dict(got.weights), dict(expected.weights))
+
+
+def _assert_no_worse(ours: Trained, theirs: Trained, truth: Trained) -> None:
+    def errors(run: Trained) -> tuple[float, float, float]:
+        pairs = [(run.gradients[-1][name], gradient) for name, gradient in truth.gradients[-1].items()]
+        flat = torch.cat([(got.double() - true.double()).flatten() for got, true in pairs if got is not None])
+        scale = max(true.abs().max().item() for _, true in pairs)
+        return flat.abs().max().item(), flat.norm().item() / math.sqrt(flat.numel()), scale
+
+    for mine, twin in zip(errors(ours)[:2], errors(theirs)[:2], strict=True):
+        bound = 2 * twin + 1e-5 * errors(ours)[2]
+        assert mine <= bound, f"error {mine:.3g} against {twin:.3g} of the untiled run in the same precision"

@@ -1,0 +1,115 @@
+"""``fully_shard``: every weight is a DTensor, gathered when the wrapped module runs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from grid.cases import WORLD, Case, named
+from grid.training import Parallel
+
+LAYER, BLOCK, LINEAR, ROOT = ({"unit": unit} for unit in ("layer", "block", "linear", "root"))
+WRAP_THE_BLOCK = r"gate_proj.*fully_shard.*model\.layers\.0"
+
+CASES = [
+    Case("layer", "per layer", options=LAYER, steps=2),
+    Case("layer-generic", "per layer", options=LAYER, steps=2, path="generic"),
+    Case("layer-checkpoint", "per layer, activation checkpointing", options=LAYER, checkpoint="non-reentrant"),
+    Case(
+        "layer-checkpoint-generic", "per layer, activation checkpointing", options=LAYER, checkpoint="non-reentrant",
+        path="generic",
+    ),
+    Case("layer-reentrant", "per layer, reentrant checkpointing", options=LAYER, checkpoint="reentrant"),
+    Case(
+        "layer-reentrant-generic", "per layer, reentrant checkpointing", options=LAYER, checkpoint="reentrant",
+        path="generic",
+    ),
+    Case("block", "per block", options=BLOCK, steps=2),
+    Case("block-generic", "per block", options=BLOCK, checkpoint="non-reentrant", path="generic"),
+    Case("root", "whole model", options=ROOT),
+    Case("linear", "per linear layer", options=LINEAR, refused=WRAP_THE_BLOCK),
+    Case("linear-generic", "per linear layer", options=LINEAR, path="generic", refused=WRAP_THE_BLOCK),
+    Case("linear-opt", "per linear layer", "opt", options=LINEAR, refused=r"fc1.*fully_shard.*layers\.0"),
+    Case("keep-gathered", "reshard_after_forward=False", options={**LAYER, "reshard": False}),
+    Case(
+        "keep-gathered-generic", "reshard_after_forward=False", options={**LAYER, "reshard": False}, path="generic",
+        checkpoint="non-reentrant",
+    ),
+    Case("mixed", "mixed precision", options={**LAYER, "mixed": True}, dtype=torch.float32, low_precision=True),
+    Case(
+        "mixed-generic", "mixed precision", options={**LAYER, "mixed": True}, dtype=torch.float32, low_precision=True,
+        path="generic", checkpoint="non-reentrant",
+    ),
+    Case("offload", "CPU offload", options={**LAYER, "offload": True}),
+    Case("offload-generic", "CPU offload", options={**LAYER, "offload": True}, path="generic"),
+    Case("accumulate", "accumulation without synchronisation, clipping", options=LAYER, micro_steps=3, clip=0.1),
+    Case(
+        "accumulate-generic", "accumulation without synchronisation, clipping", options=LAYER, micro_steps=3, clip=0.1,
+        path="generic", checkpoint="non-reentrant",
+    ),
+    Case("one-token", "one rank with a single token", options=LAYER, lengths=(9, 1), grow=0),
+    Case("untiled-rank", "one rank untiled", options=LAYER, tiles=(0, 3)),
+    Case("lora", "LoRA", options=LAYER, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
+    Case("lora-generic", "LoRA", options=LAYER, adapters=("gate_proj", "up_proj"), path="generic"),
+    Case(
+        "lora-no-input-gradient", "LoRA", options=LAYER, adapters=("up_proj", "down_proj"), input_gradients=False,
+        checkpoint="non-reentrant",
+    ),
+    Case("gemma2", "norms around the MLP", "gemma2", options=LAYER, checkpoint="non-reentrant"),
+    Case("gemma2-block", "norms around the MLP", "gemma2", options=BLOCK),
+    Case("opt", "linear layers in the decoder layer", "opt", options=LAYER),
+    Case("mixtral", "experts", "mixtral", options=LAYER),
+    Case("apply-late", "apply after wrapping", options={**LAYER, "apply": "wrapped"}),
+    Case("apply-late-linear", "apply after wrapping", options={**LINEAR, "apply": "wrapped"}, refused=WRAP_THE_BLOCK),
+]  # fmt: skip
+
+
+class Fsdp2(Parallel):
+    def wrap(self, rank: int) -> None:
+        options, mesh = self.case.options, init_device_mesh("cpu", (WORLD,))
+        words: dict[str, Any] = {"mesh": mesh}
+        if "reshard" in options:
+            words["reshard_after_forward"] = options["reshard"]
+        if options.get("mixed"):
+            words["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if options.get("offload"):
+            words["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        numel = {name: p.numel() for name, p in self.model.named_parameters()}
+        layers = [m for m in self.model.modules() if type(m).__name__.endswith("DecoderLayer")]
+        assert layers
+        units = {
+            "layer": layers,
+            "block": [module for layer in layers for module in (layer.mlp, layer)] if hasattr(layers[0], "mlp") else [],
+            "linear": [m for layer in layers for m in layer.modules() if isinstance(m, nn.Linear)],
+            "root": [],
+        }[options["unit"]]
+        for unit in units:
+            fully_shard(unit, **words)
+        fully_shard(self.model, **words)
+
+        assert sum(isinstance(m, FSDPModule) for m in self.model.modules()) == len(units) + 1
+        for name, p in self.model.named_parameters():
+            assert isinstance(p, DTensor) and p.placements == (Shard(0),) and p.device_mesh.size() == WORLD, name
+            held = torch.tensor([p.to_local().numel()])
+            dist.all_reduce(held)
+            assert held == numel[name], name
+
+    def sync(self, last: bool) -> AbstractContextManager[Any]:
+        self.model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        return {name: None if p.grad is None else p.grad.full_tensor() for name, p in named(self.model).items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().full_tensor().clone() for name, p in named(self.model).items()}
+
+
+ENGINE = Fsdp2

@@ -1,0 +1,122 @@
+"""Start two ranks, watch them, and tell for every case what became of it. Nothing waits for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
+BUILDS = ROOT / ".cache" / "torch_extensions"
+"""Where DeepSpeed keeps the operators that it compiles, about two minutes the first time."""
+
+START_SECONDS = 420.0
+"""For imports, and for compiling an operator the first time."""
+CASE_SECONDS = 90.0
+GRACE_SECONDS = 5.0
+"""How long the other rank may go on after one has failed."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one case: ``problem`` is empty, or the traceback of the rank that failed first."""
+
+    problem: str
+    seconds: float
+
+
+def run_cases(engine: str, names: Sequence[str], folder: Path) -> dict[str, Result]:
+    """Run the cases in one process group; after a failure the remaining ones in a new group."""
+    results: dict[str, Result] = {}
+    left = list(names)
+    while left:
+        here = folder / f"from-{len(results)}"
+        here.mkdir(parents=True)
+        results.update(_launch(engine, left, here))
+        left = [name for name in left if name not in results]
+    return results
+
+
+def _launch(engine: str, names: list[str], folder: Path) -> dict[str, Result]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(ROOT / "src")]),
+        "TORCH_EXTENSIONS_DIR": str(BUILDS),
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    ranks = []
+    for rank in range(2):
+        with Path(folder, f"{rank}.log").open("wb") as log:
+            command = [sys.executable, "-m", "grid.worker", engine, str(rank), str(port), str(folder), ",".join(names)]
+            ranks.append(
+                subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True)
+            )
+    try:
+        why = _watch(ranks, folder)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return _read(names, folder, why)
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path) -> str:
+    """Wait until both ranks have ended; or say why they were not waited for any longer."""
+    heard, size, allowed = time.monotonic(), 0, START_SECONDS
+    failed_at = 0.0
+    while any(process.poll() is None for process in ranks):
+        time.sleep(0.05)
+        now = time.monotonic()
+        written = sum(file.stat().st_size for file in folder.glob("*.jsonl"))
+        if written != size:
+            heard, size, allowed = now, written, CASE_SECONDS
+        if any(process.poll() not in (None, 0) for process in ranks):
+            failed_at = failed_at or now
+        if failed_at and now - failed_at > GRACE_SECONDS:
+            return "the other rank had failed"
+        if now - heard > allowed:
+            for process in ranks:
+                if process.poll() is None:
+                    os.kill(process.pid, signal.SIGUSR1)  # every thread's stack into the log
+            time.sleep(1)
+            return f"no rank finished anything for {allowed:.0f} s"
+    return ""
+
+
+def _read(names: list[str], folder: Path, why: str) -> dict[str, Result]:
+    lines: list[dict[str, object]] = []
+    for rank in range(2):
+        file = Path(folder, f"{rank}.jsonl")
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        lines += [{**json.loads(line), "rank": rank} for line in text.splitlines() if line.endswith("}")]
+    results = {}
+    for name in names:
+        done = [line for line in lines if line.get("case") == name]
+        failed = sorted((line for line in done if line["problem"]), key=lambda line: line["time"])
+        seconds = max((line["time"] - line["start"] for line in done), default=0.0)
+        if failed:
+            results[name] = Result(f"rank {failed[0]['rank']} failed first:\n{failed[0]['problem']}", seconds)
+        elif len(done) == 2:
+            results[name] = Result("", seconds)
+        else:  # the first one that did not end; those after it get a process group of their own
+            logs = "\n".join(
+                f"--- log of rank {rank}\n{Path(folder, f'{rank}.log').read_text(errors='replace')[-6000:]}"
+                for rank in range(2)
+            )
+            results[name] = Result(f"ended without a result ({why or 'a rank died'})\n{logs}", seconds)
+        if results[name].problem:
+            break
+    return results

@@ -1,0 +1,88 @@
+"""One training loop for every engine; what differs is behind ``Parallel``."""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grid.cases import RATE, Case, Trained, assert_equal, named, tile
+from seqtile import UserError
+
+
+class Parallel:
+    """A model under an engine. The methods here suit an engine that trains through plain PyTorch."""
+
+    def __init__(self, case: Case, model: nn.Module, rank: int) -> None:
+        """Wrap ``model`` and assert the type, world size and placement that this engine claims."""
+        self.case, self.model, self.call = case, model, model
+        self.wrap(rank)
+        self.optimizer = torch.optim.SGD([p for p in self.call.parameters() if p.requires_grad], lr=RATE)
+
+    def wrap(self, rank: int) -> None:
+        raise NotImplementedError
+
+    def sync(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro step."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        (loss / self.case.micro_steps).backward()
+
+    def clip(self, bound: float) -> None:
+        torch.nn.utils.clip_grad_norm_([p for p in self.call.parameters() if p.requires_grad], bound)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Whole gradients by the names of the unwrapped model, on every rank."""
+        return {name: None if p.grad is None else p.grad.clone() for name, p in named(self.model).items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole weights, in the same way."""
+        return {name: p.detach().clone() for name, p in named(self.model).items()}
+
+    def step(self, last: bool) -> None:
+        """After every micro step; ``last`` of the accumulated ones."""
+        if last:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        """Let go of everything that outlives the model."""
+
+
+def train(kind: type[Parallel], case: Case, rank: int, tiled: bool = True) -> Trained:
+    model = case.model()
+    if tiled and case.options.get("apply") != "wrapped":
+        tile(case, model, rank)
+    parallel = kind(case, model, rank)
+    if tiled and case.options.get("apply") == "wrapped":
+        tile(case, parallel.call, rank)
+    history = []
+    for step in range(case.steps):
+        for micro in range(case.micro_steps):
+            last = micro == case.micro_steps - 1
+            with parallel.sync(last):
+                parallel.backward(case.loss(parallel.call, rank, step * case.micro_steps + micro))
+            if last and case.clip:
+                parallel.clip(case.clip)
+            if last:
+                history.append(parallel.gradients())
+            parallel.step(last)
+    weights = parallel.weights()
+    parallel.close()
+    return Trained(history, weights)
+
+
+def run(kind: type[Parallel], case: Case, rank: int) -> None:
+    """Train ``case`` and compare, or see it refused."""
+    if case.refused:
+        try:
+            train(kind, case, rank)
+        except UserError as error:
+            assert re.search(case.refused, str(error)), f"refused with other words: {error}"
+            return
+        raise AssertionError(f"not refused; expected a UserError like {case.refused!r}")
+    assert_equal(case, train(kind, case, rank), lambda: train(kind, case, rank, tiled=False))

@@ -1,0 +1,61 @@
+"""One rank: runs the named cases of an engine in one process group, and writes a line per case.
+
+Ends at the first case that fails: whatever it left behind must not colour the next.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+TIMEOUT = 60
+"""Seconds that a rank waits for the other in a collective."""
+
+
+def main(engine: str, rank: int, port: int, folder: str, names: list[str]) -> int:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+    import torch.distributed as dist
+
+    from grid.training import run
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    module = importlib.import_module(f"grid.{engine}")
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT))
+    cases = {case.name: case for case in module.CASES}
+    with Path(folder, f"{rank}.jsonl").open("a", encoding="utf-8", buffering=1) as lines:
+        for name in names:
+            torch.manual_seed(rank)
+            dist.barrier()
+            start, problem = time.time(), ""
+            lines.write(json.dumps({"begins": name, "time": start}) + "\n")
+            try:
+                run(module.ENGINE, cases[name], rank)
+            except BaseException:  # noqa: BLE001  # whatever it is, the parent shows it
+                problem = traceback.format_exc()
+            lines.write(json.dumps({"case": name, "problem": problem, "start": start, "time": time.time()}) + "\n")
+            if problem:
+                return 1
+            gc.collect()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5].split(","))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of an engine must not hold the process back
