@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 import tiny_run
 from seqtile.cli import main
 from seqtile.train.interrupt import StopOnSignal
+from seqtile.train.phases import part_of
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.run import Outcome, train
 
@@ -320,6 +321,16 @@ def test_comparison_of_tiled_and_untiled(model: Path, dataset: Path, tmp_path: P
         assert 0 < side["peak_bytes"] == max(side["phases"].values())
     assert numbers["tiled"]["phases"] != numbers["untiled"]["phases"]
     assert (tmp_path / "out" / "report" / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_comparison_of_adapters_over_a_frozen_base(model: Path, dataset: Path, tmp_path: Path):
+    comparison = run(model, dataset, tmp_path / "out", steps=1, lora={"r": 2}, compare=True, loss_tile=16).comparison
+    assert comparison is not None
+    assert comparison.tiled.units == pytest.approx(8, abs=1e-9)
+    assert 0 < comparison.gradient_error < 1e-5
+    # PEFT's wrapper hides neither the head nor the attention from the labels.
+    parts = {part_of(phase) for phase in comparison.tiled.phases}
+    assert {"attention", "head and loss"} < parts and any(part.startswith("MLP") for part in parts)
 
 
 def test_default_output_never_reuses_a_directory(model: Path, dataset: Path, tmp_path: Path, monkeypatch):

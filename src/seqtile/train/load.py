@@ -46,6 +46,11 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     return model, tokenizer
 
 
+def causal_model(model: Any) -> Any:
+    """The causal language model itself, under PEFT's wrapper if there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def check_positions(config: PretrainedConfig, recipe: Recipe) -> None:
     """Refuse a ``max_length`` beyond the model's positions.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.counting import LiveBytes
+from seqtile.train.load import causal_model
 
 if TYPE_CHECKING:
     from seqtile.models.report import Block
@@ -103,7 +104,7 @@ def label_phases(live: LiveBytes, model: nn.Module, blocks: Iterable[Block]) -> 
     for block in blocks:
         alone = len(block.together) <= 1 or block.kind == "inline"
         places[block.name if alone else block.name.rpartition(".")[0]] = BLOCK if alone else BLOCK_AND_NORMS
-    backbone = getattr(model, "base_model", model)
+    backbone = getattr(causal_model(model), "base_model", model)
     try:
         for name, module in model.named_modules():
             if module is backbone and module is not model:

@@ -105,7 +105,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     from seqtile.train.arguments import adapter_config, trainer_arguments
     from seqtile.train.data import load_rows
     from seqtile.train.head import TiledHead, check_plain_head
-    from seqtile.train.load import load_model
+    from seqtile.train.load import causal_model, load_model
 
     documents = False
     rows = None
@@ -121,7 +121,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
         check_plain_head(model.config)
     trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora))
     if recipe.loss_tile:
-        TiledHead(base_model(trainer.model), recipe.loss_tile).install()
+        TiledHead(causal_model(trainer.model), recipe.loss_tile).install()
     return trainer, tiling
 
 
@@ -144,11 +144,6 @@ def _trainer(model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: An
             "give longer rows or a larger --max-length"
         )
     return trainer
-
-
-def base_model(model: Any) -> Any:
-    """The causal language model itself, under PEFT's wrapper if there is one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _refuse_finished(trainer: Any, checkpoint: Path) -> None:
