@@ -98,7 +98,7 @@ class Case:
 
 @dataclass
 class Trained:
-    """Gradients before each step (after clipping) and the weights after the last; trainable ones only."""
+    """Gradients before each step, not yet clipped, and the weights after the last step; trainable ones only."""
 
     gradients: list[dict[str, Tensor | None]]
     weights: dict[str, Tensor]
@@ -118,10 +118,10 @@ def train_alone(case: Case, dtype: torch.dtype | None = None) -> Trained:
         for micro in range(case.micro_steps):
             for rank in range(WORLD):
                 (case.loss(model, rank, step * case.micro_steps + micro) / (WORLD * case.micro_steps)).backward()
+        history.append({name: p.grad.clone() for name, p in named(model).items() if p.grad is not None})
         if case.clip:
             norm = torch.nn.utils.clip_grad_norm_(named(model).values(), case.clip)
             assert norm > case.clip, f"{case.name}: a gradient of norm {norm} is not clipped at {case.clip}"
-        history.append({name: p.grad.clone() for name, p in named(model).items() if p.grad is not None})
         optimizer.step()
     return Trained(history, {name: p.detach().clone() for name, p in named(model).items()})
 

@@ -20,6 +20,10 @@ class Parallel:
         """Wrap ``model`` and assert the type, world size and placement that this engine claims."""
         self.case, self.model, self.call = case, model, model
         self.wrap(rank)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make what trains the wrapped model."""
         self.optimizer = torch.optim.SGD([p for p in self.call.parameters() if p.requires_grad], lr=RATE)
 
     def wrap(self, rank: int) -> None:
@@ -66,10 +70,10 @@ def train(kind: type[Parallel], case: Case, rank: int, tiled: bool = True) -> Tr
             last = micro == case.micro_steps - 1
             with parallel.sync(last):
                 parallel.backward(case.loss(parallel.call, rank, step * case.micro_steps + micro))
-            if last and case.clip:
-                parallel.clip(case.clip)
             if last:
                 history.append(parallel.gradients())
+            if last and case.clip:
+                parallel.clip(case.clip)
             parallel.step(last)
     weights = parallel.weights()
     parallel.close()

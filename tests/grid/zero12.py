@@ -1,0 +1,104 @@
+"""DeepSpeed ZeRO-1 and 2: whole weights, the optimiser's state (and in 2 the gradients) in shards; fp32."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grid.cases import RATE, WORLD, Case, named
+from grid.training import Parallel
+
+ONE, TWO = ({"stage": stage} for stage in (1, 2))
+OFFLOAD = {"device": "cpu", "pin_memory": False}
+
+_CASES = [
+    Case("zero1", "ZeRO-1", options=ONE, steps=2),
+    Case("zero1-generic", "ZeRO-1", options=ONE, path="generic", checkpoint="non-reentrant"),
+    Case("zero2", "plain", options=TWO, steps=2),
+    Case("zero2-generic", "plain", options=TWO, steps=2, path="generic"),
+    Case("zero2-checkpoint", "activation checkpointing", options=TWO, checkpoint="non-reentrant"),
+    Case(
+        "zero2-checkpoint-generic", "activation checkpointing", options=TWO, checkpoint="non-reentrant", path="generic"
+    ),
+    Case("zero2-reentrant", "reentrant checkpointing", options=TWO, checkpoint="reentrant"),
+    Case("zero2-reentrant-generic", "reentrant checkpointing", options=TWO, checkpoint="reentrant", path="generic"),
+    Case("zero2-offload", "optimiser offload", options={**TWO, "offload_optimizer": OFFLOAD}, steps=2),
+    Case("zero2-accumulate", "accumulation, clipping", options=TWO, micro_steps=3, clip=0.1, steps=2),
+    Case("zero2-one-token", "one rank with a single token", options=TWO, lengths=(1, 9), grow=0),
+    Case("zero2-lora", "LoRA", options=TWO, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
+    Case(
+        "zero2-lora-no-input-gradient", "LoRA", options=TWO, adapters=("up_proj",), input_gradients=False,
+        path="generic", checkpoint="non-reentrant",
+    ),
+    Case("zero2-gemma2", "norms around the MLP", "gemma2", options=TWO),
+    Case("zero2-mixtral", "experts", "mixtral", options=TWO),
+    Case("zero2-apply-late", "apply after wrapping", options={**TWO, "apply": "wrapped"}),
+]  # fmt: skip
+CASES = [replace(case, dtype=torch.float32) for case in _CASES]
+
+
+class Zero(Parallel):
+    """Any stage; the optimiser steps inside DeepSpeed's engine."""
+
+    def wrap(self, rank: int) -> None:
+        import deepspeed
+
+        case, options = self.case, self.case.options
+        zero = {k: v for k, v in options.items() if k not in ("apply", "init")}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": case.micro_steps,
+            "gradient_clipping": case.clip,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": zero,
+        }
+        optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=RATE)
+        self.call, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        assert self.call.zero_optimization_stage() == options["stage"]
+        assert self.call.dp_world_size == WORLD
+        self.check_placement()
+
+    def prepare(self) -> None:
+        """Nothing: DeepSpeed's engine holds the optimiser."""
+
+    def check_placement(self) -> None:
+        """The optimiser's fp32 weights are shards that make up the whole."""
+        held = torch.tensor([sum(p.numel() for p in self.call.optimizer.single_partition_of_fp32_groups)])
+        whole = sum(p.numel() for p in named(self.model).values())
+        assert held < whole
+        dist.all_reduce(held)
+        assert whole <= held < whole + 64  # padded to equal shards
+
+    def sync(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()  # DeepSpeed counts the micro steps itself
+
+    def backward(self, loss: Tensor) -> None:
+        self.call.backward(loss)
+
+    def clip(self, bound: float) -> None:
+        """DeepSpeed clips within its step; the weights after it show."""
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        from deepspeed.utils import safe_get_full_grad
+
+        return {name: safe_get_full_grad(p).clone() for name, p in named(self.model).items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {name: safe_get_full_fp32_param(p).clone() for name, p in named(self.model).items()}
+
+    def step(self, last: bool) -> None:
+        self.call.step()
+
+    def close(self) -> None:
+        self.call.destroy()
+
+
+ENGINE = Zero
