@@ -159,6 +159,14 @@ def test_bad_datasets(model: Path, tmp_path: Path, name: str, content: str | byt
     assert not (tmp_path / "out").exists()
 
 
+def test_packages_that_are_missing_are_named_together(monkeypatch: pytest.MonkeyPatch, capsys):
+    from seqtile.train import run
+
+    find = run.find_spec
+    monkeypatch.setattr(run, "find_spec", lambda name: None if name in ("trl", "peft") else find(name))
+    assert "needs trl, peft; install them with: pip install 'seqtile[train]'" in refused([], capsys)
+
+
 def test_bad_models(model: Path, dataset: Path, tmp_path: Path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")

@@ -73,10 +73,11 @@ def command(
 
 
 def _run(recipe: Any, notes: list[str], *, resume: bool, overwrite: bool) -> None:
-    _quiet()
     from seqtile.cli import show
-    from seqtile.train.run import train
+    from seqtile.train.run import require_packages, train
 
+    require_packages()
+    _quiet()
     for note in notes:
         logging.getLogger("seqtile").warning(note)
     progress = show.Progress()
@@ -97,9 +98,12 @@ def _quiet() -> None:
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import torch
     from datasets.utils import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, warns that it looked for one
     disable_progress_bar()
     if not sys.stderr.isatty():
         disable_progress_bars()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from seqtile.models.report import Block
 
 HEAD = "head and loss"
-REST = "rest"
+REST = "rest of the model"
 ATTENTION = "attention"
 BLOCK = "MLP"
 BLOCK_AND_NORMS = "MLP and norms"

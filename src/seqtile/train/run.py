@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,7 @@ def train(
     """
     from seqtile.train.output import check_output, check_writable, clear_output, default_output, find_checkpoint
 
-    _require_extra()
+    require_packages()
     recipe = resolve(recipe)
     output = Path(recipe.output).expanduser() if recipe.output else default_output(recipe)
     recipe = recipe.model_copy(update={"output": str(output)})
@@ -90,9 +91,12 @@ def train(
     return _run(recipe, output, trainer, tiling, checkpoint, callbacks)
 
 
-def _require_extra() -> None:
-    """The packages of ``seqtile[train]``, all at once instead of one after another."""
-    from importlib.util import find_spec
+def require_packages() -> None:
+    """Refuse to start without the packages of ``seqtile[train]``, naming all that are missing at once.
+
+    Raises:
+        UserError: with the command that installs them.
+    """
 
     missing = [name for name in ("trl", "datasets", "peft", "matplotlib") if find_spec(name) is None]
     if missing:
