@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqtile.bench.block import Mlp, Upstream, Workload
+from seqtile.bench.block import Upstream, Workload
 from seqtile.bench.cell import Cell
 from seqtile.bench.measure import measure_error, on_accelerator, start, synchronize
 from seqtile.counting import count_live_bytes
@@ -135,8 +135,6 @@ def _error(sharded: Sharded) -> dict[str, Any]:
 
 def _zero3(workload: Workload) -> Any:
     deepspeed = import_module("deepspeed")
-    # One gather for the whole block, and none inside a tile loop.
-    import_module("deepspeed.utils").set_z3_leaf_modules(workload.layer, [Mlp])
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},

@@ -15,7 +15,9 @@ def bench(
     compare: str = typer.Option(None, help="Reproduce a published benchmark: ms-swift.", metavar="NAME"),
     engine: str = typer.Option("fsdp2", help="With --compare: fsdp2 or zero3."),
     ranks: int = typer.Option(None, help="With --compare: processes. [default: 2, or 1 with one device]", metavar="N"),
-    scale: int = typer.Option(1, help="With --compare: divides the published widths.", metavar="N"),
+    scale: int = typer.Option(
+        None, help="With --compare: divides the published widths. [default: 1; on the CPU 16]", metavar="N"
+    ),
     tokens: str = typer.Option(None, help="With --compare: lengths. [default: the published seven]", metavar="N,N"),
     device: str = typer.Option(None, help="[default: the accelerator if there is one, else cpu]"),
     repeats: int = typer.Option(5, help="Timed runs per cell, at least 5.", metavar="N"),
