@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.util
 import weakref
@@ -17,10 +18,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from numerics._blocks import random, shards
-from numerics._fused import Between, Fused, GatedMLP, GateUpMLP, PlainMLP
+from numerics._fused import Between, Fused, GatedMLP, GateUpMLP, PlainMLP, weights_of
 from seqtile.counting import LiveBytes, Products, count_live_bytes, count_products
 from seqtile.ops import fused
+from seqtile.ops.fused import fused_mlp
 from seqtile.ops.fused_tile import Pass
+from seqtile.ops.projection import Adapter
+from seqtile.ops.sums import Sum
 
 D, F, N = 48, 136, 2048
 KINDS: dict[str, Callable[[], nn.Module]] = {
@@ -203,6 +207,42 @@ def test_at_most_four_tile_buffers_and_never_a_whole_one(kind: str) -> None:
     with Widest(F) as seen:
         measure(model)
     assert seen.rows == N, "the counter sees the untiled block's tensors"
+
+
+def test_tile_buffers_are_gone_when_the_sums_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In low precision the final gradients come on top of the sums, not on top of the buffers."""
+    result, left = Sum.result, []
+    with Widest(F) as seen:
+
+        def noting(self: Sum) -> Tensor:
+            left.append(sum(ref() is not None for ref in seen.alive.values()))
+            return result(self)
+
+        monkeypatch.setattr(Sum, "result", noting)
+        measure(Fused(KINDS["gated"](), shards(N, 16)))
+    assert left == [0, 0, 0] and seen.most > 0
+
+
+def test_an_adapter_in_fp32_makes_no_wide_tile() -> None:
+    """One tile of a low-precision base with fp32 adapters: the adapters' own products run in pieces."""
+    wide = Fused(KINDS["gated"]().bfloat16().requires_grad_(False), (N,))
+    x, upstream = random(1, N, D, dtype=torch.bfloat16), random(1, N, D, dtype=torch.bfloat16, seed=2, grad=False)
+    weights = weights_of(wide.block)
+    sides = [
+        (torch.randn(4, D), torch.randn(F, 4)),
+        (torch.randn(4, D), torch.randn(F, 4)),
+        (torch.randn(4, F), torch.randn(D, 4)),
+    ]
+    parts = [
+        dataclasses.replace(part, adapter=Adapter(a.requires_grad_(), b.requires_grad_(), 1.0))
+        for part, (a, b) in zip((*weights.first, weights.down), sides, strict=True)
+    ]
+    weights = dataclasses.replace(weights, first=tuple(parts[:2]), down=parts[2])
+    with count_live_bytes() as live:
+        fused_mlp(x, weights, (N,)).backward(upstream)
+    pieces = 3 * 512 * F * 4 + 4 * N * 4 * 4  # of 512 rows in fp32, and [N, rank]
+    assert live.peak <= 2 * N * D * 2 + 4 * N * F * 2 + pieces + 65536
+    assert pieces < N * F * 4
 
 
 def peers() -> Iterator[tuple[str, Callable[[nn.Module, int], Callable[[Tensor], Tensor]]]]:

@@ -210,6 +210,24 @@ def test_low_precision_sums_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None
         check_low_precision_adapters(64)
 
 
+def test_backward_inside_autocast() -> None:
+    """Every product runs in the forward's precision, whatever the state of the backward."""
+    model, x, upstream = gated(trains_base=True), random(2, 5, D), random(2, 5, D, seed=2, grad=False)
+    wanted = [x, *model.parameters()]
+    outside = torch.autograd.grad(Fused(model, TILE)(x), wanted, upstream)
+    output = Fused(model, TILE)(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = torch.autograd.grad(output, wanted, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+
+
+def test_tiles_of_no_rows() -> None:
+    model, x = gated(), random(7, D)
+    torch.testing.assert_close(Fused(model, (0, 4, 0, 3))(x), model(x))
+    Fused(model, ())(random(0, D)).sum().backward()
+    assert all(torch.equal(w.grad, torch.zeros_like(w)) for w in model.parameters() if w.requires_grad)
+
+
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Tensor | None]]:
     """Every mask that a projection draws, with the width of its input."""
     masks: list[tuple[int, Tensor | None]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
 from collections.abc import Callable
 from typing import Any
@@ -233,6 +234,22 @@ def test_a_proof_holds_for_its_class_and_configuration() -> None:
     one, other = GatedMLP(act=lambda z: F.relu(z)), GatedMLP(act=lambda z: F.relu(z).square())
     names = [w.activation.name for w in (fused_weights(one), fused_weights(other)) if not isinstance(w, str)]
     assert names == ["relu", "relu2"]
+
+
+def test_a_proof_dies_with_its_configuration() -> None:
+    """A later configuration may stand where an earlier one stood in memory."""
+    config = Config(1.0)
+    place, others = id(config), []
+    assert not isinstance(fused_weights(Configured(config)), str)
+    del config
+    gc.collect()
+    for _ in range(10_000):
+        others.append(Config(2.0))
+        if id(others[-1]) == place:
+            break
+    else:
+        pytest.skip("the interpreter did not use the same memory again")
+    assert isinstance(fused_weights(Configured(others[-1])), str)
 
 
 def test_a_class_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,6 @@ class Sum:
     def result(self) -> Tensor:
         """The gradient in the tensor's dtype; zero if nothing was added."""
         total, gradient = self._total, self._gradient
-        self._total = self._gradient = None
         if total is None:
             return self._empty(self._dtype).zero_()
         if gradient is not None:
