@@ -56,10 +56,15 @@ distclean: clean  ## remove the virtual environments too
 
 # A stamp is newer than what it was made from, or the environment is made again on top of the old one.
 $(VENV)/.ready: pyproject.toml constraints/torch.txt constraints/highest.txt
-	$(call make_environment,$(VENV),constraints/highest.txt,dev)
+	$(call make_environment,$(VENV),constraints/highest.txt,dev$$($(CAN_COMPILE) && echo ,deepspeed))
 
 $(VENV_LOWEST)/.ready: pyproject.toml constraints/torch.txt constraints/lowest.txt
 	$(call make_environment,$(VENV_LOWEST),constraints/lowest.txt,test)
+
+# DeepSpeed compiles C++ on first use. Without a compiler and Python's headers it is left out, and its tests are skipped
+# with that reason.
+CAN_COMPILE = command -v c++ >/dev/null && $(PYTHON) -c 'import pathlib, sys, sysconfig; \
+    sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())'
 
 # $(1) the environment, $(2) its pinned versions, $(3) the extra to install.
 define make_environment
@@ -68,8 +73,8 @@ define make_environment
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "seqtile needs Python 3.11 or newer, \
 $(PYTHON) is %d.%d: install one, then say make PYTHON=python3.12" % sys.version_info[:2])'
 @echo "Setting up $(1): this happens once and takes a few minutes."
-$(PYTHON) -m venv $(1)
-$(1)/bin/python -m pip install --quiet $(TORCH)
-$(1)/bin/python -m pip install --quiet --constraint $(2) --editable ".[$(3)]"
+@$(PYTHON) -m venv $(1)
+@$(1)/bin/python -m pip install --quiet $(TORCH)
+@$(1)/bin/python -m pip install --quiet --constraint $(2) --editable ".[$(3)]"
 @touch $@
 endef

@@ -233,7 +233,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("constraints", "extras"), [("highest.txt", ("train", "test", "dev")), ("lowest.txt", ("test",))]
+    ("constraints", "extras"), [("highest.txt", ("train", "test", "dev", "deepspeed")), ("lowest.txt", ("test",))]
 )
 def test_every_dependency_is_pinned(constraints: str, extras: tuple[str, ...]) -> None:
     """A dependency that nobody pins would be another version on every machine."""
