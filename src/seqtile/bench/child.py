@@ -34,14 +34,15 @@ def guarded(job: Callable[[dict[str, Any]], dict[str, Any]], arguments: dict[str
     """The job's result, or what stopped it."""
     import torch
 
+    from seqtile._errors import UserError
     from seqtile.bench.methods import NotInstalledError
 
     try:
         return job(arguments)
     except torch.OutOfMemoryError as error:
         return {"error": "out of memory", "error_detail": " ".join(str(error).split())[:500]}
-    except NotInstalledError as error:
-        return {"error": str(error)}
+    except (NotInstalledError, UserError) as error:
+        return {"error": str(error), "user_error": isinstance(error, UserError)}
     except Exception as error:  # noqa: BLE001  # whatever a peer raises is the result of its cell
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
 
@@ -62,7 +63,20 @@ def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
 
         return measure_under(arguments["engine"], Cell(**arguments["cell"]))
 
-    return {"cell": cell, "pairs": pairs, "engine": engine, "environment": lambda _: environment()}
+    def halves(arguments: dict[str, Any]) -> dict[str, Any]:
+        from seqtile.bench.halves import measure_halves
+
+        return measure_halves(Cell(**arguments))
+
+    def step(arguments: dict[str, Any]) -> dict[str, Any]:
+        from seqtile.bench.step import Step, measure_step
+
+        return measure_step(Step(**arguments["step"]), arguments["method"])
+
+    return {
+        "cell": cell, "pairs": pairs, "engine": engine, "halves": halves, "step": step,
+        "environment": lambda _: environment(),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -84,3 +84,42 @@ def mlp(
     show.print_grid(rows)
     show.print_files([directory / f"{stem}.jsonl", *plot_grid(rows, directory, stem)])
     show.print_summary(summary(rows))
+
+
+@app.command()
+def step(
+    model: str = typer.Option(..., help="Model directory, config file or Hub id.", metavar="PATH_OR_ID"),
+    tokens: int = typer.Option(8192, help="Length of the one row.", metavar="N"),
+    tile: str = typer.Option("auto", help="auto, tokens per tile, shards:N, arctic or memory:1GiB."),
+    methods: str = typer.Option("untiled,fused,tile-checkpoint", help="As for `bench mlp`.", metavar="NAME,.."),
+    checkpoint: bool = typer.Option(True, help="Activation checkpointing."),
+    dtype: str = typer.Option(None, help="[default: bfloat16; on the CPU float32]"),
+    loss_tokens: int = typer.Option(1024, help="Last tokens that the loss is taken on.", metavar="N"),
+    repeats: int = typer.Option(5, help="Timed steps, at least 5.", metavar="N"),
+    out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
+) -> None:
+    """A whole training step of a model; under accelerate launch or torchrun on that engine."""
+    import os
+
+    from seqtile.bench import step as steps
+    from seqtile.bench.cell import DTYPES, METHODS
+    from seqtile.bench.grid import parse_words
+    from seqtile.cli import bench_show as show
+
+    if dtype is not None:
+        parse_words("--dtype", dtype, DTYPES)
+    chosen = parse_words("--methods", methods, METHODS)
+    wanted = steps.Step(model, tokens, tile, checkpoint, dtype or "", loss_tokens, repeats)
+    if os.environ.get("RANK", "0") != "0":
+        steps.run_steps(wanted, chosen, None)
+        return
+    directory, stem = show.fresh(out, "step")
+    file = directory / f"{stem}.jsonl"
+    with show.Status() as status:
+        rows = steps.run_steps(wanted, chosen, file, status.say)
+    wrong = next((row["error"] for row in rows if row.get("user_error")), None)
+    if wrong is not None:
+        raise UserError(wrong)
+    show.print_steps(rows)
+    show.print_files([file])
+    show.print_summary(steps.summary(rows))

@@ -97,6 +97,28 @@ def print_grid(rows: Sequence[Row]) -> None:
         )  # fmt: skip
 
 
+def print_steps(rows: Sequence[Row]) -> None:
+    """One line per method."""
+    ran = next((row for row in rows if "error" not in row), rows[0])
+    where = f"{ran.get('engine', '')}, ranks: {ran.get('ranks', 1)}, on {ran['device_name']}"
+    title = f"training step, {ran['tokens']:,} tokens, {where}"
+    table = Table(box=box.SIMPLE_HEAVY, pad_edge=False, title_justify="left", title=title)
+    table.add_column("method", no_wrap=True)
+    for name in ("ms", "tokens/s", "peak GiB", "loss first", "loss last", "gradient norm"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        if "error" in row:
+            table.add_row(row["method"], "", "", "", "", "", Text(row["error"][:60]))
+            continue
+        norm = row["gradient_norm"]
+        table.add_row(
+            row["method"], f"{row['step_ms']:.0f}", f"{row['tokens_per_s']:,.0f}",
+            f"{row['peak_allocated_bytes'] / GIB:.3f}", f"{row['loss_first']:.6f}", f"{row['loss_last']:.6f}",
+            "" if norm is None else f"{norm:.6f}",
+        )  # fmt: skip
+    console_for_tables().print(table)
+
+
 def print_published(rows: Sequence[Row]) -> None:
     """One table for each published device, and the line that says that the hardware differs."""
     from seqtile.bench import published
