@@ -19,7 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import tiny_run
+from seqtile import UserError
 from seqtile.cli import main
+from seqtile.train.data import load_rows
 from seqtile.train.interrupt import StopOnSignal
 from seqtile.train.phases import part_of
 from seqtile.train.recipe import build_recipe, read_recipe
@@ -349,3 +351,16 @@ def test_example_recipes_run(model: Path, dataset: Path, tmp_path: Path, name: s
     outcome = train(build_recipe(values, flags)[0])
     assert outcome.step == 1
     assert outcome.tiling is not None and outcome.tiling.tiled == 2
+
+
+def test_a_dataset_of_the_hub_is_asked_for_by_id_and_split(monkeypatch: pytest.MonkeyPatch):
+    import datasets
+
+    rows = datasets.Dataset.from_list(KINDS["text"])
+    splits = {"train": rows, "long": rows.select([0])}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: {"org/name": splits}[name][split])
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: list(splits))
+    assert len(load_rows("org/name")[0]) == 2
+    assert len(load_rows("org/name", split="long")[0]) == 1
+    with pytest.raises(UserError, match="no split 'test'; set dataset_split to one of train, long"):
+        load_rows("org/name", split="test")

@@ -67,12 +67,18 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert all(name in shown for name in COMMANDS)
 
 
-def test_doctor_shows_versions_and_devices(capsys: pytest.CaptureFixture[str]):
+def test_doctor_shows_versions_devices_and_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch):
     import torch
+
+    from seqtile.cli import doctor
+
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "trl" else version(name))
 
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert seqtile.__version__ in shown and torch.__version__ in shown and "device" in shown
+    assert "not installed: pip install 'seqtile[train]'" in shown
     assert len(shown.splitlines()) < 40
 
 

@@ -20,22 +20,24 @@ def command() -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from seqtile import __version__
 
+    rows = [
+        ("seqtile", __version__),
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("system", f"{platform.system()} {platform.machine()}, {_cores()} CPU cores, {_host_memory()}"),
+    ]
+    rows += [(name, _version(name) or "missing: pip install seqtile") for name in CORE]
+    for extra, names in EXTRAS.items():
+        rows += [(name, _version(name) or f"not installed: pip install 'seqtile[{extra}]'") for name in names]
+    rows += [("device", device) for device in _devices()]
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
-    table.add_row("seqtile", __version__)
-    table.add_row("python", f"{platform.python_version()} ({sys.executable})")
-    table.add_row("system", f"{platform.system()} {platform.machine()}, {_cores()} CPU cores, {_host_memory()}")
-    for name in CORE:
-        table.add_row(name, _version(name) or "missing: pip install seqtile")
-    for extra, names in EXTRAS.items():
-        for name in names:
-            table.add_row(name, _version(name) or f"not installed: pip install 'seqtile[{extra}]'")
-    for device in _devices():
-        table.add_row("device", device)
+    for name, value in rows:
+        table.add_row(name, Text(value))  # plain text: rich would take [train] for a style
     Console().print(table)
 
 

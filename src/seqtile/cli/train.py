@@ -20,21 +20,23 @@ _STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 def command(
     model: str = typer.Option(None, help="Model directory or Hub id. Without model and dataset: the embedded demo."),
     dataset: str = typer.Option(None, help="JSONL, Parquet or text file, a directory of them, or a Hub id."),
-    max_length: int = typer.Option(None, help="Tokens per row. [default: 8192]", metavar="TOKENS"),
-    output: str = typer.Option(None, help="Directory of the result. [default: runs/NAME]", metavar="DIR"),
+    max_length: int = typer.Option(None, help="Tokens per row (default 8192).", metavar="TOKENS"),
+    output: str = typer.Option(None, help="Directory of the result (default runs/NAME).", metavar="DIR"),
     lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
-    tile: str = typer.Option(None, help="auto, tokens per tile, shards:N, arctic or memory:1GiB. [default: auto]"),
-    engine: str = typer.Option(None, help="single (one process). [default: single]"),
-    steps: int = typer.Option(None, help="Optimiser steps. [default: one pass over the data]", metavar="N"),
-    learning_rate: float = typer.Option(None, help="[default: 2e-5, with --lora 2e-4]", metavar="RATE"),
-    seed: int = typer.Option(None, help="Seed of weights, data order and dropout. [default: 0]", metavar="N"),
+    tile: str = typer.Option(None, help="auto, tokens per tile, shards:N, arctic or memory:1GiB (default auto)."),
+    engine: str = typer.Option(None, help="single: one process (the default)."),
+    steps: int = typer.Option(None, help="Optimiser steps (default one pass over the data).", metavar="N"),
+    learning_rate: float = typer.Option(
+        None, help="Peak learning rate (default 2e-5, with --lora 2e-4).", metavar="RATE"
+    ),
+    seed: int = typer.Option(None, help="Seed of weights, data order and dropout (default 0).", metavar="N"),
     recipe: str = typer.Option(None, help="YAML file with these and all other settings; flags win.", metavar="FILE"),
     resume: bool = typer.Option(False, "--resume", help="Continue the run in --output.", rich_help_panel=RUN),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier run.", rich_help_panel=RUN),
     compare: bool = typer.Option(
         None, "--compare/--no-compare", help="End with tiled against untiled on one batch.", rich_help_panel=RUN
     ),
-    tiled_mlp: str = typer.Option(None, help="Tile at all. [default: true]", metavar="BOOL", rich_help_panel=PEERS),
+    tiled_mlp: str = typer.Option(None, help="Tile at all (default true).", metavar="BOOL", rich_help_panel=PEERS),
     use_tiled_mlp: str = typer.Option(None, help="The same.", metavar="BOOL", rich_help_panel=PEERS),
     tiled_mlp_num_shards: str = typer.Option(
         None, help="The same as --tile shards:N.", metavar="N", rich_help_panel=PEERS
