@@ -11,6 +11,7 @@ import ipaddress
 import os
 import random
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ _NO_PROXY_HERE = "http://127.0.0.1:9"  # the discard port of this machine: nothi
 
 os.environ.update(
     {
+        # Programs of this environment first, also where it is not activated: seqtile, and ninja for DeepSpeed.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
