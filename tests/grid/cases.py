@@ -28,7 +28,7 @@ class Case:
         architecture: of ``zoo``.
         config: overrides of the tiny configuration.
         lengths: tokens per row on each rank; every step adds ``grow``, so that tile counts change between steps.
-        tiles: tokens per tile on each rank; 0 leaves the model untiled.
+        tiles: tile rule on each rank; "auto" leaves batches this short untiled.
         path: operator, as ``seqtile.apply`` takes it.
         blocks: as ``seqtile.apply`` takes it.
         checkpoint: ``""``, ``"non-reentrant"`` or ``"reentrant"``: activation checkpointing of the decoder layers.
@@ -49,7 +49,7 @@ class Case:
     architecture: str = "llama"
     config: dict[str, Any] = field(default_factory=dict)
     lengths: tuple[int, int] = (13, 7)
-    tiles: tuple[int, int] = (3, 5)
+    tiles: tuple[int | str, int | str] = (3, 5)
     path: str = "auto"
     blocks: str = "auto"
     checkpoint: str = ""
@@ -127,9 +127,8 @@ def train_alone(case: Case, dtype: torch.dtype | None = None) -> Trained:
 
 
 def tile(case: Case, model: nn.Module, rank: int) -> None:
-    if case.tiles[rank]:
-        report = seqtile.apply(model, tile=case.tiles[rank], path=case.path, blocks=case.blocks)
-        assert report.tiled
+    report = seqtile.apply(model, tile=case.tiles[rank], path=case.path, blocks=case.blocks)
+    assert report.tiled
 
 
 def assert_equal(case: Case, got: Trained, untiled: Callable[[], Trained]) -> None:

@@ -40,7 +40,7 @@ CASES = [
     ),
     Case("one-token", "one rank with a single token", lengths=(9, 1), grow=0),
     Case("one-token-generic", "one rank with a single token", lengths=(1, 9), grow=0, path="generic"),
-    Case("untiled-rank", "one rank untiled", tiles=(3, 0)),
+    Case("untiled-rank", "one rank untiled", tiles=(3, "auto")),
     Case("lora", "LoRA", adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
     Case("lora-checkpoint", "LoRA", adapters=("gate_proj", "up_proj"), checkpoint="non-reentrant", path="generic"),
     Case("lora-no-input-gradient", "LoRA", adapters=("up_proj", "down_proj"), input_gradients=False),

@@ -55,7 +55,7 @@ CASES = [
         path="generic", checkpoint="non-reentrant",
     ),
     Case("one-token", "one rank with a single token", options=LAYER, lengths=(9, 1), grow=0),
-    Case("untiled-rank", "one rank untiled", options=LAYER, tiles=(0, 3)),
+    Case("untiled-rank", "one rank untiled", options=LAYER, tiles=("auto", 3)),
     Case("lora", "LoRA", options=LAYER, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
     Case("lora-generic", "LoRA", options=LAYER, adapters=("gate_proj", "up_proj"), path="generic"),
     Case(

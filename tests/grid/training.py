@@ -26,6 +26,10 @@ class Parallel:
         """Make what trains the wrapped model."""
         self.optimizer = torch.optim.SGD([p for p in self.call.parameters() if p.requires_grad], lr=RATE)
 
+    @classmethod
+    def before(cls, case: Case, model: nn.Module) -> None:
+        """Done to the model before it is tiled."""
+
     def wrap(self, rank: int) -> None:
         raise NotImplementedError
 
@@ -59,6 +63,7 @@ class Parallel:
 
 def train(kind: type[Parallel], case: Case, rank: int, tiled: bool = True) -> Trained:
     model = case.model()
+    kind.before(case, model)
     if tiled and case.options.get("apply") != "wrapped":
         tile(case, model, rank)
     parallel = kind(case, model, rank)

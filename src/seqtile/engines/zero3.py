@@ -5,12 +5,21 @@ at each tile. A *leaf module* is gathered as a whole before it runs. ``deepspeed
 attribute ``_z3_leaf`` on the instance, which DeepSpeed reads when it takes the model over; setting it here needs no
 DeepSpeed and does nothing under any other engine.
 
+DeepSpeed reduces a leaf module's gradients in the module's full backward hook. PyTorch runs that hook when the gradient
+of a positional input is there; if none requires one, it runs before the module's own backward, and the weights'
+gradients are lost. So such an input is made to require a gradient (a LoRA model's first layer).
+
 Source: DeepSpeed 0.19, ``deepspeed/utils/z3_leaf_module.py`` and ``runtime/zero/parameter_offload.py``.
 """
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._errors import UserError
 
 _LEAF = "_z3_leaf"
 _OURS = "_seqtile_marked_leaf"
@@ -21,13 +30,44 @@ def is_registered(module: nn.Module) -> bool:
     return "ds_recompute_parameters" in module.__dict__ or "post_bwd_fn" in module.__dict__
 
 
+def whole_shape(weight: Tensor) -> torch.Size:
+    """Shape of a weight; of the whole one where ZeRO-3 has left an empty tensor in its place (``zero.Init``)."""
+    return torch.Size(getattr(weight, "ds_shape", weight.shape))
+
+
 def mark_leaf(module: nn.Module) -> None:
     """Have ZeRO-3 gather all weights of ``module`` before it runs, if it takes the model over later."""
     if not module.__dict__.get(_LEAF) and not is_registered(module):
         module.__dict__.update({_LEAF: True, _OURS: True})
+        module.register_forward_pre_hook(end_gradients_here)
 
 
 def unmark_leaf(module: nn.Module) -> None:
     """Take our mark off; it stays where ZeRO-3 already goes by it."""
-    if _OURS in module.__dict__ and not is_registered(module):
-        del module.__dict__[_OURS], module.__dict__[_LEAF]
+    if _OURS not in module.__dict__ or is_registered(module):
+        return
+    del module.__dict__[_OURS], module.__dict__[_LEAF]
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if hook is end_gradients_here:
+            del module._forward_pre_hooks[number]
+
+
+def end_gradients_here(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward pre-hook of a leaf module: its first input requires a gradient if its weights do and no input does.
+
+    Does nothing until ZeRO-3 has taken the module over.
+
+    Raises:
+        UserError: no tensor was passed by position, so the gradients would be reduced before they are there.
+    """
+    if not is_registered(module) or not torch.is_grad_enabled():
+        return None
+    tensors = [value for value in inputs if isinstance(value, Tensor) and value.is_floating_point()]
+    if any(tensor.requires_grad for tensor in tensors) or not any(p.requires_grad for p in module.parameters()):
+        return None
+    if not tensors:
+        raise UserError(
+            f"{type(module).__name__} was called with keyword arguments only, under DeepSpeed ZeRO-3, which would "
+            "reduce its gradients before they are computed; pass the hidden states by position"
+        )
+    return tuple(value.detach().requires_grad_() if value is tensors[0] else value for value in inputs)

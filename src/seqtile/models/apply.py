@@ -14,6 +14,7 @@ from torch import nn
 
 from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_wrapped
+from seqtile.engines.zero3 import mark_leaf
 from seqtile.models.find import LOOKED_FOR, Candidate, Left, find_blocks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.models.layer import TiledLayer
@@ -155,6 +156,7 @@ def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, no
         own.install()
     assert standing is not None
     standing.check()
+    mark_leaf(standing.module)
     mlp = "experts run in the generic operator" if found.kind == "experts" else standing.fused()
     fused = isinstance(mlp, FusedWeights) and path != "generic"
     if path == "fused" and not fused:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from seqtile.engines.zero3 import whole_shape
 from seqtile.models.neighbours import Neighbours, find_inline, find_neighbours
 from seqtile.models.probe import mixes_tokens
 
@@ -151,19 +152,19 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 def _row_wise(module: nn.Module) -> bool:
     """Norms inside an MLP: one-dimensional parameters and nothing below."""
-    return not any(True for _ in module.children()) and all(p.dim() <= 1 for p in module.parameters())
+    return not any(True for _ in module.children()) and all(len(whole_shape(p)) <= 1 for p in module.parameters())
 
 
 def experts_widths(module: nn.Module) -> tuple[int, int] | None:
     """(hidden, intermediate of the experts a token visits) if the module holds routed experts as 3-D weights."""
-    stacks = [p for p in module.parameters(recurse=False) if p.dim() == 3]
-    if len(stacks) < 2 or stacks[0].shape[0] != stacks[-1].shape[0] or any(module.children()) is None:
+    stacks = [p for p in module.parameters(recurse=False) if len(whole_shape(p)) == 3]
+    if len(stacks) < 2 or whole_shape(stacks[0])[0] != whole_shape(stacks[-1])[0]:
         return None
-    down = getattr(module, "down_proj", stacks[-1])
-    sides = set(stacks[0].shape[1:]) & set(down.shape[1:])
+    down = whole_shape(getattr(module, "down_proj", stacks[-1]))
+    sides = set(whole_shape(stacks[0])[1:]) & set(down[1:])
     config = getattr(module, "config", None)
     hidden = getattr(module, "hidden_dim", None) or getattr(module, "hidden_size", None)
-    hidden = hidden or getattr(config, "hidden_size", None) or (min(sides) if sides else down.shape[1])
-    inner = [side for side in down.shape[1:] if side != hidden]
+    hidden = hidden or getattr(config, "hidden_size", None) or (min(sides) if sides else down[1])
+    inner = [side for side in down[1:] if side != hidden]
     visits = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k", None) or 1
     return int(hidden), int(inner[0] if inner else hidden) * int(visits)

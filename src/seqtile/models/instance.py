@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from seqtile.engines.granularity import refuse_gathering_inside
-from seqtile.engines.zero3 import mark_leaf, unmark_leaf
+from seqtile.engines.zero3 import unmark_leaf
 from seqtile.models.fuse import fused_weights
 from seqtile.ops.fused import FusedWeights, fused_mlp
 from seqtile.ops.generic import run_in_tiles
@@ -90,7 +90,6 @@ class Installed:
     def install(self) -> None:
         self.module.__dict__["forward"] = self
         self.module.__dict__["extra_repr"] = _Note(self)
-        mark_leaf(self.module)
 
     def remove(self) -> None:
         """Put every attribute back as it was."""

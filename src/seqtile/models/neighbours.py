@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from seqtile.engines.zero3 import whole_shape
+
 
 @dataclass(frozen=True)
 class Neighbours:
@@ -100,7 +102,7 @@ def _only(layer: nn.Module, name: str) -> str:
     child = getattr(layer, name, None) if name else None
     if not isinstance(child, nn.Module) or any(True for _ in child.children()):
         return ""
-    return name if all(p.dim() == 1 for p in child.parameters()) else ""
+    return name if all(len(whole_shape(p)) == 1 for p in child.parameters()) else ""
 
 
 @functools.cache

@@ -1,0 +1,81 @@
+"""DeepSpeed ZeRO-3: weights in shards too, gathered when a module runs; fp32, and nothing kept by luck.
+
+``stage3_max_live_parameters``, prefetch and reuse distance are so small that a weight is there only while the module
+that DeepSpeed gathered it for runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from grid import zero12
+from grid.cases import WORLD, Case
+
+STINGY = {
+    "stage": 3,
+    "stage3_max_live_parameters": 1,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_param_persistence_threshold": 0,
+}
+_CASES = [
+    Case("plain", "plain", steps=3),
+    Case("generic", "plain", path="generic", steps=3),
+    Case("mlp-only", "plain", blocks="mlp", steps=2),
+    Case("mlp-only-generic", "plain", blocks="mlp", path="generic", checkpoint="non-reentrant"),
+    Case("checkpoint", "activation checkpointing", checkpoint="non-reentrant", steps=2),
+    Case("checkpoint-generic", "activation checkpointing", checkpoint="non-reentrant", path="generic", steps=2),
+    Case("reentrant", "reentrant checkpointing", checkpoint="reentrant"),
+    Case("reentrant-generic", "reentrant checkpointing", checkpoint="reentrant", path="generic"),
+    Case("defaults", "DeepSpeed's own settings", options={"stage": 3}, steps=3),
+    Case("offload", "optimiser offload", options={**STINGY, "offload_optimizer": zero12.OFFLOAD}, steps=2),
+    Case("accumulate", "accumulation, clipping", micro_steps=3, clip=0.1, steps=2),
+    Case("accumulate-generic", "accumulation, clipping", micro_steps=3, clip=0.1, path="generic"),
+    Case("one-token", "one rank with a single token", lengths=(9, 1), grow=0),
+    Case("one-token-generic", "one rank with a single token", lengths=(1, 9), grow=0, path="generic"),
+    Case("untiled-rank", "one rank untiled", tiles=("auto", 3)),
+    Case("lora", "LoRA", adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
+    Case("lora-generic", "LoRA", adapters=("gate_proj", "up_proj"), path="generic", checkpoint="non-reentrant"),
+    Case("lora-no-input-gradient", "LoRA", adapters=("up_proj", "down_proj"), input_gradients=False, steps=2),
+    Case("gemma2", "norms around the MLP", "gemma2", checkpoint="non-reentrant"),
+    Case("opt", "linear layers in the decoder layer", "opt"),
+    Case("mixtral", "experts", "mixtral", steps=2),
+    Case("sharded-before", "weights sharded before apply (zero.Init)", options={**STINGY, "init": True}),
+    Case(
+        "sharded-before-mixtral", "weights sharded before apply (zero.Init)", "mixtral",
+        options={**STINGY, "init": True},
+    ),
+    Case(
+        "apply-late", "apply after wrapping", options={**STINGY, "apply": "wrapped"},
+        refused=r"ZeRO-3 gathers mlp.gate_proj on its own.*before deepspeed\.initialize",
+    ),
+]  # fmt: skip
+CASES = [replace(case, dtype=torch.float32, options=case.options or STINGY) for case in _CASES]
+
+
+class Zero3(zero12.Zero):
+    @classmethod
+    def before(cls, case: Case, model: nn.Module) -> None:
+        if case.options.get("init"):
+            import deepspeed
+
+            deepspeed.init_distributed("gloo")
+            deepspeed.zero.Init(module=model, config_dict_or_path={"train_micro_batch_size_per_gpu": 2})
+            assert all(p.numel() == 0 for p in model.parameters())
+
+    def check_placement(self) -> None:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        for name, p in self.model.named_parameters():
+            held = torch.tensor([p.ds_tensor.numel()])
+            dist.all_reduce(held)
+            assert p.ds_numel <= held < p.ds_numel + WORLD, name
+            if self.case.options.get("stage3_param_persistence_threshold") == 0:
+                assert p.ds_status is ZeroParamStatus.NOT_AVAILABLE and p.numel() == 0, name
+
+
+ENGINE = Zero3
