@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-highest test-lowest lint wheel clean distclean
+.PHONY: help setup demo gpu bench-cpu test test-fast test-highest test-lowest lint wheel clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,12 @@ setup: $(VENV)/.ready  ## the virtual environment (.venv) with the highest suppo
 
 demo: $(VENV)/.ready  ## train a small model on real text, tiled and untiled, and print what it cost
 	$(VENV)/bin/seqtile train $(ARGS)
+
+gpu: $(VENV)/.ready  ## the GPU suite, ten minutes on one device: writes rows into benchmarks/results
+	$(VENV)/bin/python benchmarks/gpu.py $(ARGS)
+
+bench-cpu: $(VENV)/.ready  ## the CPU claim: interleaved pairs against untiled, and others beside; a quarter of an hour
+	$(VENV)/bin/python benchmarks/cpu.py $(ARGS)
 
 test: test-highest test-lowest  ## every test, then the core tests with the lowest supported versions
 

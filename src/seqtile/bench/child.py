@@ -73,7 +73,16 @@ def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
 
         return measure_step(Step(**arguments["step"]), arguments["method"])
 
+    def precision(arguments: dict[str, Any]) -> dict[str, Any]:
+        import torch
+
+        from seqtile.ops.sums import products_sum_in_fp32
+
+        dtype = getattr(torch, arguments["dtype"])
+        return {**arguments, "products_sum_in_fp32": products_sum_in_fp32(arguments["device"], dtype)}
+
     return {
+        "precision": precision,
         "cell": cell, "pairs": pairs, "engine": engine, "halves": halves, "step": step,
         "environment": lambda _: environment(),
     }  # fmt: skip

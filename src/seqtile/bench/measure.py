@@ -133,8 +133,7 @@ def measure_costs(workload: Workload) -> dict[str, Any]:
     else:
         with count_products() as products:
             found = _counted_peak(workload)
-    units = products.flops / (2 * cell.tokens * cell.hidden * cell.intermediate)
-    return {**found, "units": units}
+    return {**found, "units": products.flops / (2 * cell.tokens * cell.hidden * cell.intermediate)}
 
 
 def _counted_peak(workload: Workload) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def _theirs(line: Published | None) -> tuple[str, ...]:
 
 def _ours(regular: Row, row: Row) -> tuple[str, ...]:
     if "error" in row:
-        return ("", "", "", "", row["error"][:60])
+        return ("failed",)
     error = f"{row['gradient_error']:.1e}"
     if "error" in regular:
         return (f"- > {row['step_ms']:.1f}", "", f"- > {row['peak_total_bytes'] / 2**20:,.1f}", "", error)

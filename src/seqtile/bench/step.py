@@ -6,6 +6,7 @@ import gc
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,7 +92,9 @@ def measure_launched(step: Step, method: str) -> Row:
     """:func:`measure_step`, where what stops it is its result."""
     from seqtile.bench.child import guarded
 
-    result = guarded(lambda _: measure_step(step, method), {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = guarded(lambda _: measure_step(step, method), {})
     gc.collect()
     return result
 

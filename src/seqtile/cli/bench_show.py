@@ -88,6 +88,7 @@ def print_grid(rows: Sequence[Row]) -> None:
             before = row["tokens"]
             table.add_row(*(Text(cell) for cell in _cells(row)))
         console.print(table)
+        _print_failures(console, mine)
     paired = [row for row in rows if "pairs_ms" in row]
     for row in paired:
         told = ", ".join(f"{untiled:.0f}/{ours:.0f}" for untiled, ours in row["pairs_ms"])
@@ -108,7 +109,7 @@ def print_steps(rows: Sequence[Row]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if "error" in row:
-            table.add_row(row["method"], "", "", "", "", "", Text(row["error"][:60]))
+            table.add_row(row["method"], "failed")
             continue
         norm = row["gradient_norm"]
         table.add_row(
@@ -116,7 +117,9 @@ def print_steps(rows: Sequence[Row]) -> None:
             f"{row['peak_allocated_bytes'] / GIB:.3f}", f"{row['loss_first']:.6f}", f"{row['loss_last']:.6f}",
             "" if norm is None else f"{norm:.6f}",
         )  # fmt: skip
-    console_for_tables().print(table)
+    console = console_for_tables()
+    console.print(table)
+    _print_failures(console, rows)
 
 
 def print_published(rows: Sequence[Row]) -> None:
@@ -131,7 +134,14 @@ def print_published(rows: Sequence[Row]) -> None:
         for line in published.table(device, rows):
             table.add_row(*(Text(cell) for cell in line))
         console.print(table)
+        _print_failures(console, rows)
         console.print(published.HARDWARE.format(device=device), highlight=False, soft_wrap=True)
+
+
+def _print_failures(console: Console, rows: Sequence[Row]) -> None:
+    for row in rows:
+        if "error" in row:
+            console.print(f"{row['method']}, {row['tokens']:,} tokens: {row['error']}", highlight=False, soft_wrap=True)
 
 
 def console_for_tables(width: int = 120) -> Console:
@@ -144,7 +154,7 @@ def _cells(row: Row) -> list[str]:
     keep = f", keep {row['keep']}" if row.get("keep") else ""
     head = [f"{row['tokens']:,}", "" if row["method"] == "untiled" else row["tile"], row["method"] + keep]
     if "error" in row:
-        return [*head, "", "", "", "", "", "", row["error"][:60]]
+        return [*head, "", "failed"]
     time_ratio, peak_ratio = row.get("time_ratio"), row.get("peak_ratio")
     return [
         *head, str(row["tiles"] or ""), f"{row['step_ms']:.1f}", "" if time_ratio is None else f"{time_ratio:.2f}",

@@ -1,0 +1,85 @@
+"""The CPU claim: 1024 x 2816, fp32, 16,384 tokens, 8 tiles; `make bench-cpu`, about a quarter of an hour on two cores.
+
+Under a layer checkpoint: time of ours against untiled, seven interleaved pairs, every pair printed, others beside it.
+Alone and under the checkpoint: peak live bytes, counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from suite import RESULTS, Row, Suite, show
+
+from seqtile._errors import UserError
+from seqtile.bench.cell import Cell, run_pairs
+
+TIMED = ("fused", "tile-checkpoint", "liger", "deepspeed")
+COUNTED = (*TIMED, "generic", "deepspeed-compute")
+MIB = 2**20
+
+
+def main() -> int:
+    """Run the suite."""
+    options = argparse.ArgumentParser(description="The CPU claim.", allow_abbrev=False)
+    options.add_argument("--pairs", type=int, default=7)
+    options.add_argument("--smoke", action="store_true", help="tiny, to see that it runs")
+    options.add_argument("--out", type=Path, default=RESULTS)
+    given = options.parse_args()
+    try:
+        run(given.pairs, given.smoke, given.out)
+    except UserError as error:
+        print(f"cpu.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(pairs: int, smoke: bool, out: Path) -> None:
+    """Count everything, then time the pairs."""
+    suite = Suite("smoke" if smoke else "cpu", out, minutes=120)
+    hidden, intermediate, tokens = (64, 176, 1024) if smoke else (1024, 2816, 16384)
+    cell = Cell(hidden, intermediate, tokens, "shards:8", "fused", False, "full", "float32", "cpu")
+    alone = suite.run("alone, counted", lambda: run_pairs(cell, COUNTED, 0))
+    show(alone)
+    suite.claim("alone: peak live bytes the lowest of all", alone[:2], lambda _: _lowest(alone, strictly=True))
+    under = replace(cell, checkpoint=True)
+    counted = suite.run(
+        "under a checkpoint, counted", lambda: run_pairs(under, [m for m in COUNTED if m not in TIMED], 0)
+    )
+    show(counted)
+    timed = suite.run("under a checkpoint, interleaved pairs", lambda: run_pairs(under, TIMED, pairs))
+    show(timed)
+    for row in timed[1:]:
+        if "pairs_ms" in row:
+            told = " ".join(f"{untiled:.0f}/{ours:.0f}" for untiled, ours in row["pairs_ms"])
+            print(
+                f"    untiled/{row['method']} ms: {told}; ratios " + " ".join(f"{ratio:.3f}" for ratio in row["ratios"])
+            )
+    suite.claim(
+        "under a checkpoint: at most 1.05x the untiled time, median of the pairs", timed[:2],
+        lambda rows: (f"{rows[1]['ratio']:.3f}x", rows[1]["ratio"] <= 1.05),
+    )  # fmt: skip
+    suite.claim(
+        "under a checkpoint: peak live bytes not above any",
+        timed[:2],
+        lambda _: _lowest(timed + counted[1:], strictly=False),
+    )
+    suite.finish()
+
+
+def _lowest(rows: list[Row], *, strictly: bool) -> tuple[str, bool]:
+    """Ours against the lowest of the others; what could not run is not compared."""
+    ours = next(row for row in rows if row["method"] == "fused")["peak_allocated_bytes"]
+    others = {
+        row["method"]: row["peak_allocated_bytes"]
+        for row in rows
+        if row["method"] not in ("fused", "generic") and "error" not in row
+    }
+    name, best = min(others.items(), key=lambda item: item[1])
+    return f"{ours / MIB:.2f} MiB, next {name} with {best / MIB:.2f} MiB", ours < best if strictly else ours <= best
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The GPU suite: `make gpu`. Within ten minutes on one H200-class device; rows of JSON in benchmarks/results.
+
+python benchmarks/gpu.py                          # needs an accelerator
+python benchmarks/gpu.py --device cpu --smoke     # tiny, to see that it runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from suite import GIB, RESULTS, Row, Suite, show
+
+from seqtile._errors import UserError
+from seqtile.bench.cell import SHAPES, Cell, run_cell, run_child, run_pairs
+
+K = 1024
+PEERS = ("fused", "generic", "tile-checkpoint", "liger", "deepspeed")
+
+
+def main() -> int:
+    """Run the suite; 2 where there is no accelerator."""
+    options = argparse.ArgumentParser(description="The GPU suite.", allow_abbrev=False)
+    options.add_argument("--device", help="leave it out for the accelerator")
+    options.add_argument("--smoke", action="store_true", help="tiny shapes and few parts, to see that it runs")
+    options.add_argument("--minutes", type=float, default=9.0, help="no part starts after this")
+    options.add_argument("--out", type=Path, default=RESULTS)
+    given = options.parse_args()
+    try:
+        run(given.device, given.smoke, given.minutes, given.out)
+    except UserError as error:
+        print(f"gpu.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(device: str | None, smoke: bool, minutes: float, out: Path) -> None:
+    """Every part, the most important first."""
+    suite = Suite("smoke" if smoke else "gpu", out, minutes)
+    here = suite.found["device_type"]
+    if (here == "cpu" and device is None) or (device == "cpu" and not smoke):
+        raise UserError("the GPU suite needs an accelerator and torch finds none: run it where there is one")
+    if device not in (None, "cpu", here):
+        raise UserError(f"--device {device!r} is not here, torch finds {here!r}: leave --device out")
+    small = 64 if smoke else 1
+    pairs = 3 if smoke else 7
+    base = Cell(
+        SHAPES["llama-8b"][0] // small, SHAPES["llama-8b"][1] // small, 8 * K, "auto", "fused", True, "full",
+        "bfloat16", device or here,
+    )  # fmt: skip
+
+    def at(tokens: int, **changes: object) -> Cell:
+        return replace(base, tokens=tokens // small, **changes)
+
+    _precision(suite, base)
+    for tokens in (32 * K,) if smoke else (32 * K, 128 * K, 256 * K, 8 * K):
+        methods = ("fused",) if smoke or tokens != 32 * K else PEERS
+        bound = 1.0 if tokens >= 32 * K else None
+        _pairs(suite, f"llama-8b, checkpoint, {tokens // K}K tokens", at(tokens), methods, pairs, bound)
+    _one_mlp(suite, at(256 * K, tile=str(8 * K // small), checkpoint=False), bound_gib=6.0 / small**2)
+    width = [width // small for width in SHAPES["ms-swift"]]
+    for checkpoint in (True,) if smoke else (True, False):
+        cell = at(128 * K, hidden=width[0], intermediate=width[1], checkpoint=checkpoint)
+        _published(suite, cell, pairs)
+    fewer = 100 if smoke else 1
+    _halves(suite, replace(base, tokens=600_000 // fewer, tile=str(7500 // fewer), checkpoint=False))
+    for changes in ({"train": "lora"}, {"train": "frozen"}, {"keep": 0.5}, {"keep": 1.0}):
+        if not smoke:
+            told = ", ".join(f"{name} {value}" for name, value in changes.items())
+            _pairs(suite, f"llama-8b, checkpoint, 32K tokens, {told}", at(32 * K, **changes), ("fused",), pairs, 1.0)
+    if smoke:
+        print("\nA smoke run: the shapes are tiny, so whether a bound holds means nothing here.")
+    suite.finish()
+
+
+def _pairs(suite: Suite, part: str, cell: Cell, methods: tuple[str, ...], pairs: int, bound: float | None) -> list[Row]:
+    rows = suite.run(part, lambda: run_pairs(cell, methods, pairs))
+    show(rows)
+    ours = [row for row in rows if row.get("method", "fused") == "fused"]
+    limit = f" at most {bound:.2f}x untiled" if bound else ""
+
+    def ratio(rows: list[Row]) -> tuple[str, bool | None]:
+        if "ratio" not in rows[0]:
+            return "untiled did not run", None
+        return f"{rows[0]['ratio']:.3f}x", bound is None or rows[0]["ratio"] <= bound
+
+    suite.claim(f"{part}: time{limit}", ours, ratio)
+    return rows
+
+
+def _precision(suite: Suite, cell: Cell) -> None:
+    """Whether this torch adds low-precision products into fp32 itself, which the time bound stands on."""
+    rows = suite.run("sums over tiles", lambda: [run_child("precision", {"device": cell.device, "dtype": cell.dtype})])
+    suite.claim(
+        "weight gradients are summed in fp32 by the product itself (torch 2.12 or newer on CUDA)", rows,
+        lambda rows: (str(rows[0]["products_sum_in_fp32"]), rows[0]["products_sum_in_fp32"]),
+    )  # fmt: skip
+
+
+def _one_mlp(suite: Suite, cell: Cell, bound_gib: float) -> None:
+    part = f"one MLP, {cell.tokens:,} tokens, {cell.tile} per tile, output dropped"
+    rows = suite.run(part, lambda: [run_cell(cell), run_cell(replace(cell, method="untiled"))])
+    show(rows)
+    suite.claim(
+        f"{part}: at most {bound_gib:.3g} GiB beyond input, weights and their gradients (published: 12, untiled 60)",
+        rows[:1], lambda rows: (f"{rows[0]['beyond_bytes'] / GIB:.2f} GiB", rows[0]["beyond_bytes"] <= bound_gib * GIB),
+    )  # fmt: skip
+
+
+def _published(suite: Suite, cell: Cell, pairs: int) -> None:
+    """ms-swift's shape; as published, the caller holds the output, and all that is allocated counts."""
+    around = "under a checkpoint" if cell.checkpoint else "alone"
+    part = f"ms-swift's shape, {cell.tokens:,} tokens, {around}"
+    rows = _pairs(suite, part, replace(cell, hold_output=True), ("fused",), pairs, 1.0)
+    suite.claim(f"{part}: at least 70 % less memory than untiled (published 54 %)", rows, _saved)
+
+
+def _saved(rows: list[Row]) -> tuple[str, bool | None]:
+    untiled, tiled = (row["peak_allocated_bytes"] + row.get("start_bytes", 0) for row in rows[:2])
+    return f"{1 - tiled / untiled:.1%} less ({untiled / GIB:.2f} to {tiled / GIB:.2f} GiB)", tiled <= 0.3 * untiled
+
+
+def _halves(suite: Suite, cell: Cell) -> None:
+    part = f"{cell.tokens:,} x {cell.hidden} elements"
+    rows = suite.run(part, lambda: [{**asdict(cell), **run_child("halves", asdict(cell))}])
+
+    def same(rows: list[Row]) -> tuple[str, bool | None]:
+        row = rows[0]
+        # Each half's weight gradient is rounded to bf16 (2**-9 relative) once, the whole one too.
+        holds = row["output_equal"] and row["input_gradient_equal"] and row["weight_gradient_error"] < 2**-8
+        return (f"output equal {row['output_equal']}, input gradient equal {row['input_gradient_equal']}, "
+                f"weight gradients {row['weight_gradient_error']:.1e}"), holds and row["finite"]  # fmt: skip
+
+    suite.claim(f"{part}: the same numbers as two halves", rows, same)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
