@@ -21,6 +21,8 @@ BUILDS = ROOT / ".cache" / "torch_extensions"
 START_SECONDS = 420.0
 """For imports, and for compiling an operator the first time."""
 CASE_SECONDS = 90.0
+MAX_FAILURES = 4
+"""After so many, the rest of an engine is not tried: each costs a launch."""
 GRACE_SECONDS = 5.0
 """How long the other rank may go on after one has failed."""
 
@@ -34,10 +36,13 @@ class Result:
 
 
 def run_cases(engine: str, names: Sequence[str], folder: Path) -> dict[str, Result]:
-    """Run the cases in one process group; after a failure the remaining ones in a new group."""
+    """Run the cases in one process group; after a failure the remaining ones in a new group, a few times."""
     results: dict[str, Result] = {}
     left = list(names)
     while left:
+        if sum(bool(result.problem) for result in results.values()) >= MAX_FAILURES:
+            results.update({name: Result(f"not run: {MAX_FAILURES} cases before it failed", 0.0) for name in left})
+            break
         here = folder / f"from-{len(results)}"
         here.mkdir(parents=True)
         results.update(_launch(engine, left, here))
@@ -108,15 +113,20 @@ def _read(names: list[str], folder: Path, why: str) -> dict[str, Result]:
         failed = sorted((line for line in done if line["problem"]), key=lambda line: line["time"])
         seconds = max((line["time"] - line["start"] for line in done), default=0.0)
         if failed:
-            results[name] = Result(f"rank {failed[0]['rank']} failed first:\n{failed[0]['problem']}", seconds)
+            dead = [rank for rank in range(2) if rank not in {line["rank"] for line in done}]
+            log = "".join(
+                f"--- end of the log of rank {rank}, which said nothing\n{_log(folder, rank)}" for rank in dead
+            )
+            results[name] = Result(f"rank {failed[0]['rank']} failed first:\n{failed[0]['problem']}{log}", seconds)
         elif len(done) == 2:
             results[name] = Result("", seconds)
         else:  # the first one that did not end; those after it get a process group of their own
-            logs = "\n".join(
-                f"--- log of rank {rank}\n{Path(folder, f'{rank}.log').read_text(errors='replace')[-6000:]}"
-                for rank in range(2)
-            )
+            logs = "".join(f"--- end of the log of rank {rank}\n{_log(folder, rank)}" for rank in range(2))
             results[name] = Result(f"ended without a result ({why or 'a rank died'})\n{logs}", seconds)
         if results[name].problem:
             break
     return results
+
+
+def _log(folder: Path, rank: int) -> str:
+    return Path(folder, f"{rank}.log").read_text(errors="replace")[-6000:]

@@ -11,6 +11,11 @@ from seqtile._errors import UserError
 from seqtile.engines.zero3 import is_registered
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether FSDP1 has wrapped this module: calling it gathers its weights, without any hook that shows it."""
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ()))
+
+
 def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: str, layer: str) -> None:
     """Raise if an engine gathers the weights of a module that runs inside a tile.
 
@@ -27,9 +32,7 @@ def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: st
     Raises:
         UserError: FSDP shards one of them on its own, or DeepSpeed ZeRO-3 has registered one on its own.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    fsdp2 = getattr(fsdp, "FSDPModule", ())
-    fsdp1 = getattr(fsdp, "FullyShardedDataParallel", ())
+    fsdp2 = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     whole = layer or block
     for name, module in inner:
         if isinstance(module, fsdp2):
@@ -37,7 +40,7 @@ def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: st
                 f"{block}: FSDP shards {name} on its own, so its weight would be gathered at every tile; expected one "
                 f"unit around the whole block: call fully_shard on {whole}, not on {name}"
             )
-        if isinstance(module, fsdp1):
+        if is_wrapped(module):
             raise UserError(
                 f"{block}: FSDP wraps {name} on its own, so its weight would be gathered at every tile; expected one "
                 f"unit around the whole block: let the auto_wrap_policy wrap {whole}, not {name}"
@@ -57,9 +60,8 @@ def refuse_wrapped(model: nn.Module) -> None:
     Raises:
         UserError: a module is a ``FullyShardedDataParallel``.
     """
-    fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     for name, module in model.named_modules():
-        if isinstance(module, fsdp1):
+        if is_wrapped(module):
             raise UserError(
                 f"{name or 'the model'} is wrapped in FullyShardedDataParallel already, which flattens the weights; "
                 "call seqtile.apply(model) before FSDP wraps the model"

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.models.formula import formula_of, heard, is_linear, known_activation
 from seqtile.ops.fused import FusedWeights
 from seqtile.ops.pointwise import Activation
@@ -69,15 +69,15 @@ def row_wise(norm: nn.Module) -> RowWise | str:
     """A norm that runs inside the tile of the fused operator, or why it cannot."""
     if "forward" in norm.__dict__ or heard(norm):
         return f"something listens to {type(norm).__name__}"
-    if any(True for _ in norm.children()) or any(weight.dim() > 1 for weight in norm.parameters()):
+    if any(True for _ in norm.children()) or any(weight.dim() > 1 for _, weight in named_weights(norm)):
         return f"{type(norm).__name__} is no row-wise norm"
-    live = dict(norm.named_parameters())
+    live = dict(named_weights(norm))
     if (reason := next((r for w in live.values() if (r := _unusable(w))), "")) != "":
         return f"{type(norm).__name__}: {reason}"
     names = tuple(live)
 
     def function(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        return functional_call(norm, dict(zip(names, weights, strict=True)), (rows,))
+        return call_with_weights(norm, dict(zip(names, weights, strict=True)), (rows,))
 
     return RowWise(function, tuple(live.values()))
 

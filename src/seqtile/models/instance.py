@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import unmark_leaf
 from seqtile.models.fuse import fused_weights
@@ -123,14 +123,14 @@ class Installed:
             return {
                 f"{number}.{name}": weight
                 for number, part in enumerate(parts)
-                for name, weight in part.named_parameters()
+                for name, weight in named_weights(part)
                 if weight.requires_grad
             }
 
         def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
             if not aliases:
                 return call(list(tiles))
-            return functional_call(_Bare(parts), dict(aliases), (call, list(tiles)))
+            return call_with_weights(_Bare(parts), aliases, (call, list(tiles)))
 
         x, setting = tensors[0], self.setting
         mlp = self._choose(len(tensors))
@@ -196,7 +196,7 @@ class TiledForward(Installed):
 
 
 class _Bare(nn.Module):
-    """The parts of a block under one roof, so that ``functional_call`` replaces their weights and runs no hook."""
+    """The parts of a block under one roof, so that a call replaces their weights and runs no hook."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()

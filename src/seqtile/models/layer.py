@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from seqtile.engines.granularity import is_wrapped
 from seqtile.models.formula import heard
 from seqtile.models.fuse import fused_sequence, fused_weights, row_wise
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
@@ -48,7 +49,8 @@ class TiledLayer(Installed):
     def _together(self, *args: Any, **kwargs: Any) -> Any:
         self.check()
         layer = self.module
-        listeners = [name for name in self.names if isinstance(p := getattr(layer, name), nn.Module) and heard(p)]
+        members = [(name, getattr(layer, name)) for name in self.names]
+        listeners = [name for name, p in members if isinstance(p, nn.Module) and (heard(p) or is_wrapped(p))]
         if listeners:
             self._tell(listeners)
             return self.original(*args, **kwargs)
