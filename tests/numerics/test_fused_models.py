@@ -372,7 +372,9 @@ def test_conv1d_is_known_by_its_shape_not_by_its_module() -> None:
 
 
 class TestAdapters:
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        self.peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
     def adapted(self, **config: Any) -> nn.Module:
         class Root(nn.Module):
@@ -441,6 +443,64 @@ class TestAdapters:
         mlp = self.adapted()
         mlp.up.lora_dropout["default"] = nn.AlphaDropout(0.1)
         assert reason(mlp) == "up: its adapter drops by AlphaDropout"
+
+
+class TestFourBits:
+    """Frozen 4-bit layers of bitsandbytes, with adapters: QLoRA."""
+
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        self.bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+    def packed(self, dtype: torch.dtype, computes: torch.dtype | None, adapters: bool) -> nn.Module:
+        peft = pytest.importorskip("peft", reason="PEFT is not installed")
+        torch.manual_seed(0)
+        mlp = GatedMLP(64, 128)
+        for name in ("gate", "up", "down"):
+            dense = getattr(mlp, name)
+            layer = self.bnb.nn.Linear4bit(dense.in_features, dense.out_features, compute_dtype=computes)
+            layer.weight = self.bnb.nn.Params4bit(dense.weight.detach().to(dtype), requires_grad=False)
+            layer.bias = nn.Parameter(dense.bias.detach().to(dtype), requires_grad=False)
+            setattr(mlp, name, layer.to("cpu"))
+        root = nn.Module()
+        root.mlp = mlp
+        if adapters:
+            config = peft.LoraConfig(r=4, target_modules=["gate", "up", "down"])
+            root = peft.inject_adapter_in_model(config, root)
+            for name, weight in root.named_parameters():
+                if "lora_" in name:
+                    nn.init.normal_(weight, std=0.2)
+        return root.mlp
+
+    @pytest.mark.parametrize("adapters", [False, True])
+    def test_the_block(self, adapters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        mlp = self.packed(torch.float32, None, adapters)
+        weights = fused_weights(mlp, torch.float32)
+        assert not isinstance(weights, str), weights
+        asked = []
+        dense = self.bnb.functional.dequantize_4bit
+        x, upstream = random(2, 50, 64), random(2, 50, 64, seed=2, grad=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(self.bnb.functional, "dequantize_4bit", lambda *a: asked.append(None) or dense(*a))
+            output = fused_mlp(x, weights, (40, 40, 20))
+            trained = [x, *(w for w in mlp.parameters() if w.requires_grad)]
+            ours = torch.autograd.grad(output, trained, upstream)
+        assert len(asked) == 6, "three weights, forward and backward"
+        expected = mlp(x)
+        torch.testing.assert_close(output, expected)
+        for got, true in zip(ours, torch.autograd.grad(expected, trained, upstream), strict=True):
+            torch.testing.assert_close(got, true, rtol=1.3e-6, atol=1e-5 * true.abs().max().item())
+
+    def test_a_dtype_of_its_own(self) -> None:
+        mlp = self.packed(torch.bfloat16, torch.bfloat16, adapters=False)
+        assert not isinstance(fused_weights(mlp, torch.bfloat16), str)
+        for dtype in (torch.float32, None):
+            found = fused_weights(mlp, dtype)
+            assert found == f"gate: its 4-bit weight computes in torch.bfloat16, its input is {dtype}"
+        with torch.autocast("cpu", torch.float16):
+            assert isinstance(fused_weights(mlp, torch.bfloat16), str)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not isinstance(fused_weights(mlp, torch.bfloat16), str)
 
 
 def test_norms_in_the_tile() -> None:

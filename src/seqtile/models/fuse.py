@@ -20,12 +20,15 @@ from seqtile.ops.pointwise import Activation
 from seqtile.ops.projection import Adapter, Projection
 from seqtile.ops.replay import RowWise
 
+_ADAPTED = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
 
-def fused_weights(module: nn.Module) -> FusedWeights | str:
+
+def fused_weights(module: nn.Module, dtype: torch.dtype | None = None) -> FusedWeights | str:
     """The live weights of ``module`` for :func:`seqtile.ops.fused.fused_mlp`, or why it cannot run there.
 
     Args:
         module: a block ``[..., D] -> [..., D]``; one that is tiled already is read as it was before.
+        dtype: dtype of the input; without it 4-bit layers, which compute in a dtype of their own, are declined.
 
     Returns:
         The weights and their formula; or a reason, for the report.
@@ -43,11 +46,11 @@ def fused_weights(module: nn.Module) -> FusedWeights | str:
         return formula
     first = []
     for name in formula.first:
-        projection = _projection(name, getattr(module, name))
+        projection = _projection(name, getattr(module, name), dtype)
         if isinstance(projection, str):
             return projection
         first.append(projection)
-    down = _projection(formula.down, getattr(module, formula.down))
+    down = _projection(formula.down, getattr(module, formula.down), dtype)
     if isinstance(down, str):
         return down
     activation = formula.activation or Activation(formula.function, getattr(module, formula.function))
@@ -93,13 +96,15 @@ def _unusable(weight: Tensor) -> str:
     return ""
 
 
-def _projection(name: str, layer: nn.Module) -> Projection | str:
+def _projection(name: str, layer: nn.Module, dtype: torch.dtype | None = None) -> Projection | str:
     """A plain linear layer, or one with a LoRA adapter, by its live tensors; or why it is neither."""
     if heard(layer) or "forward" in layer.__dict__:
         return f"a hook listens to {name}"
     if hasattr(layer, "base_layer"):
-        return _adapted(name, layer)
+        return _adapted(name, layer, dtype)
     kind = type(layer)
+    if kind.__name__ == "Linear4bit" and kind.__module__ == "bitsandbytes.nn.modules":
+        return _packed(name, layer, dtype)
     transposed = kind.__name__ == "Conv1D" and hasattr(layer, "nx")
     if not transposed and not isinstance(layer, nn.Linear):
         return f"{name} is a {kind.__name__}"
@@ -113,12 +118,33 @@ def _projection(name: str, layer: nn.Module) -> Projection | str:
     return Projection(weight, bias, transposed)
 
 
-def _adapted(name: str, layer: Any) -> Projection | str:
+def _packed(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | str:
+    """A frozen 4-bit layer of bitsandbytes: ``x W^T + b`` with ``W`` made dense, once per block and pass."""
+    import bitsandbytes  # type: ignore[import-not-found,unused-ignore]
+
+    weight, bias = layer.weight, layer.bias
+    state = getattr(weight, "quant_state", None)
+    if type(weight).__name__ != "Params4bit" or state is None or getattr(state, "packing_format_for_cpu", False):
+        return f"{name}: its 4-bit weight is sharded or packed for inference"
+    if weight.requires_grad or weight.numel() == 0:
+        return f"{name}: its 4-bit weight trains or is not gathered"
+    computes = layer.compute_dtype if layer.compute_type_is_set else dtype
+    casts = dtype is not None and torch.is_autocast_enabled(weight.device.type)
+    if dtype is None or computes != dtype or (casts and torch.get_autocast_dtype(weight.device.type) != dtype):
+        return f"{name}: its 4-bit weight computes in {computes}, its input is {dtype}"
+
+    def dense() -> Tensor:
+        return bitsandbytes.functional.dequantize_4bit(weight.data, state)
+
+    return Projection(dense, bias)
+
+
+def _adapted(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | str:
     """PEFT's LoRA layer: ``base(x) + B(A(dropout(x))) * scaling``."""
     kind = type(layer)
-    if kind.__name__ != "Linear" or kind.__module__ != "peft.tuners.lora.layer":
+    if (kind.__module__, kind.__name__) not in _ADAPTED:
         return f"{name} is a {kind.__module__}.{kind.__name__}"
-    base = _projection(name, layer.base_layer)
+    base = _projection(name, layer.base_layer, dtype)
     if isinstance(base, str):
         return base
     if layer.merged:
