@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+import seqtile
 import tiny_run
 from seqtile import UserError
 from seqtile.cli import main
@@ -364,3 +365,29 @@ def test_a_dataset_of_the_hub_is_asked_for_by_id_and_split(monkeypatch: pytest.M
     assert len(load_rows("org/name", split="long")[0]) == 1
     with pytest.raises(UserError, match="no split 'test'; set dataset_split to one of train, long"):
         load_rows("org/name", split="test")
+
+
+@pytest.mark.parametrize("blocks", ["mlp", "mlp+norm"])
+def test_every_layers_block_is_found_at_the_peak_of_its_backward(blocks: str):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from seqtile.counting import count_live_bytes
+    from seqtile.train.phases import label_phases, run_step
+
+    # Of three layers whose MLP is 64 times as wide as the rest, nothing but the MLPs can hold much.
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=1
+    )
+    model = LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    tiled = seqtile.apply(model, tile=8, blocks=blocks).blocks
+    seqtile.undo(model)
+    batch = {"input_ids": torch.arange(128)[None] % 16, "use_cache": False}
+    with count_live_bytes() as live, label_phases(live, model, tiled) as labels:
+        run_step(model, {**batch, "labels": batch["input_ids"]}, labels)
+    peaks: dict[str, int] = {}
+    for phase, row in live.phases.items():
+        peaks[part_of(phase)] = max(peaks.get(part_of(phase), 0), row.peak)
+    block = peaks.pop("MLP" if blocks == "mlp" else "MLP and norms")
+    assert peaks.keys() == {"attention", "head and loss", "rest of the model"}
+    assert max(peaks.values()) < block / 2, peaks

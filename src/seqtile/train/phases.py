@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ class _Labels:
         self._backward: str | None = None
         self._phase: AbstractContextManager[None] | None = None
         self._hooks: list[Any] = []
+        self._last_output: Callable[[], Tensor | None] = lambda: None
 
     def watch(self, module: nn.Module, label: str, outside: str) -> None:
         """Call what happens in ``module`` ``label``, and what follows it in the backward ``outside``."""
@@ -45,7 +47,8 @@ class _Labels:
             self._running.append(label)
             self._switch()
             first = next(_gradient_tensors((args, kwargs)), None)
-            if first is not None:
+            # One layer's output is the next one's input: its gradient begins the former's backward.
+            if first is not None and first is not self._last_output():
                 first.register_hook(lambda _: self._step_back(outside))
 
         def leave(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
@@ -53,6 +56,7 @@ class _Labels:
             self._switch()
             first = next(_gradient_tensors(output), None)
             if first is not None:
+                self._last_output = weakref.ref(first)
                 first.register_hook(lambda _: self._step_back(label))
 
         # A recompute that ends early leaves the module by an exception, hence always_call.
