@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,10 +90,12 @@ class Workload:
         layer: norm and MLP; the norm takes part under a checkpoint only.
         x: ``[1, T, D]``, requires a gradient.
         pattern: ``[<= 1024, D]``, what the upstream gradient repeats.
+        reference: the gradients to compare with, once computed, where they are small enough to keep.
     """
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
+        self.reference: Reference | None = None
         self.dtype, self.device = getattr(torch, cell.dtype), torch.device(cell.device)
         with torch.device(self.device):
             generator = torch.Generator(self.device).manual_seed(cell.seed)
@@ -164,38 +167,70 @@ def reference_errors(workload: Workload, rows: int) -> dict[str, float]:
     """Relative error (L2) of each gradient of ``workload`` against the untiled block in fp32.
 
     The reference runs on the same rounded weights and input, on slices of ``rows`` tokens (one, if that holds all):
-    a position-wise block's weight gradient is the sum over slices. Products are exact fp32, without TF32.
+    a position-wise block's weight gradient is the sum over slices. Products are exact fp32, without TF32. A reference
+    that runs whole is kept for the workload's other methods.
     """
-    cell = workload.cell
-    reference = Layer(cell.hidden, cell.intermediate, device=workload.device, dtype=torch.float32)
-    if cell.train != "full":
-        reference.requires_grad_(False)
-    if cell.train == "lora":
-        add_adapters(reference, LORA_RANK)
-    reference.load_state_dict(workload.layer.state_dict())
-    part: nn.Module = reference if cell.checkpoint else reference.mlp
-    allowed = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    reference = workload.reference or Reference(workload)
+    if rows >= workload.cell.tokens:
+        workload.reference = reference
+    assert workload.x.grad is not None
     wrong = total = 0.0
-    for start in range(0, cell.tokens, rows):
-        x = workload.x.detach()[0, start : start + rows].float().requires_grad_()
-        # Slices start at multiples of the period, so the upstream gradient of each starts with its first row.
-        part(x).backward(repeated(workload.pattern.float(), len(x)))
-        assert x.grad is not None and workload.x.grad is not None
-        wrong += (workload.x.grad[0, start : start + rows].float() - x.grad).square().sum(dtype=torch.float64).item()
-        total += x.grad.square().sum(dtype=torch.float64).item()
-    torch.set_float32_matmul_precision(allowed)
-    errors = {"input": (wrong / total) ** 0.5}
-    expected = dict(part.named_parameters())
+    for start, expected in reference.slices(rows):
+        got = workload.x.grad[0, start : start + len(expected)].float()
+        wrong += (got - expected).square().sum(dtype=torch.float64).item()
+        total += expected.square().sum(dtype=torch.float64).item()
+    errors = {"input": _finite((wrong / total) ** 0.5)}
     for name, weight in workload.trained():
         if name != "input":
-            errors[name] = relative_error(weight.grad, expected[name].grad)
+            errors[name] = relative_error(weight.grad, reference.gradients[name])
     return errors
+
+
+class Reference:
+    """Gradients of the untiled block in fp32.
+
+    Attributes:
+        gradients: of the weights by name, once every slice has run.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self.gradients: dict[str, Tensor | None] = {}
+        self._whole: Tensor | None = None
+
+    def slices(self, rows: int) -> Iterator[tuple[int, Tensor]]:
+        """First token and input gradient of each slice."""
+        workload, cell = self._workload, self._workload.cell
+        if self._whole is not None:
+            yield 0, self._whole
+            return
+        layer = Layer(cell.hidden, cell.intermediate, device=workload.device, dtype=torch.float32)
+        if cell.train != "full":
+            layer.requires_grad_(False)
+        if cell.train == "lora":
+            add_adapters(layer, LORA_RANK)
+        layer.load_state_dict(workload.layer.state_dict())
+        part: nn.Module = layer if cell.checkpoint else layer.mlp
+        allowed = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        for start in range(0, cell.tokens, rows):
+            x = workload.x.detach()[0, start : start + rows].float().requires_grad_()
+            # Slices start at multiples of the period, so the upstream gradient of each starts with its first row.
+            part(x).backward(repeated(workload.pattern.float(), len(x)))
+            assert x.grad is not None
+            if len(x) == cell.tokens:
+                self._whole = x.grad
+            yield start, x.grad
+        torch.set_float32_matmul_precision(allowed)
+        self.gradients = {name: weight.grad for name, weight in part.named_parameters()}
 
 
 def relative_error(got: Tensor | None, expected: Tensor | None) -> float:
     """``|got - expected| / |expected|`` in L2; infinite where a gradient is missing or not finite."""
     if got is None or expected is None:
         return float("inf")
-    error = ((got.double() - expected.double()).norm() / expected.double().norm()).item()
-    return error if error == error else float("inf")
+    return _finite(((got.double() - expected.double()).norm() / expected.double().norm()).item())
+
+
+def _finite(error: float) -> float:
+    return error if math.isfinite(error) else float("inf")

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -122,7 +123,8 @@ def run_pairs(cell: Cell, methods: Sequence[str], pairs: int, *, timeout_s: floa
 
 def run_child(job: str, arguments: dict[str, Any], *, timeout_s: float = 3600.0) -> dict[str, Any]:
     """Run ``seqtile.bench.child`` on one job; its last line of output, or ``{"error": ...}``."""
-    return _finish(start_child(job, arguments), timeout_s)
+    with Child(job, arguments) as child:
+        return child.result(timeout_s)
 
 
 def run_ranks(job: str, arguments: dict[str, Any], ranks: int, *, timeout_s: float = 1800.0) -> dict[str, Any]:
@@ -131,55 +133,55 @@ def run_ranks(job: str, arguments: dict[str, Any], ranks: int, *, timeout_s: flo
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    children = [
-        start_child(job, arguments, {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
-    ]
-    try:
-        # Whoever fails first leaves the others waiting for it: end them, and report the one that failed.
+    with ExitStack() as running:
+        children = [
+            running.enter_context(Child(job, arguments, {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            for rank in range(ranks)
+        ]
+        # Whoever fails first leaves the others waiting for it: report the one that failed, and end them all.
         until = time.monotonic() + timeout_s
-        while any(child.poll() is None for child in children):
-            failed = any(child.poll() for child in children)
-            if failed or time.monotonic() > until:
-                time.sleep(1.0 if failed else 0.0)
+        while any(child.process.poll() is None for child in children) and time.monotonic() < until:
+            if any(child.process.poll() for child in children):
                 break
             time.sleep(0.1)
-        first = next((child for child in children if child.poll()), children[0])
-        return _finish(first, max(1.0, until - time.monotonic()))
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
+        first = next((child for child in children if child.process.poll()), children[0])
+        return first.result(max(0.1, until - time.monotonic()))
 
 
-def start_child(job: str, arguments: dict[str, Any], variables: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start ``seqtile.bench.child``; its arguments and its output are files, so no pipe fills up."""
-    given, out, err = (tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(3))
-    json.dump(arguments, given)
-    given.seek(0)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "seqtile.bench.child", job], stdin=given, stdout=out, stderr=err, text=True,
-        env={**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", **(variables or {})},
-    )  # fmt: skip
-    given.close()
-    process.stdout, process.stderr = out, err
-    return process
+class Child:
+    """A process of ``seqtile.bench.child``; its arguments and its output are files, so no pipe fills up."""
 
+    def __init__(self, job: str, arguments: dict[str, Any], variables: dict[str, str] | None = None) -> None:
+        self._out, self._err = (tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2))
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as given:
+            json.dump(arguments, given)
+            given.seek(0)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "seqtile.bench.child", job], stdin=given, stdout=self._out, stderr=self._err,
+                env={**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", **(variables or {})},
+            )  # fmt: skip
 
-def _finish(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any]:
-    try:
-        process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result within {timeout_s:.0f} s"}
-    finally:
-        process.kill()
-        process.wait()
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.seek(0)
-    process.stderr.seek(0)
-    lines = process.stdout.read().strip().splitlines()
-    if process.returncode == 0 and lines:
-        return json.loads(lines[-1])
-    return {"error": _why(process.returncode, process.stderr.read())}
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._out.close()
+        self._err.close()
+
+    def result(self, timeout_s: float) -> dict[str, Any]:
+        """Wait for the result; a timeout or a crash is one."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return {"error": f"no result within {timeout_s:.0f} s"}
+        self._out.seek(0)
+        self._err.seek(0)
+        lines = self._out.read().strip().splitlines()
+        if self.process.returncode == 0 and lines:
+            return json.loads(lines[-1])
+        return {"error": _why(self.process.returncode, self._err.read())}
 
 
 def _why(code: int, err: str) -> str:

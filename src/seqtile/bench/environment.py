@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
@@ -41,7 +42,16 @@ def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(_strict(row), allow_nan=False) + "\n")
+
+
+def _strict(value: Any) -> Any:
+    """What is not finite as a string: JSON has no such number, and not every reader takes Python's spelling."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _strict(one) for key, one in value.items()}
+    return [_strict(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _device_name(accelerator: Any) -> str:

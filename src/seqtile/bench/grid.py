@@ -10,7 +10,7 @@ from typing import Any
 from seqtile._errors import UserError
 from seqtile.bench.cell import DTYPES, METHODS, OURS, SHAPES, TRAIN, Cell, run_cell, run_child, run_pairs
 from seqtile.bench.environment import append_rows, stamp
-from seqtile.tiling import parse_tile
+from seqtile.tiling import parse_keep, parse_tile
 
 DEFAULT_METHODS = ("untiled", "generic", "fused", "tile-checkpoint", "liger", "deepspeed")
 CPU_SHAPE = (512, 1408)
@@ -114,9 +114,14 @@ def parse_counts(option: str, text: str) -> tuple[int, ...]:
 def parse_share(text: str) -> float | str:
     """``keep`` as :func:`seqtile.apply` takes it: a number where the text is one."""
     try:
-        return float(text)
+        keep: float | str = float(text)
     except ValueError:
-        return text
+        keep = text
+    try:
+        parse_keep(keep, 1)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--keep: {error}") from None
+    return keep
 
 
 def resolve(grid: Grid, found: Row) -> tuple[Grid, list[list[Cell]]]:

@@ -1,0 +1,257 @@
+"""`seqtile bench`: what is asked for, what comes out, and what a failed cell looks like."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from seqtile._errors import UserError
+from seqtile.bench import child, grid, methods, plots, published
+from seqtile.bench.cell import SHAPES, Cell, run_child
+from seqtile.cli import bench_show, main
+
+CPU = {"device_type": "cpu", "device_count": 0, "device_name": "a CPU", "versions": {"torch": "0"}}
+GPU = {"device_type": "npu", "device_count": 1, "device_name": "an NPU", "versions": {"torch": "0"}}
+
+
+def words(**changes: Any) -> dict[str, Any]:
+    given = {
+        "shape": None, "hidden": None, "intermediate": None, "tokens": None, "tiles": "auto",
+        "methods": "untiled,fused",
+        "checkpoint": "both", "train": "full", "dtype": None, "device": None, "repeats": 5, "pairs": 0, "keep": "0",
+    }  # fmt: skip
+    return {**given, **changes}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench"], "say what to measure"),
+        (["bench", "--compare", "other"], "expected ms-swift"),
+        (["bench", "--compare", "ms-swift", "mlp"], "drop one of the two"),
+        (["bench", "--compare", "ms-swift", "--engine", "ddp"], "fsdp2, zero3"),
+        (["bench", "--compare", "ms-swift", "--scale", "0"], "--scale 0"),
+        (["bench", "--compare", "ms-swift", "--scale", "1024"], "--scale 1024"),
+        (["bench", "--compare", "ms-swift", "--ranks", "0"], "--ranks 0"),
+        (["bench", "--compare", "ms-swift", "--repeats", "4"], "at least 5"),
+        (["bench", "--compare", "ms-swift", "--tokens", "-3"], "whole numbers from 1"),
+        (["bench", "mlp", "--shape", "llama"], "llama-8b, qwen3-8b, ms-swift"),
+        (["bench", "mlp", "--hidden", "64"], "give both"),
+        (["bench", "mlp", "--hidden", "0", "--intermediate", "4"], "at least 1 each"),
+        (["bench", "mlp", "--shape", "llama-8b", "--hidden", "4", "--intermediate", "4"], "one of the two"),
+        (["bench", "mlp", "--tokens", "8K"], "'8K' is no number of tokens"),
+        (["bench", "mlp", "--tokens", "0"], "'0' is no number of tokens"),
+        (["bench", "mlp", "--tiles", "shards:0"], "not a tile rule"),
+        (["bench", "mlp", "--methods", "fast"], "'fast' is unknown"),
+        (["bench", "mlp", "--methods", ","], "is empty"),
+        (["bench", "mlp", "--checkpoint", "maybe"], "no, yes, both"),
+        (["bench", "mlp", "--train", "half"], "full, frozen, lora"),
+        (["bench", "mlp", "--dtype", "int8"], "'int8' is unknown"),
+        (["bench", "mlp", "--keep", "lots"], "keep"),
+        (["bench", "mlp", "--repeats", "3"], "at least 5"),
+        (["bench", "mlp", "--pairs", "-1"], "--pairs -1"),
+        (["bench", "step", "--model", "/nowhere"], "'/nowhere' does not exist"),
+        (["bench", "step", "--model", ".", "--tokens", "1"], "at least 2"),
+        (["bench", "step", "--model", ".", "--tile", "wide"], "not a tile rule"),
+        (["bench", "step", "--model", ".", "--repeats", "1"], "at least 5"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = [] if arguments[-1] == "mlp" else ["--out", str(tmp_path / "out")]
+    if arguments == ["bench"]:
+        out = []
+    assert main([*arguments, *out]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.startswith("seqtile: ") and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_zero3_without_deepspeed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"not installed: pip install 'seqtile\[deepspeed\]'"):
+        published.check("ms-swift", "zero3", 16, None, 5)
+    published.check("ms-swift", "fsdp2", 16, None, 5)
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="name another directory"):
+        bench_show.fresh(str(tmp_path / "file"), "mlp")
+
+
+def test_results_are_never_written_over(tmp_path: Path) -> None:
+    directory, first = bench_show.fresh(str(tmp_path), "mlp")
+    (directory / f"{first}.jsonl").write_text("kept")
+    again = {bench_show.fresh(str(tmp_path), "mlp")[1]}
+    assert first not in again
+
+
+def test_the_defaults_follow_the_device() -> None:
+    asked = grid.build_grid(**words())
+    _, on_cpu = grid.resolve(asked, CPU)
+    _, on_npu = grid.resolve(asked, GPU)
+    assert {(c.hidden, c.dtype, c.device) for group in on_cpu for c in group} == {(512, "float32", "cpu")}
+    assert {(c.hidden, c.dtype, c.device) for group in on_npu for c in group} == {(4096, "bfloat16", "npu")}
+    assert [len(group) for group in on_npu] == [2] * 6  # three lengths, alone and under a checkpoint
+    with pytest.raises(UserError, match="found npu"):
+        grid.resolve(grid.build_grid(**words(device="cuda")), GPU)
+    with pytest.raises(UserError, match="found no accelerator"):
+        grid.resolve(grid.build_grid(**words(device="npu")), CPU)
+
+
+def test_untiled_runs_once_whatever_the_tile_rules() -> None:
+    asked = grid.build_grid(**words(tiles="auto,shards:4", tokens="64", checkpoint="no", shape="ms-swift", keep="0.5"))
+    _, [cells] = grid.resolve(asked, CPU)
+    assert [(c.method, c.tile, c.keep) for c in cells] == [
+        ("untiled", "auto", 0.0), ("fused", "auto", 0.5), ("fused", "shards:4", 0.5),
+    ]  # fmt: skip
+    assert (cells[0].hidden, cells[0].intermediate) == SHAPES["ms-swift"]
+
+
+def rows() -> list[dict[str, Any]]:
+    base = {
+        "hidden": 4, "intermediate": 8, "checkpoint": True, "train": "full", "dtype": "float32", "device": "cpu",
+        "device_name": "a CPU", "tile": "auto", "tiles": 8, "units": 11.0, "gradient_error": 1e-7, "keep": 0.0,
+    }  # fmt: skip
+    sizes = {("untiled", 1024): (10.0, 400), ("fused", 1024): (11.0, 100), ("fused", 2048): (20.0, 150)}
+    found = [
+        {**base, "method": method, "tokens": tokens, "step_ms": ms, "peak_allocated_bytes": mib * 2**20}
+        for (method, tokens), (ms, mib) in sizes.items()
+    ]
+    return [*found, {**base, "method": "untiled", "tokens": 2048, "error": "out of memory"}]
+
+
+def test_ratios_are_to_untiled_at_the_same_length() -> None:
+    ratios = {(row["method"], row["tokens"]): row.get("time_ratio") for row in grid.with_ratios(rows())}
+    assert ratios == {("untiled", 1024): 1.0, ("fused", 1024): 1.1, ("fused", 2048): None, ("untiled", 2048): None}
+    peaks = [row["peak_ratio"] for row in grid.with_ratios(rows()) if "peak_ratio" in row]
+    assert peaks == [1.0, 0.25]
+
+
+def test_the_ratio_of_pairs_is_theirs_and_not_that_of_the_medians() -> None:
+    paired = [{**row, **({"ratio": 0.9} if row["method"] == "fused" else {})} for row in rows()]
+    assert grid.with_ratios(paired)[1]["time_ratio"] == 0.9
+
+
+def test_the_summary_says_when_untiled_did_not_fit() -> None:
+    [line] = grid.summary(rows())
+    assert "2,048 tokens" in line and "untiled did not run" in line
+    [line] = grid.summary(rows()[:2])
+    assert "1.10x the time and 25% of the memory" in line
+
+
+def test_an_out_of_memory_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_show.print_grid(rows())
+    shown = capsys.readouterr().out
+    assert "untiled, 2,048 tokens: out of memory" in shown
+    assert "25%" in shown and "1.0e-07" in shown
+
+
+def test_plots_show_every_line_and_the_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    seen: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (seen.append(self), save(self, *a, **k))[1])
+    [file] = plots.plot_grid(rows(), tmp_path, "mlp")
+    assert file.name == "mlp-full-checkpoint.png" and file.stat().st_size > 10_000
+    times, peaks = seen[0].axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in times.lines}
+    assert lines == {"untiled": [1.0], "fused": [1.1]}
+    crosses = [line for line in peaks.lines if line.get_marker() == "x" and len(line.get_xdata())]
+    assert [list(line.get_xdata()) for line in crosses] == [[2048]]
+    assert [list(line.get_ydata()) for line in peaks.lines if line.get_label() == "fused"] == [[100.0, 150.0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"method": "fast"}, "fast"), ({"train": "some"}, "some"), ({"dtype": "int8"}, "int8"), ({"tokens": 0}, "tokens"),
+     ({"method": "generic", "keep": 0.5}, "keep")],
+)  # fmt: skip
+def test_a_cell_refuses_what_it_does_not_know(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        replace(Cell(8, 16, 4), **changes)
+
+
+def test_running_out_of_memory_is_a_result() -> None:
+    def exhaust(_: dict[str, Any]) -> dict[str, Any]:
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    assert child.guarded(exhaust, {}) == {"error": "out of memory", "error_detail": "tried to allocate 9 GiB"}
+
+
+def test_a_peer_that_is_missing_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "find_spec", lambda name: None)
+    block = torch.nn.Linear(2, 2)
+    for method, package in methods.PACKAGES.items():
+        found = child.guarded(
+            lambda _, method=method: {"ran": methods.install(block, {"": block}, method, None, 2)}, {}
+        )
+        assert found["error"] == f"not installed: {package}"
+
+
+def test_a_process_that_dies_is_a_result() -> None:
+    assert "no_such_job" in run_child("no_such_job", {})["error"]
+    assert run_child("cell", {"hidden": 8, "intermediate": 16, "tokens": 4, "method": "wrong"})["error"].startswith(
+        "method"
+    )
+
+
+def test_the_published_tables_are_whole() -> None:
+    for engine in published.ENGINES:
+        lines = published.published(engine)
+        assert {line.device for line in lines} == {"h800", "npu-910b"}
+        for device in ("h800", "npu-910b"):
+            assert [line.tokens for line in lines if line.device == device] == [2048 * 2**n for n in range(7)]
+    longest = published.published("fsdp2")[6]
+    assert (longest.regular_ms, longest.tiled_ms, longest.regular_mb, longest.tiled_mb) == (
+        391.5,
+        501.15,
+        22240.0,
+        10176.0,
+    )
+
+
+def published_rows() -> list[dict[str, Any]]:
+    found = []
+    for (method, tile), ms, mib in zip(published.COLUMNS, (100.0, 110.0, 105.0), (200, 50, 60), strict=True):
+        found.append({
+            "method": method, "tile": tile, "tokens": 131072, "step_ms": ms, "ranks": 1, "tiles": 4,
+            "peak_total_bytes": mib * 2**20, "engine": "fsdp2", "gradient_error": 1e-7, "device_name": "a CPU",
+            "hidden": 4, "intermediate": 8, "dtype": "float32",
+        })  # fmt: skip
+    return found
+
+
+def test_the_published_columns_stand_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_show.print_published(published_rows())
+    shown = capsys.readouterr().out
+    assert "391.5 > 501.1" in shown and "+28%" in shown and "-54%" in shown  # published, H800
+    assert "601.3 > 791.4" in shown and "+32%" in shown  # published, NPU
+    assert "100.0 > 110.0" in shown and "-75%" in shown  # ours
+    assert shown.count("other hardware") == 2 and "1 rank," in shown
+
+
+def test_the_published_summary_has_both_sides() -> None:
+    lines = published.summary(published_rows())
+    assert lines[0].startswith(
+        "131,072 tokens, tiles 4, 1 rank: +10% time, -75% memory (published: h800 +28% time -54%"
+    )
+
+
+def test_rows_are_lines_of_json(tmp_path: Path) -> None:
+    from seqtile.bench.environment import append_rows, stamp
+
+    append_rows(tmp_path / "deep" / "rows.jsonl", [stamp(CPU, ["make", "gpu"])])
+    append_rows(tmp_path / "deep" / "rows.jsonl", [{"error": "out of memory"}])
+    first, second = [json.loads(line) for line in (tmp_path / "deep" / "rows.jsonl").read_text().splitlines()]
+    assert first["command"] == "make gpu" and first["device_name"] == "a CPU" and first["date"].startswith("20")
+    assert second == {"error": "out of memory"}
