@@ -126,7 +126,7 @@ def _plot_side(axes: Axes, side: Side) -> None:
             [*y[start:stop], y[stop - 1]][: len(x[start : stop + 1])],
             step="post",
             color=COLOURS.get(part, COLOURS[REST]),
-            linewidth=0,
+            linewidth=0.7,  # a peak may last for one operator, less than a pixel
         )
         start = stop
     top = max(range(len(y)), key=lambda index: y[index])
