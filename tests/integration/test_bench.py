@@ -1,0 +1,146 @@
+"""`seqtile bench` end to end on tiny shapes: every process starts, every file is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_run
+from seqtile.bench.cell import Cell, run_ranks
+from seqtile.cli import main
+
+ROOT = Path(__file__).parents[2]
+EVERY_ROW = {"date", "command", "device_name", "versions", "python", "kind"}
+
+
+def written(directory: Path) -> list[dict[str, Any]]:
+    [file] = directory.glob("*.jsonl")
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert all(row.keys() >= EVERY_ROW for row in rows)
+    assert all(row["versions"]["torch"] for row in rows)
+    return rows
+
+
+def test_one_mlp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--hidden", "32", "--intermediate", "88", "--tokens", "256", "--tiles", "shards:4", "--device", "cpu"]
+    assert (
+        main(["bench", "mlp", *arguments, "--checkpoint", "yes", "--methods", "untiled,fused", "--out", str(tmp_path)])
+        == 0
+    )
+    rows = {row["method"]: row for row in written(tmp_path)}
+    assert rows["untiled"]["units"] == rows["fused"]["units"] == 11
+    assert rows["fused"]["peak_allocated_bytes"] < rows["untiled"]["peak_allocated_bytes"]
+    assert rows["fused"]["gradient_error"] < 1e-6 and len(rows["fused"]["step_ms_all"]) == 5
+    assert [file.name.partition("-full")[2] for file in tmp_path.glob("*.png")] == ["-checkpoint.png"]
+    out = capsys.readouterr().out
+    assert "/ untiled" in out and "gradient error" in out
+    assert out.splitlines()[-1].startswith("fused (full, under a checkpoint, 256 tokens, tile shards:4)")
+
+
+def test_interleaved_pairs_are_all_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--hidden", "32", "--intermediate", "88", "--tokens", "256", "--tiles", "shards:4", "--device", "cpu"]
+    more = ["--checkpoint", "no", "--methods", "untiled,fused", "--pairs", "3", "--out", str(tmp_path)]
+    assert main(["bench", "mlp", *arguments, *more]) == 0
+    rows = {row["method"]: row for row in written(tmp_path)}
+    assert len(rows["fused"]["pairs_ms"]) == 3 and rows["fused"]["repeats"] == 3
+    line = next(line for line in capsys.readouterr().out.splitlines() if "median ratio" in line)
+    assert line.count("/") == 1 + 3 and f"median ratio {rows['fused']['ratio']:.3f}" in line
+
+
+@pytest.mark.slow
+def test_one_training_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_run.save_model(tmp_path / "model")
+    out = tmp_path / "out"
+    arguments = ["--model", str(model), "--tokens", "512", "--tile", "shards:4", "--loss-tokens", "64"]
+    assert main(["bench", "step", *arguments, "--methods", "untiled,fused", "--out", str(out)]) == 0
+    untiled, fused = written(out)
+    assert "error" not in untiled and "fused" in fused["ran"]
+    assert fused["loss_first"] == pytest.approx(untiled["loss_first"], rel=1e-6)
+    assert fused["gradient_norm"] == pytest.approx(untiled["gradient_norm"], rel=1e-5)
+    # Seven optimiser steps apart: what a wrong gradient would change is far above fp32's rounding.
+    assert fused["loss_last"] == pytest.approx(untiled["loss_last"], rel=1e-5)
+    assert fused["loss_last"] < fused["loss_first"]
+    assert fused["peak_allocated_bytes"] < untiled["peak_allocated_bytes"]
+    assert (fused["engine"], fused["ranks"]) == ("one process", 1)
+    assert "loss after 7 steps differs by" in capsys.readouterr().out
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_published_benchmark_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--compare", "ms-swift", "--scale", "64", "--tokens", "2048", "--device", "cpu"]
+    assert main(["bench", *arguments, "--engine", "fsdp2", "--out", str(tmp_path)]) == 0
+    untiled, tiled, chosen = written(tmp_path)
+    assert [(row["method"], row["tile"]) for row in (untiled, tiled, chosen)] == [
+        ("untiled", "auto"), ("fused", "shards:4"), ("fused", "auto"),
+    ]  # fmt: skip
+    for row in (untiled, tiled, chosen):
+        assert row["ranks"] == 2 and row["engine"] == "fsdp2"
+        assert row["gradient_error"] < 1e-6  # averaged over two ranks with the same input: that of one process
+    assert tiled["peak_total_bytes"] < untiled["peak_total_bytes"]
+    out = capsys.readouterr().out
+    assert "18.6 > 23.5" in out and "other hardware (h800, 2 ranks)" in out and "2 ranks, 64 x 192" in out
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_is_a_result_and_ends_the_others() -> None:
+    cell = replace(Cell(16, 48, 64, "shards:4", "fused", dtype="float32"), method="untiled")
+    found = run_ranks("engine", {"engine": "fsdp2", "cell": {**asdict(cell), "dtype": "float31"}}, 2, timeout_s=120)
+    assert "float31" in found["error"]
+
+
+def test_the_gpu_suite_needs_an_accelerator() -> None:
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("an accelerator is here, so the suite would run")
+    done = subprocess.run([sys.executable, "benchmarks/gpu.py"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        "gpu.py: the GPU suite needs an accelerator and torch finds none: run it where there is one\n"
+    )
+
+
+@pytest.mark.slow
+def test_the_gpu_suite_runs_small_on_the_cpu(tmp_path: Path) -> None:
+    arguments = ["benchmarks/gpu.py", "--device", "cpu", "--smoke", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rows = written(tmp_path)
+    checks = {row["claim"]: row for row in rows if row["kind"] == "check"}
+    assert not [row["error"] for row in rows if "error" in row]
+    assert len(checks) == 6
+    [halves] = [check for claim, check in checks.items() if "two halves" in claim]
+    assert halves["holds"] is True  # the one claim that means something at this size
+    assert all(claim in done.stdout for claim in checks)
+
+
+def test_parts_that_come_too_late_are_said(tmp_path: Path) -> None:
+    arguments = ["benchmarks/gpu.py", "--device", "cpu", "--smoke", "--minutes", "0", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert {row["error"] for row in written(tmp_path) if row["kind"] != "check"} == {"skipped: the time was up"}
+    assert "holds" not in done.stdout.replace("bound holds", "") and done.stdout.count("no row") == 6
+
+
+@pytest.mark.gpu
+def test_the_allocator_is_read_on_an_accelerator() -> None:
+    import torch
+
+    from seqtile.bench.measure import measure_cell
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    assert accelerator is not None
+    cell = Cell(1024, 2816, 8192, "shards:4", "fused", False, "full", "bfloat16", accelerator.type)
+    found = measure_cell(cell)
+    assert found["peak_from"] == "allocator" and found["units"] == 11
+    rows, buffer = 8192 * 1024 * 2, 8192 // 4 * 2816 * 2
+    sums = 3 * 1024 * 2816 * 4
+    # Two hidden states, four buffers, fp32 sums; the allocator rounds up each by 2 MiB at most.
+    assert found["beyond_bytes"] <= 2 * rows + 4 * buffer + sums + 12 * 2**21
