@@ -79,12 +79,14 @@ def _pairs(suite: Suite, part: str, cell: Cell, methods: tuple[str, ...], pairs:
     rows = suite.run(part, lambda: run_pairs(cell, methods, pairs))
     show(rows)
     ours = [row for row in rows if row.get("method", "fused") == "fused"]
+    base = rows[0]
     limit = f" at most {bound:.2f}x untiled" if bound else ""
 
     def ratio(rows: list[Row]) -> tuple[str, bool | None]:
         if "ratio" not in rows[0]:
             return "untiled did not run", None
-        return f"{rows[0]['ratio']:.3f}x", bound is None or rows[0]["ratio"] <= bound
+        share = rows[0]["peak_allocated_bytes"] / base["peak_allocated_bytes"]
+        return f"{rows[0]['ratio']:.3f}x, {share:.0%} of the memory", bound is None or rows[0]["ratio"] <= bound
 
     suite.claim(f"{part}: time{limit}", ours, ratio)
     return rows

@@ -35,6 +35,7 @@ def plot_grid(rows: Sequence[dict[str, Any]], directory: Path, stem: str) -> lis
         mine = [row for row in rows if (row["train"], row["checkpoint"]) == (train, checkpoint)]
         figure = Figure(figsize=(10.5, 4.0), layout="constrained")
         left, right = figure.subplots(1, 2)
+        crosses = False
         for number, (method, tile) in enumerate(dict.fromkeys((row["method"], row["tile"]) for row in mine)):
             line = sorted((r for r in mine if (r["method"], r["tile"]) == (method, tile)), key=lambda r: r["tokens"])
             style = {
@@ -45,6 +46,7 @@ def plot_grid(rows: Sequence[dict[str, Any]], directory: Path, stem: str) -> lis
             _line(left, line, "time_ratio", 1.0, style)
             _line(right, line, "peak_allocated_bytes", 2**20, style)
             lost = [row["tokens"] for row in line if row.get("error") == "out of memory"]
+            crosses |= bool(lost)
             right.plot(lost, [0.98] * len(lost), "x", color=style["color"], transform=right.get_xaxis_transform())
         first = mine[0]
         around = "under an activation checkpoint" if checkpoint else "alone"
@@ -53,9 +55,11 @@ def plot_grid(rows: Sequence[dict[str, Any]], directory: Path, stem: str) -> lis
             f"on {first['device_name']}", fontsize=10,
         )  # fmt: skip
         left.set_ylabel("time, forward and backward / untiled")
-        left.set_ylim(bottom=0)
+        left.set_ylim(0, 1.08 * max((row["time_ratio"] for row in mine if "time_ratio" in row), default=1.0))
         right.set_ylabel("peak memory beyond input and weights")
         right.set_yscale("log", base=2)
+        if crosses:
+            right.set_title("x: out of memory", fontsize=8, loc="right")
         right.yaxis.set_major_formatter(
             FuncFormatter(lambda mib, _: f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib:g} MiB")
         )
