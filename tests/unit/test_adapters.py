@@ -108,3 +108,22 @@ def test_a_frozen_base_keeps_no_gradient_and_merging_still_works() -> None:
         expected = model(ids).logits
         merged = model.merge_and_unload()
         torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-5)  # merged weights round anew
+
+
+@pytest.mark.parametrize("order", ["seqtile first", "peft first"])
+def test_adapters_on_the_experts_weights(order: str, caplog: pytest.LogCaptureFixture) -> None:
+    """PEFT sets such weights for the length of a call: the tile runs around it, or, tiled too early, not at all."""
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=4, target_modules=[], target_parameters=targets)
+    base, ids = causal_lm("mixtral"), tokens()
+    untiled = _warm(get_peft_model(copy.deepcopy(base), config))
+    _, expected = gradients(untiled, ids)
+    if order == "seqtile first":
+        seqtile.apply(base, tile=5)
+    model = _warm(get_peft_model(base, config))
+    if order == "peft first":
+        assert seqtile.apply(model, tile=5).tiled == 2
+    _, got = gradients(model, ids)
+    assert_same_gradients(got, expected)
+    told = any("call seqtile.apply after get_peft_model" in record.message for record in caplog.records)
+    assert told == (order == "seqtile first")

@@ -76,7 +76,7 @@ def test_only_takes_names_patterns_and_predicates() -> None:
     for only in (
         "model.layers.1.mlp",
         "*.1.mlp",
-        ["nothing", "model.layers.1.*"],
+        ["model.layers.1.*", "*.1.mlp"],
         lambda name, module: name.endswith("1.mlp") and isinstance(module, nn.Module),
     ):
         report = seqtile.apply(model, only=only)
@@ -87,6 +87,10 @@ def test_only_takes_names_patterns_and_predicates() -> None:
         seqtile.UserError, match=r"matches no block of LlamaForCausalLM; its blocks are model.layers.0.mlp"
     ):
         seqtile.apply(model, only="*.ffn")
+    before = _attributes(model)
+    with pytest.raises(seqtile.UserError, match=r"only=\['model.layer.0.mlp'\] matches no block"):
+        seqtile.apply(model, only=["model.layers.1.mlp", "model.layer.0.mlp"])
+    assert _attributes(model) == before  # the tiling that stood still stands
 
 
 def test_zero_matches_says_what_was_looked_for_and_found() -> None:
@@ -331,7 +335,7 @@ def test_a_reentrant_checkpoint_is_exact_and_the_report_says_what_it_costs() -> 
     model.config.use_cache = False
     _, got = gradients(model, ids)
     assert_same_gradients(got, expected)
-    assert "reentrant activation checkpointing: 14 matrix-product units" in str(report)
+    assert "reentrant activation checkpointing" in str(report) and "14 matrix-product units" in str(report)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
@@ -409,3 +413,51 @@ def test_keep_is_told_with_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
     assert "memory:2,147,483,648 bytes per block" in str(seqtile.apply(model, tile=5, keep="memory:4GiB"))
     assert "auto:0 bytes per block" in str(seqtile.apply(model, tile=5, keep="auto"))
     assert "not by 2 blocks" in str(seqtile.apply(model, tile=5, keep=1.0, path="generic"))
+
+
+def test_a_failed_second_apply_leaves_the_first() -> None:
+    model = causal_lm("gemma2")
+    seqtile.apply(model, tile=5)
+    before = _attributes(model)
+    for settings in ({"tile": "memory:1KiB"}, {"only": "*.ffn"}):
+        with pytest.raises(seqtile.UserError):
+            seqtile.apply(model.bfloat16(), **settings)
+        assert {n: a["forward"] for n, a in _attributes(model).items() if "forward" in a} == {
+            n: a["forward"] for n, a in before.items() if "forward" in a
+        }
+
+
+def test_undo_reaches_under_accelerates_hooks() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    model, ids = causal_lm("llama", torch.float64), tokens()
+    _, expected = gradients(model, ids)
+    seqtile.apply(model, tile=5, blocks="mlp")
+    mlp = model.model.layers[0].mlp
+    add_hook_to_module(mlp, ModelHook())
+    _, got = gradients(model, ids)
+    assert_same_gradients(got, expected)
+    assert seqtile.undo(model) == 2
+    assert not isinstance(mlp._old_forward, Installed)
+    _, got = gradients(model, ids)
+    assert_same_gradients(got, expected)
+    remove_hook_from_module(mlp)
+    assert "tile=" not in str(model)
+
+
+def test_data_parallel_replicas_are_refused() -> None:
+    model = causal_lm("llama")
+    seqtile.apply(model, tile=5)
+    with pytest.raises(NotImplementedError, match="one process per device"):
+        model.model.layers[0].mlp._replicate_for_data_parallel()
+    seqtile.undo(model)
+    model.model.layers[0].mlp._replicate_for_data_parallel()
+
+
+def test_verify_leaves_every_attribute() -> None:
+    model, ids = causal_lm("gemma2"), tokens()
+    seqtile.apply(model, tile=5)
+    before = _attributes(model), [list(module._forward_pre_hooks) for module in model.modules()]
+    assert seqtile.verify(model, {"input_ids": ids, "labels": ids}).ok
+    after = _attributes(model), [list(module._forward_pre_hooks) for module in model.modules()]
+    assert after == before

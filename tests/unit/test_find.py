@@ -150,3 +150,130 @@ def test_meta_device_then_real_weights() -> None:
         empty.get_buffer(name).copy_(buffer)
     _, got = gradients(empty.train(), ids)
     assert_same_gradients(got, expected)
+
+
+def _same_as_untiled(model: nn.Module, call, path: str) -> seqtile.Report:
+    inputs = [p for p in model.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(call(model).pow(2).sum(), inputs, allow_unused=True)
+    report = seqtile.apply(model, tile=4, path=path)
+    got = torch.autograd.grad(call(model).pow(2).sum(), inputs, allow_unused=True)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    return report
+
+
+class _Scaled(nn.Module):
+    """An MLP whose formula depends on an argument or on an attribute that is no plain number."""
+
+    def __init__(self, **attributes: object) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x, scale=1.0, bias=None):
+        factor = getattr(self, "factors", (1.0,))[0] * getattr(getattr(self, "held", None), "factor", 1.0)
+        y = self.down(torch.relu(self.up(x))) * scale * factor
+        return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("path", ["generic", "auto"])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"scale": 3.0}, {"scale": torch.full((8,), 2.0)}, {"bias": torch.ones(1, 1, 8)}, {"bias": torch.ones(2, 13, 8)},
+     {"scale": torch.arange(26.0).reshape(2, 13, 1)}],
+    ids=["number", "per feature", "broadcast", "per token", "per token column"],
+)  # fmt: skip
+def test_other_arguments_are_passed_on(arguments: dict, path: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([_Scaled()]).double(), torch.randn(2, 13, 8, dtype=torch.float64)
+    _same_as_untiled(model, lambda m: m[0](x, **arguments), path)
+
+
+def test_a_tensor_per_sequence_is_refused() -> None:
+    model, x = nn.ModuleList([_Scaled()]), torch.randn(2, 13, 8)
+    seqtile.apply(model, tile=4)
+    with pytest.raises(ValueError, match="neither one row per token nor the same for the whole batch"):
+        model[0](x, bias=torch.ones(2, 1, 8))
+
+
+@pytest.mark.parametrize("path", ["generic", "auto"])
+@pytest.mark.parametrize("held", [True, False], ids=["object", "tuple"])
+def test_a_formula_is_not_taken_from_another_instance(held: bool, path: str) -> None:
+    from types import SimpleNamespace
+
+    torch.manual_seed(0)
+    blocks = [_Scaled(held=SimpleNamespace(factor=f)) if held else _Scaled(factors=(f,)) for f in (1.0, 2.0)]
+    model, x = nn.ModuleList(blocks).double(), torch.randn(2, 13, 8, dtype=torch.float64)
+    _same_as_untiled(model, lambda m: m[1](m[0](x)), path)
+
+
+class _Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), norm, nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x).flatten(0, -2)).reshape(*x.shape[:-1], 16))
+
+
+def test_running_statistics_over_tokens_are_left_alone() -> None:
+    assert not find_blocks(nn.ModuleList([_Normed(nn.BatchNorm1d(16))]))[0]
+    assert not find_blocks(nn.ModuleList([_Normed(nn.BatchNorm1d(16, affine=False))]))[0]
+    assert len(find_blocks(nn.ModuleList([_Normed(nn.LayerNorm(16))]))[0]) == 1
+
+
+def test_mixing_over_the_batch_and_in_one_instance_only_is_seen() -> None:
+    found, left = find_blocks(nn.ModuleList([_Mixer(lambda h: h.softmax(0))]))
+    assert not found and "other tokens" in left[0].why
+    two = nn.ModuleDict(
+        {"a": nn.ModuleDict({"mlp": _Mixer(torch.relu)}), "b": nn.ModuleDict({"mlp": _Mixer(torch.cumsum)})}
+    )
+    two["b"]["mlp"].mix = lambda h: h.cumsum(1)
+    assert [block.name for block in find_blocks(two)[0]] == ["a.mlp"]
+
+
+class _WithScalar(_Mixer):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y.mean()
+
+
+def test_a_scalar_beside_the_output_is_a_reason() -> None:
+    found, left = find_blocks(nn.ModuleList([_WithScalar(torch.relu)]))
+    assert not found and "gave an output of shape ()" in left[0].why
+
+
+@pytest.mark.parametrize("path", ["generic", "auto"])
+def test_the_model_itself_may_be_the_block(path: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double()
+    x = torch.randn(2, 13, 8, dtype=torch.float64)
+    report = _same_as_untiled(model, lambda m: m(x), path)
+    assert report.tiled == 1
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+        def forward(self, x):
+            return self.net(x)
+
+    assert _same_as_untiled(Root().double(), lambda m: m(x), path).tiled == 1
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "mpt"])
+def test_an_mlp_that_takes_the_residual_too(architecture: str) -> None:
+    from transformers import AutoConfig
+
+    torch.manual_seed(0)
+    sizes = {"bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}}.get(
+        architecture, {"d_model": 32, "n_layers": 2, "n_heads": 4, "expansion_ratio": 2, "max_seq_len": 64}
+    )
+    config = AutoConfig.for_model(architecture, vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
+    model, ids = AutoModelForCausalLM.from_config(config).double().train(), tokens()
+    _, expected = gradients(model, ids)
+    assert seqtile.apply(model, tile=5).tiled == 2
+    _, got = gradients(model, ids)
+    assert_same_gradients(got, expected)

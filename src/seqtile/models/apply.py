@@ -76,19 +76,23 @@ def apply(
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from None
     refuse_wrapped(model)
-    undo(model)
     found, left = find_blocks(model, everything=only is not None)
     chosen = [block for block in found if only is None or _matches(only, block)]
     left += [Left(b.name, type(b.module).__name__, "not named in only=") for b in found if b not in chosen]
-    if not chosen:
-        raise UserError(_nothing(model, found, left, only))
+    idle = [one for one in _words(only) if not any(_matches(one, block) for block in found)]
+    if idle or not chosen:
+        raise UserError(_nothing(model, found, left, idle if idle else only))
     keeping = parse_keep(keep, len(chosen))
     if keeping.kind == "auto":
         keeping = KeepRule("auto", free_bytes(model) / 4 / len(chosen))
+    former = _standing(model)
+    undo(model)
     try:
         tiled = [_tile(model, block, rule, keeping, blocks != "mlp", path) for block in chosen]
     except UserError:
         undo(model)
+        for one in former:
+            one.install()
         raise
     report = Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model))
     logger.info("%s", report)
@@ -101,11 +105,16 @@ _PATHS = ("auto", "fused", "generic")
 
 def undo(model: nn.Module) -> int:
     """Take every tiled ``forward`` off ``model`` and restore each attribute; returns how many came off."""
-    installed = [module.__dict__.get("forward") for module in model.modules()]
-    standing = [one for one in installed if isinstance(one, Installed)]
+    standing = _standing(model)
     for one in standing:
         one.remove()
     return sum(isinstance(one, TiledForward) or (isinstance(one, TiledLayer) and one.inline) for one in standing)
+
+
+def _standing(model: nn.Module) -> list[Installed]:
+    """The tiled forwards of a model, also where accelerate put a hook's forward around one."""
+    forwards = [module.__dict__.get(name) for module in model.modules() for name in ("forward", "_old_forward")]
+    return [one for one in forwards if isinstance(one, Installed)]
 
 
 @contextmanager
@@ -179,7 +188,7 @@ def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, no
     return Block(
         found.name, type(module).__name__, found.kind, "fused" if fused else "generic", found.hidden,
         found.intermediate, together, rule.describe(shape), found.why,
-        "" if isinstance(mlp, FusedWeights) else mlp, bool(joins and (near.after or near.dropout)),
+        "" if isinstance(mlp, FusedWeights) else mlp, isinstance(standing, TiledLayer) and needs_output(layer, near),
     )  # fmt: skip
 
 
@@ -191,6 +200,13 @@ def needs_output(layer: nn.Module, near: object) -> bool:
         return not isinstance(follower, nn.Identity) and getattr(follower, "p", 1.0) > 0.0
     share = getattr(near, "dropout", "")
     return bool(share) and float(getattr(layer, share)) > 0.0
+
+
+def _words(only: Only | None) -> list[str]:
+    """The names and patterns in ``only``."""
+    if only is None or callable(only):
+        return []
+    return [only] if isinstance(only, str) else list(only)
 
 
 def _matches(only: Only, block: Candidate) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -69,7 +70,7 @@ def find_blocks(model: nn.Module, *, everything: bool = False) -> tuple[list[Can
     left: list[Left] = []
     probed: dict[object, str | None] = {}
     for name, module in modules.items():
-        if any(name.startswith(f"{block.name}.") for block in found if block.kind != "inline"):
+        if any(not block.name or name.startswith(f"{block.name}.") for block in found if block.kind != "inline"):
             continue
         parent = modules.get(name.rpartition(".")[0])
         candidate = _classify(name, module, parent)
@@ -79,7 +80,7 @@ def find_blocks(model: nn.Module, *, everything: bool = False) -> tuple[list[Can
         if not everything and _NOT_LANGUAGE.search(name):
             left.append(Left(name, class_name, "vision or audio tower; name it in only= to tile it"))
             continue
-        key = (type(module), candidate.hidden, candidate.intermediate, candidate.name.rpartition(".")[2])
+        key = _probe_key(module, candidate)
         if key not in probed:
             probed[key] = mixes_tokens(candidate.module, candidate.kind, candidate.hidden)
         reason = probed[key]
@@ -88,6 +89,15 @@ def find_blocks(model: nn.Module, *, everything: bool = False) -> tuple[list[Can
         else:
             found.append(_with(candidate, reason or "permuted tokens gave permuted outputs"))
     return found, left
+
+
+def _probe_key(module: nn.Module, candidate: Candidate) -> object:
+    """What one probe stands for: blocks of a transformers class with the same attributes; else this one instance."""
+    if not type(module).__module__.startswith("transformers."):
+        return id(module)
+    plain = tuple(sorted((k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str, bool))))
+    children = tuple(type(child) for child in module.children())
+    return type(module), plain, children, candidate.hidden, candidate.intermediate
 
 
 def _with(candidate: Candidate, why: str) -> Candidate:
@@ -100,9 +110,12 @@ def _classify(name: str, module: nn.Module, parent: nn.Module | None) -> Candida
         return None
     layer = name.rpartition(".")[0]
     if (widths := mlp_widths(module)) is not None:
-        neighbours = find_neighbours(parent, name.rpartition(".")[2]) if parent is not None else Neighbours()
+        neighbours = find_neighbours(parent, name.rpartition(".")[2]) if name and parent is not None else Neighbours()
         return Candidate(name, "mlp", module, *widths, layer, neighbours, "")
-    if (widths := experts_widths(module)) is not None:
+    experts: Any = module
+    while type(experts).__name__ == "ParamWrapper":  # PEFT's target_parameters: tile around it, it sets the weights
+        experts = experts.base_layer
+    if (widths := experts_widths(experts)) is not None:
         return Candidate(name, "experts", module, *widths, layer, Neighbours(), "")
     inline = find_inline(module, {child: linear_widths(part) for child, part in module.named_children()})
     if inline is not None:
@@ -129,8 +142,8 @@ def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
         widths = linear_widths(child)
         if widths is not None:
             linears.append(widths)
-        elif any(True for _ in child.parameters()) and not _row_wise(child):
-            return None
+        elif any(True for _ in child.buffers()) or (any(True for _ in child.parameters()) and not _row_wise(child)):
+            return None  # a buffer may be a running statistic over tokens
     if any(True for _ in module.parameters(recurse=False)) or len(linears) not in (2, 3):
         return None
     hidden, out = linears[0]

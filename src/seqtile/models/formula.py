@@ -119,20 +119,44 @@ def formula_of(module: nn.Module) -> Formula | str:
     shape = tuple((name, wide[0] == hidden, wide[1] == hidden) for name, wide in linears.items())
     kinds = tuple((name, _identity(getattr(module, name))) for name in functions)
     config = getattr(module, "config", None)
-    key = (type(module), type(module).forward, _plain(vars(module)), drops, kinds, shape, id(config))
+    own = _opaque(module, functions)
+    key = (
+        type(module),
+        type(module).forward,
+        _plain(vars(module)),
+        drops,
+        kinds,
+        shape,
+        id(config),
+        own and id(module),
+    )
     try:
         known = _proven.get(key)
     except TypeError:  # an argument bound to an activation cannot be hashed
         return _prove(module, linears, functions, drops)
-    if known is None or (known[0] is not None and known[0]() is not config):
+    if known is None or (known[0] is not None and known[0]() is not (module if own else config)):
         if len(_proven) >= 1024:  # activations made anew for every block
             _proven.clear()
         try:
-            alive = None if config is None else weakref.ref(config)
+            alive = weakref.ref(module) if own else None if config is None else weakref.ref(config)
         except TypeError:
             alive = None
         known = _proven[key] = (alive, _prove(module, linears, functions, drops))
     return known[1]
+
+
+_MODULES_OWN = frozenset(vars(nn.Module())) | {"config", "forward", "extra_repr", "_replicate_for_data_parallel"}
+
+
+def _opaque(module: nn.Module, functions: Sequence[str] = ()) -> bool:
+    """Whether the forward may depend on an attribute that cannot be compared: then one proof holds for one instance.
+
+    What such an attribute holds must not change after the first call.
+    """
+    attributes = {k: v for k, v in vars(module).items() if k not in _MODULES_OWN and k not in functions}
+    if any(not isinstance(v, (int, float, str)) and v is not None for v in attributes.values()):
+        return True
+    return any(isinstance(part := getattr(module, name), nn.Module) and _opaque(part) for name in functions)
 
 
 def _plain(values: dict[str, Any]) -> tuple[Any, ...]:

@@ -63,6 +63,9 @@ class Setting:
         )
 
 
+_CHANGED = ("forward", "extra_repr", "_replicate_for_data_parallel")
+
+
 class Installed:
     """Base of the stand-ins: puts itself into an instance, remembers what was there, and restores it."""
 
@@ -70,9 +73,7 @@ class Installed:
         self._module = weakref.ref(module)
         self.setting = setting
         self.told: set[str] = set()
-        self.before: dict[str, Any] = {
-            name: module.__dict__[name] for name in ("forward", "extra_repr") if name in module.__dict__
-        }
+        self.before: dict[str, Any] = {name: module.__dict__[name] for name in _CHANGED if name in module.__dict__}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_module": self._module()}
@@ -88,15 +89,19 @@ class Installed:
         return module
 
     def install(self) -> None:
-        self.module.__dict__["forward"] = self
-        self.module.__dict__["extra_repr"] = _Note(self)
+        replicate = _RefuseReplicas()
+        self.module.__dict__.update(forward=self, extra_repr=_Note(self), _replicate_for_data_parallel=replicate)
 
     def remove(self) -> None:
         """Put every attribute back as it was."""
         unmark_leaf(self.module)
-        for name in ("forward", "extra_repr"):
-            self.module.__dict__.pop(name, None)
-        self.module.__dict__.update(self.before)
+        own = self.module.__dict__
+        if own.get("_old_forward") is self:  # accelerate's hooks were put around it
+            own["_old_forward"] = self.original
+            self.before["forward"] = own["forward"]
+        for name in _CHANGED:
+            own.pop(name, None)
+        own.update(self.before)
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -116,7 +121,13 @@ class Installed:
         """The block's live weights for the fused operator, or why it runs the generic one."""
         raise NotImplementedError(f"{type(self).__name__} names no block; it is a base class")
 
-    def run(self, parts: Sequence[nn.Module], tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any]) -> Any:
+    def run(
+        self,
+        parts: Sequence[nn.Module],
+        tensors: Sequence[Tensor],
+        call: Callable[[list[Tensor]], Any],
+        other_arguments: bool = False,
+    ) -> Any:
         """Run ``call`` on tiles of ``tensors``; ``parts`` hold the block's weights."""
 
         def weights() -> dict[str, Tensor]:
@@ -133,7 +144,7 @@ class Installed:
             return call_with_weights(_Bare(parts), aliases, (call, list(tiles)))
 
         x, setting = tensors[0], self.setting
-        mlp = self._choose(len(tensors))
+        mlp = self._choose(other_arguments)
         tokens = x.shape[:-1].numel()
         shape = setting.shape(x, list(weights().values()), mlp is not None)
         sizes = setting.rule.tile_sizes(tokens, shape)
@@ -143,12 +154,12 @@ class Installed:
             return run_in_tiles(run, tensors, sizes, weights)
         return fused_mlp(x, mlp, sizes, keep=setting.keep.share(tokens, shape))
 
-    def _choose(self, inputs: int) -> FusedWeights | None:
+    def _choose(self, other_arguments: bool) -> FusedWeights | None:
         """The fused operator's weights if it can run this call; says so, once, if it was asked for and cannot."""
         setting = self.setting
         if setting.path == "generic" or setting.experts or torch.compiler.is_compiling():
             return None
-        mlp = self.fused() if inputs == 1 else f"it was called with {inputs} tensors"
+        mlp = "it was called with more than hidden states" if other_arguments else self.fused()
         if isinstance(mlp, FusedWeights):
             return mlp
         if self.falls_back and mlp not in self.told:
@@ -161,6 +172,16 @@ class Installed:
 
     def note(self) -> str:
         return f"tile={self.setting.rule}"
+
+
+class _RefuseReplicas:
+    """``nn.DataParallel`` copies a module's attributes, and the copies would run the original's weights."""
+
+    def __call__(self) -> nn.Module:
+        raise NotImplementedError(
+            "nn.DataParallel (several devices in one process) does not run tiled blocks; start one process per device "
+            "with torchrun or accelerate launch, or make one device visible"
+        )
 
 
 class _Note:
@@ -181,18 +202,31 @@ class TiledForward(Installed):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.check()
         original = self.original
+        if hasattr(self.module, "parametrizations"):
+            self._tell_parametrized()
+            return original(*args, **kwargs)
         place = _Places(args, kwargs)
         if not place.names:
             return original(*args, **kwargs)
+        tensors = place.take()
 
         def call(tiles: list[Tensor]) -> Any:
-            filled, words = place.fill(args, kwargs, tiles)
+            filled, words = place.fill(tiles)
             return original(*filled, **words)
 
-        return self.run([self.module], place.tensors, call)
+        return self.run([self.module], tensors, call, len(args) + len(kwargs) > 1)
 
     def fused(self) -> FusedWeights | str:
         return fused_weights(self.module)
+
+    def _tell_parametrized(self) -> None:
+        """PEFT's ``target_parameters`` sets weights for the length of a call: a recompute would miss them."""
+        if "parametrized" not in self.told:
+            self.told.add("parametrized")
+            logger.warning(
+                "%s runs untiled: its weights are parametrised around it; call seqtile.apply after get_peft_model",
+                self.setting.name,
+            )
 
 
 class _Bare(nn.Module):
@@ -209,35 +243,48 @@ class _Bare(nn.Module):
 class _Places:
     """Which arguments are split along tokens: the first tensor, and every other with the same leading dimensions.
 
-    A tensor of exactly the leading shape (one number per token) is split too; all else is passed through.
+    A tensor of exactly the leading shape (one number per token) is split too, unless it could as well be one number
+    per feature; all else is passed through.
+
+    Raises:
+        ValueError: a tensor has one row per element of the batch, which flattened tiles cannot pass on.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.names: list[int | str] = []
         self.tensors: list[Tensor] = []
         self.flat: list[bool] = []
-        leading: torch.Size | None = None
-        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        for name, value in named:
-            if not isinstance(value, Tensor) or (leading is None and value.dim() < 2):
+        self.arguments: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
+        x: Tensor | None = None
+        for name, value in self.arguments.items():
+            if not isinstance(value, Tensor) or (x is None and value.dim() < 2):
                 continue
-            if leading is None:
-                leading = value.shape[:-1]
-            flat = value.shape == leading and value.dim() > 1
+            if x is None:
+                x = value
+            leading = x.shape[:-1]
+            flat = value.shape == leading and (value.dim() > 1 or value.shape[0] != x.shape[-1])
             if flat or (value.dim() > 1 and value.shape[:-1] == leading):
                 self.names.append(name)
                 self.flat.append(flat)
                 self.tensors.append(value.unsqueeze(-1) if flat else value)
+            elif value.dim() > 1 and len(leading) > 1 and value.shape[0] == leading[0] > 1:
+                raise ValueError(
+                    f"cannot tile: argument {name!r} has shape {tuple(value.shape)} beside hidden states "
+                    f"{tuple(x.shape)}: neither one row per token nor the same for the whole batch; leave the block "
+                    "out with only=, or call it with batch 1"
+                )
 
-    def fill(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], tiles: Sequence[Tensor]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with tiles in place of the whole tensors."""
-        filled, words = list(args), dict(kwargs)
+    def take(self) -> list[Tensor]:
+        """The tensors to split; nothing here holds them any longer, since what runs a tile lives until backward."""
+        tensors, self.tensors = self.tensors, []
+        for name in self.names:
+            self.arguments[name] = None
+        return tensors
+
+    def fill(self, tiles: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments, with tiles in place of the whole tensors."""
+        filled = dict(self.arguments)
         for name, tile, flat in zip(self.names, tiles, self.flat, strict=True):
-            value = tile.squeeze(-1) if flat else tile
-            if isinstance(name, int):
-                filled[name] = value
-            else:
-                words[name] = value
-        return filled, words
+            filled[name] = tile.squeeze(-1) if flat else tile
+        words = {name: value for name, value in filled.items() if isinstance(name, str)}
+        return [value for name, value in filled.items() if not isinstance(name, str)], words

@@ -63,7 +63,7 @@ class TiledLayer(Installed):
         view.__dict__["_modules"] = children
         for name in {first, *others} & view.__dict__.keys():
             view.__dict__[name] = children[name]
-        return type(layer).forward(view, *args, **kwargs)
+        return type(view).forward(view, *args, **kwargs)  # the view's: checkpointing asks whose forward this is
 
     def inside(self) -> Iterator[tuple[str, nn.Module]]:
         for name in self.names:
@@ -114,7 +114,7 @@ class TiledLayer(Installed):
             (hidden_states,) = tiles
             for member in members:
                 hidden_states = _forward_of(member)(hidden_states)
-            return F.dropout(hidden_states, share, layer.training)
+            return F.dropout(hidden_states, share, layer.training) if share else hidden_states
 
         def head(hidden_states: Tensor) -> Any:
             result = self.run(parts, [hidden_states], call)

@@ -38,8 +38,14 @@ class Neighbours:
 
 
 def find_neighbours(layer: nn.Module, name: str) -> Neighbours:
-    """Neighbours of the child ``name`` of ``layer``; empty where the source does not show them plainly."""
-    for body in _bodies(type(layer)):  # type: ignore[arg-type]
+    """Neighbours of the child ``name`` of ``layer``; empty where the source does not show them plainly.
+
+    Plainly: every call of the block in the source has the same neighbours, and neither block nor neighbour is read
+    anywhere else.
+    """
+    alone = Neighbours(members=(name,))
+    seen: list[Neighbours] = []
+    for body in _bodies(type(layer)):
         for position, statement in enumerate(body):
             call = _assigned_call(statement)
             if call is None or _child_called(call[1]) != name:
@@ -54,8 +60,18 @@ def find_neighbours(layer: nn.Module, name: str) -> Neighbours:
                 if previous and previous[0] == argument.id == target:
                     before = _child_called(previous[1])
             after, dropout = _follower(body[position + 1 :], target)
-            return Neighbours(_only(layer, before), (name,), _only(layer, after), dropout)
-    return Neighbours(members=(name,))
+            seen.append(Neighbours(_only(layer, before), (name,), _only(layer, after), dropout))
+    reads = _reads(type(layer))
+    if reads is None or not seen or len(set(seen)) > 1 or reads.count(name) != len(seen) or _calls_itself(layer, reads):
+        return alone
+    near = seen[0]
+    before, after = (part if reads.count(part) == len(seen) else "" for part in (near.before, near.after))
+    return Neighbours(before, near.members, after, near.dropout)
+
+
+def _calls_itself(layer: nn.Module, reads: list[str]) -> bool:
+    """Whether the forward uses methods of its class, which may read any child."""
+    return any(inspect.isroutine(getattr(type(layer), name, None)) for name in reads)
 
 
 def find_inline(layer: nn.Module, widths: Mapping[str, tuple[int, int] | None]) -> Neighbours | None:
@@ -65,7 +81,7 @@ def find_inline(layer: nn.Module, widths: Mapping[str, tuple[int, int] | None]) 
         one[0] == two[1] and one[1] == two[0] and one[0] != one[1] for one in linear.values() for two in linear.values()
     ):
         return None
-    for body in _bodies(type(layer)):  # type: ignore[arg-type]
+    for body in _bodies(type(layer)):
         for position in range(len(body)):
             members: list[str] = []
             variable = ""
@@ -86,7 +102,11 @@ def find_inline(layer: nn.Module, widths: Mapping[str, tuple[int, int] | None]) 
             if first is None or linear.get(members[-1]) != (first[1], first[0]) or len(members) < 2:
                 continue
             after, dropout = _follower(body[end:], variable)
-            return Neighbours("", tuple(members), _only(layer, after), dropout)
+            after = _only(layer, after)
+            reads = _reads(type(layer)) or []
+            if any(reads.count(name) != 1 for name in members) or _calls_itself(layer, reads):
+                return None
+            return Neighbours("", tuple(members), after if reads.count(after) == 1 else "", dropout)
     return None
 
 
@@ -106,14 +126,33 @@ def _only(layer: nn.Module, name: str) -> str:
 
 
 @functools.cache
-def _bodies(layer_class: Any) -> tuple[list[ast.stmt], ...]:
-    """Every list of statements in the class's forward; none where the source is not at hand or ``super()`` is used."""
+def _forward_source(layer_class: Any) -> ast.Module | None:
+    """The class's forward; None where the source is not at hand, uses ``super()`` or sets attributes of ``self``."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(layer_class.forward)))
         tree = ast.parse(source)
     except (AttributeError, OSError, TypeError, SyntaxError):
-        return ()
-    if any(isinstance(node, ast.Name) and node.id == "super" for node in ast.walk(tree)):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "super":
+            return None
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and _self_attribute(node):
+            return None
+    return tree
+
+
+def _reads(layer_class: Any) -> list[str] | None:
+    """Every ``self.NAME`` that the forward reads, as often as it does; None where the source does not tell."""
+    tree = _forward_source(layer_class)
+    if tree is None:
+        return None
+    return [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _self_attribute(node)]
+
+
+def _bodies(layer_class: Any) -> tuple[list[ast.stmt], ...]:
+    """Every list of statements in the class's forward."""
+    tree = _forward_source(layer_class)
+    if tree is None:
         return ()
     lists = [getattr(node, field, None) for node in ast.walk(tree) for field in ("body", "orelse")]
     return tuple(body for body in lists if isinstance(body, list))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +17,9 @@ TOKENS = 4
 def mixes_tokens(module: nn.Module, kind: str, hidden: int) -> str | None:
     """Why the block is not known to be position-wise; None if the probe proved it.
 
-    Runs ``module.forward`` (no hooks) on four random tokens in evaluation mode, then on the same tokens in another
-    order and on the first two alone. A reason that starts with "not " refutes; any other says why nothing could be
-    run (weights on the meta device, or sharded), where the structure is the only proof.
+    Runs ``module.forward`` (no hooks) on two sequences of four random tokens in evaluation mode, then on the same
+    tokens as one sequence in another order, and on the first two alone. A reason that starts with "not " refutes; any
+    other says why nothing could be run (weights on the meta device, or sharded), where the structure is the only proof.
     """
     if kind == "inline":
         return None
@@ -30,37 +31,53 @@ def mixes_tokens(module: nn.Module, kind: str, hidden: int) -> str | None:
         return "by its structure: the weights are sharded or packed"
     dtype = reference.dtype if reference.dtype in (torch.float64, torch.bfloat16, torch.float16) else torch.float32
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, TOKENS, hidden, generator=generator).to(reference.device, dtype)
-    inputs: list[Tensor] = [x]
+
+    def tokens() -> Tensor:
+        return torch.randn(2 * TOKENS, hidden, generator=generator).to(reference.device, dtype)
+
+    rows: list[Tensor] = [tokens() for _ in range(_inputs(module))]
+    lead: tuple[int, ...] = (2, TOKENS)
     if kind == "experts":
-        count = next(p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3)
-        index = torch.stack([torch.randperm(count, generator=generator)[: min(2, count)] for _ in range(TOKENS)])
+        count = next(p.shape[0] for p in module.parameters() if p.dim() == 3)
+        index = torch.stack([torch.randperm(count, generator=generator)[: min(2, count)] for _ in range(2 * TOKENS)])
         share = torch.rand(index.shape, generator=generator)
-        inputs = [x[0], index.to(reference.device), share.to(reference.device, dtype)]
-    dim = 0 if kind == "experts" else 1
-    order = torch.tensor([2, 0, 3, 1], device=reference.device)
+        rows, lead = [rows[0], index.to(reference.device), share.to(reference.device, dtype)], (2 * TOKENS,)
+    order = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4], device=reference.device)
+    one = lead[:-2] + (1,) if len(lead) > 1 else ()
     try:
         with _evaluating(module), torch.no_grad():
-            whole = _rows(module, inputs)
-            permuted = _rows(module, [part.index_select(dim, order) for part in inputs])
-            cut = _rows(module, [part.narrow(dim, 0, 2) for part in inputs])
+            whole = _rows(module, rows, lead)
+            permuted = _rows(module, [part[order] for part in rows], (*one, 2 * TOKENS))
+            cut = _rows(module, [part[:2] for part in rows], (*one, 2))
     except Exception as error:  # noqa: BLE001 - whatever a stranger's module raises, it is no block of ours
         return f"not position-wise: it cannot be called on hidden states alone ({type(error).__name__}: {error})"
     loose = 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2  # rounding of another summation order
-    for one, other, part in zip(whole, permuted, cut, strict=True):
-        if one.shape[0] != TOKENS or part.shape[0] != 2:
-            return f"not position-wise: {TOKENS} tokens gave an output of shape {tuple(one.shape)}"
-        bound = loose * one.abs().max().item() + 1e-30
-        if (one[order] - other).abs().max() > bound or (one[:2] - part).abs().max() > bound:
+    for first, other, part in zip(whole, permuted, cut, strict=True):
+        if first.dim() == 0 or first.shape[0] != 2 * TOKENS or part.shape[0] != 2:
+            return f"not position-wise: {2 * TOKENS} tokens gave an output of shape {tuple(first.shape)}"
+        bound = loose * first.abs().max().item() + 1e-30
+        if (first[order] - other).abs().max() > bound or (first[:2] - part).abs().max() > bound:
             return "not position-wise: an output depends on other tokens"
     return None
 
 
-def _rows(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+def _rows(module: nn.Module, rows: list[Tensor], lead: tuple[int, ...]) -> list[Tensor]:
+    """The outputs, one row per token, for inputs of these leading dimensions."""
+    inputs = [part.reshape(*lead, part.shape[-1]) for part in rows]
     leaves = [leaf for leaf in tree_leaves(module.forward(*inputs)) if isinstance(leaf, Tensor)]
     if not leaves:
         raise TypeError("no tensor returned")
     return [leaf.double().reshape(-1, leaf.shape[-1]) if leaf.dim() > 1 else leaf.double() for leaf in leaves]
+
+
+def _inputs(module: nn.Module) -> int:
+    """How many arguments the forward cannot do without; Bloom's and MPT's MLPs take the residual too."""
+    try:
+        words = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    needed = [w for w in words if w.default is w.empty and w.kind in (w.POSITIONAL_ONLY, w.POSITIONAL_OR_KEYWORD)]
+    return max(1, min(2, len(needed)))
 
 
 @contextmanager

@@ -59,17 +59,17 @@ def kept(model: nn.Module, seed: int) -> Iterator[None]:
 @contextmanager
 def without_tiling(model: nn.Module) -> Iterator[Standing]:
     """Take the tiling off; yields what stood, and puts exactly that back at the end."""
-    standing: Standing = []
-    for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), Installed):
-            names = {"forward", "extra_repr"} & module.__dict__.keys()
-            standing.append((module, {name: module.__dict__[name] for name in names}))
+    tiled = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), Installed)]
+    standing: Standing = [(module, dict(module.__dict__)) for module in tiled]
+    hooks = [dict(module._forward_pre_hooks) for module in tiled]
     undo(model)
     try:
         yield standing
     finally:
-        for module, attributes in standing:
+        for (module, attributes), listening in zip(standing, hooks, strict=True):
             module.__dict__.update(attributes)
+            module._forward_pre_hooks.clear()
+            module._forward_pre_hooks.update(listening)
 
 
 @contextmanager
