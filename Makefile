@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python 3.11 or newer and make; they set up the rest, once, in this folder.
 #
 #   make test PYTHON=python3.12        another interpreter
-#   make demo ARGS="--max-steps 5"     flags for the demo's `seqtile train`
+#   make demo ARGS="--steps 5"     flags for the demo's `seqtile train`
 #   make setup TORCH="torch==2.13.0 --index-url URL"    another build of torch (pip arguments)
 
 PYTHON ?= python3
