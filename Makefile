@@ -11,8 +11,8 @@ TORCH ?= -r constraints/torch.txt
 ARGS ?=
 PYTEST_ARGS ?=
 
-# The tests that also run with the lowest supported transformers: everything that does not train through TRL.
-CORE = tests/unit tests/numerics -m "not slow and not gpu" --ignore-glob="*/test_train*" --ignore-glob="*/test_cli*"
+# The tests that also run with the lowest supported transformers: everything that needs no `train` extra.
+CORE = tests/unit tests/numerics -m "not slow and not gpu" --ignore-glob="*/test_train*" --ignore-glob="*/test_cli*" --ignore-glob="*/test_bench*"
 
 export TORCH
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
