@@ -156,7 +156,9 @@ def _opaque(module: nn.Module, functions: Sequence[str] = ()) -> bool:
     attributes = {k: v for k, v in vars(module).items() if k not in _MODULES_OWN and k not in functions}
     if any(not isinstance(v, (int, float, str)) and v is not None for v in attributes.values()):
         return True
-    return any(isinstance(part := getattr(module, name), nn.Module) and _opaque(part) for name in functions)
+    parts = [part for name in functions if isinstance(part := getattr(module, name), nn.Module)]
+    # What an activation calls is part of its identity, and so of the key.
+    return any(_opaque(part, [k for k, v in vars(part).items() if callable(v)]) for part in parts)
 
 
 def _plain(values: dict[str, Any]) -> tuple[Any, ...]:
