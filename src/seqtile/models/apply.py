@@ -166,16 +166,16 @@ def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, no
     assert standing is not None
     standing.check()
     mark_leaf(standing.module)
-    mlp = "experts run in the generic operator" if found.kind == "experts" else standing.fused()
+    weights = list(module.parameters())
+    sizes = [weight.element_size() for weight in weights if weight.is_floating_point()]
+    x = torch.empty(0, dtype=torch.float32 if max(sizes, default=4) == 4 else torch.bfloat16, device="meta")
+    mlp = "experts run in the generic operator" if found.kind == "experts" else standing.fused(x.dtype)
     fused = isinstance(mlp, FusedWeights) and path != "generic"
     if path == "fused" and not fused:
         raise UserError(f"path='fused' does not apply to {found.name}: {mlp}; use path='auto' or only=")
     for one in (own, standing):
         if one is not None:
             one.falls_back = fused
-    weights = list(module.parameters())
-    sizes = [weight.element_size() for weight in weights if weight.is_floating_point()]
-    x = torch.empty(0, dtype=torch.float32 if max(sizes, default=4) == 4 else torch.bfloat16, device="meta")
     shape = replace(
         setting.shape(x, [weight for weight in weights if weight.requires_grad], fused),
         device_type=weights[0].device.type if weights else "cpu",

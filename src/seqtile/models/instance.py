@@ -117,8 +117,8 @@ class Installed:
         if not torch.compiler.is_compiling():
             refuse_gathering_inside(self.inside(), block=self.setting.name, layer=self.setting.layer)
 
-    def fused(self) -> FusedWeights | str:
-        """The block's live weights for the fused operator, or why it runs the generic one."""
+    def fused(self, dtype: torch.dtype) -> FusedWeights | str:
+        """The block's live weights for the fused operator on inputs of ``dtype``, or why it runs the generic one."""
         raise NotImplementedError(f"{type(self).__name__} names no block; it is a base class")
 
     def run(
@@ -144,7 +144,7 @@ class Installed:
             return call_with_weights(_Bare(parts), aliases, (call, list(tiles)))
 
         x, setting = tensors[0], self.setting
-        mlp = self._choose(other_arguments)
+        mlp = self._choose(x.dtype, other_arguments)
         tokens = x.shape[:-1].numel()
         shape = setting.shape(x, list(weights().values()), mlp is not None)
         sizes = setting.rule.tile_sizes(tokens, shape)
@@ -154,12 +154,12 @@ class Installed:
             return run_in_tiles(run, tensors, sizes, weights)
         return fused_mlp(x, mlp, sizes, keep=setting.keep.share(tokens, shape))
 
-    def _choose(self, other_arguments: bool) -> FusedWeights | None:
+    def _choose(self, dtype: torch.dtype, other_arguments: bool) -> FusedWeights | None:
         """The fused operator's weights if it can run this call; says so, once, if it was asked for and cannot."""
         setting = self.setting
         if setting.path == "generic" or setting.experts or torch.compiler.is_compiling():
             return None
-        mlp = "it was called with more than hidden states" if other_arguments else self.fused()
+        mlp = "it was called with more than hidden states" if other_arguments else self.fused(dtype)
         if isinstance(mlp, FusedWeights):
             return mlp
         if self.falls_back and mlp not in self.told:
@@ -216,8 +216,8 @@ class TiledForward(Installed):
 
         return self.run([self.module], tensors, call, len(args) + len(kwargs) > 1)
 
-    def fused(self) -> FusedWeights | str:
-        return fused_weights(self.module)
+    def fused(self, dtype: torch.dtype) -> FusedWeights | str:
+        return fused_weights(self.module, dtype)
 
     def _tell_parametrized(self) -> None:
         """PEFT's ``target_parameters`` sets weights for the length of a call: a recompute would miss them."""

@@ -72,13 +72,13 @@ class TiledLayer(Installed):
                 if inner or self.inline:
                     yield f"{name}.{inner}".rstrip("."), part
 
-    def fused(self) -> FusedWeights | str:
+    def fused(self, dtype: torch.dtype) -> FusedWeights | str:
         layer, near = self.module, self.neighbours
         parts = [getattr(layer, name) for name in near.members]
         if self.inline:
             mlp = fused_sequence(*parts) if len(parts) == 3 else f"the layer calls {len(parts)} members one by one"
         else:
-            mlp = fused_weights(parts[0])
+            mlp = fused_weights(parts[0], dtype)
         follower = getattr(layer, near.after) if near.after else None
         share = float(getattr(layer, near.dropout)) if near.dropout and layer.training else 0.0
         if isinstance(follower, nn.Dropout):
