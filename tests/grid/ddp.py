@@ -39,6 +39,8 @@ CASES = [
         checkpoint="non-reentrant",
     ),
     Case("one-token", "one rank with a single token", lengths=(9, 1), grow=0),
+    Case("no-token", "one rank without data", lengths=(9, 0), grow=0),
+    Case("no-token-generic", "one rank without data", lengths=(9, 0), grow=0, path="generic"),
     Case("one-token-generic", "one rank with a single token", lengths=(1, 9), grow=0, path="generic"),
     Case("untiled-rank", "one rank untiled", tiles=(3, "auto")),
     Case("lora", "LoRA", adapters=("q_proj", "gate_proj", "down_proj"), steps=2),

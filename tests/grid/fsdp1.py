@@ -57,6 +57,8 @@ CASES = [
         dtype=torch.float32, path="generic", checkpoint="non-reentrant",
     ),
     Case("one-token", "one rank with a single token", options=ORIGINAL, lengths=(9, 1), grow=0),
+    Case("no-token", "one rank without data", options=ORIGINAL, lengths=(9, 0), grow=0),
+    Case("no-token-generic", "one rank without data", options=ORIGINAL, lengths=(9, 0), grow=0, path="generic"),
     Case("lora", "LoRA", options=ORIGINAL, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
     Case("lora-generic", "LoRA", options=ORIGINAL, adapters=("gate_proj", "up_proj"), path="generic"),
     Case("gemma2", "norms around the MLP", "gemma2", options=ORIGINAL, checkpoint="non-reentrant"),

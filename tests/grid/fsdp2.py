@@ -55,6 +55,8 @@ CASES = [
         path="generic", checkpoint="non-reentrant",
     ),
     Case("one-token", "one rank with a single token", options=LAYER, lengths=(9, 1), grow=0),
+    Case("no-token", "one rank without data", options=LAYER, lengths=(9, 0), grow=0),
+    Case("no-token-generic", "one rank without data", options=LAYER, lengths=(9, 0), grow=0, path="generic"),
     Case("untiled-rank", "one rank untiled", options=LAYER, tiles=("auto", 3)),
     Case("lora", "LoRA", options=LAYER, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
     Case("lora-generic", "LoRA", options=LAYER, adapters=("gate_proj", "up_proj"), path="generic"),

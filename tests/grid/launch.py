@@ -35,32 +35,43 @@ class Result:
     seconds: float
 
 
-def run_cases(engine: str, names: Sequence[str], folder: Path) -> dict[str, Result]:
+def run_cases(
+    engine: str,
+    names: Sequence[str],
+    folder: Path,
+    *,
+    case_seconds: float = CASE_SECONDS,
+    max_failures: int = MAX_FAILURES,
+) -> dict[str, Result]:
     """Run the cases in one process group; after a failure the remaining ones in a new group, a few times."""
     results: dict[str, Result] = {}
     left = list(names)
     while left:
-        if sum(bool(result.problem) for result in results.values()) >= MAX_FAILURES:
-            results.update({name: Result(f"not run: {MAX_FAILURES} cases before it failed", 0.0) for name in left})
+        if sum(bool(result.problem) for result in results.values()) >= max_failures:
+            results.update({name: Result(f"not run: {max_failures} cases before it failed", 0.0) for name in left})
             break
         here = folder / f"from-{len(results)}"
         here.mkdir(parents=True)
-        results.update(_launch(engine, left, here))
+        results.update(_launch(engine, left, here, case_seconds))
         left = [name for name in left if name not in results]
     return results
 
 
-def _launch(engine: str, names: list[str], folder: Path) -> dict[str, Result]:
+def _launch(engine: str, names: list[str], folder: Path, case_seconds: float) -> dict[str, Result]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {
         **os.environ,
+        # A compiler's helper (ninja) is beside the interpreter.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(ROOT / "src")]),
         "TORCH_EXTENSIONS_DIR": str(BUILDS),
         "DS_ACCELERATOR": "cpu",
         "PYTHONFAULTHANDLER": "1",
     }
+    start = time.time()
+    _unlock(0.0, start - START_SECONDS)
     ranks = []
     for rank in range(2):
         with Path(folder, f"{rank}.log").open("wb") as log:
@@ -69,16 +80,25 @@ def _launch(engine: str, names: list[str], folder: Path) -> dict[str, Result]:
                 subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True)
             )
     try:
-        why = _watch(ranks, folder)
+        why = _watch(ranks, folder, case_seconds)
     finally:
         for process in ranks:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        if any(process.returncode for process in ranks):
+            _unlock(start, time.time())
     return _read(names, folder, why)
 
 
-def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path) -> str:
+def _unlock(since: float, until: float) -> None:
+    """Remove the locks of builds that were taken in this time, by a rank that is dead: the next would wait for it."""
+    for lock in BUILDS.glob("*/lock"):
+        if since <= lock.stat().st_mtime <= until:
+            lock.unlink()
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, case_seconds: float) -> str:
     """Wait until both ranks have ended; or say why they were not waited for any longer."""
     heard, size, allowed = time.monotonic(), 0, START_SECONDS
     failed_at = 0.0
@@ -87,7 +107,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path) -> str:
         now = time.monotonic()
         written = sum(file.stat().st_size for file in folder.glob("*.jsonl"))
         if written != size:
-            heard, size, allowed = now, written, CASE_SECONDS
+            heard, size, allowed = now, written, case_seconds
         if any(process.poll() not in (None, 0) for process in ranks):
             failed_at = failed_at or now
         if failed_at and now - failed_at > GRACE_SECONDS:

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -22,7 +23,15 @@ TIMEOUT = 60
 """Seconds that a rank waits for the other in a collective."""
 
 
+def _end_with(parent: int) -> None:
+    """Nobody waits for a rank whose launcher was killed, and it may hold the lock of a build."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(3)
+
+
 def main(engine: str, rank: int, port: int, folder: str, names: list[str]) -> int:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -35,6 +44,8 @@ def main(engine: str, rank: int, port: int, folder: str, names: list[str]) -> in
     torch.set_num_threads(1)
     module = importlib.import_module(f"grid.{engine}")
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT))
+    if hasattr(module, "start"):
+        module.start()
     cases = {case.name: case for case in module.CASES}
     with Path(folder, f"{rank}.jsonl").open("a", encoding="utf-8", buffering=1) as lines:
         for name in names:

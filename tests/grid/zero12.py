@@ -30,6 +30,8 @@ _CASES = [
     Case("zero2-offload", "optimiser offload", options={**TWO, "offload_optimizer": OFFLOAD}, steps=2),
     Case("zero2-accumulate", "accumulation, clipping", options=TWO, micro_steps=3, clip=0.1, steps=2),
     Case("zero2-one-token", "one rank with a single token", options=TWO, lengths=(1, 9), grow=0),
+    Case("zero2-no-token", "one rank without data", options=TWO, lengths=(0, 9), grow=0),
+    Case("zero2-no-token-generic", "one rank without data", options=TWO, lengths=(0, 9), grow=0, path="generic"),
     Case("zero2-lora", "LoRA", options=TWO, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
     Case(
         "zero2-lora-no-input-gradient", "LoRA", options=TWO, adapters=("up_proj",), input_gradients=False,
@@ -40,6 +42,13 @@ _CASES = [
     Case("zero2-apply-late", "apply after wrapping", options={**TWO, "apply": "wrapped"}),
 ]  # fmt: skip
 CASES = [replace(case, dtype=torch.float32) for case in _CASES]
+
+
+def start() -> None:
+    """Once per process: compiles DeepSpeed's communication operator the first time, which takes minutes."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
 
 
 class Zero(Parallel):
