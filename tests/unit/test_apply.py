@@ -461,3 +461,12 @@ def test_verify_leaves_every_attribute() -> None:
     assert seqtile.verify(model, {"input_ids": ids, "labels": ids}).ok
     after = _attributes(model), [list(module._forward_pre_hooks) for module in model.modules()]
     assert after == before
+
+
+@pytest.mark.parametrize(("rank", "records"), [(None, 1), ("0", 1), ("1", 0)])
+def test_only_the_first_rank_speaks(
+    rank: str | None, records: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+    seqtile.apply(causal_lm("llama"), tile=5)
+    assert len([record for record in caplog.records if "tiled 2 of 2" in record.message]) == records

@@ -24,7 +24,7 @@ MAX_LINES = 400
 
 # A module imports only from rows above its own and from its own package. A new top-level name needs a row here.
 ORDER: tuple[frozenset[str], ...] = (
-    frozenset({"_compat", "_errors", "counting"}),
+    frozenset({"_compat", "_errors", "_log", "counting"}),
     frozenset({"tiling"}),
     frozenset({"ops"}),
     frozenset({"engines"}),

@@ -6,7 +6,6 @@ They live in the instance's ``__dict__``: the class is untouched, no parameter i
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile._log import first_rank_logger
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import unmark_leaf
@@ -23,7 +23,7 @@ from seqtile.ops.fused import FusedWeights, fused_mlp
 from seqtile.ops.generic import run_in_tiles
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
 
-logger = logging.getLogger(__name__)
+logger = first_rank_logger(__name__)
 
 
 @dataclass(frozen=True)

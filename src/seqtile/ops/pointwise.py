@@ -8,7 +8,6 @@ products around them differs, so the backward takes them as functions.
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-logger = logging.getLogger(__name__)
+from seqtile._log import first_rank_logger
+
+logger = first_rank_logger(__name__)
 
 aten = torch.ops.aten
 

@@ -7,7 +7,6 @@ tokens) is trained on the same text on the first run and cached.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import platform
 import sysconfig
@@ -16,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from tokenizers import Tokenizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-logger = logging.getLogger(__name__)
+logger = first_rank_logger(__name__)
 
 VOCAB_SIZE = 2048
 MAX_POSITIONS = 32768

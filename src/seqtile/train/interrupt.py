@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,7 +11,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-logger = logging.getLogger(__name__)
+from seqtile._log import first_rank_logger
+
+logger = first_rank_logger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

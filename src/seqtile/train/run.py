@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
 from seqtile.train import demo
 from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, resolve, save_recipe
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from seqtile.models.report import Report
     from seqtile.train.measure import Comparison
 
-logger = logging.getLogger(__name__)
+logger = first_rank_logger(__name__)
 
 
 @dataclass(frozen=True)
