@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,7 @@ class Suite:
         else:
             print(f"[{time.monotonic() - self._begin:5.0f} s] {part}", flush=True)
             rows = measure()
-        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
-        rows = [
-            {"kind": part, **stamp(self.found, ["python", f"benchmarks/{command[0]}", *command[1:]]), **row}
-            for row in rows
-        ]
+        rows = [{"kind": part, **self._stamp(), **row} for row in rows]
         append_rows(self.file, rows)
         self.rows += rows
         return rows
@@ -72,12 +68,12 @@ class Suite:
         failed = next((row["error"] for row in rows if "error" in row), None)
         self.checks.append(Check(claim, *(value(rows) if failed is None else (failed, None))))
 
+    def _stamp(self) -> Row:
+        return stamp(self.found, ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
     def finish(self) -> None:
         """Write the checks beside the rows and print the summary."""
-        checks = [
-            {"kind": "check", **stamp(self.found), "claim": c.claim, "value": c.value, "holds": c.holds}
-            for c in self.checks
-        ]
+        checks = [{"kind": "check", **self._stamp(), **asdict(check)} for check in self.checks]
         append_rows(self.file, checks)
         print(f"\n{self.found['device_name']}, torch {self.found['versions']['torch']}, "
               f"{time.monotonic() - self._begin:.0f} s, written to {self.file}\n")  # fmt: skip

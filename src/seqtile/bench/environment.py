@@ -34,7 +34,10 @@ def environment() -> dict[str, Any]:
 def stamp(found: dict[str, Any], command: Sequence[str] | None = None) -> dict[str, Any]:
     """What every row of results starts with: date, command, device and versions."""
     line = list(command) if command is not None else ["seqtile", *sys.argv[1:]]
-    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": " ".join(line), **found}
+    now = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": " ".join(line)}
+    # How busy the machine was: times are worth little where this is above the number of cores.
+    busy = {"load_average": list(os.getloadavg())} if hasattr(os, "getloadavg") else {}
+    return {**now, **busy, **found}
 
 
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
