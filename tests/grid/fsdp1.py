@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from grid.cases import RATE, WORLD, Case, named
+from grid.cases import WORLD, Case, named
 from grid.training import Parallel
 
 ORIGINAL, FLAT = {"use_orig_params": True}, {"use_orig_params": False}
@@ -104,15 +104,15 @@ class Fsdp1(Parallel):
         self.call.clip_grad_norm_(bound)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """What one step of plain SGD without momentum takes from the weights, as FSDP1 gives whole weights only."""
-        before = self.weights()
+        """FSDP1 puts together whole weights only, so the gradients take the weights' place for that long."""
         kept = [(p, p.detach().clone()) for p in self.call.parameters()]
-        self.optimizer.step()
-        after = self.weights()
         with torch.no_grad():
+            for p, _ in kept:
+                p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+            found: dict[str, Tensor | None] = {**self.weights()}
             for p, value in kept:
                 p.copy_(value)
-        return {name: (before[name] - after[name]) / RATE for name in before}
+        return found
 
     def weights(self) -> dict[str, Tensor]:
         with FullyShardedDataParallel.state_dict_type(self.call, StateDictType.FULL_STATE_DICT):
