@@ -111,9 +111,11 @@ def test_a_sliced_reference_is_the_whole_one(monkeypatch: pytest.MonkeyPatch) ->
     start(workload)
     workload.step()
     whole = measure_error(workload)
+    workload.reference, kept = None, workload.reference
     monkeypatch.setattr(measure, "REFERENCE_BYTES", 1)
     sliced = measure_error(workload)
     assert whole["gradient_error"] == 0.0
+    assert kept is not None and workload.reference is None  # the whole one is kept
     assert sliced["reference"] == "untiled fp32 in slices of 1,024 tokens"
     assert 0 < sliced["gradient_error"] < 1e-6  # other sums of the same numbers
 
