@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.opt.modeling_opt import OPTDecoder
 
 import seqtile
 import zoo
@@ -54,7 +56,16 @@ class Scaled(torch.autograd.Function):
 # --- what is right
 
 
-@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2", "opt", "mixtral"])
+OPT = pytest.param(
+    "opt",
+    marks=pytest.mark.skipif(
+        "torch.rand([])" in inspect.getsource(OPTDecoder.forward),
+        reason="this transformers' OPT draws a random number per layer even without layer drop: there is no truth",
+    ),
+)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2", OPT, "mixtral"])
 def test_a_right_tiling_passes_with_the_costs_counted(architecture: str) -> None:
     model = zoo.causal_lm(architecture)
     result = verify(model, tokens(), tile=16)
@@ -286,7 +297,7 @@ def test_a_batch_that_runs_in_one_tile_is_no_proof() -> None:
 @pytest.mark.parametrize(
     ("architecture", "config", "places"),
     [
-        pytest.param("opt", dict(dropout=0.1, attention_dropout=0.2), 5, id="functional"),
+        pytest.param("opt", dict(dropout=0.1, attention_dropout=0.2), 5, id="functional", marks=OPT.marks),
         pytest.param("gpt2", dict(resid_pdrop=0.1), 4, id="modules"),
     ],
 )

@@ -336,6 +336,9 @@ def test_a_reentrant_checkpoint_is_exact_and_the_report_says_what_it_costs() -> 
     _, got = gradients(model, ids)
     assert_same_gradients(got, expected)
     assert "reentrant activation checkpointing" in str(report) and "14 matrix-product units" in str(report)
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        assert "early stop of activation checkpointing is switched off" in str(report)
+    assert "early stop" not in str(report)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
