@@ -61,7 +61,7 @@ def needs_a_truth(model: nn.Module) -> None:
     with without_dropout(model):
         model(**tokens())
     if not torch.equal(state, torch.get_rng_state()):
-        pytest.skip(f"this transformers' {type(model).__name__} draws random numbers without dropout: there is no truth")
+        pytest.skip(f"this transformers' {type(model).__name__} draws numbers without dropout: there is no truth")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2", "opt", "mixtral"])
