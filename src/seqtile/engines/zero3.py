@@ -35,6 +35,11 @@ def whole_shape(weight: Tensor) -> torch.Size:
     return torch.Size(getattr(weight, "ds_shape", weight.shape))
 
 
+def is_marked(module: nn.Module) -> bool:
+    """Whether :func:`mark_leaf` marked this module."""
+    return _OURS in module.__dict__
+
+
 def mark_leaf(module: nn.Module) -> None:
     """Have ZeRO-3 gather all weights of ``module`` before it runs, if it takes the model over later."""
     if not module.__dict__.get(_LEAF) and not is_registered(module):
@@ -44,7 +49,7 @@ def mark_leaf(module: nn.Module) -> None:
 
 def unmark_leaf(module: nn.Module) -> None:
     """Take our mark off; it stays where ZeRO-3 already goes by it."""
-    if _OURS not in module.__dict__ or is_registered(module):
+    if not is_marked(module) or is_registered(module):
         return
     del module.__dict__[_OURS], module.__dict__[_LEAF]
     for number, hook in list(module._forward_pre_hooks.items()):

@@ -14,7 +14,7 @@ from torch import nn
 
 from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_wrapped
-from seqtile.engines.zero3 import mark_leaf
+from seqtile.engines.zero3 import is_marked, mark_leaf
 from seqtile.models.find import LOOKED_FOR, Candidate, Left, find_blocks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.models.layer import TiledLayer
@@ -85,14 +85,16 @@ def apply(
     keeping = parse_keep(keep, len(chosen))
     if keeping.kind == "auto":
         keeping = KeepRule("auto", free_bytes(model) / 4 / len(chosen))
-    former = _standing(model)
+    former = [(one, is_marked(one.module)) for one in _standing(model)]
     undo(model)
     try:
         tiled = [_tile(model, block, rule, keeping, blocks != "mlp", path) for block in chosen]
     except UserError:
         undo(model)
-        for one in former:
+        for one, was_marked in former:
             one.install()
+            if was_marked:
+                mark_leaf(one.module)
         raise
     report = Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model))
     logger.info("%s", report)
