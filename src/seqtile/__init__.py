@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from seqtile.models.apply import undo as undo
     from seqtile.models.report import Block as Block
     from seqtile.models.report import Report as Report
+    from seqtile.ops.head import linear_cross_entropy as linear_cross_entropy
+    from seqtile.ops.head_scores import TokenScores as TokenScores
+    from seqtile.ops.head_scores import token_logprobs as token_logprobs
+    from seqtile.ops.head_tile import LogitScaling as LogitScaling
     from seqtile.verification import VerifyResult as VerifyResult
     from seqtile.verification import verify as verify
 
@@ -21,13 +25,17 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Block": "seqtile.models.report",
+    "LogitScaling": "seqtile.ops.head_tile",
     "Report": "seqtile.models.report",
+    "TokenScores": "seqtile.ops.head_scores",
     "UserError": "seqtile._errors",
     "VerifyResult": "seqtile.verification",
     "applied": "seqtile.models.apply",
     "apply": "seqtile.models.apply",
     "count_live_bytes": "seqtile.counting",
     "count_products": "seqtile.counting",
+    "linear_cross_entropy": "seqtile.ops.head",
+    "token_logprobs": "seqtile.ops.head_scores",
     "undo": "seqtile.models.apply",
     "verify": "seqtile.verification",
 }

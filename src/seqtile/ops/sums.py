@@ -77,3 +77,15 @@ class Sum:
         if gradient is not None:
             return gradient.copy_(total)
         return total.to(self._dtype)
+
+    def scaled(self, factor: Tensor, *, keep: bool) -> Tensor:
+        """:meth:`result` times a scalar, multiplied before the cast; the sum is used up unless it is to be kept."""
+        if self._total is None:
+            return self.result()
+        total = self._total
+        self._total = total * factor if keep else total.mul_(factor)
+        scaled = self.result()
+        self._total = total
+        if keep and scaled is self._gradient:
+            self._gradient = None  # handed out; the next one needs a buffer of its own
+        return scaled

@@ -1,0 +1,131 @@
+"""What the tiled head costs: matrix products and live bytes, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from numerics._births import births
+from numerics._heads import TILED, inputs, twin
+from seqtile.counting import count_live_bytes, count_products
+from seqtile.ops import head_tile
+from seqtile.ops.head_scores import token_logprobs
+
+TOKENS, HIDDEN, VOCABULARY = 200, 24, 160
+MIB = 2**20
+
+
+def _units(function: Callable[..., Tensor], given: dict[str, Tensor], **kwargs: Any) -> float:
+    with count_products() as products:
+        loss = function(**given, **kwargs)
+        if loss.requires_grad:
+            loss.sum().backward()
+    return products.units(TOKENS, HIDDEN, VOCABULARY)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 16])
+def test_matrix_products(count: int) -> None:
+    tile = f"shards:{count}"
+    for settings, units in (({}, 3), ({"reduction": "sum", "label_smoothing": 0.1}, 3), ({"reduction": "none"}, 4)):
+        assert _units(TILED, inputs(TOKENS, HIDDEN, VOCABULARY), tile=tile, **settings) == units
+    for frozen, units in (("weight", 2), ("hidden", 2)):
+        given = inputs(TOKENS, HIDDEN, VOCABULARY, bias=False)
+        given[frozen].requires_grad_(False)
+        assert _units(TILED, given, tile=tile) == units
+    with torch.no_grad():
+        assert _units(TILED, inputs(TOKENS, HIDDEN, VOCABULARY), tile=tile) == 1
+    assert _units(twin, inputs(TOKENS, HIDDEN, VOCABULARY)) == 3
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize(("reduction", "units"), [("mean", 3), ("none", 4)])
+def test_an_activation_checkpoint_around_it_computes_nothing_again(count: int, reduction: str, units: int) -> None:
+    def loss(hidden: Tensor, **rest: Tensor) -> Tensor:
+        return TILED(hidden * 1.5, **rest, tile=f"shards:{count}", reduction=reduction)
+
+    def checkpointed(**given: Tensor) -> Tensor:
+        return checkpoint(loss, **given, use_reentrant=False)
+
+    assert _units(checkpointed, inputs(TOKENS, HIDDEN, VOCABULARY)) == units
+    given, again = inputs(TOKENS, HIDDEN, VOCABULARY), inputs(TOKENS, HIDDEN, VOCABULARY)
+    loss(**given).sum().backward()
+    checkpointed(**again).sum().backward()
+    for name in ("hidden", "weight", "bias"):
+        assert torch.equal(given[name].grad, again[name].grad)  # type: ignore[arg-type]
+
+
+def test_no_tensor_has_the_tokens_and_the_vocabulary() -> None:
+    for reduction in ("mean", "none"):
+        given = inputs(TOKENS, HIDDEN, VOCABULARY)
+        with births() as born:
+            TILED(**given, tile=32, reduction=reduction).sum().backward()
+        assert not [shape for shape in born.shapes if TOKENS in shape and VOCABULARY in shape]
+        assert (29, VOCABULARY) in born.shapes  # the tiles
+    with births() as born:
+        twin(**inputs(TOKENS, HIDDEN, VOCABULARY)).backward()
+    assert (TOKENS, VOCABULARY) in born.shapes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [2, 8])
+def test_the_peak_is_one_tile_of_logits_and_the_gradients(
+    dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, hidden, vocabulary = 2048, 32, 4096
+    monkeypatch.setitem(head_tile.BLOCK_ELEMENTS, "cpu", 16 * vocabulary)
+    given = inputs(tokens, hidden, vocabulary, dtype=dtype, bias=False)
+    size = dtype.itemsize
+    tile = tokens // count * vocabulary * size
+    # the states' gradient; the head's, and where it is of low precision its fp32 sum beside it
+    gradients = tokens * hidden * size + vocabulary * hidden * (size + (4 if size == 2 else 0))
+    blocks = 3 * 16 * vocabulary * 4
+    per_token = 8 * 8 * tokens
+    with count_live_bytes() as live:
+        TILED(**given, tile=f"shards:{count}").backward()
+    assert tile < live.peak <= tile + gradients + blocks + per_token
+    given = inputs(tokens, hidden, vocabulary, dtype=dtype, bias=False)
+    with count_live_bytes() as live:
+        twin(**given).backward()
+    assert live.peak >= tokens * vocabulary * (8 if size == 4 else 10)  # what plain PyTorch holds
+
+
+def test_nothing_but_gradients_is_left_between_forward_and_backward() -> None:
+    given = inputs(TOKENS, HIDDEN, VOCABULARY, bias=False)
+    with births() as born:
+        loss = TILED(**given, tile=32)
+        left = born.alive(loss)
+    large = [shape for shape in left if sum(shape) > 1]
+    assert large == sorted([(TOKENS, HIDDEN), (VOCABULARY, HIDDEN)])
+    with births() as born:
+        loss = TILED(**given, tile=32, reduction="none")
+        left = born.alive(loss)
+    assert all(len(shape) <= 1 for shape in left), left  # a log-normaliser per token
+
+
+def test_the_number_of_tiles_depends_on_lengths_alone() -> None:
+    """Ranks whose labels differ, all ignored on one of them, run the same products."""
+    seen = []
+    for ignored in (0, 100, TOKENS):
+        given = inputs(TOKENS, HIDDEN, VOCABULARY)
+        given["labels"][:ignored] = -100
+        with count_products() as products:
+            TILED(**given, tile=32).backward()
+        seen.append(products.records)
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_scores_cost_four_products_whatever_is_asked() -> None:
+    given = inputs(TOKENS, HIDDEN, VOCABULARY)
+    given["targets"] = given.pop("labels")
+    with count_products() as products:
+        scores = token_logprobs(**given, tile=32, entropy=True, argmax=True, top_k=5)
+        (scores.log_probs.sum() + scores.entropy.sum()).backward()  # type: ignore[union-attr]
+    assert products.units(TOKENS, HIDDEN, VOCABULARY) == 4
+    with torch.no_grad(), count_products() as products:
+        token_logprobs(**given, tile=32, entropy=True, argmax=True, top_k=5)
+    assert products.units(TOKENS, HIDDEN, VOCABULARY) == 1
