@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 import seqtile
 import zoo
 from seqtile.counting import count_live_bytes, count_products
-from seqtile.verification import Difference, VerifyResult, compare, judge, verify
+from seqtile.ops import generic
+from seqtile.ops.replay import RandomState
+from seqtile.verification import Difference, VerifyResult, compare, judge, plain, verify
 from seqtile.verification.state import without_dropout
 
 MLP = "model.layers.1.mlp"
@@ -189,8 +192,12 @@ def wrong_output(model: nn.Module) -> Any:
 
 
 class Frozen:
+    """A weight that lost its gradient."""
+
+    name = DOWN
+
     def __init__(self, model: nn.Module) -> None:
-        self.weight = model.get_parameter(DOWN).requires_grad_(False)
+        self.weight = model.get_parameter(self.name).requires_grad_(False)
 
     def remove(self) -> None:
         self.weight.requires_grad_(True)
@@ -309,7 +316,10 @@ def test_dropout_is_off_and_said_and_on_again_afterwards(
     before = [dict(vars(module)) for module in model.modules()]
     result = verify(model, tokens(), tile=16)
     assert result.ok, str(result)
-    assert result.notes == (f"dropout was off in these runs ({places} places): every tile draws a mask of its own",)
+    (note,) = result.notes
+    assert note.startswith(f"dropout ({places} places) was off in these runs; with it on, the tiles were compared with")
+    assert {one.name for one in result.with_dropout} == {one.name for one in result.parameters}
+    assert max(one.l2 for one in result.with_dropout) < 1e-5
     assert [dict(vars(module)) for module in model.modules()] == before
 
 
@@ -484,23 +494,75 @@ def test_a_model_without_a_loss_is_told_what_to_give() -> None:
         verify(model, {"inputs_embeds": torch.randn(1, 50, zoo.HIDDEN)}, tile=16)
 
 
-def test_missing_adapter_gradients_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def adapted(**config: Any) -> nn.Module:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "gate_proj", "down_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(zoo.causal_lm("llama"), config)
+    words = {"r": 4, "target_modules": ["q_proj", "gate_proj", "down_proj"], "init_lora_weights": False, **config}
+    return peft.get_peft_model(zoo.causal_lm("llama"), peft.LoraConfig(**words))
+
+
+def test_missing_adapter_gradients_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted()
     result: VerifyResult = verify(model, tokens(), tile=16)
     assert result.ok, str(result)
     assert (result.untiled.units, result.tiled.units) == (6.0, 8.0)  # the base's products, without the adapters' own
     adapter = "base_model.model.model.layers.1.mlp.gate_proj.lora_A.default.weight"
 
-    class Lost:
-        def __init__(self, model: nn.Module) -> None:
-            self.weight = model.get_parameter(adapter).requires_grad_(False)
-
-        def remove(self) -> None:
-            self.weight.requires_grad_(True)
+    class Lost(Frozen):
+        name = adapter
 
     plant(monkeypatch, Lost)
     result = verify(model, tokens(), tile=16)
     assert not result.ok and result.worst.name == adapter
     assert result.worst.problem == "has a gradient in the untiled run and none in the tiled run"
+
+
+class Patched:
+    """A fault that replaces an attribute of the library until it is removed."""
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self.undo = pytest.MonkeyPatch()
+        self.undo.setattr(owner, name, value)
+
+    def remove(self) -> None:
+        self.undo.undo()
+
+
+@pytest.mark.parametrize("layer_checkpoint", [False, True])
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        pytest.param({}, lambda _: Patched(RandomState, "replayed", lambda self: nullcontext()), id="fused"),
+        pytest.param(
+            {"use_dora": True},  # which the fused operator does not run
+            lambda _: Patched(
+                generic, "checkpoint", partial(torch.utils.checkpoint.checkpoint, preserve_rng_state=False)
+            ),
+            id="generic",
+        ),
+    ],
+)
+def test_a_wrong_dropout_mask_is_named(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], fault: Plant, layer_checkpoint: bool
+) -> None:
+    model = adapted(lora_dropout=0.5, **config)
+    if layer_checkpoint:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert verify(model, tokens(), tile=16).ok
+    plant(monkeypatch, fault)
+    result = verify(model, tokens(), tile=16)
+    assert not result.ok and result.worst.dropout
+    assert ".mlp." in result.worst.name and "lora" in result.worst.name
+    assert all(one.score <= 1 for one in result.parameters)  # nothing else shows it
+    assert str(result).startswith(f"GRADIENTS DIFFER: {result.worst.name}: relative difference ")
+    assert " times what is allowed with dropout on" in str(result)
+
+
+def test_tiles_that_draw_in_another_order_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(input: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
+        return input * torch.rand(input.shape).ge(p) / (1 - p)
+
+    plant(monkeypatch, lambda _: Patched(plain, "_dropout", other))
+    result = verify(adapted(lora_dropout=0.5), tokens(), tile=16)
+    assert result.ok and result.with_dropout == ()
+    assert result.notes[-1].endswith("so there is nothing to compare with")

@@ -29,7 +29,8 @@ def snapshot(directory: Path) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["train", "--help"], ["doctor", "--help"], ["train", "--tile"]]
+    "arguments",
+    [["--help"], ["--version"], ["train", "--help"], ["verify", "--help"], ["doctor", "--help"], ["train", "--tile"]],
 )
 def test_answers_without_importing_torch(arguments: list[str]):
     heavy = "torch transformers trl datasets peft matplotlib numpy"

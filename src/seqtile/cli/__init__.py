@@ -12,7 +12,7 @@ import typer
 from seqtile import __version__
 from seqtile._errors import UserError
 
-COMMANDS = ("train", "bench", "doctor")
+COMMANDS = ("train", "verify", "bench", "doctor")
 """Commands in the order of ``--help``. Each is a module ``seqtile.cli.NAME`` with a function ``command``, or with an
 ``app`` of several."""
 

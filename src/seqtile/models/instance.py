@@ -150,6 +150,8 @@ class Installed:
         sizes = setting.rule.tile_sizes(tokens, shape)
         if not sizes:
             return call(list(tensors))
+        if self.plainly is not None:
+            return self.plainly(run, tensors, sizes, mlp is not None)
         if mlp is None:
             return run_in_tiles(run, tensors, sizes, weights)
         return fused_mlp(x, mlp, sizes, keep=setting.keep.share(tokens, shape))
@@ -166,6 +168,9 @@ class Installed:
             self.told.add(mlp)
             logger.warning("%s now runs the generic operator: %s", type(self.module).__name__, mlp)
         return None
+
+    plainly: Callable[..., Any] | None = None
+    """Runs the tiles in the operators' place, as (run, tensors, sizes, whether they would be fused): for ``verify``."""
 
     falls_back = False
     """Whether the report said "fused", so that running the generic operator is news."""

@@ -87,12 +87,28 @@ def _run_without_gradient(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> An
 
 def _run_compiled(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
     """PyTorch's checkpoint per tile, which its compiler understands; the compiler then plans the recompute itself."""
+    if not torch.is_grad_enabled():
+        return _run_joined(run, tensors, cuts)
+
+    def run_checkpointed(tiles: Sequence[Tensor], _: Mapping[str, Tensor]) -> Any:
+        return checkpoint(lambda *tile: run(tile, {}), *tiles, use_reentrant=False)
+
+    return _run_joined(run_checkpointed, tensors, cuts)
+
+
+def run_in_plain_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
+    """The twin of :func:`run_in_tiles`: the same tiles in the same order under plain autograd, nothing recomputed.
+
+    It draws the same random numbers in the forward, so it is what a recompute has to agree with. Costs the memory that
+    tiling saves.
+    """
+    return _run_joined(run, tensors, Cuts(tensors, sizes))
+
+
+def _run_joined(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
+    """Tile after tile, joined by ``cat``."""
     rows = cuts.rows(tensors)
-    parts = []
-    for index in range(len(cuts)):
-        tiles = cuts.tiles(rows, index)
-        parts.append(checkpoint(lambda *tile: run(tile, {}), *tiles, use_reentrant=False) if torch.is_grad_enabled()
-                     else run(tiles, {}))  # fmt: skip
+    parts = [run(cuts.tiles(rows, index), {}) for index in range(len(cuts))]
     flat = [tree_flatten(part) for part in parts]
     joined = []
     for number, first in enumerate(flat[0][0]):

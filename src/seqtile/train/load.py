@@ -46,6 +46,47 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     return model, tokenizer
 
 
+def load_bare(recipe: Recipe) -> PreTrainedModel:
+    """The model alone, for a check on random tokens: no tokenizer is needed, nor are weights.
+
+    A ``config.json``, or a directory with one and without weights, gives a model with random weights.
+
+    Raises:
+        UserError: not there, unreachable, needs code of its own, or too few positions for ``max_length`` tokens.
+    """
+    if recipe.model == DEMO:
+        return load_model(recipe)[0]
+    import torch
+    import transformers
+
+    file = Path(recipe.model).expanduser()
+    is_config = file.suffix == ".json" and file.is_file()
+    path = str(file) if is_config else _existing(recipe.model)
+    config = _load("configuration", transformers.AutoConfig, path, recipe)
+    limit = max_positions(config)
+    if limit is not None and recipe.max_length > limit:
+        raise UserError(f"{recipe.max_length:,} tokens are beyond the {limit:,} positions of {recipe.model!r}")
+    maker = transformers.AutoModelForCausalLM
+    if not is_config and not (file.is_dir() and not _has_weights(file)):
+        return _load("weights", maker, path, recipe, config=config, dtype=_dtype(recipe))
+    torch.manual_seed(recipe.seed)
+    dtype = _dtype(recipe)
+    try:
+        model: PreTrainedModel = maker.from_config(
+            config, dtype=config.dtype if dtype == "auto" else dtype, trust_remote_code=recipe.trust_remote_code
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"cannot make a causal language model from {path!r} ({reason}); give the config.json of one"
+        ) from None
+    return model
+
+
+def _has_weights(directory: Path) -> bool:
+    return any(file.suffix in (".safetensors", ".bin") for file in directory.iterdir())
+
+
 def causal_model(model: Any) -> Any:
     """The causal language model itself, under PEFT's wrapper if there is one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -132,8 +173,8 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"model {recipe.model!r} runs code of its own; read that code, then set "
-                "'trust_remote_code: true' in a recipe"
+                f"model {recipe.model!r} runs code of its own; read that code, then allow it: "
+                "'trust_remote_code: true' in a recipe, --trust-remote-code for verify"
             ) from None
         raise UserError(
             f"cannot load the {what} of model {recipe.model!r} ({reason}); give a model directory, "

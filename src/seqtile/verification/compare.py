@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from seqtile._errors import UserError
 from seqtile.models.apply import Only, applied
 from seqtile.models.find import find_blocks
-from seqtile.verification.judge import difference, groups, severity
+from seqtile.verification.judge import TIMES, difference, groups, severity
 from seqtile.verification.measure import BlockSizes, Loss, Measured, fresh, tiled_of
-from seqtile.verification.result import VerifyResult
+from seqtile.verification.plain import without_recompute
+from seqtile.verification.result import Difference, VerifyResult
 from seqtile.verification.state import kept, refuse_what_cannot_be_compared, without_tiling
 
 
@@ -33,7 +35,8 @@ def verify(
 
     Everything is left as it was found: gradients, buffers, random state, training mode, and the tiling that stands.
     The runs are in training mode, so that activation checkpointing is on if the model has it, and with every dropout
-    off, since tiles draw masks of their own. Nothing steps an optimiser.
+    off, since tiles draw masks of their own. Where there is dropout, two more runs have it on: the tiled one, and the
+    same tiles under plain autograd, which draws the same masks and recomputes nothing. Nothing steps an optimiser.
 
     Args:
         model: in one process, not yet wrapped by an engine; tiled already or not.
@@ -50,7 +53,8 @@ def verify(
         A :class:`VerifyResult`; a wrong gradient is a result with ``ok=False``, not an exception.
 
     Cost:
-        Two or three forwards and backwards; two or three sets of gradients in host memory; the copy for the truth.
+        Two or three forwards and backwards, with dropout two more, of which the last keeps every intermediate of the
+        blocks; as many sets of gradients in host memory; the copy for the truth.
 
     Raises:
         UserError: there is nothing to compare, or comparing would change the model.
@@ -66,35 +70,71 @@ def verify(
         candidates = find_blocks(model, everything=True)[0]
         truth, precision = (None, None) if reference is None else _truth(model, batch, loss_fn, seed, notes)
         untiled = Measured(model, batch, loss_fn, seed)
+        tiling: AbstractContextManager[Any]
         if standing and tile is None:
             for module, attributes in standing:
                 module.__dict__.update(attributes)
-            tiled, blocks = Measured(model, batch, loss_fn, seed), tiled_of(model, candidates)
+            tiling = nullcontext()
         else:
-            with applied(model, tile="auto" if tile is None else tile, only=only):
-                tiled, blocks = Measured(model, batch, loss_fn, seed), tiled_of(model, candidates)
+            tiling = applied(model, tile="auto" if tile is None else tile, only=only)
+        dropping: tuple[Measured, Measured] | None = None
+        with tiling:
+            tiled, blocks = Measured(model, batch, loss_fn, seed), tiled_of(model, candidates)
+            if tiled.dropouts:
+                again = Measured(model, batch, loss_fn, seed, dropout=True)
+                with without_recompute(model):
+                    dropping = Measured(model, batch, loss_fn, seed, dropout=True), again
         sizes = BlockSizes(model, blocks, candidates)
+    return judged(model, untiled, tiled, dropping, truth, precision, sizes, len(blocks), notes)
+
+
+def judged(
+    model: nn.Module,
+    untiled: Measured,
+    tiled: Measured,
+    dropping: tuple[Measured, Measured] | None,
+    truth: dict[str, Tensor | None] | None,
+    precision: str | None,
+    sizes: BlockSizes,
+    blocks: int,
+    notes: list[str],
+) -> VerifyResult:
+    """The verdict on two runs.
+
+    Args:
+        model: for the dtypes of its parameters.
+        untiled, tiled: the runs to compare, dropout off.
+        dropping: with dropout on, the plain tiles and the tiled run; None where there is no dropout.
+        truth: gradients in higher precision, or None.
+        precision: their dtype.
+        sizes: of the blocks.
+        blocks: how many were tiled.
+        notes: what is known so far.
+    """
     if truth is not None and untiled.drew_random_numbers:
         truth, precision = None, None  # other dtypes draw other numbers: the copy is no truth
-    notes += _notes(untiled, tiled, sizes)
+    notes = [*notes, *_notes(untiled, tiled, sizes)]
     dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
-    differences = tuple(
+    differences = [
         difference(name, untiled.gradients.get(name), tiled.gradients.get(name), (truth or {}).get(name), dtype)
         for name in {**untiled.gradients, **tiled.gradients}
         for dtype in (dtypes.get(name, torch.float32),)
-    )
+    ]
     errors = [one.untiled_error for one in differences if one.untiled_error is not None]
     if errors and median(errors) > 0.1:
         notes.append(f"the untiled run is itself {median(errors):.0%} off the truth, so much is allowed the tiled one")
-    worst = max(differences, key=severity)
+    dropped = _with_dropout(dropping, differences, dtypes, notes)
+    worst = max((*differences, *(one for one in dropped if severity(one) > 1)), key=severity)
     return VerifyResult(
         ok=severity(worst) <= 1,
         worst=worst,
         untiled=untiled.run(sizes),
         tiled=tiled.run(sizes),
         groups=groups(differences),
-        parameters=differences,
-        blocks=len(blocks),
+        parameters=tuple(differences),
+        with_dropout=tuple(dropped),
+        blocks=blocks,
+        cut=_was_cut(untiled, tiled, sizes),
         reference=precision,
         notes=tuple(notes),
     )
@@ -121,15 +161,50 @@ def _truth(
         return None, None
 
 
+def _with_dropout(
+    runs: tuple[Measured, Measured] | None,
+    without: Sequence[Difference],
+    dtypes: Mapping[str, torch.dtype],
+    notes: list[str],
+) -> list[Difference]:
+    """Differences of the tiled run from the plain tiles, both with dropout on; they may be as far apart as both runs
+    without dropout may be from the truth together."""
+    if runs is None:
+        return []
+    plain, tiled = runs
+    places = f"dropout ({tiled.dropouts} places)"
+    apart = difference("loss", plain.gradients["loss"], tiled.gradients["loss"], None, min(dtypes.values(), key=_size))
+    if apart.score > 1:
+        # An operator of another make may draw in another order, which is no fault.
+        notes.append(f"{places} was off: with it on, plain tiles draw other masks, so there is nothing to compare with")
+        return []
+    notes.append(f"{places} was off in these runs; with it on, the tiles were compared with plain ones, mask for mask")
+    known = {one.name: one.untiled_error or 0.0 for one in without}
+    return [
+        difference(
+            name, plain.gradients.get(name), tiled.gradients.get(name), None, dtypes.get(name, torch.float32),
+            more=(1 + TIMES) * known.get(name, 0.0), dropout=True,
+        )
+        for name in {**plain.gradients, **tiled.gradients}
+    ]  # fmt: skip
+
+
+def _size(dtype: torch.dtype) -> int:
+    return dtype.itemsize if dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) else 8
+
+
+def _was_cut(untiled: Measured, tiled: Measured, sizes: BlockSizes) -> bool:
+    """Whether a block of the tiled run ran in more than one tile."""
+    return not sizes.rows(tiled.products) <= sizes.rows(untiled.products)
+
+
 def _notes(untiled: Measured, tiled: Measured, sizes: BlockSizes) -> list[str]:
     notes = []
-    if untiled.dropouts:
-        notes.append(f"dropout was off in these runs ({untiled.dropouts} places): every tile draws a mask of its own")
     if untiled.drew_random_numbers:
         notes.append(
             "the model draws random numbers even with dropout off: tiles may draw others, and there is no truth"
         )
-    if sizes.rows(tiled.products) <= sizes.rows(untiled.products):
+    if not _was_cut(untiled, tiled, sizes):
         notes.append("this batch ran in one tile, so nothing was tested: give tile= fewer tokens or a longer batch")
     if clash := sizes.clash(untiled.tokens):
         notes.append(f"units per block are not given: {clash}")

@@ -25,7 +25,14 @@ _WITHOUT_TRUTH = {torch.float64: 1e-7, torch.float32: 1.3e-6, torch.float16: 1e-
 
 
 def difference(
-    name: str, untiled: Tensor | None, tiled: Tensor | None, truth: Tensor | None, dtype: torch.dtype
+    name: str,
+    untiled: Tensor | None,
+    tiled: Tensor | None,
+    truth: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    more: float = 0.0,
+    dropout: bool = False,
 ) -> Difference:
     """Compare one gradient of two runs.
 
@@ -35,19 +42,22 @@ def difference(
         tiled: the tiled run's.
         truth: the same in higher precision, None if there is none.
         dtype: of the parameter, which says what is allowed without a truth.
+        more: relative difference that is allowed beyond that, without a truth.
+        dropout: whether it was on.
     """
     if untiled is None and tiled is None:
-        return Difference(name, 0.0, 0.0, None, None, 0.0)
+        return Difference(name, 0.0, 0.0, None, None, 0.0, dropout=dropout)
     if untiled is None or tiled is None:
         has, lacks = ("untiled", "tiled") if tiled is None else ("tiled", "untiled")
-        return _broken(name, f"has a gradient in the {has} run and none in the {lacks} run")
+        return _broken(name, f"has a gradient in the {has} run and none in the {lacks} run", dropout)
     a, b = untiled.double(), tiled.double()
     bad = [run for run, gradient in (("untiled", a), ("tiled", b)) if not gradient.isfinite().all()]
     if bad:
-        return _broken(name, f"is not finite in the {' and the '.join(bad)} run")
+        return _broken(name, f"is not finite in the {' and the '.join(bad)} run", dropout)
     l2, maximum = (_ratio(norm(b - a), norm(a)) for norm in _NORMS)
     if truth is None:
-        return Difference(name, l2, maximum, None, None, max(l2, maximum) / (_WITHOUT_TRUTH.get(dtype, 1.6e-2) + SLACK))
+        allowed = _WITHOUT_TRUTH.get(dtype, 1.6e-2) + SLACK + more
+        return Difference(name, l2, maximum, None, None, max(l2, maximum) / allowed, dropout=dropout)
     t = truth.double()
     untiled_error, tiled_error = (_ratio(_l2(x - t), _l2(t)) for x in (a, b))
     times = TIMES if untiled_error < 0.5 else TIMES_NOISE
@@ -89,8 +99,8 @@ def group_of(name: str) -> str:
     return ".".join(parts) or name
 
 
-def _broken(name: str, problem: str) -> Difference:
-    return Difference(name, math.inf, math.inf, None, None, math.inf, problem)
+def _broken(name: str, problem: str, dropout: bool) -> Difference:
+    return Difference(name, math.inf, math.inf, None, None, math.inf, problem, dropout)
 
 
 def _l2(x: Tensor) -> float:

@@ -28,18 +28,18 @@ class Measured:
             host, None where a parameter that trains got none.
         tokens: batch times length.
         products, live: what was counted.
-        dropouts: how many dropouts were off for the run.
+        dropouts: how many dropouts the model has; they are off for the run unless ``dropout`` is True.
         drew_random_numbers: whether the random state moved all the same.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, loss_fn: Loss | None, seed: int) -> None:
+    def __init__(self, model: nn.Module, batch: Any, loss_fn: Loss | None, seed: int, *, dropout: bool = False) -> None:
         inputs = fresh(batch)
         device = next(model.parameters()).device
         torch.manual_seed(seed)
         random_state = _random_state(device)
         _synchronize(device)
         started = time.perf_counter()
-        with without_dropout(model) as self.dropouts:
+        with without_dropout(model, off=not dropout) as self.dropouts:
             with count_products() as self.products, count_live_bytes(device) as self.live:
                 loss = _loss_of(model, inputs) if loss_fn is None else _scalar(loss_fn(model, inputs), "loss_fn")
                 loss.backward()

@@ -18,6 +18,7 @@ class Difference:
         tiled_error: the tiled run's.
         score: error over what is allowed, the worse of the two norms; above 1 the verdict is no.
         problem: what is wrong with it beyond numbers, or "".
+        dropout: whether dropout was on; then ``untiled`` is the same tiles under plain autograd.
     """
 
     name: str
@@ -27,6 +28,12 @@ class Difference:
     tiled_error: float | None
     score: float
     problem: str = ""
+    dropout: bool = False
+
+    def what(self) -> str:
+        """The difference in words."""
+        what = self.problem or f"relative difference {self.l2:.1e}, {self.score:.1f} times what is allowed"
+        return f"{what} with dropout on" if self.dropout else what
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,9 @@ class VerifyResult:
         tiled: the tiled run.
         groups: differences by kind of parameter.
         parameters: differences of every parameter that trains, and of the loss.
+        with_dropout: the same with dropout on, against plain tiles; empty where there is no dropout.
         blocks: how many blocks were tiled.
+        cut: whether one of them ran in more than one tile; without, nothing was tested.
         reference: dtype of the truth, or None.
         notes: what the numbers do not show.
     """
@@ -86,21 +95,24 @@ class VerifyResult:
     tiled: Run
     groups: dict[str, Group]
     parameters: tuple[Difference, ...]
+    with_dropout: tuple[Difference, ...]
     blocks: int
+    cut: bool
     reference: str | None
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers, strings, lists and dicts, for JSON."""
-        return {**asdict(self), "parameters": [asdict(one) for one in self.parameters], "notes": list(self.notes)}
+        lists = {"parameters": self.parameters, "with_dropout": self.with_dropout}
+        differences = {name: [asdict(one) for one in several] for name, several in lists.items()}
+        return {**asdict(self), **differences, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         worst, a, b = self.worst, self.untiled, self.tiled
         if self.ok:
             verdict = f"same gradients (largest relative difference {max(one.l2 for one in self.parameters):.1e})"
         else:
-            what = worst.problem or f"relative difference {worst.l2:.1e}, {worst.score:.1f} times what is allowed"
-            verdict = f"GRADIENTS DIFFER: {worst.name}: {what}"
+            verdict = f"GRADIENTS DIFFER: {worst.name}: {worst.what()}"
         units = "" if a.units is None or b.units is None else f"units per block {a.units:g} -> {b.units:g}, "
         peaks = f"peak {a.peak_bytes / 2**20:,.1f} -> {b.peak_bytes / 2**20:,.1f} MiB"
         numbers = f"{units}{peaks}, {a.seconds:.2f} -> {b.seconds:.2f} s"

@@ -73,10 +73,10 @@ def without_tiling(model: nn.Module) -> Iterator[Standing]:
 
 
 @contextmanager
-def without_dropout(model: nn.Module) -> Iterator[int]:
+def without_dropout(model: nn.Module, *, off: bool = True) -> Iterator[int]:
     """Set dropout probabilities to 0: those of modules, and the attributes that functional dropouts read.
 
-    Yields how many there were.
+    Yields how many there were; with ``off=False`` they are only counted.
     """
     found = []
     for module in model.modules():
@@ -84,7 +84,7 @@ def without_dropout(model: nn.Module) -> Iterator[int]:
         for name, value in vars(module).items():
             if isinstance(value, float) and value > 0 and ("drop" in name or (is_dropout and name == "p")):
                 found.append((module, name, value))
-    for module, name, _ in found:
+    for module, name, _ in found if off else ():
         setattr(module, name, 0.0)
     try:
         yield len(found)

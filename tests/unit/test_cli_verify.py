@@ -1,0 +1,164 @@
+"""``seqtile verify``: what it prints, what it finds, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import zoo
+from numerics.test_verify import DOWN, MLP, Frozen, Patched, Plant, lost_tile, plant, scaled
+from seqtile.cli import main
+from seqtile.ops.replay import RandomState
+
+CONFIG = LlamaConfig(
+    hidden_size=zoo.HIDDEN,
+    intermediate_size=zoo.INTERMEDIATE,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=zoo.VOCABULARY,
+    max_position_embeddings=128,
+)
+ADAPTER = "base_model.model.model.layers.1.mlp.gate_proj.lora_A.default.weight"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("config")
+    CONFIG.save_pretrained(directory)
+    return directory
+
+
+def verify(path: Path, *flags: str) -> int:
+    return main(["verify", "--model", str(path), "--tokens", "100", *flags])
+
+
+def found(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    (line,) = capsys.readouterr().out.splitlines()  # one object, nothing else
+    value: dict[str, Any] = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    return value
+
+
+def test_a_right_tiling_is_shown_with_its_costs(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(config / "config.json") == 0
+    shown = capsys.readouterr().out
+    assert shown.endswith("verdict: same gradients\n")
+    for words in ("mlp.gate_proj", "self_attn.q_proj", "against float64", "11.00", "MiB", "2 blocks tiled"):
+        assert words in shown
+    assert all(len(line) <= 120 for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("flags", [[], ["--dtype", "bfloat16"], ["--no-activation-checkpointing"]])
+def test_json_is_one_object(config: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(config, "--json", "--tile", "16", *flags) == 0
+    got = found(capsys)
+    assert got["verdict"] == "same" and got["worst"]["of_allowed"] <= 1
+    assert got["worst"]["untiled_error"] >= 0 and got["worst"]["tiled_error"] >= 0
+    plain = flags == ["--no-activation-checkpointing"]
+    assert got["units"] == {"untiled": 9.0 if plain else 11.0, "tiled": 11.0}
+    assert got["tiled"] == {"blocks": 2, "tile": "16"}
+    assert got["truth"] == ("float32" if "bfloat16" in flags else "float64")
+    assert all(0 < gib < 1 for gib in got["peak_gib"].values())
+    assert got["groups"]["mlp.gate_proj"]["parameters"] == 2
+
+
+def test_real_weights_are_the_ones_that_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # then every token is as likely: the loss is known
+    model.save_pretrained(tmp_path)
+    capsys.readouterr()  # its progress bar
+    assert verify(tmp_path, "--json") == 0
+    assert found(capsys)["loss"]["tiled"] == pytest.approx(torch.tensor(zoo.VOCABULARY).log().item())
+
+
+def test_adapters_are_compared_with_dropout_off_and_on(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(config, "--lora", "r=4,dropout=0.2", "--json") == 0
+    got = found(capsys)
+    assert got["groups"].keys() >= {"mlp.down_proj.lora_A", "mlp.down_proj.lora_B"}
+    assert "mlp.down_proj" not in got["groups"]  # the base is frozen
+    assert got["with_dropout"]["compared"] == 2 * 7 * 2 + 1
+    assert 0 < got["with_dropout"]["difference"] < 1e-4  # both are the same sums in another order
+
+
+class Lost(Frozen):
+    name = ADAPTER
+
+
+def wrong_mask(_: Any) -> Patched:
+    return Patched(RandomState, "replayed", lambda self: nullcontext())
+
+
+@pytest.mark.parametrize(
+    ("fault", "flags", "named"),
+    [
+        pytest.param(scaled(DOWN, 1.001), [], DOWN, id="scaled gradients"),
+        pytest.param(lost_tile, ["--tile", "16"], MLP, id="a tile lost"),
+        pytest.param(Lost, ["--lora", "4"], ADAPTER, id="an adapter's gradient missing"),
+        pytest.param(wrong_mask, ["--lora", "r=4,dropout=0.5"], "base_model.model.model.layers.", id="wrong mask"),
+    ],
+)
+def test_a_planted_fault_ends_with_1_and_a_name(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Plant,
+    flags: list[str],
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plant(monkeypatch, fault)
+    assert verify(config, "--json", "--no-activation-checkpointing", *flags) == 1
+    got = found(capsys)
+    assert got["verdict"] == "differ" and got["worst"]["name"].startswith(named)
+    assert ".mlp." in got["worst"]["name"] or named == MLP
+    if named == DOWN:
+        assert got["worst"]["tiled_error"] > 1e-4 > got["worst"]["untiled_error"]
+    assert verify(config, "--no-activation-checkpointing", *flags) == 1
+    assert f"verdict: GRADIENTS DIFFER: {got['worst']['name']}: " in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tokens", "129"], "beyond the 128 positions"),
+        (["--tokens", "1"], "got --tokens 1, expected at least 2"),
+        (["--tile", "100"], "nothing to verify"),
+        (["--tile", "auto"], "nothing to verify"),
+        (["--tile", "0"], "at least 1"),
+        (["--dtype", "int3"], "dtype"),
+        (["--lora", "r=0"], "lora.r"),
+        (["--model", "missing/"], "cannot load the configuration"),
+        (["--model", "./missing"], "does not exist"),
+        (["--model", __file__], "is a file"),
+    ],
+)
+def test_bad_input_ends_with_2(config: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(config, *flags) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and words in shown.err
+    assert shown.err.splitlines()[-1].startswith("seqtile: ")
+
+
+def test_a_config_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    assert verify(tmp_path) == 2
+    assert "cannot make a causal language model" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert verify(tmp_path / "config.json") == 2
+    assert "cannot load the configuration" in capsys.readouterr().err
+
+
+def test_code_of_the_models_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"}}')
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass MineConfig: pass\n")
+    assert verify(tmp_path) == 2
+    assert "--trust-remote-code" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
