@@ -10,12 +10,13 @@ from importlib import import_module
 import typer
 
 from seqtile import __version__
-from seqtile._errors import UserError
+from seqtile._errors import RunError, UserError
 
 COMMANDS = ("train", "verify", "bench", "doctor")
 """Commands in the order of ``--help``. Each is a module ``seqtile.cli.NAME`` with a function ``command``, or with an
 ``app`` of several."""
 
+RUN_ERROR = 1
 USER_ERROR = 2
 INTERRUPTED = 130
 
@@ -44,7 +45,8 @@ def build_app() -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0 for success, 2 for input that the user has to mend (one sentence on stderr), 130 for Ctrl-C.
+    0 for success, 1 for a run that could not go on, 2 for input that the user has to mend (one sentence on stderr),
+    130 for Ctrl-C.
     """
     try:
         build_app()(list(sys.argv[1:] if arguments is None else arguments))
@@ -52,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sentence = " ".join(str(error).split())
         print(f"seqtile: {sentence}", file=sys.stderr)
         return USER_ERROR
+    except RunError as error:
+        print(f"seqtile: {error}", file=sys.stderr)
+        return RUN_ERROR
     except KeyboardInterrupt:
         print("seqtile: interrupted; nothing more was saved", file=sys.stderr)
         return INTERRUPTED

@@ -32,6 +32,9 @@ def command(
     seed: int = typer.Option(None, help="Seed of weights, data order and dropout (default 0).", metavar="N"),
     recipe: str = typer.Option(None, help="YAML file with these and all other settings; flags win.", metavar="FILE"),
     resume: bool = typer.Option(False, "--resume", help="Continue the run in --output.", rich_help_panel=RUN),
+    checkpoint: str = typer.Option(
+        None, help="With --resume: this one (checkpoint-N), marked whole or not.", metavar="NAME", rich_help_panel=RUN
+    ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier run.", rich_help_panel=RUN),
     compare: bool = typer.Option(
         None, "--compare/--no-compare", help="End with tiled against untiled on one batch.", rich_help_panel=RUN
@@ -70,11 +73,13 @@ def command(
     values = recipes.read_recipe(recipe) if recipe else {}
     if resume and overwrite:
         raise recipes.UserError("--resume continues a run and --overwrite replaces it; give one of the two")
+    if checkpoint and not resume:
+        raise recipes.UserError(f"--checkpoint {checkpoint!r} names where --resume continues; give --resume too")
     chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
-    _run(chosen, notes, resume=resume, overwrite=overwrite)
+    _run(chosen, notes, resume=resume, checkpoint=checkpoint, overwrite=overwrite)
 
 
-def _run(recipe: Any, notes: list[str], *, resume: bool, overwrite: bool) -> None:
+def _run(recipe: Any, notes: list[str], **how: Any) -> None:
     from seqtile.cli import show
     from seqtile.train.run import require_packages, train
 
@@ -84,7 +89,7 @@ def _run(recipe: Any, notes: list[str], *, resume: bool, overwrite: bool) -> Non
         logging.getLogger("seqtile").warning(note)
     progress = show.Progress()
     with progress:
-        outcome = train(recipe, resume=resume, overwrite=overwrite, callbacks=[progress.callback()])
+        outcome = train(recipe, **how, callbacks=[progress.callback()])
     if outcome.stopped_by is not None:
         show.print_stopped(outcome)
         raise typer.Exit(_STOPPED[outcome.stopped_by])

@@ -10,12 +10,12 @@ import hashlib
 import os
 import platform
 import sysconfig
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
+from seqtile.train.files import write_whole
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -72,7 +72,7 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception:  # noqa: BLE001 - not there yet, or damaged: tokenizers raises plain Exception then
         tokenizer = _train_tokenizer(library_text())
-        _write_atomically(path, tokenizer.to_str())
+        _write_cache(path, tokenizer.to_str())
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, model_max_length=MAX_POSITIONS
     )
@@ -145,12 +145,10 @@ def _cache_path() -> Path:
     return cache / f"demo-tokenizer-py{platform.python_version()}-v{VOCAB_SIZE}-{key}.json"
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def _write_cache(path: Path, text: str) -> None:
     """Write a cache file whole or not at all; a cache that cannot be written costs only time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        write_whole(path, text)
     except OSError as error:
         logger.warning("the demo's tokenizer is not cached (%s: %s)", path, error.strerror)

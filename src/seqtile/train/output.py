@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from seqtile._errors import UserError
+from seqtile.train.checkpoints import SET_ASIDE
 from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, build_recipe, read_recipe, resolve
 
 RUNS = Path("runs")
 
 WRITTEN = (
-    "checkpoint-*", "report", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.json", "*.jinja", "*.txt",
-    "README.md", RECIPE_FILE,
+    "checkpoint-*", f"{SET_ASIDE}*", "report", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.json",
+    "*.jinja", "*.txt", "README.md", RECIPE_FILE,
 )  # fmt: skip
-"""What a run leaves in its directory, and so what ``--overwrite`` removes."""
+"""What a run leaves in its directory, and so what ``--overwrite`` removes; the recipe, which allows it, at last."""
 
 MAY_CHANGE = (
     "output",
@@ -95,26 +96,10 @@ def clear_output(output: Path) -> None:
     """Remove what an earlier run left in ``output``; other files stay."""
     for pattern in WRITTEN:
         for path in output.glob(pattern):
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-
-
-def find_checkpoint(output: Path) -> Path:
-    """The newest checkpoint of an interrupted run.
-
-    Raises:
-        UserError: there is none.
-    """
-    numbered = [
-        (int(path.name.rpartition("-")[2]), path)
-        for path in output.glob("checkpoint-*")
-        if path.name.rpartition("-")[2].isdigit() and (path / "trainer_state.json").is_file()
-    ]
-    if not numbered:
-        raise UserError(f"output {str(output)!r} holds no checkpoint to resume from; start the run without --resume")
-    return max(numbered)[1]
 
 
 def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> tuple[Recipe, list[str]]:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from seqtile._errors import UserError
 from seqtile.tiling import parse_keep, parse_tile
+from seqtile.train.files import write_whole
 
 DEMO = "demo"
 """Model and dataset of the embedded default."""
@@ -249,7 +250,7 @@ def resolve(recipe: Recipe) -> Recipe:
 def save_recipe(recipe: Recipe, path: Path) -> None:
     """Write ``recipe`` so that :func:`read_recipe` gives it back."""
     header = "# Everything this run depends on; run it again with: seqtile train --recipe THIS_FILE --output DIR\n"
-    path.write_text(header + yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    write_whole(path, header + yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
 
 
 def parse_lora(text: str) -> dict[str, Any]:

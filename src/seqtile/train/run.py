@@ -54,7 +54,12 @@ class Outcome:
 
 
 def train(
-    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, callbacks: Sequence[TrainerCallback] = ()
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    checkpoint: str | None = None,
+    overwrite: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> Outcome:
     """Train what ``recipe`` says and save it.
 
@@ -62,33 +67,40 @@ def train(
 
     Args:
         recipe: what to do.
-        resume: continue the run in ``recipe.output`` from its newest checkpoint, to the losses that it would have
-            had without the interruption.
+        resume: continue the run in ``recipe.output`` from its newest whole checkpoint, to the losses that it would
+            have had without the interruption.
+        checkpoint: with ``resume``, the name of another checkpoint there, marked whole or not.
         overwrite: replace an earlier run in ``recipe.output``.
         callbacks: for progress displays.
 
     Raises:
         UserError: bad input, in one sentence.
+        RunError: the loss or the gradient stopped being a number.
     """
-    from seqtile.train.output import check_output, check_writable, clear_output, default_output, find_checkpoint
+    from seqtile.train.checkpoints import find_checkpoint
+    from seqtile.train.output import check_output, check_writable, clear_output, default_output
+    from seqtile.train.same_run import check_same_run, describe_run
 
     require_packages()
     recipe = resolve(recipe)
     output = Path(recipe.output).expanduser() if recipe.output else default_output(recipe)
     recipe = recipe.model_copy(update={"output": str(output)})
-    checkpoint = find_checkpoint(output) if resume else None
+    start = find_checkpoint(output, checkpoint) if resume else None
     if resume:
         check_writable(output)
     else:
         check_output(recipe, output, overwrite=overwrite)
     trainer, tiling = _build(recipe, output)
-    if checkpoint is not None:
-        _refuse_finished(trainer, checkpoint)
+    trainer.run = describe_run(recipe, trainer)
+    if start is not None:
+        for note in check_same_run(trainer.run, start, recipe, trainer, tiling):
+            logger.warning(note)
+        trainer.all_done = _all_done(trainer, start, output)
     elif overwrite:
         clear_output(output)
     output.mkdir(parents=True, exist_ok=True)
     save_recipe(recipe, output / RECIPE_FILE)
-    return _run(recipe, output, trainer, tiling, checkpoint, callbacks)
+    return _run(recipe, output, trainer, tiling, start, callbacks)
 
 
 def require_packages() -> None:
@@ -131,10 +143,11 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
 
 def _trainer(model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: Any) -> Any:
     from transformers.trainer_callback import PrinterCallback
-    from trl import SFTTrainer
+
+    from seqtile.train.trainer import Trainer
 
     try:
-        trainer = SFTTrainer(
+        trainer = Trainer(
             model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, peft_config=adapters
         )
     except (ValueError, TypeError, KeyError, ImportError) as error:
@@ -150,12 +163,20 @@ def _trainer(model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: An
     return trainer
 
 
-def _refuse_finished(trainer: Any, checkpoint: Path) -> None:
+def _all_done(trainer: Any, checkpoint: Path, output: Path) -> bool:
+    """Whether no step is left to train and only the model is to be saved; refuses a run that is complete."""
     import json
 
-    done = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
-    if 0 < trainer.args.max_steps <= done:
-        raise UserError(f"this run has done its {trainer.args.max_steps} steps; give more --steps to go on")
+    from seqtile.train.checkpoints import TRAINER_STATE, why_not_whole
+
+    state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
+    steps = trainer.args.max_steps if trainer.args.max_steps > 0 else state["max_steps"]
+    if state["global_step"] < steps:
+        return False
+    if not why_not_whole(output):
+        raise UserError(f"this run has done its {steps} steps; give more --steps to go on")
+    logger.info("all %d steps are done; saving the model, which was not", steps)
+    return True
 
 
 def _run(
@@ -173,9 +194,9 @@ def _run(
     for callback in (clock, *callbacks, stop):
         trainer.add_callback(callback)
     with stop.listening():
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        trainer.train_all(checkpoint)
     if stop.received is None:
-        trainer.save_model(str(output))
+        trainer.save_result(output)
     outcome = Outcome(
         recipe=recipe,
         output=output if stop.received is None else output / f"checkpoint-{trainer.state.global_step}",

@@ -1,0 +1,175 @@
+"""TRL's trainer, with checkpoints that are marked whole and steps that are checked before they count."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from seqtile._errors import RunError
+from seqtile._log import first_rank_logger
+from seqtile.train.checkpoints import MARK, RESULT, Mark, newest_whole, rotate, set_aside, write_mark
+
+logger = first_rank_logger(__name__)
+
+SHOWN_CHARACTERS = 120
+SHOWN_SEQUENCES = 4
+
+
+class Trainer(SFTTrainer):
+    """``SFTTrainer`` that never leaves a checkpoint that looks whole and is not, or that holds a broken step.
+
+    Attributes:
+        run: what :func:`seqtile.train.same_run.describe_run` says; goes into every mark.
+        all_done: the checkpoint to continue from has every step; load it and train none.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.run: dict[str, Any] = {}
+        self.all_done = False
+        # Transformers counts torsos as checkpoints, and deletes before the new one is whole.
+        self._limit, self.args.save_total_limit = self.args.save_total_limit, None
+        self._saved_step = -1
+        self._losses: list[torch.Tensor] = []
+        self._batches: list[torch.Tensor] = []
+        self._norm: Any = None
+        self.add_callback(_Checks(self))
+
+    def train_all(self, checkpoint: Path | None) -> None:
+        """Train, from ``checkpoint`` on if there is one."""
+        with suppress(_NothingToTrain):
+            self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+
+    def save_result(self, output: Path) -> None:
+        """Save the trained model beside the checkpoints, and mark it as whole."""
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            (output / MARK).unlink(missing_ok=True)
+        self.save_model(str(output))
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_mark(output, Mark(step=self.state.global_step), only=RESULT)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        step = self.state.global_step
+        if step == self._saved_step:
+            return  # asked for twice, at the end of a step and of its epoch: what is whole is not written again
+        output = Path(self._get_output_dir(trial))
+        if self.args.should_save:
+            set_aside(output, step)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        self._saved_step = step
+        if self.args.should_save:
+            self._mark(output / f"checkpoint-{step}", step)
+            rotate(output, self._limit, self.state.best_model_checkpoint)
+
+    def _mark(self, folder: Path, step: int) -> None:
+        ranks = self.args.world_size
+        if ranks > 1 and not self.args.save_on_each_node and not self.args.save_only_model:
+            missing = [rank for rank in range(ranks) if not (folder / f"rng_state_{rank}.pth").is_file()]
+            if missing:
+                raise RunError(
+                    f"{folder} holds no files of rank {', '.join(map(str, missing))}; every process must write to one "
+                    "shared directory, or set 'trainer: {save_on_each_node: true}'"
+                )
+        write_mark(folder, Mark(step=step, processes=ranks, run=self.run))
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One micro-batch; its loss is looked at when the step is complete."""
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self._losses.append(loss.detach())
+        self._batches.append(inputs["input_ids"])
+        return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        self._norm = super()._get_grad_norm(*args, **kwargs)
+        return self._norm
+
+    def check_step(self) -> None:
+        """Stop on every rank if the step gave a loss or a gradient norm that is no number.
+
+        Cost: one number per rank and step is reduced; only a run that stops says more.
+
+        Raises:
+            RunError: names the step, the rank and the batch; nothing of the step has been saved.
+        """
+        losses, batches, norm = self._losses, self._batches, self._norm
+        self._losses, self._batches, self._norm = [], [], None
+        finite = torch.isfinite(torch.stack([loss.float() for loss in losses])) if losses else torch.ones(1).bool()
+        # A loss scaler finds its scale by overflowing, and skips those steps.
+        norm_is_bad = norm is not None and not self.accelerator.optimizer_step_was_skipped and not _is_finite(norm)
+        broken = not bool(finite.all()) or norm_is_bad
+        total = torch.tensor(float(broken), device=self.accelerator.device)
+        if self.accelerator.num_processes > 1:
+            total = self.accelerator.reduce(total, "sum")
+        if not total.item():
+            return
+        if not bool(finite.all()):
+            first = int((~finite).nonzero()[0])
+            what = [f"the loss is {losses[first].item()}", *self._told(batches[first], first, len(losses))]
+        elif norm_is_bad:
+            what = [f"the gradient norm is {float(norm)}", *self._told(batches[-1], len(losses) - 1, len(losses))]
+        else:
+            what = []
+        told = gather_object([what]) if self.accelerator.num_processes > 1 else [what]
+        raise RunError(self._sentence(told))
+
+    def _told(self, rows: torch.Tensor, number: int, count: int) -> list[str]:
+        """Where a batch was, and how each of its sequences begins."""
+        place = f"micro-batch {number + 1} of {count}, " if count > 1 else ""
+        lines = [f"{place}{' x '.join(map(str, rows.shape))} tokens:"]
+        for row in rows[:SHOWN_SEQUENCES].tolist():
+            tokenizer: Any = self.processing_class
+            text = tokenizer.decode(row[:SHOWN_CHARACTERS])
+            lines.append(f"  {text[:SHOWN_CHARACTERS]!r}...")
+        return lines
+
+    def _sentence(self, told: list[list[str]]) -> str:
+        step, output = self.state.global_step, Path(self.args.output_dir or "")
+        lines = []
+        for rank, (what, *batch) in ((rank, lines) for rank, lines in enumerate(told) if lines):
+            on_rank = f" on rank {rank}" if len(told) > 1 else ""
+            lines += [f"stopped at step {step}: {what}{on_rank}; batch: {batch[0] if batch else ''}", *batch[1:]]
+        checkpoint, _ = newest_whole(output)
+        if checkpoint is None:
+            lines += ["nothing was saved; look at these rows, or start again with a lower --learning-rate"]
+        else:
+            lines += [
+                f"nothing of this step was saved; the last whole checkpoint is {checkpoint}",
+                "--resume repeats the same steps: it helps if the machine was at fault. If not: look at these rows, "
+                f"or start a new run from there with a lower --learning-rate (--model {checkpoint} --output ANOTHER)",
+            ]
+        return "\n".join(lines)
+
+
+def _is_finite(norm: Any) -> bool:
+    return math.isfinite(norm.item() if isinstance(norm, torch.Tensor) else float(norm))
+
+
+class _NothingToTrain(Exception):
+    """Everything is loaded and no step is left: Transformers would train one more."""
+
+
+class _Checks(TrainerCallback):
+    """The trainer's own events: between a step and what is logged and saved of it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # A resumed state carries the intervals of the run before; those of this recipe count.
+        state.compute_steps(args, state.max_steps)
+        if self.trainer.all_done:
+            raise _NothingToTrain
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.check_step()
