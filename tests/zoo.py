@@ -6,7 +6,13 @@ import copy
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 32, 88, 64
 
@@ -74,6 +80,43 @@ def causal_lm(architecture: str, dtype: torch.dtype = torch.float32, **config: o
         settings.setdefault(name, 0.0)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings)).to(dtype).train()
+
+
+_T5 = dict(d_model=HIDDEN, d_ff=INTERMEDIATE, d_kv=8, num_heads=4, num_layers=2, dropout_rate=0.0)
+_BART = dict(d_model=HIDDEN, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+             encoder_ffn_dim=INTERMEDIATE, decoder_ffn_dim=INTERMEDIATE, activation_dropout=0.0)  # fmt: skip
+ENCODERS: dict[str, dict[str, object]] = {
+    "bert": {},
+    "roberta": {},
+    "modernbert": dict(cls_token_id=1, sep_token_id=2),
+    "mpnet": {},
+}
+SEQ2SEQ: dict[str, dict[str, object]] = {
+    "t5": _T5,
+    "mt5": dict(feed_forward_proj="gated-gelu", **_T5),
+    "bart": _BART,
+    "mbart": _BART,
+    "pegasus": _BART,
+    "switch_transformers": dict(
+        num_experts=4,
+        num_decoder_layers=2,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        router_jitter_noise=0.0,
+        **_T5,
+    ),
+}
+
+
+def with_encoder(architecture: str, dtype: torch.dtype = torch.float32, **config: object) -> nn.Module:
+    """A tiny encoder (masked language model) or encoder-decoder model in training mode, without dropout."""
+    auto = AutoModelForMaskedLM if architecture in ENCODERS else AutoModelForSeq2SeqLM
+    settings = {**_BASE, **(ENCODERS | SEQ2SEQ)[architecture]}
+    settings |= dict(decoder_start_token_id=0, forced_eos_token_id=2) if architecture in SEQ2SEQ else {}
+    for name in ("attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"):
+        settings.setdefault(name, 0.0)
+    torch.manual_seed(0)
+    return auto.from_config(AutoConfig.for_model(architecture, **settings | config)).to(dtype).train()
 
 
 def vision_language_model(dtype: torch.dtype = torch.float32) -> nn.Module:

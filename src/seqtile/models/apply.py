@@ -17,7 +17,7 @@ from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import is_marked, mark_leaf
 from seqtile.models.find import LOOKED_FOR, Candidate, Left, find_blocks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
-from seqtile.models.layer import TiledLayer
+from seqtile.models.layer import TiledLayer, TiledPair
 from seqtile.models.report import Block, Report
 from seqtile.ops.fused import FusedWeights
 from seqtile.tiling import KeepRule, TileRule, parse_keep, parse_tile
@@ -147,7 +147,7 @@ def free_bytes(model: nn.Module) -> int:
 
 
 def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, norms: bool, path: str) -> Block:
-    module, inline = found.module, found.kind == "inline"
+    module, inline = found.module, found.in_layer
     near = found.neighbours if norms else replace(found.neighbours, before="")
     setting = Setting(
         rule, keep, path, found.hidden, found.intermediate, found.kind == "experts", found.name, found.layer
@@ -160,7 +160,7 @@ def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, no
     if joins and (inline or near.before or needs_output(layer, near)):
         if not inline and not needs_output(layer, near):
             near = replace(near, after="", dropout="")
-        standing = TiledLayer(layer, setting, near, inline)
+        standing = (TiledPair if found.kind == "pair" else TiledLayer)(layer, setting, near, inline)
         standing.install()
         together = tuple(name for name in (near.before, *near.members, near.after, near.dropout) if name)
     if own is not None:
@@ -168,7 +168,7 @@ def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, no
     assert standing is not None
     standing.check()
     mark_leaf(standing.module)
-    weights = list(module.parameters())
+    weights = [weight for part in found.parts for weight in part.parameters()]
     sizes = [weight.element_size() for weight in weights if weight.is_floating_point()]
     x = torch.empty(0, dtype=torch.float32 if max(sizes, default=4) == 4 else torch.bfloat16, device="meta")
     mlp = "experts run in the generic operator" if found.kind == "experts" else standing.fused(x.dtype)

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from seqtile.engines.zero3 import whole_shape
-from seqtile.models.neighbours import Neighbours, find_inline, find_neighbours
+from seqtile.models.neighbours import Neighbours, find_inline, find_neighbours, find_pair, looks_inline
 from seqtile.models.probe import mixes_tokens
 
 LOOKED_FOR = (
     "a module with two or three linear layers D -> F and F -> D (gate, up, down; fused gate_up, down; fc1, fc2), "
-    "experts with 3-D weights, or such linear layers called one after another in a decoder layer"
+    "experts with 3-D weights, or such linear layers called one after another in a layer"
 )
 
 _NOT_LANGUAGE = re.compile(r"(^|\.)(visual|vision|image|audio|speech|vq)[^.]*(\.|$)")
@@ -27,11 +27,12 @@ class Candidate:
 
     Attributes:
         name: qualified name of the module, or of the first linear layer of an inline block.
-        kind: ``"mlp"``, ``"experts"`` or ``"inline"`` (linear layers that are children of the decoder layer).
-        module: the block; the decoder layer for ``"inline"``.
+        kind: ``"mlp"``, ``"experts"``, ``"inline"`` (linear layers that are children of the layer) or ``"pair"``
+            (two children of the layer with one linear layer each).
+        module: the block; the layer for ``"inline"`` and ``"pair"``.
         hidden: width of its input.
         intermediate: width of its widest tensor, per token.
-        layer: qualified name of the decoder layer around it, "" if there is none.
+        layer: qualified name of the layer around it, "" if there is none.
         neighbours: what stands before and after it in that layer.
         why: what proves that it is position-wise.
     """
@@ -44,6 +45,19 @@ class Candidate:
     layer: str
     neighbours: Neighbours
     why: str
+
+    @property
+    def in_layer(self) -> bool:
+        """Whether the layer's own ``forward`` calls its parts, so that there is no module of its own."""
+        return self.kind in ("inline", "pair")
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules that hold the block's weights."""
+        if not self.in_layer:
+            return [self.module]
+        members = [getattr(self.module, name) for name in self.neighbours.members]
+        return [part for part in members if isinstance(part, nn.Module)]
 
 
 @dataclass(frozen=True)
@@ -70,19 +84,21 @@ def find_blocks(model: nn.Module, *, everything: bool = False) -> tuple[list[Can
     left: list[Left] = []
     probed: dict[object, str | None] = {}
     for name, module in modules.items():
-        if any(not block.name or name.startswith(f"{block.name}.") for block in found if block.kind != "inline"):
+        if any(not block.name or name.startswith(f"{block.name}.") for block in found if not block.in_layer):
             continue
         parent = modules.get(name.rpartition(".")[0])
         candidate = _classify(name, module, parent)
-        if candidate is None:
-            continue
         class_name = type(module).__name__
+        if candidate is None:
+            if why := _unread(module):
+                left.append(Left(name, class_name, why))
+            continue
         if not everything and _NOT_LANGUAGE.search(name):
             left.append(Left(name, class_name, "vision or audio tower; name it in only= to tile it"))
             continue
         key = _probe_key(module, candidate)
         if key not in probed:
-            probed[key] = mixes_tokens(candidate.module, candidate.kind, candidate.hidden)
+            probed[key] = mixes_tokens(_probed(candidate), candidate.kind, candidate.hidden)
         reason = probed[key]
         if reason is not None and reason.startswith("not "):
             left.append(Left(name, class_name, reason))
@@ -117,13 +133,51 @@ def _classify(name: str, module: nn.Module, parent: nn.Module | None) -> Candida
         experts = experts.base_layer
     if (widths := experts_widths(experts)) is not None:
         return Candidate(name, "experts", module, *widths, layer, Neighbours(), "")
-    inline = find_inline(module, {child: linear_widths(part) for child, part in module.named_children()})
-    if inline is not None:
-        hidden, intermediate = linear_widths(getattr(module, inline.members[0])) or (0, 0)
-        first = f"{name}.{inline.members[0]}".lstrip(".")
-        why = f"the layer calls {', '.join(inline.members)} one after another"
-        return Candidate(first, "inline", module, hidden, intermediate, name, inline, why)
+    for kind, look, width in (("inline", find_inline, linear_widths), ("pair", find_pair, _half_widths)):
+        near = look(module, {child: width(part) for child, part in module.named_children()})
+        if near is not None:
+            wide = width(getattr(module, near.members[0])) or (0, 0)
+            why = f"the layer calls {', '.join(near.members)} one after another"
+            return Candidate(f"{name}.{near.members[0]}".lstrip("."), kind, module, *wide, name, near, why)
     return None
+
+
+def _unread(module: nn.Module) -> str:
+    """Why a layer with linear layers like an MLP's is none; "" where nothing resembles one."""
+    if type(module).forward in (nn.Module.forward, nn.Sequential.forward) or len(list(module.children())) < 2:
+        return ""
+    for width in (linear_widths, _half_widths):
+        if two := looks_inline({child: width(part) for child, part in module.named_children()}):
+            return f"its forward does not call {two[0]} and {two[1]} plainly one after another"
+    return ""
+
+
+def _half_widths(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of half an MLP: a module with one linear layer, and norms, dropouts and an activation beside it."""
+    if linear_widths(module) is not None or any(True for _ in module.parameters(recurse=False)):
+        return None
+    linears = [widths for child in module.children() if (widths := linear_widths(child)) is not None]
+    rest = [child for child in module.children() if linear_widths(child) is None]
+    if len(linears) != 1 or any(True for child in rest for _ in child.buffers()) or not all(map(_row_wise, rest)):
+        return None
+    return linears[0]
+
+
+class _Pair(nn.Module):
+    """The two halves of an MLP as one module, for the probe."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, hidden_states: Tensor, other: Tensor) -> Any:
+        return self.second(self.first(hidden_states), other)
+
+
+def _probed(candidate: Candidate) -> nn.Module:
+    if candidate.kind != "pair":
+        return candidate.module
+    return _Pair(*candidate.parts)
 
 
 def linear_widths(module: nn.Module) -> tuple[int, int] | None:

@@ -53,6 +53,9 @@ def fused_weights(module: nn.Module, dtype: torch.dtype | None = None) -> FusedW
     down = _projection(formula.down, getattr(module, formula.down), dtype)
     if isinstance(down, str):
         return down
+    dtypes = {weight.dtype for part in (*first, down) if isinstance(weight := part.weight, Tensor)}
+    if len(dtypes) > 1:  # T5 casts before its last layer, which stays in float32
+        return "its linear layers differ in dtype"
     activation = formula.activation or Activation(formula.function, getattr(module, formula.function))
     dropout = float(getattr(module, formula.dropout).p) if formula.dropout else 0.0
     return FusedWeights(tuple(first), down, activation, formula.gated, formula.up_first, dropout=dropout)

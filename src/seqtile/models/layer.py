@@ -7,6 +7,7 @@ added later take part.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -54,16 +55,25 @@ class TiledLayer(Installed):
         if listeners:
             self._tell(listeners)
             return self.original(*args, **kwargs)
-        after_dropout = [False]
-        view = _view(layer, self.neighbours.dropout, after_dropout)
-        children = dict(layer._modules)
-        first, *others = self.names
-        children[first] = self._head(layer, after_dropout)  # type: ignore[assignment]
-        children.update(dict.fromkeys(others, _pass_through))  # type: ignore[arg-type]
-        view.__dict__["_modules"] = children
-        for name in {first, *others} & view.__dict__.keys():
-            view.__dict__[name] = children[name]
+        applied: Counter[str] = Counter()
+        view = _view(layer, self._shares, applied)
+        stand_ins = self._stand_ins(layer, applied)
+        view.__dict__["_modules"] = {**layer._modules, **stand_ins}
+        for name in stand_ins.keys() & view.__dict__.keys():
+            view.__dict__[name] = stand_ins[name]
         return type(view).forward(view, *args, **kwargs)  # the view's: checkpointing asks whose forward this is
+
+    @property
+    def _shares(self) -> list[str]:
+        """Attributes of the layer that hold the probability of a functional dropout inside the tile, one per call."""
+        near = self.neighbours
+        inside = [name for name in near.members if isinstance(getattr(self.module, name), (int, float))]
+        return [*inside, near.dropout] if near.dropout else inside
+
+    def _stand_ins(self, layer: nn.Module, applied: Counter[str]) -> dict[str, Callable[..., Any]]:
+        """What the view calls in place of the layer's children: the first does everything."""
+        first, *others = [name for name in self.names if name not in self._shares]
+        return {first: self._head(layer, applied), **dict.fromkeys(others, _pass_through)}
 
     def inside(self) -> Iterator[tuple[str, nn.Module]]:
         for name in self.names:
@@ -76,6 +86,10 @@ class TiledLayer(Installed):
         layer, near = self.module, self.neighbours
         parts = [getattr(layer, name) for name in near.members]
         if self.inline:
+            shares = [part for part in parts if isinstance(part, (int, float))]
+            if any(shares) and layer.training:
+                return "a dropout stands between its linear layers"
+            parts = [part for part in parts if not isinstance(part, (int, float))]
             mlp = fused_sequence(*parts) if len(parts) == 3 else f"the layer calls {len(parts)} members one by one"
         else:
             mlp = fused_weights(parts[0], dtype)
@@ -105,23 +119,46 @@ class TiledLayer(Installed):
             self.told.add(news)
             logger.warning("%s %s", type(self.module).__name__, news)
 
-    def _head(self, layer: nn.Module, after_dropout: list[bool]) -> Callable[[Tensor], Any]:
-        members = [getattr(layer, name) for name in self.names]
+    def _head(self, layer: nn.Module, applied: Counter[str]) -> Callable[[Tensor], Any]:
+        shares, near = self._shares, self.neighbours
+        members = [getattr(layer, name) for name in (*self.names, near.dropout) if name]
         parts = [member for member in members if isinstance(member, nn.Module)]
-        share = float(getattr(layer, self.neighbours.dropout)) if self.neighbours.dropout else 0.0
 
         def call(tiles: list[Tensor]) -> Tensor:
             (hidden_states,) = tiles
             for member in members:
-                hidden_states = _forward_of(member)(hidden_states)
-            return F.dropout(hidden_states, share, layer.training) if share else hidden_states
+                if not isinstance(member, (int, float)):
+                    hidden_states = _forward_of(member)(hidden_states)
+                elif member:
+                    hidden_states = F.dropout(hidden_states, float(member), layer.training)
+            return hidden_states
 
         def head(hidden_states: Tensor) -> Any:
             result = self.run(parts, [hidden_states], call)
-            after_dropout[0] = True
+            applied.update(shares)
             return result
 
         return head
+
+
+class TiledPair(TiledLayer):
+    """``forward`` of a layer whose MLP is two of its children: ``second(first(x), other)`` runs in one tile."""
+
+    def _stand_ins(self, layer: nn.Module, applied: Counter[str]) -> dict[str, Callable[..., Any]]:
+        first, second = (getattr(layer, name) for name in self.names)
+
+        def call(tiles: list[Tensor]) -> Any:
+            return second(first(tiles[0]), tiles[-1])
+
+        def head(hidden_states: Tensor, other: Tensor) -> Any:
+            tensors = [hidden_states] if other is hidden_states else [hidden_states, other]
+            return self.run([first, second], tensors, call)
+
+        one, two = self.names
+        return {one: _pass_through, two: head}
+
+    def fused(self, dtype: torch.dtype) -> FusedWeights | str:
+        return "its norm reads another tensor beside the MLP's output"
 
 
 def _forward_of(member: Any) -> Callable[[Tensor], Tensor]:
@@ -133,23 +170,27 @@ def _pass_through(hidden_states: Tensor) -> Tensor:
     return hidden_states
 
 
-def _view(layer: nn.Module, dropout: str, after_dropout: list[bool]) -> nn.Module:
-    view: nn.Module = object.__new__(_once_dropped(type(layer), dropout) if dropout else type(layer))  # type: ignore[arg-type]
+def _view(layer: nn.Module, shares: list[str], applied: Counter[str]) -> nn.Module:
+    names = tuple(dict.fromkeys(shares))
+    view: nn.Module = object.__new__(_once_dropped(type(layer), names) if names else type(layer))  # type: ignore[arg-type]
     view.__dict__.update(layer.__dict__)
     view.__dict__.pop("forward")
-    if dropout:
-        view.__dict__.update(_share=view.__dict__.pop(dropout), _dropped=after_dropout)
+    if names:
+        view.__dict__.update(_shares={name: view.__dict__.pop(name) for name in names}, _applied=applied)
     return view
 
 
 @cache
-def _once_dropped(layer_class: type[nn.Module], dropout: str) -> type[nn.Module]:
-    """A subclass whose dropout probability reads 0 once after the tiles have applied it."""
+def _once_dropped(layer_class: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """A subclass whose dropout probabilities read 0 as often as the tiles have applied them."""
 
-    def read(self: Any) -> float:
-        if self._dropped[0]:
-            self._dropped[0] = False
-            return 0.0
-        return self._share
+    def reader(name: str) -> property:
+        def read(self: Any) -> float:
+            if self._applied[name] > 0:
+                self._applied[name] -= 1
+                return 0.0
+            return float(self._shares[name])
 
-    return type(layer_class.__name__, (layer_class,), {dropout: property(read)})
+        return property(read)
+
+    return type(layer_class.__name__, (layer_class,), {name: reader(name) for name in names})

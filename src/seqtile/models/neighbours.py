@@ -13,6 +13,7 @@ import inspect
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,8 @@ class Neighbours:
 
     Attributes:
         before: name of the norm whose output only the block reads, or "".
-        members: the block itself, or the linear layers and the activation of an inline block.
+        members: the block itself; the linear layers, activation and dropouts of an inline block, where an attribute
+            that is a number is the probability of a functional dropout; or the two halves of a pair.
         after: name of the norm or dropout module that is the only reader of the block's output, or "".
         dropout: attribute that holds the probability of a functional dropout after the block, or "".
     """
@@ -37,6 +39,9 @@ class Neighbours:
     dropout: str = ""
 
 
+Widths = tuple[int, int]
+
+
 def find_neighbours(layer: nn.Module, name: str) -> Neighbours:
     """Neighbours of the child ``name`` of ``layer``; empty where the source does not show them plainly.
 
@@ -44,25 +49,29 @@ def find_neighbours(layer: nn.Module, name: str) -> Neighbours:
     anywhere else.
     """
     alone = Neighbours(members=(name,))
+    layer_class: Any = type(layer)
+    tree = _source(layer_class)
+    if tree is None:
+        return alone
     seen: list[Neighbours] = []
-    for body in _bodies(type(layer)):
+    for body in _bodies(tree):
         for position, statement in enumerate(body):
-            call = _assigned_call(statement)
-            if call is None or _child_called(call[1]) != name:
+            node = _call_of(statement, name)
+            if node is None:
                 continue
-            target, node = call
-            before = ""
+            call, before, after, dropout = _assigned_call(statement), "", "", ""
             argument = node.args[0]
             if isinstance(argument, ast.Call):
                 before = _child_called(argument)
-            elif position and isinstance(argument, ast.Name):
+            elif call and position and isinstance(argument, ast.Name):
                 previous = _assigned_call(body[position - 1])
-                if previous and previous[0] == argument.id == target:
+                if previous and previous[0] == argument.id == call[0]:
                     before = _child_called(previous[1])
-            after, dropout = _follower(body[position + 1 :], target)
+            if call and call[1] is node:
+                after, dropout = _follower(tree, body[position + 1 :], call[0])
             seen.append(Neighbours(_only(layer, before), (name,), _only(layer, after), dropout))
-    reads = _reads(type(layer))
-    if reads is None or not seen or len(set(seen)) > 1 or reads.count(name) != len(seen) or _calls_itself(layer, reads):
+    reads = _reads(tree)
+    if not seen or len(set(seen)) > 1 or reads.count(name) != len(seen) or _calls_itself(layer, reads):
         return alone
     near = seen[0]
     before, after = (part if reads.count(part) == len(seen) else "" for part in (near.before, near.after))
@@ -74,47 +83,105 @@ def _calls_itself(layer: nn.Module, reads: list[str]) -> bool:
     return any(inspect.isroutine(getattr(type(layer), name, None)) for name in reads)
 
 
-def find_inline(layer: nn.Module, widths: Mapping[str, tuple[int, int] | None]) -> Neighbours | None:
-    """An MLP whose linear layers are children of the decoder layer and are called one after another (OPT)."""
+def looks_inline(widths: Mapping[str, Widths | None]) -> tuple[str, str] | None:
+    """Two linear layers ``D -> F`` and ``F -> D`` among the children of a layer, which may be an MLP."""
     linear = {name: wide for name, wide in widths.items() if wide is not None}
-    if not any(
-        one[0] == two[1] and one[1] == two[0] and one[0] != one[1] for one in linear.values() for two in linear.values()
-    ):
+    for one, (wide, inner) in linear.items():
+        for other, turned in linear.items():
+            if turned == (inner, wide) and wide < inner:
+                return one, other
+    return None
+
+
+def find_inline(layer: nn.Module, widths: Mapping[str, Widths | None]) -> Neighbours | None:
+    """An MLP whose linear layers are children of the decoder layer and are called one after another (OPT, BART)."""
+    linear = {name: wide for name, wide in widths.items() if wide is not None}
+    layer_class: Any = type(layer)
+    tree = _source(layer_class)
+    if tree is None or not looks_inline(widths):
         return None
-    for body in _bodies(type(layer)):
+    reads = _reads(tree)
+    for body in _bodies(tree):
         for position in range(len(body)):
-            members: list[str] = []
-            variable = ""
-            end = position
-            for end in range(position, len(body)):
-                call = _assigned_call(body[end])
-                child = _child_called(call[1]) if call else ""
-                argument = call[1].args[0] if call and child else None
-                if not call or not isinstance(argument, ast.Name) or argument.id != call[0]:
-                    break
-                if not _position_wise_child(layer, child, linear) or (variable and call[0] != variable):
-                    break
-                members.append(child)
-                variable = call[0]
-            while members and members[0] not in linear:
-                members.pop(0)
-            first = linear.get(members[0]) if members else None
-            if first is None or linear.get(members[-1]) != (first[1], first[0]) or len(members) < 2:
+            variable, names, end = _chain(layer, body, position, linear)
+            first = next((number for number, name in enumerate(names) if name in linear), len(names))
+            last = next((n for n in range(first + 1, len(names)) if names[n] in linear), 0)
+            if not last or linear[names[first]] != linear[names[last]][::-1]:
                 continue
-            after, dropout = _follower(body[end:], variable)
-            after = _only(layer, after)
-            reads = _reads(type(layer)) or []
-            if any(reads.count(name) != 1 for name in members) or _calls_itself(layer, reads):
+            members, rest = names[first : last + 1], names[last + 1 :]
+            if any(reads.count(name) != 1 for name in members if _is_child(layer, name)) or _calls_itself(layer, reads):
                 return None
-            return Neighbours("", tuple(members), after if reads.count(after) == 1 else "", dropout)
+            before = ""
+            if position and first == 0 and (previous := _assigned_call(body[position - 1])):
+                before = _child_called(previous[1]) if previous[0] == variable else ""
+            after, dropout = _follower(tree, body[end:], variable)
+            if rest:
+                after, dropout = (rest[0], "") if _is_child(layer, rest[0]) else ("", rest[0])
+            before, after = (part if _only(layer, part) and reads.count(part) == 1 else "" for part in (before, after))
+            return Neighbours(before, tuple(members), after, dropout)
+    return None
+
+
+def _chain(
+    layer: nn.Module, body: list[ast.stmt], position: int, linear: Mapping[str, Widths]
+) -> tuple[str, list[str], int]:
+    """(variable, names, end) of the longest run of ``v = self.NAME(v)``, nested calls and functional dropouts."""
+    names: list[str] = []
+    variable = ""
+    for end in range(position, len(body)):
+        statement = body[end]
+        target = _assigned_name(statement)
+        read, applied = _applied(statement.value) if isinstance(statement, ast.Assign) else ("", [])
+        if not applied or read != target or (variable and target != variable):
+            return variable, names, end
+        if not all(_position_wise_child(layer, name, linear) for name in applied):
+            return variable, names, end
+        names += applied
+        variable = target
+    return variable, names, len(body)
+
+
+def find_pair(layer: nn.Module, widths: Mapping[str, Widths | None]) -> Neighbours | None:
+    """An MLP in two children of the layer (BERT): ``h = self.FIRST(x)`` and right after it ``self.SECOND(h, other)``.
+
+    Also where a method that the forward uses makes these calls. ``widths`` are those of the children that hold one
+    linear layer and nothing else with a two-dimensional weight.
+    """
+    linear = {name: wide for name, wide in widths.items() if wide is not None}
+    if not looks_inline(linear):
+        return None
+    trees = _sources(type(layer))
+    reads = [name for tree in trees for name in _reads(tree)]
+    for tree in trees:
+        for body in _bodies(tree):
+            for one, other in pairwise(body):
+                call = _assigned_call(one)
+                first = _child_called(call[1]) if call else ""
+                if call is None or first not in linear or not isinstance(other, ast.Assign):
+                    continue
+                value, inner = other.value, call[0]
+                if not isinstance(value, ast.Call) or value.keywords or len(value.args) != 2:
+                    continue
+                second = _self_attribute(value.func)
+                given = [argument.id for argument in value.args if isinstance(argument, ast.Name)]
+                wide, inside = linear[first]
+                if linear.get(second) != (inside, wide) or wide >= inside:
+                    continue
+                if len(given) != 2 or given[0] != inner or given[1] == inner or not _dies(tree, other, inner):
+                    continue
+                return Neighbours(members=(first, second)) if reads.count(first) == reads.count(second) == 1 else None
     return None
 
 
 def _position_wise_child(layer: nn.Module, name: str, linear: Mapping[str, object]) -> bool:
     child = getattr(layer, name, None)
-    if name in linear:
+    if name in linear or isinstance(child, (int, float)):  # a functional dropout's probability
         return True
     return callable(child) and (not isinstance(child, nn.Module) or not any(True for _ in child.parameters()))
+
+
+def _is_child(layer: nn.Module, name: str) -> bool:
+    return not isinstance(getattr(layer, name, None), (int, float))
 
 
 def _only(layer: nn.Module, name: str) -> str:
@@ -126,10 +193,10 @@ def _only(layer: nn.Module, name: str) -> str:
 
 
 @functools.cache
-def _forward_source(layer_class: Any) -> ast.Module | None:
-    """The class's forward; None where the source is not at hand, uses ``super()`` or sets attributes of ``self``."""
+def _source(layer_class: Any, method: str = "forward") -> ast.Module | None:
+    """A method of the class; None where the source is not at hand, uses ``super()`` or sets attributes of ``self``."""
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(layer_class.forward)))
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(layer_class, method))))
         tree = ast.parse(source)
     except (AttributeError, OSError, TypeError, SyntaxError):
         return None
@@ -141,68 +208,104 @@ def _forward_source(layer_class: Any) -> ast.Module | None:
     return tree
 
 
-def _reads(layer_class: Any) -> list[str] | None:
-    """Every ``self.NAME`` that the forward reads, as often as it does; None where the source does not tell."""
-    tree = _forward_source(layer_class)
-    if tree is None:
-        return None
+def _sources(layer_class: Any) -> list[ast.Module]:
+    """The forward and every method of the class that it uses; empty where one of them does not tell."""
+    found: dict[str, ast.Module] = {}
+    wanted = ["forward"]
+    while wanted:
+        tree = _source(layer_class, name := wanted.pop())
+        if tree is None:
+            return []
+        found[name] = tree
+        wanted += [
+            read for read in set(_reads(tree)) - found.keys() if inspect.isroutine(getattr(layer_class, read, None))
+        ]
+    return list(found.values())
+
+
+def _reads(tree: ast.Module) -> list[str]:
+    """Every ``self.NAME`` that the source reads, as often as it does."""
     return [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _self_attribute(node)]
 
 
-def _bodies(layer_class: Any) -> tuple[list[ast.stmt], ...]:
-    """Every list of statements in the class's forward."""
-    tree = _forward_source(layer_class)
-    if tree is None:
-        return ()
+def _bodies(tree: ast.Module) -> tuple[list[ast.stmt], ...]:
+    """Every list of statements in the source."""
     lists = [getattr(node, field, None) for node in ast.walk(tree) for field in ("body", "orelse")]
     return tuple(body for body in lists if isinstance(body, list))
 
 
+def _assigned_name(statement: ast.stmt) -> str:
+    """``variable`` of ``variable = value``."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+        return target.id if isinstance(target, ast.Name) else ""
+    return ""
+
+
 def _assigned_call(statement: ast.stmt) -> tuple[str, ast.Call] | None:
     """(variable, call) of ``variable = call(one argument)``."""
-    if (
-        not isinstance(statement, ast.Assign)
-        or len(statement.targets) != 1
-        or not isinstance(statement.value, ast.Call)
-    ):
+    target = _assigned_name(statement)
+    call = statement.value if isinstance(statement, ast.Assign) else None
+    if not target or not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords:
         return None
-    target, call = statement.targets[0], statement.value
-    if not isinstance(target, ast.Name) or len(call.args) != 1 or call.keywords:
+    return target, call
+
+
+def _call_of(statement: ast.stmt, name: str) -> ast.Call | None:
+    """The only call ``self.NAME(one argument)`` in an assignment or a return."""
+    if not isinstance(statement, (ast.Assign, ast.AugAssign, ast.Return)):
         return None
-    return target.id, call
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and _child_called(node) == name]
+    return calls[0] if len(calls) == 1 else None
 
 
 def _child_called(call: ast.Call) -> str:
     """``NAME`` of ``self.NAME(one argument)``, else ""."""
-    function = call.func
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self":
-        return function.attr if len(call.args) == 1 and not call.keywords else ""
-    return ""
+    return _self_attribute(call.func) if len(call.args) == 1 and not call.keywords else ""
 
 
-def _follower(rest: list[ast.stmt], variable: str) -> tuple[str, str]:
-    """(module, dropout attribute) of the one call that reads ``variable`` next, if the statement rebinds it."""
+def _applied(node: ast.expr) -> tuple[str, list[str]]:
+    """(variable, names) of ``self.B(self.A(variable))``, in the order in which they run."""
+    names: list[str] = []
+    while isinstance(node, ast.Call):
+        name = _child_called(node) or _dropout_share(node)
+        if not name:
+            return "", []
+        names.append(name)
+        node = node.args[0]
+    return (node.id, names[::-1]) if isinstance(node, ast.Name) else ("", [])
+
+
+def _dropout_share(call: ast.Call) -> str:
+    """``NAME`` of ``functional.dropout(one argument, p=self.NAME, training=self.training)``, else ""."""
+    words = {keyword.arg: keyword.value for keyword in call.keywords}
+    if set(words) != {"p", "training"} or len(call.args) != 1 or _self_attribute(words["training"]) != "training":
+        return ""
+    return _self_attribute(words["p"]) if ast.unparse(call.func).endswith("functional.dropout") else ""
+
+
+def _follower(tree: ast.Module, rest: list[ast.stmt], variable: str) -> tuple[str, str]:
+    """(module, dropout attribute) of the one call that reads ``variable`` next, if nothing reads it later."""
     if not rest or not isinstance(rest[0], ast.Assign) or not variable:
         return "", ""
     statement = rest[0]
-    rebinds = isinstance(statement.targets[0], ast.Name) and statement.targets[0].id == variable
     reads = [n for n in ast.walk(statement.value) if isinstance(n, ast.Name) and n.id == variable]
-    if not rebinds or len(reads) != 1:
+    if len(reads) != 1 or not _dies(tree, statement, variable):
         return "", ""
     for node in ast.walk(statement.value):
         if isinstance(node, ast.Call) and node.args and node.args[0] is reads[0]:
-            if child := _child_called(node):
-                return child, ""
-            words = {keyword.arg: keyword.value for keyword in node.keywords}
-            share, training = words.get("p"), words.get("training")
-            plain = set(words) == {"p", "training"} and len(node.args) == 1
-            if (
-                plain
-                and ast.unparse(node.func).endswith("functional.dropout")
-                and _self_attribute(training) == "training"
-            ):
-                return "", _self_attribute(share)
+            return (child, "") if (child := _child_called(node)) else ("", _dropout_share(node))
     return "", ""
+
+
+def _dies(tree: ast.Module, statement: ast.stmt, variable: str) -> bool:
+    """Whether nothing reads ``variable`` after ``statement``: it is bound anew there, or named nowhere below."""
+    if _assigned_name(statement) == variable:
+        return True
+    if any(isinstance(node, (ast.For, ast.While, ast.Try)) for node in ast.walk(tree)):
+        return False
+    end = statement.end_lineno or statement.lineno
+    return not any(isinstance(n, ast.Name) and n.id == variable and n.lineno > end for n in ast.walk(tree))
 
 
 def _self_attribute(node: ast.expr | None) -> str:

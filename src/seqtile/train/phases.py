@@ -106,7 +106,7 @@ def label_phases(live: LiveBytes, model: nn.Module, blocks: Iterable[Block]) -> 
     labels = _Labels(live)
     places = {}
     for block in blocks:
-        alone = len(block.together) <= 1 or block.kind == "inline"
+        alone = len(block.together) <= 1 or block.kind in ("inline", "pair")
         places[block.name if alone else block.name.rpartition(".")[0]] = BLOCK if alone else BLOCK_AND_NORMS
     backbone = getattr(causal_model(model), "base_model", model)
     try:

@@ -80,11 +80,11 @@ class BlockSizes:
     """
 
     def __init__(self, model: nn.Module, tiled: Sequence[Candidate], candidates: Sequence[Candidate]) -> None:
-        self.pairs = {pair for block in tiled for root in _roots(block) for pair in _weights(root, set())}
+        self.pairs = {pair for block in tiled for root in block.parts for pair in _weights(root, set())}
         self.elements = 0
         inside: set[nn.Module] = set()
         for block in candidates:
-            roots = _roots(block)
+            roots = block.parts
             if not self.pairs.isdisjoint(pair for root in roots for pair in _weights(root, set())):
                 self.elements += block.hidden * block.intermediate
                 inside.update(module for root in roots for module in root.modules())
@@ -109,12 +109,6 @@ class BlockSizes:
             for pair in self.pairs
             if product.has(*pair)
         }
-
-
-def _roots(block: Candidate) -> list[nn.Module]:
-    if block.kind != "inline":
-        return [block.module]
-    return [getattr(block.module, name) for name in block.neighbours.members]
 
 
 def tiled_of(model: nn.Module, candidates: Sequence[Candidate]) -> list[Candidate]:
