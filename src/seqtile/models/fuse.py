@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile.counting.fake import PLAIN
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.models.formula import formula_of, heard, is_linear, known_activation
 from seqtile.ops.fused import FusedWeights
@@ -90,7 +91,7 @@ def row_wise(norm: nn.Module) -> RowWise | str:
 
 def _unusable(weight: Tensor) -> str:
     """Why a weight is no plain live tensor, or ""."""
-    if type(weight) not in (Tensor, nn.Parameter):
+    if type(weight) not in PLAIN:
         return f"its weight is a {type(weight).__name__}"
     if not weight.is_floating_point() or weight.element_size() < 2:
         return f"its weight is quantised ({str(weight.dtype).removeprefix('torch.')})"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
+from seqtile.memory.phases import causal_model as causal_model
 from seqtile.train import demo
 from seqtile.train.recipe import DEMO, Recipe
 
@@ -85,11 +86,6 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
 
 def _has_weights(directory: Path) -> bool:
     return any(file.suffix in (".safetensors", ".bin") for file in directory.iterdir())
-
-
-def causal_model(model: Any) -> Any:
-    """The causal language model itself, under PEFT's wrapper if there is one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def check_positions(config: PretrainedConfig, recipe: Recipe) -> None:

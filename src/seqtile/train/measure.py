@@ -11,8 +11,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from seqtile.counting import LiveBytes, Sample, count_live_bytes
+from seqtile.memory.phases import label_phases, run_step
 from seqtile.models.apply import apply, undo
-from seqtile.train.phases import label_phases, run_step
 from seqtile.verification import Run, verify
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seqtile.train.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, part_of
+from seqtile.memory.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, part_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.counting import LiveBytes
-from seqtile.train.load import causal_model
 
 if TYPE_CHECKING:
     from seqtile.models.report import Block
@@ -92,7 +91,9 @@ class _Labels:
 
 
 @contextmanager
-def label_phases(live: LiveBytes, model: nn.Module, blocks: Iterable[Block]) -> Iterator[_Labels]:
+def label_phases(
+    live: LiveBytes, model: nn.Module, blocks: Iterable[Block], *, layers: bool = False
+) -> Iterator[_Labels]:
     """Name the parts of one step of ``model`` to ``live`` while the ``with`` lasts.
 
     A block that shares its tile with a norm is not heard by itself, because hooks on either would part them: there
@@ -102,25 +103,48 @@ def label_phases(live: LiveBytes, model: nn.Module, blocks: Iterable[Block]) -> 
         live: a running counter.
         model: a Hugging Face causal language model, PEFT's wrapper or not.
         blocks: its position-wise blocks, from the report of :func:`seqtile.apply`.
+        layers: put the number of the decoder layer behind each name, ``"MLP#3, backward"``.
     """
     labels = _Labels(live)
+    numbers = {layer: f"#{number}" for number, layer in enumerate(decoder_layers(model))} if layers else {}
     places = {}
     for block in blocks:
-        alone = len(block.together) <= 1 or block.kind in ("inline", "pair")
-        places[block.name if alone else block.name.rpartition(".")[0]] = BLOCK if alone else BLOCK_AND_NORMS
+        alone = len(block.together) <= 1
+        layer = block.name.rpartition(".")[0]
+        label = BLOCK if alone else BLOCK_AND_NORMS
+        places[block.name if alone else layer] = label + _number(numbers, block.name)
     backbone = getattr(causal_model(model), "base_model", model)
     try:
         for name, module in model.named_modules():
             if module is backbone and module is not model:
                 labels.watch(module, REST, HEAD)
             elif name in places:
-                labels.watch(module, places[name], REST)
+                labels.watch(module, places[name], REST + _number(numbers, name))
             elif name.rpartition(".")[2] in _ATTENTION_NAMES:
-                labels.watch(module, ATTENTION, places.get(name.rpartition(".")[0], REST))
+                label = ATTENTION + _number(numbers, name)
+                labels.watch(module, label, places.get(name.rpartition(".")[0], REST + _number(numbers, name)))
         labels._switch()
         yield labels
     finally:
         labels.close()
+
+
+def causal_model(model: Any) -> Any:
+    """The causal language model itself, under PEFT's wrapper if there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def decoder_layers(model: nn.Module) -> list[str]:
+    """Qualified names of the modules that hold an attention module, in order: the decoder layers."""
+    names = (name for name, _ in model.named_modules() if name.rpartition(".")[2] in _ATTENTION_NAMES)
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+
+
+def _number(numbers: dict[str, str], name: str) -> str:
+    """The number of the layer that ``name`` is in, or ""."""
+    while name and name not in numbers:
+        name = name.rpartition(".")[0]
+    return numbers.get(name, "")
 
 
 def part_of(phase: str) -> str:

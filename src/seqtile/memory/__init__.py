@@ -1,0 +1,1 @@
+"""Will it fit? Planned before, probed during, explained after."""

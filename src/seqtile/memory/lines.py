@@ -1,0 +1,90 @@
+"""The memory of a step at any length and depth, from fake runs at a few small ones.
+
+Within one part of the step (the backward of the first layer's MLP, say) what is live is an affine function of the
+layers, and of the tokens at a fixed tile size; a mask of ``[tokens, tokens]`` adds a square. The peak of the step is
+the highest of these lines. Each is followed for the layers at the model's ends only: what a layer in between holds
+lies between them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from seqtile.memory.setup import Setup
+from seqtile.memory.step import StepRun, fake_step
+from seqtile.memory.structure import Depths, cut
+from seqtile.memory.track import Workspace
+
+Terms = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What each part of a step holds, by tokens and layers.
+
+    Attributes:
+        depths: where the fake runs were made, and which layers they tell apart.
+        runs: the fake runs, by (tokens, layers).
+        square: whether a ``[tokens, tokens]`` tensor was seen.
+    """
+
+    depths: Depths
+    runs: Mapping[tuple[int, int], Mapping[str, Terms]] = field(repr=False)
+    square: bool = False
+
+    def at(self, tokens: int, layers: int | None = None) -> dict[str, dict[str, float]]:
+        """For each part of the step the bytes at its peak, by what they are for."""
+        layers = self.depths.layers if layers is None else layers
+        lengths = sorted({length for length, _ in self.runs})
+        low, high = self.depths.shallow
+        along = [(length, _weights([low, high] if high != low else [low], layers), length) for length in lengths]
+        shares = _weights(lengths, tokens)
+        result: dict[str, dict[str, float]] = {}
+        first = next(iter(self.runs.values()))
+        for phase in first:
+            total: dict[str, float] = {}
+            for share, (length, depth_shares, _) in zip(shares, along, strict=True):
+                for depth_share, depth in zip(depth_shares, [low, high], strict=False):
+                    for name, value in self.runs[length, depth].get(phase, {}).items():
+                        total[name] = total.get(name, 0.0) + share * depth_share * value
+            result[phase] = total
+        return result
+
+
+def _weights(points: Sequence[int], at: float) -> list[float]:
+    """Lagrange's weights: the polynomial through ``points`` at ``at`` is their values' sum with these."""
+    weights = []
+    for one in points:
+        weight = 1.0
+        for other in points:
+            if other != one:
+                weight *= (at - other) / (one - other)
+        weights.append(weight)
+    return weights
+
+
+def fit_lines(config: Any, setup: Setup, depths: Depths, lengths: Sequence[int], workspace: Workspace | None) -> Lines:
+    """Run the step on fake tensors at the given lengths and at both depths."""
+    runs: dict[tuple[int, int], Mapping[str, Terms]] = {}
+    square = False
+    for length in lengths:
+        for layers in dict.fromkeys(depths.shallow):
+            run = fake_step(cut(config, layers), setup, length, workspace)
+            square |= run.square
+            runs[length, layers] = _by_place(run, depths)
+    return Lines(depths, runs, square)
+
+
+def _by_place(run: StepRun, depths: Depths) -> dict[str, Terms]:
+    """Phases by where their layer stands, so that those of models of other depths meet."""
+    found: dict[str, Terms] = {}
+    for phase, part in run.peaks.items():
+        match = re.search(r"#(\d+)", phase)
+        place = depths.place(int(match[1]), run.layers) if match else ""
+        if place == "#":
+            continue
+        found[phase.replace(match[0], place) if match else phase] = part.terms
+    return found

@@ -1,0 +1,119 @@
+"""How a step is run: what trains, with which optimiser, tiled or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._errors import UserError
+
+Optimizer = Any
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters on the linear layers."""
+
+    r: int = 16
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way of running a training step.
+
+    Attributes:
+        dtype: of the weights.
+        autocast: products in bf16 while the weights stay what they are.
+        checkpoint: activation checkpointing, non-reentrant.
+        tile: tile rule of :func:`seqtile.apply`; None runs the model untiled.
+        loss: ``"tiled"``, the head and its loss over tiles of tokens, or ``"full"``, the model's own.
+        loss_tile: tokens per tile of the head.
+        lora: adapters on a frozen model; None trains every weight.
+        optimizer: one of :data:`OPTIMIZERS`.
+        attention: Transformers' name of the attention function.
+        batch: rows.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    autocast: bool = False
+    checkpoint: bool = True
+    tile: int | str | None = "auto"
+    loss: Literal["tiled", "full"] = "tiled"
+    loss_tile: int = 4096
+    lora: Lora | None = None
+    optimizer: str = "adamw"
+    attention: str = "sdpa"
+    batch: int = 1
+
+
+class _StatesOnly(torch.optim.Optimizer):
+    """An optimiser of somebody else's, as far as memory goes: its states, updated by one kernel."""
+
+    def __init__(self, parameters: Iterable[Tensor], states: Callable[[Tensor], list[Tensor]]) -> None:
+        super().__init__(parameters, {})
+        self._states = states
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and not self.state[weight]:
+                    self.state[weight]["states"] = self._states(weight)
+                torch.empty_like(weight, dtype=torch.float32)  # the update, one weight after another
+
+
+def _eight_bit(weight: Tensor) -> list[Tensor]:
+    """Two states of a byte per element with an fp32 scale per 256, as bitsandbytes keeps from 4,096 elements on."""
+    count = weight.numel()
+    if count < 4096:
+        return [torch.empty(count) for _ in range(2)]
+    return [t for _ in range(2) for t in (torch.empty(count, dtype=torch.uint8), torch.empty(-(-count // 256)))]
+
+
+def _factored(weight: Tensor) -> list[Tensor]:
+    """One fp32 number per row and per column."""
+    if weight.dim() < 2:
+        return [torch.empty(weight.shape)]
+    return [torch.empty(weight.shape[:-1]), torch.empty(weight.shape[:-2] + weight.shape[-1:])]
+
+
+OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-5, fused=True),
+    "adamw-8bit": lambda weights: _StatesOnly(weights, _eight_bit),
+    "lion": lambda weights: _StatesOnly(weights, lambda weight: [torch.empty_like(weight)]),
+    "adafactor": lambda weights: _StatesOnly(weights, _factored),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-5, fused=True),
+    "sgd-momentum": lambda weights: torch.optim.SGD(weights, lr=1e-5, momentum=0.9, fused=True),
+}
+"""Each optimiser that can be planned; ``adamw`` is PyTorch's fused one, which the trainer uses."""
+
+
+def make_optimizer(name: str, weights: Sequence[Tensor]) -> Optimizer:
+    """The optimiser called ``name``.
+
+    Raises:
+        UserError: not in the list.
+    """
+    if name not in OPTIMIZERS:
+        raise UserError(f"optimizer {name!r} is not known here; use one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name](weights)
+
+
+@dataclass
+class Built:
+    """A model made ready for its step.
+
+    Attributes:
+        model: on the meta device or a real one, with adapters, checkpoints and tiles.
+        blocks: its position-wise blocks, tiled or not.
+        left: what was left alone.
+    """
+
+    model: nn.Module
+    blocks: tuple[Any, ...] = ()
+    left: tuple[Any, ...] = ()
+    notes: list[str] = field(default_factory=list)

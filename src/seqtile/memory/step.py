@@ -1,0 +1,218 @@
+"""One training step, the real thing: on real tensors or on fake ones, by the same code."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from seqtile._errors import UserError
+from seqtile.counting.fake import fake_tensors, make_fake
+from seqtile.memory.phases import causal_model, decoder_layers, label_phases
+from seqtile.memory.setup import Built, Setup, make_optimizer
+from seqtile.memory.track import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, PartPeak, Tracker, Workspace, track
+from seqtile.models.apply import apply, undo
+from seqtile.ops.generic import run_in_tiles
+from seqtile.ops.sums import LOW, products_sum_in_fp32
+from seqtile.tiling import sizes_within
+
+OPTIMIZER_STEP = "optimiser step"
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """What one step held, part by part.
+
+    Attributes:
+        layers: number of decoder layers.
+        tokens: tokens of the row (times rows).
+        peaks: the peak of each phase of the step, by its name, such as ``"attention#0, backward"``.
+        operators: names of all operators of the step in order.
+        square: whether a tensor of ``[tokens, tokens]`` was seen at a peak.
+    """
+
+    layers: int
+    tokens: int
+    peaks: Mapping[str, PartPeak]
+    operators: tuple[str, ...]
+    square: bool
+
+    @property
+    def peak(self) -> int:
+        """Most bytes live at once, weights and all."""
+        return max(part.total for part in self.peaks.values())
+
+
+def build(config: Any, setup: Setup, device: str) -> Built:
+    """The model of ``config`` on ``device``, with random weights, ready to train as ``setup`` says.
+
+    Raises:
+        UserError: Transformers cannot build it, or it has nothing to tile.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    config.get_text_config().use_cache = False
+    try:
+        with torch.device(device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=setup.dtype, attn_implementation=setup.attention
+            ).train()
+    except (ValueError, TypeError, ImportError, KeyError) as error:
+        raise UserError(f"the model cannot be built from its configuration: {str(error).splitlines()[0]}") from None
+    if setup.lora is not None:
+        model = _add_lora(model, setup, device)
+    if setup.checkpoint:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # its name changes in Transformers 5
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with _quiet():
+        report = apply(model, tile=setup.tile if setup.tile is not None else "auto")
+        if setup.tile is None:
+            undo(model)
+    return Built(model, report.blocks, report.left, list(report.notes))
+
+
+def _add_lora(model: Any, setup: Setup, device: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    assert setup.lora is not None
+    targets = setup.lora.target_modules
+    model.enable_input_require_grads()
+    with torch.device(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_peft_model(
+            model,
+            LoraConfig(
+                r=setup.lora.r,
+                lora_alpha=2 * setup.lora.r,
+                target_modules=targets if isinstance(targets, str) else list(targets),
+                task_type="CAUSAL_LM",
+            ),
+        )
+
+
+def fake_step(config: Any, setup: Setup, tokens: int, workspace: Workspace | None = None) -> StepRun:
+    """One step of ``tokens`` tokens on fake tensors: its shapes only, in a second or so.
+
+    The model is found and tiled on the meta device, where its structure is proof enough, and then gets fake weights.
+    """
+    for dtype in LOW:
+        products_sum_in_fp32("cpu", dtype)  # probed with numbers, so before there are none
+    built = build(config, setup, "meta")
+    with fake_tensors(), track("cpu", workspace, tokens) as live:
+        with live.phase(WEIGHTS):
+            make_fake(built.model)
+        return tracked_step(built, setup, tokens, live)
+
+
+def real_step(config: Any, setup: Setup, tokens: int) -> StepRun:
+    """The same step on real tensors on the CPU, followed by the same tracker."""
+    with track("cpu", None, tokens) as live:
+        with live.phase(WEIGHTS):
+            built = build(config, setup, "cpu")
+        return tracked_step(built, setup, tokens, live)
+
+
+def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> StepRun:
+    """One step in the middle of a training run, followed by ``live``: the optimiser has its states already."""
+    model = built.model
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = make_optimizer(setup.optimizer, weights)
+    ids = torch.zeros(setup.batch, tokens, dtype=torch.long)
+    with live.phase(OPTIMIZER):
+        prepare_optimizer(optimizer, weights)
+    layers = decoder_layers(model)
+    in_forward = True
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        if in_forward and setup.checkpoint and hidden is not None:
+            live.file(hidden, CHECKPOINTS)
+
+    handles: list[Any] = [
+        model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True) for name in layers
+    ]
+    handles += [
+        weight.register_post_accumulate_grad_hook(lambda weight: live.file(weight.grad, GRADIENTS))
+        for weight in weights
+    ]
+    live.watching = True
+    try:
+        with label_phases(live, model, built.blocks, layers=True) as labels:
+            loss = compute_loss(model, setup, ids)
+            in_forward = False
+            labels.begin_backward()
+            loss.backward()
+            del loss
+        with live.phase(OPTIMIZER_STEP):
+            update(optimizer, weights)
+    finally:
+        live.watching = False
+        for handle in handles:
+            handle.remove()
+    return StepRun(len(layers), tokens * setup.batch, dict(live.peaks), tuple(live.operators), live.square)
+
+
+def prepare_optimizer(optimizer: Any, weights: Sequence[Tensor]) -> None:
+    """Make the optimiser's states, as its first step does."""
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def update(optimizer: Any, weights: Sequence[Tensor]) -> None:
+    """What trainers do after a backward: clip the gradient's norm, step, forget the gradients."""
+    nn.utils.clip_grad_norm_(weights, 1.0, foreach=True)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def compute_loss(model: Any, setup: Setup, ids: Tensor) -> Tensor:
+    """Forward of one batch up to its loss."""
+    with torch.autocast("cpu", torch.bfloat16) if setup.autocast else nullcontext():
+        if setup.loss == "full":
+            loss: Tensor = model(input_ids=ids, labels=ids).loss
+            return loss
+        return _tiled_loss(model, ids, setup.loss_tile)
+
+
+def _tiled_loss(model: Any, ids: Tensor, tile: int) -> Tensor:
+    causal = causal_model(model)
+    hidden = causal.base_model(input_ids=ids).last_hidden_state
+    head = causal.get_output_embeddings()
+    targets = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+
+    def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Tensor:
+        logits = functional_call(head, dict(aliases), (tiles[0],)) if aliases else head(tiles[0])
+        flat = logits.flatten(0, -2).float()
+        return nn.functional.cross_entropy(flat, tiles[1].flatten(), reduction="none").view(*tiles[1].shape)
+
+    def weights() -> dict[str, Tensor]:
+        return {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
+
+    losses: Tensor = run_in_tiles(run, (hidden, targets.unsqueeze(-1)), sizes_within(ids.numel(), tile), weights)
+    return losses.sum() / ids.numel()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What was tiled is the plan's to say, not the log's."""
+    logger = logging.getLogger("seqtile.models")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,92 @@
+"""How a model's decoder layers repeat, and the same model with fewer of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from seqtile._errors import UserError
+from seqtile.memory.phases import decoder_layers
+
+
+@dataclass(frozen=True)
+class Depths:
+    """Two depths that a step is run at, and what repeats between them.
+
+    Attributes:
+        layers: decoder layers of the whole model.
+        front: layers at the front that are told apart.
+        back: layers at the back that are told apart, which is the length of the pattern.
+        shallow: the two depths; both ``layers`` where the model is too shallow to leave layers out.
+    """
+
+    layers: int
+    front: int
+    back: int
+    shallow: tuple[int, int]
+
+    def place(self, number: int, layers: int) -> str:
+        """Where layer ``number`` of ``layers`` stands: ``"#2"`` from the front or ``"#-1"`` from the back."""
+        if number >= layers - self.back:
+            return f"#{number - layers}"
+        return f"#{number}" if number < self.front else "#"
+
+
+def find_depths(config: Any, model: nn.Module) -> Depths:
+    """The shallowest two models that have the same layers at their ends as ``model``.
+
+    Layers repeat with a pattern (sliding and full attention in turn) after a beginning of their own (dense layers
+    before a mixture of experts); both are read from the layers' classes, shapes and attention types.
+
+    Raises:
+        UserError: no decoder layers are found.
+    """
+    names = decoder_layers(model)
+    if not names:
+        raise UserError(
+            f"no decoder layers with an attention module in {type(model).__name__}; plan a causal language model"
+        )
+    types = list(getattr(config.get_text_config(), "layer_types", None) or ())
+    signs = [_signature(model.get_submodule(name)) for name in names]
+    if len(types) == len(signs):
+        signs = [(sign, kind) for sign, kind in zip(signs, types, strict=True)]
+    total = len(signs)
+    prefix, period = _pattern(signs)
+    least = prefix + 2 * period
+    least += (total - least) % period
+    if least + period >= total:
+        return Depths(total, total, 0, (total, total))
+    return Depths(total, prefix + period, period, (least, least + period))
+
+
+def cut(config: Any, layers: int) -> Any:
+    """A copy of ``config`` with its first ``layers`` decoder layers only."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    total = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == total and name != "architectures":
+            setattr(text, name, type(value)(value[:layers]))
+    text.num_hidden_layers = layers
+    return config
+
+
+def _pattern(signs: Sequence[Any]) -> tuple[int, int]:
+    """(prefix, period): from ``prefix`` on, every layer is like the one ``period`` before it."""
+    total = len(signs)
+    for cost in range(1, total + 1):  # the shortest beginning and pattern together
+        for period in range(1, cost + 1):
+            prefix = cost - period
+            if all(signs[i] == signs[i + period] for i in range(prefix, total - period)):
+                return prefix, period
+    return 0, max(1, total)
+
+
+def _signature(layer: nn.Module) -> Any:
+    modules = tuple((name, type(part).__name__) for name, part in layer.named_modules())
+    shapes = tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
+    return modules, shapes

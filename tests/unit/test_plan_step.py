@@ -1,0 +1,91 @@
+"""The step on fake tensors is the real one: the same operators in the same order, the same bytes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import zoo
+from seqtile.counting import fake
+from seqtile.memory.lines import fit_lines
+from seqtile.memory.setup import Lora, Setup
+from seqtile.memory.step import build, fake_step, real_step
+from seqtile.memory.structure import cut, find_depths
+
+LENGTH = 256
+
+
+def config_of(architecture: str, **changes: Any) -> Any:
+    settings = {**zoo._BASE, **zoo.ARCHITECTURES[architecture], "max_position_embeddings": 4096, **changes}
+    return AutoConfig.for_model(architecture, **settings)
+
+
+def setup(**changes: Any) -> Setup:
+    return Setup(**{"dtype": torch.float32, "tile": 64, "loss_tile": 64, **changes})
+
+
+CASES = {
+    "llama": setup(),
+    "llama, untiled, full loss": setup(tile=None, loss="full", checkpoint=False),
+    "qwen3, adapters": setup(lora=Lora(4), optimizer="sgd-momentum"),
+    "gpt2": setup(optimizer="sgd"),
+    "opt": setup(optimizer="adamw-8bit"),
+    "gemma3_text": setup(),
+    "mixtral, adapters": setup(lora=Lora(4), checkpoint=False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fake_and_real_run_the_same_operators_and_hold_the_same_bytes(case: str) -> None:
+    config = config_of(case.partition(",")[0])
+    made_up, real = fake_step(config, CASES[case], LENGTH), real_step(config, CASES[case], LENGTH)
+    assert made_up.operators == real.operators
+    assert len(real.operators) > 500
+    assert {name: part.total for name, part in made_up.peaks.items()} == {
+        name: part.total for name, part in real.peaks.items()
+    }
+
+
+def test_without_the_mending_transformers_takes_another_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it does not, this mending can go."""
+    config, how = config_of("llama"), setup(tile=None)
+    monkeypatch.setattr(fake, "_no_tensor_is_fake", nullcontext)
+    assert fake_step(config, how, LENGTH).operators != real_step(config, how, LENGTH).operators
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "shallow", "front", "back"),
+    [
+        ("llama", 9, (2, 3), 1, 1),
+        ("llama", 2, (2, 2), 2, 0),
+        ("gemma2", 9, (5, 7), 2, 2),
+        ("deepseek_v3", 9, (3, 4), 2, 1),
+    ],
+)
+def test_the_pattern_of_layers(architecture: str, layers: int, shallow: tuple[int, int], front: int, back: int) -> None:
+    config = config_of(architecture, num_hidden_layers=layers)
+    depths = find_depths(config, build(config, setup(tile=None, attention="eager"), "meta").model)
+    assert (depths.layers, depths.shallow, depths.front, depths.back) == (layers, shallow, front, back)
+
+
+def test_a_cut_model_keeps_the_first_layers() -> None:
+    config = config_of("gemma3_text", num_hidden_layers=12)
+    short = cut(config, 7)
+    assert short.num_hidden_layers == 7
+    assert short.layer_types == config.layer_types[:7]
+    assert config.num_hidden_layers == 12
+
+
+@pytest.mark.parametrize("how", [setup(tile=512), setup(tile=None, checkpoint=False)], ids=["tiled", "untiled"])
+def test_lines_from_other_lengths_and_depths_give_the_fake_run_itself(how: Setup) -> None:
+    config = config_of("llama", num_hidden_layers=5)
+    how = replace(how, loss_tile=512)
+    depths = find_depths(config, build(config, how, "meta").model)
+    lines = fit_lines(config, how, depths, (1024, 1536), None)
+    predicted = max(sum(terms.values()) for terms in lines.at(2560).values())
+    assert predicted == pytest.approx(fake_step(config, how, 2560).peak, rel=1e-3)
