@@ -41,8 +41,8 @@ def make_fake(model: nn.Module) -> None:
     """Give every parameter and buffer of a model on the meta device a fake one on the CPU instead; ties are kept."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
-        own: dict[str, Any]
-        for own in (module._parameters, module._buffers):
+        places: list[Any] = [module._parameters, module._buffers]
+        for own in places:
             for name, tensor in own.items():
                 if tensor is None:
                     continue
