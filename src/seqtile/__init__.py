@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from seqtile.ops.head_scores import token_logprobs as token_logprobs
     from seqtile.ops.head_tile import LogitScaling as LogitScaling
     from seqtile.verification import VerifyResult as VerifyResult
+    from seqtile.verification import check_gradients as check_gradients
     from seqtile.verification import verify as verify
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _HOMES = {
     "VerifyResult": "seqtile.verification",
     "applied": "seqtile.models.apply",
     "apply": "seqtile.models.apply",
+    "check_gradients": "seqtile.verification",
     "count_live_bytes": "seqtile.counting",
     "count_products": "seqtile.counting",
     "linear_cross_entropy": "seqtile.ops.head",

@@ -85,7 +85,9 @@ def _evaluating(module: nn.Module) -> Iterator[Any]:
     training = {part: part.training for part in module.modules()}
     try:
         for part in training:
-            part.training = False
+            # bitsandbytes' 4-bit layer on the CPU repacks its weight for good when it runs in evaluation mode, and from
+            # then on passes no gradient. It has no dropout.
+            part.training = hasattr(part, "support_avx512bf16_for_cpu")
         yield
     finally:
         for part, was in training.items():

@@ -187,11 +187,12 @@ def _run(
     checkpoint: Path | None,
     callbacks: Sequence[TrainerCallback],
 ) -> Outcome:
+    from seqtile.train.first_step import CheckFirstStep
     from seqtile.train.interrupt import StopOnSignal
     from seqtile.train.report import write_report
 
     stop, clock = StopOnSignal(), _clock()
-    for callback in (clock, *callbacks, stop):
+    for callback in (clock, *([CheckFirstStep()] if tiling else []), *callbacks, stop):
         trainer.add_callback(callback)
     with stop.listening():
         trainer.train_all(checkpoint)

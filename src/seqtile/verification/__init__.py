@@ -5,6 +5,7 @@ twice as far from that truth as the untiled one is, plus a hundred-thousandth of
 """
 
 from seqtile.verification.compare import verify
+from seqtile.verification.gradients import check_gradients
 from seqtile.verification.result import Difference, Group, Run, VerifyResult
 
-__all__ = ["Difference", "Group", "Run", "VerifyResult", "verify"]
+__all__ = ["Difference", "Group", "Run", "VerifyResult", "check_gradients", "verify"]

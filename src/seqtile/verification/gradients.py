@@ -1,0 +1,73 @@
+"""Which weights inside tiled blocks train and got no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
+from seqtile.models.instance import Installed
+from seqtile.models.layer import TiledLayer
+
+logger = first_rank_logger(__name__)
+
+NAMED = 5
+"""Names in a warning; there may be thousands."""
+
+
+def check_gradients(model: nn.Module) -> list[str]:
+    """Warn of parameters inside tiled blocks that require a gradient and have none.
+
+    Call it once in a loop of your own, after the first backward and before the optimiser's step, as ``seqtile train``
+    does. It reads ``.grad`` and touches nothing. An expert that no token reached has no gradient, as untiled; nor has
+    an adapter that trains but is not active.
+
+    Args:
+        model: tiled by :func:`seqtile.apply`, wrapped by DDP or FSDP or not.
+
+    Returns:
+        The names of the parameters, in order.
+
+    Cost:
+        One look at every parameter of the tiled blocks.
+
+    Raises:
+        UserError: nothing is tiled; or DeepSpeed holds the gradients, where a missing one reads as zeros
+            (``seqtile verify --engine`` compares them there).
+    """
+    inside = {id(weight) for weight in _weights_in_tiles(model)}
+    if not inside:
+        raise UserError(f"{type(model).__name__} has no tiled block with weights; call seqtile.apply first")
+    weights = {name: weight for name, weight in model.named_parameters() if id(weight) in inside}
+    if any(_is_deepspeeds(weight) for weight in weights.values()):
+        raise UserError(
+            "DeepSpeed holds the gradients, and a missing one reads as zeros there; "
+            "seqtile verify --engine compares them"
+        )
+    # FSDP1 with use_orig_params leaves an empty parameter, without a gradient, on ranks that hold no part of it.
+    without = [n for n, weight in weights.items() if weight.requires_grad and weight.grad is None and weight.numel()]
+    if without:
+        more = f" and {len(without) - NAMED} more" if len(without) > NAMED else ""
+        logger.warning(
+            "%d of the parameters inside tiled blocks train and have no gradient: %s%s; right for experts that "
+            "no token reached, otherwise they do not train: see whether their adapter is active",
+            len(without), ", ".join(without[:NAMED]), more,
+        )  # fmt: skip
+    return without
+
+
+def _weights_in_tiles(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        installed = module.__dict__.get("forward")
+        if isinstance(installed, TiledLayer):
+            members = [getattr(module, name) for name in installed.names]
+            yield from (p for part in members if isinstance(part, nn.Module) for p in part.parameters())
+        elif isinstance(installed, Installed):
+            yield from module.parameters()
+
+
+def _is_deepspeeds(weight: Tensor) -> bool:
+    """Marks that ZeRO leaves on a parameter: the first of stages 1 and 2, the second of stage 3."""
+    return hasattr(weight, "_hp_mapping") or hasattr(weight, "ds_id")
