@@ -16,6 +16,7 @@ from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import is_marked, mark_leaf
 from seqtile.models.find import LOOKED_FOR, Candidate, Left, find_blocks
+from seqtile.models.head import find_causal_lm, install_loss, remove_loss, standing_losses
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.models.layer import TiledLayer, TiledPair
 from seqtile.models.report import Block, Report
@@ -33,6 +34,8 @@ def apply(
     blocks: str = "auto",
     path: str = "auto",
     keep: float | str = 0.0,
+    loss: str | None = None,
+    loss_tile: int | str = "auto",
 ) -> Report:
     """Run every position-wise block of ``model`` over tiles of tokens, in place.
 
@@ -50,11 +53,15 @@ def apply(
         blocks: ``"mlp+norm"``: the norm before the MLP runs in the tile too, so that no copy of the whole hidden
             states is made in its precision; ``"mlp"``: only what the tile needs; ``"auto"``: ``"mlp+norm"``. A norm
             or dropout after the MLP is in the tile in any case, since its input would be recomputed otherwise.
+            ``"none"``: no block, for ``loss`` alone.
         path: ``"auto"``: the fused operator where the block is an MLP of plain linear layers (LoRA included), decided
             at each call, else the generic one; ``"generic"``; or ``"fused"``, an error where it does not apply.
         keep: memory to spare for speed: the share of the tiles (0.0 to 1.0) that keep gate and up, 11 units down to
             9; ``"memory:4GiB"``, a total over all blocks; ``"auto"``, a quarter of the device memory that is free
             now, 0 where it cannot be read. Fused operator only.
+        loss: ``"tiled"``: ``model(..., labels=labels)`` computes head and loss tile by tile in training and returns no
+            logits (``return_logits=True`` asks for them); evaluation and ``generate`` stay as they were.
+        loss_tile: tokens per tile of the head, or a rule as for ``tile``.
 
     Returns:
         A :class:`Report`: what was tiled, what was left alone and why.
@@ -62,7 +69,8 @@ def apply(
     Cost:
         Matrix products per MLP in units of 2 * tokens * hidden * intermediate: 11 with or without a non-reentrant
         activation checkpoint around the layer (untiled 9 and 11), 8 with frozen weights (untiled 6 and 8). Memory:
-        one tile's intermediates instead of the whole batch's.
+        one tile's intermediates instead of the whole batch's. Head and loss: 3 units of 2 * tokens * hidden *
+        vocabulary, as untiled; one tile of logits instead of the whole batch's.
 
     Raises:
         UserError: an argument is wrong, or nothing was found to tile.
@@ -71,11 +79,17 @@ def apply(
         if value not in words:
             raise UserError(f"{name}={value!r}: expected one of {', '.join(map(repr, words))}")
     try:
-        rule = parse_tile(tile)
+        rule, loss_rule = parse_tile(tile), parse_tile(loss_tile)
         parse_keep(keep, 1)
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from None
+    _check_loss(loss, loss_tile, blocks, tile != "auto" or only is not None or bool(keep) or path != "auto")
     refuse_wrapped(model)
+    if loss is not None:
+        find_causal_lm(model)  # refuses before anything is changed
+    if blocks == "none":
+        undo(model)
+        return _finish(Report((), (), 0, parse_keep(keep, 1), weakref.ref(model), install_loss(model, loss_rule)))
     found, left = find_blocks(model, everything=only is not None)
     chosen = [block for block in found if only is None or _matches(only, block)]
     left += [Left(b.name, type(b.module).__name__, "not named in only=") for b in found if b not in chosen]
@@ -86,6 +100,7 @@ def apply(
     if keeping.kind == "auto":
         keeping = KeepRule("auto", free_bytes(model) / 4 / len(chosen))
     former = [(one, is_marked(one.module)) for one in _standing(model)]
+    former_losses = standing_losses(model)
     undo(model)
     try:
         tiled = [_tile(model, block, rule, keeping, blocks != "mlp", path) for block in chosen]
@@ -95,18 +110,37 @@ def apply(
             one.install()
             if was_marked:
                 mark_leaf(one.module)
+        for former_loss in former_losses:
+            former_loss.install()
         raise
-    report = Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model))
+    done = install_loss(model, loss_rule) if loss else ""
+    return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), done))
+
+
+def _finish(report: Report) -> Report:
     logger.info("%s", report)
     return report
 
 
-_BLOCKS = ("auto", "mlp", "mlp+norm")
+def _check_loss(loss: str | None, loss_tile: int | str, blocks: str, given: bool) -> None:
+    """Refuse words that are not known and settings that would be ignored."""
+    if loss not in (None, "tiled"):
+        raise UserError(f"loss={loss!r}: expected 'tiled', or None to leave it as it is")
+    if loss is None and loss_tile != "auto":
+        raise UserError(f"loss_tile={loss_tile!r} changes nothing without loss='tiled'; give both or neither")
+    if loss is None and blocks == "none":
+        raise UserError("blocks='none' leaves nothing to do; give loss='tiled' too")
+    if blocks == "none" and given:
+        raise UserError("blocks='none' tiles no block, so tile, only, path and keep would be ignored; leave them out")
+
+
+_BLOCKS = ("auto", "mlp", "mlp+norm", "none")
 _PATHS = ("auto", "fused", "generic")
 
 
 def undo(model: nn.Module) -> int:
     """Take every tiled ``forward`` off ``model`` and restore each attribute; returns how many came off."""
+    remove_loss(model)
     standing = _standing(model)
     for one in standing:
         one.remove()

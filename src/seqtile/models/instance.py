@@ -192,7 +192,7 @@ class _RefuseReplicas:
 class _Note:
     """``extra_repr`` of a changed instance: what ``print(model)`` shows."""
 
-    def __init__(self, installed: Installed) -> None:
+    def __init__(self, installed: Any) -> None:
         self.installed = installed
 
     def __call__(self) -> str:

@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from seqtile.models.find import Left
+from seqtile.models.head import standing_losses
 from seqtile.tiling import KeepRule
 
 
@@ -54,6 +55,7 @@ class Report:
         left: what was left alone and why.
         found: number of blocks that were found, tiled or not.
         keep: rule for the tiles that keep gate and up.
+        loss: what was done to the loss, or "".
     """
 
     blocks: tuple[Block, ...]
@@ -61,6 +63,7 @@ class Report:
     found: int
     keep: KeepRule
     _model: weakref.ref[nn.Module] = field(repr=False, compare=False)
+    loss: str = ""
 
     @property
     def tiled(self) -> int:
@@ -88,6 +91,12 @@ class Report:
                 "early stop of activation checkpointing is switched off: each block runs once more (14 units for a "
                 "gated MLP, untiled 12)"
             )
+        notes += [
+            f"{one.covered_by} was put over the tiled loss and computes the loss in its place; call seqtile.apply "
+            "again after the trainer is built to have the tiled one"
+            for one in (standing_losses(model) if model is not None else ())
+            if one.covered_by
+        ]
         return tuple(notes)
 
     def __str__(self) -> str:
@@ -97,7 +106,10 @@ class Report:
         what = " and ".join(dict.fromkeys(words[kind] for _, kind in kinds))
         tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))
         paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
-        return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *self.notes])
+        if not self.blocks:
+            return "; ".join([self.loss, *self.notes])
+        done = [self.loss] if self.loss else []
+        return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *self.notes])
 
 
 def _is_reentrant(module: nn.Module) -> bool:

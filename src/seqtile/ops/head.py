@@ -239,24 +239,10 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
-        _refuse_second_derivative()
+        refuse_second_derivative()
         if upstream is None:
             return (None,) * 8
-        if ctx.left is None:
-            raise RuntimeError(
-                "the gradients of the tiled head were handed out by an earlier backward; pass retain_graph=True to "
-                "the first one"
-            )
-        dx, dweight, dbias = ctx.left
-        keep = _keeps_graph()
-        if not keep:
-            ctx.left = None
-        # A mean over no token has an infinite upstream gradient; nothing counts, so nothing flows.
-        factor = torch.where(ctx.any, upstream / ctx.divisor, 0)
-        if dx is not None:
-            factor_x = factor.to(dx.dtype) if dx.dtype == torch.float64 else factor
-            dx = dx * factor_x if keep else dx.mul_(factor_x)
-        sums = [None if total is None else total.scaled(factor, keep=keep) for total in (dweight, dbias)]
+        dx, *sums = hand_out(ctx, upstream)
         return None, dx, *sums, None, None, None, None
 
 
@@ -275,7 +261,7 @@ class _PerToken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, entropy_upstream: Tensor | None) -> Any:
-        _refuse_second_derivative()
+        refuse_second_derivative()
         none = (None,) * 7
         if upstream is None and entropy_upstream is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -309,13 +295,35 @@ def _gradients(work: HeadPass, dy: Tensor, x: Tensor, dx: Tensor | None, totals:
         totals[1].add(dy.sum(0, dtype=work.wide))
 
 
-def _keeps_graph() -> bool:
+def hand_out(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
+    """The gradients that a forward left on its node (``left``: states', then sums), times the upstream scalar.
+
+    Raises:
+        RuntimeError: they were handed out already.
+    """
+    if ctx.left is None:
+        raise RuntimeError(
+            "the gradients of the tiled head were handed out by an earlier backward; pass retain_graph=True to the "
+            "first one"
+        )
+    dx, *sums = ctx.left
+    keep = keeps_graph()
+    if not keep:
+        ctx.left = None
+    # A mean over no token has an infinite upstream gradient; nothing counts, so nothing flows.
+    factor = torch.where(ctx.any, upstream / ctx.divisor, 0)
+    if dx is not None:
+        dx = dx * factor if keep else dx.mul_(factor)
+    return [dx, *(None if total is None else total.scaled(factor, keep=keep) for total in sums)]
+
+
+def keeps_graph() -> bool:
     """Whether the running backward was called with ``retain_graph=True``; True where PyTorch does not say."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if asked is None else bool(asked())
 
 
-def _refuse_second_derivative() -> None:
+def refuse_second_derivative() -> None:
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "the tiled head has first derivatives only, got create_graph=True; run this backward without it"

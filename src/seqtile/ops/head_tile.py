@@ -107,40 +107,23 @@ class Wanted:
         return Wanted(**cut, top_k=self.top_k)
 
 
-class HeadPass:
-    """One pass over all tiles of one head.
+class HeadRows:
+    """What happens to a tile's products, row by row; knows no weight.
 
     Args:
         objective: what is summed per token.
-        weight: ``[V, D]``.
-        bias: ``[V]`` or None.
-        dtype: compute dtype of the products.
-        tile: rows of the longest tile; its logits buffer is shared by all.
+        vocabulary: ``V``.
+        dtype: dtype of the products.
+        device: where they are.
     """
 
-    def __init__(
-        self, objective: Objective, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tile: int
-    ) -> None:
-        self.objective, self.dtype = objective, dtype
-        self.matrix = weight.detach().to(dtype)
-        self.bias = None if bias is None else bias.detach().to(dtype)
+    def __init__(self, objective: Objective, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.objective, self.vocabulary, self.dtype, self.device = objective, vocabulary, dtype, device
         self.wide = torch.promote_types(dtype, torch.float32)
-        self._buffer = torch.empty(tile, self.matrix.shape[0], dtype=dtype, device=weight.device)
-
-    @property
-    def vocabulary(self) -> int:
-        return self.matrix.shape[0]
-
-    def product(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias`` of one tile, in the shared buffer."""
-        y = self._buffer[: x.shape[0]]
-        if self.bias is None:
-            return torch.mm(x.to(self.dtype), self.matrix.t(), out=y)
-        return torch.addmm(self.bias, x.to(self.dtype), self.matrix.t(), out=y)
 
     def blocks(self, rows: int) -> Iterator[slice]:
         """Blocks of rows for what runs in fp32."""
-        step = max(1, BLOCK_ELEMENTS.get(self.matrix.device.type, 2**25) // max(1, self.vocabulary))
+        step = max(1, BLOCK_ELEMENTS.get(self.device.type, 2**25) // max(1, self.vocabulary))
         for start in range(0, rows, step):
             yield slice(start, min(start + step, rows))
 
@@ -230,6 +213,33 @@ class HeadPass:
         if through != 1.0:
             p.mul_(through)
         y.copy_(p.masked_fill_(~valid.unsqueeze(-1), 0))  # whatever an ignored row holds, infinities too
+
+
+class HeadPass(HeadRows):
+    """One pass over all tiles of one plain head.
+
+    Args:
+        objective: what is summed per token.
+        weight: ``[V, D]``.
+        bias: ``[V]`` or None.
+        dtype: compute dtype of the products.
+        tile: rows of the longest tile; its logits buffer is shared by all.
+    """
+
+    def __init__(
+        self, objective: Objective, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tile: int
+    ) -> None:
+        super().__init__(objective, weight.shape[0], dtype, weight.device)
+        self.matrix = weight.detach().to(dtype)
+        self.bias = None if bias is None else bias.detach().to(dtype)
+        self._buffer = torch.empty(tile, self.vocabulary, dtype=dtype, device=weight.device)
+
+    def product(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias`` of one tile, in the shared buffer."""
+        y = self._buffer[: x.shape[0]]
+        if self.bias is None:
+            return torch.mm(x.to(self.dtype), self.matrix.t(), out=y)
+        return torch.addmm(self.bias, x.to(self.dtype), self.matrix.t(), out=y)
 
 
 def _spread(z: Tensor, lse: Tensor, found: Wanted) -> None:

@@ -118,9 +118,10 @@ def require_packages() -> None:
 def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
     from seqtile.models.apply import apply
+    from seqtile.models.head import find_causal_lm
     from seqtile.train.arguments import adapter_config, trainer_arguments
     from seqtile.train.data import load_rows
-    from seqtile.train.head import TiledHead, check_plain_head
+    from seqtile.train.head import tile_head
     from seqtile.train.load import causal_model, load_model
 
     documents = False
@@ -134,10 +135,10 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
         rows = demo.load_rows(tokenizer, recipe.max_length)
     tiling = apply(model, **recipe.tiling) if recipe.tiled_mlp else None
     if recipe.loss_tile:
-        check_plain_head(model.config)
+        find_causal_lm(model)  # before the trainer is built, which takes longer
     trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora))
     if recipe.loss_tile:
-        TiledHead(causal_model(trainer.model), recipe.loss_tile).install()
+        tile_head(causal_model(trainer.model), recipe.loss_tile)
     return trainer, tiling
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from seqtile._errors import UserError
 from seqtile.models.apply import undo
+from seqtile.models.head import standing_losses
 from seqtile.models.instance import Installed
 
 Standing = list[tuple[nn.Module, dict[str, Any]]]
@@ -59,7 +60,8 @@ def kept(model: nn.Module, seed: int) -> Iterator[None]:
 @contextmanager
 def without_tiling(model: nn.Module) -> Iterator[Standing]:
     """Take the tiling off; yields what stood, and puts exactly that back at the end."""
-    tiled = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), Installed)]
+    losses = [loss.module for loss in standing_losses(model)]
+    tiled = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), Installed)] + losses
     standing: Standing = [(module, dict(module.__dict__)) for module in tiled]
     hooks = [dict(module._forward_pre_hooks) for module in tiled]
     undo(model)

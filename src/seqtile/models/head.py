@@ -1,0 +1,326 @@
+"""The loss of a causal language model over tiles of tokens: ``model(input_ids, labels=labels)`` without logits.
+
+The model's own forward runs. For its length the head is replaced by one that returns :class:`LaterLogits`, and the
+loss function by one that computes the loss from them: so scales, soft-caps, auxiliary losses and whatever a model's
+forward does besides stay its own. The head's real module is then called once, hooks and all, around the whole tile
+loop: engines gather its weight there, once per step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
+from seqtile.engines.flat import call_with_weights, named_weights
+from seqtile.models.head_logits import LaterHead, LaterLogits, head_width
+from seqtile.models.instance import _Bare, _Note
+from seqtile.ops.head import linear_cross_entropy
+from seqtile.ops.head_module import module_cross_entropy, module_logprobs
+from seqtile.ops.head_scores import TokenScores, token_logprobs
+from seqtile.ops.head_tile import LogitScaling, Objective
+from seqtile.tiling import BlockShape, TileRule, head_sizes
+
+logger = first_rank_logger(__name__)
+
+_MARK = "_seqtile_loss"
+_CHANGED = ("forward", "extra_repr", _MARK)
+
+
+def find_causal_lm(model: nn.Module) -> tuple[str, nn.Module]:
+    """The module whose forward computes the loss, below whatever wraps it.
+
+    Raises:
+        UserError: none, or one whose loss is not the plain causal one.
+    """
+    for name, module in model.named_modules():
+        if not callable(getattr(module, "get_output_embeddings", None)) or not hasattr(type(module), "loss_function"):
+            continue
+        if module.get_output_embeddings() is None or not _calls_loss_function(type(module)):
+            continue
+        if not _is_causal_loss(module.loss_function):
+            raise UserError(
+                f"loss='tiled' replaces transformers' causal loss, but {type(module).__name__} uses "
+                f"{getattr(module.loss_function, '__name__', module.loss_function)!r}; leave loss out"
+            )
+        return name, module
+    raise UserError(
+        f"loss='tiled' needs a causal language model of transformers, whose forward calls its loss function; found "
+        f"none in {type(model).__name__}; leave loss out, or call seqtile.linear_cross_entropy in your own forward"
+    )
+
+
+def _calls_loss_function(kind: type) -> bool:
+    for base in kind.__mro__:
+        forward = base.__dict__.get("forward")
+        if forward is not None:
+            try:
+                source = inspect.getsource(inspect.unwrap(forward))
+            except (OSError, TypeError):
+                return False
+            if "loss_function(" in source or "super().forward" not in source:
+                return "loss_function(" in source
+    return False
+
+
+def _is_causal_loss(function: Any) -> bool:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return function is ForCausalLMLoss
+
+
+def install_loss(model: nn.Module, rule: TileRule) -> str:
+    """Put the tiled loss on the causal language model in ``model``; returns what was done, in words."""
+    name, module = find_causal_lm(model)
+    remove_loss(module)
+    TiledLoss(module, rule).install()
+    return f"loss of {type(module).__name__} tiled" + (f" ({name})" if name else "")
+
+
+def standing_losses(model: nn.Module) -> list[TiledLoss]:
+    """The tiled losses of a model, also under another library's forward."""
+    return [module.__dict__[_MARK] for module in model.modules() if _MARK in module.__dict__]
+
+
+def remove_loss(model: nn.Module) -> None:
+    """Take the tiled loss off; under another library's forward it stays and does nothing."""
+    for installed in standing_losses(model):
+        installed.remove()
+
+
+class TiledLoss:
+    """Stands in for ``forward`` on the instance of a causal language model."""
+
+    def __init__(self, module: nn.Module, rule: TileRule) -> None:
+        from seqtile.models.head_trl import TrlHead
+
+        self._module = weakref.ref(module)
+        self.rule, self.active, self.told = rule, True, set[str]()
+        self.before = {name: module.__dict__[name] for name in _CHANGED if name in module.__dict__}
+        self.trl = TrlHead.of(module.__dict__.get("forward"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": self._module()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._module = weakref.ref(state["_module"])
+
+    @property
+    def module(self) -> Any:
+        module = self._module()
+        assert module is not None, "a tiled loss outlived its model"
+        return module
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        return self.before.get("forward") or type(self.module).forward.__get__(self.module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The model's own: trainers read from it which columns to keep, ``generate`` what it may pass."""
+        return inspect.signature(self.original)
+
+    @property
+    def covered_by(self) -> str:
+        """What was put over this forward and computes the loss without asking it, or ""."""
+        forward = self.module.__dict__.get("forward")
+        from seqtile.models.head_trl import TrlHead
+
+        return "TRL's fused head" if forward is not self and TrlHead.of(forward) else ""
+
+    def install(self, marked: bool = True) -> None:
+        """Put it on the model; unmarked, ``undo`` does not find it."""
+        self.module.__dict__.update({"forward": self, "extra_repr": _Note(self), **({_MARK: self} if marked else {})})
+
+    def remove(self) -> None:
+        """Put every attribute back; under another library's forward, do nothing from now on."""
+        own = self.module.__dict__
+        covered = own.get("forward") is not self
+        self.active = not covered
+        for name in _CHANGED:
+            if not (covered and name == "forward"):
+                own.pop(name, None)
+        own.update({name: value for name, value in self.before.items() if not (covered and name == "forward")})
+
+    def note(self) -> str:
+        return f"loss=tiled, tile={self.rule}"
+
+    def __call__(self, *args: Any, return_logits: bool | None = None, **kwargs: Any) -> Any:
+        """The model's forward; with labels, in training, without logits.
+
+        Args:
+            *args: the model's own.
+            return_logits: True: logits and the untiled loss, also in training; False: the tiled loss alone, also in
+                evaluation; None: logits in evaluation.
+            **kwargs: the model's own. ``logits_to_keep`` asks for logits too.
+        """
+        model = self.module
+        if self.active and self.trl is not None and kwargs.pop("fused_lm_head", False):
+            return self.trl.call(self, args, kwargs)
+        labels = kwargs.get("labels")
+        if labels is None and args:
+            names = list(self.__signature__.parameters)
+            labels = dict(zip(names, args, strict=False)).get("labels")
+        asked = not model.training if return_logits is None else return_logits
+        keep = kwargs.get("logits_to_keep", 0)
+        if labels is None or asked or not self.active or isinstance(keep, Tensor) or keep or self._cannot():
+            return self.original(*args, **kwargs)
+        return self.run(self.original, args, kwargs, self._loss)
+
+    def _cannot(self) -> bool:
+        """Whether this call has to be left to the model, said once."""
+        if torch.compiler.is_compiling():
+            self._tell(
+                "torch.compile traces the whole model: its loss runs untiled; compile the decoder layers instead"
+            )
+            return True
+        if not _is_causal_loss(self.module.loss_function):
+            self._tell("the model's loss function was replaced after seqtile.apply: it runs untiled")
+            return True
+        return False
+
+    def _tell(self, text: str) -> None:
+        if text not in self.told:
+            self.told.add(text)
+            logger.warning(text)
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, compute: Callable[..., Tensor]) -> Any:
+        """``forward`` with ``compute(head, later_logits, targets, num_items, ignore_index)`` as its loss; no logits."""
+        with self._replaced(compute):
+            output = forward(*args, **kwargs)
+        if isinstance(output, tuple):
+            return tuple(value for value in output if not isinstance(value, LaterLogits))
+        if is_dataclass(output):
+            later = [f.name for f in fields(output) if isinstance(getattr(output, f.name), LaterLogits)]
+            return replace(output, **dict.fromkeys(later))  # type: ignore[type-var]
+        return output
+
+    @contextmanager
+    def _replaced(self, compute: Callable[..., Tensor]) -> Iterator[None]:
+        """Head and loss function, for the length of the model's own forward."""
+        model = self.module
+        head = model.get_output_embeddings()
+        parent, attribute = _place_of(model, head)
+        former = model.loss_function
+
+        def make(hidden: Tensor, why: str) -> Tensor:
+            self._tell(f"{type(model).__name__} needs its logits ({why}): the loss runs untiled")
+            return head(hidden)
+
+        def loss(
+            logits: Any, labels: Any, vocab_size: Any = None, num_items_in_batch: Any = None, ignore_index: int = -100,
+            shift_labels: Any = None, **rest: Any,
+        ) -> Tensor:  # fmt: skip
+            if not isinstance(logits, LaterLogits):
+                return former(
+                    logits, labels, vocab_size, num_items_in_batch=num_items_in_batch, ignore_index=ignore_index,
+                    shift_labels=shift_labels, **rest,
+                )  # fmt: skip
+            targets = shift_labels
+            if targets is None:  # position t predicts token t + 1; the last one predicts nothing
+                targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            return compute(head, logits, targets.to(logits.device), num_items_in_batch, ignore_index)
+
+        had = model.__dict__.get("_loss_function", _NOTHING)
+        parent._modules[attribute] = LaterHead(head, make)
+        model.__dict__["_loss_function"] = loss
+        try:
+            yield
+        finally:
+            parent._modules[attribute] = head
+            if had is _NOTHING:
+                model.__dict__.pop("_loss_function", None)
+            else:
+                model.__dict__["_loss_function"] = had
+
+    def _loss(self, head: nn.Module, later: LaterLogits, targets: Tensor, count: Any, ignore_index: int) -> Tensor:
+        rule, scaling = self.rule, later.scaling
+
+        def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return linear_cross_entropy(
+                hidden, weight, targets, bias=bias, scaling=scaling, ignore_index=ignore_index, num_items=count,
+                tile=rule,
+            )  # fmt: skip
+
+        def module(hidden: Tensor, call: Any, weights: Any, sizes: Any) -> Tensor:
+            aim = Objective(scaling, ignore_index)
+            return module_cross_entropy(call, hidden, targets, weights(), sizes, aim, count)
+
+        return self.inside(head, later.hidden, plain, module)
+
+    def score(
+        self, head: nn.Module, hidden: Tensor, targets: Tensor, scaling: LogitScaling, ignore_index: int, **wanted: Any
+    ) -> TokenScores:
+        """Per-token scores through the same head."""
+
+        def plain(rows: Tensor, weight: Tensor, bias: Tensor | None) -> TokenScores:
+            return token_logprobs(
+                rows, weight, targets, bias=bias, scaling=scaling, ignore_index=ignore_index, tile=self.rule,
+                **wanted,
+            )  # fmt: skip
+
+        def module(rows: Tensor, call: Any, weights: Any, sizes: Any) -> TokenScores:
+            return module_logprobs(call, rows, targets, weights, sizes, Objective(scaling, ignore_index))
+
+        return self.inside(head, hidden, plain, module)
+
+    def inside(self, head: nn.Module, hidden: Tensor, plain: Callable[..., Any], module: Callable[..., Any]) -> Any:
+        """Call the head with another forward, so that hooks and engines around it act once for all tiles."""
+        name = "_old_forward" if "_old_forward" in head.__dict__ else "forward"  # accelerate's hooks stay around it
+        had = head.__dict__.get(name, _NOTHING)
+        own = type(head).forward.__get__(head) if had is _NOTHING else had
+
+        def instead(rows: Tensor, *_: Any, **__: Any) -> Any:
+            if had is _NOTHING and type(head).forward is nn.Linear.forward and _is_plain(head):
+                return plain(rows, head.weight, head.bias)
+
+            def weights() -> Mapping[str, Tensor]:
+                return {f"0.{name}": weight for name, weight in named_weights(head) if weight.requires_grad}
+
+            def call(tile: Tensor, aliases: Mapping[str, Tensor]) -> Tensor:
+                return call_with_weights(_Bare([head]), aliases, (lambda tiles: own(tiles[0]), [tile]))
+
+            return module(rows, call, weights, self._sizes(rows, head))
+
+        head.__dict__[name] = instead
+        try:
+            return head(hidden)
+        finally:
+            if had is _NOTHING:
+                head.__dict__.pop(name)
+            else:
+                head.__dict__[name] = had
+
+    def _sizes(self, hidden: Tensor, head: nn.Module) -> tuple[int, ...]:
+        shape = BlockShape(
+            hidden=hidden.shape[-1], intermediate=max(1, head_width(head)), itemsize=hidden.element_size(),
+            weight_numel=0, weight_itemsize=4, device_type=hidden.device.type, live_widths=2,
+        )  # fmt: skip
+        return head_sizes(hidden.shape[:-1].numel(), self.rule, shape)
+
+
+_NOTHING: Any = object()
+
+
+def _is_plain(head: Any) -> bool:
+    """Whether the head is its weight: a floating-point tensor of this rank's own, not parametrised."""
+    weight = head.weight
+    return type(weight).__name__ != "DTensor" and weight.is_floating_point() and not hasattr(head, "parametrizations")
+
+
+def _place_of(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is head:
+                return parent, name
+    raise UserError(f"loss='tiled' cannot find the head of {type(model).__name__} among its modules; leave loss out")
