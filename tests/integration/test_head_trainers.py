@@ -1,0 +1,197 @@
+"""The tiled head in use: Trainer, and TRL's SFT, DPO and GRPO trainers, each with and without to one trajectory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+import seqtile
+import tiny_run
+from seqtile.models.head import TiledLoss
+
+STEPS = 4
+COMMON = dict(
+    max_steps=STEPS, per_device_train_batch_size=2, learning_rate=0.3, optim="sgd", logging_steps=1, save_strategy="no",
+    report_to="none", use_cpu=True, disable_tqdm=True, seed=3,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.save_model(tmp_path_factory.mktemp("model"))
+
+
+def load(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory)
+
+
+def trajectory(trainer: Any, *names: str) -> dict[str, torch.Tensor]:
+    """Logged numbers of each step, and the weights at the end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the trainers have to say about their own defaults
+        trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == STEPS
+    numbers = {name: torch.tensor([log[name] for log in logs]) for name in ("loss", "grad_norm", *names)}
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return {**numbers, "weights": weights}
+
+
+def assert_one_trajectory(build: Callable[[bool], Any], *names: str) -> None:
+    expected, got = (trajectory(build(tiled), *names) for tiled in (False, True))
+    assert expected["grad_norm"].min() > 0
+    for name, values in expected.items():
+        # Plain SGD, which does not blow up the order of sums where a gradient is zero in theory, as Adam does; the
+        # differences of a few steps add up to ten times what assert_close allows for one.
+        torch.testing.assert_close(got[name], values, rtol=1.3e-5, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
+
+
+@pytest.fixture
+def trl_is_silent(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Called, forbids TRL's own fused head from then on."""
+    from trl.trainer import utils
+
+    def forbid() -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            raise AssertionError("TRL's own head ran")
+
+        monkeypatch.setattr(utils._ChunkedLogProbFunction, "apply", fail)
+
+    return forbid
+
+
+def quietly(build: Callable[[], Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return build()
+
+
+def test_trainer(directory: Path, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(1, 250, (length,), generator=generator).tolist() for length in (30, 17, 40, 9) * 4]
+    data = Dataset.from_dict({"input_ids": rows, "labels": [[-100] * 3 + row[3:] for row in rows]})
+
+    def collate(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in batch)
+        return {
+            name: torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in batch])
+            for name, fill in (("input_ids", 0), ("labels", -100))
+        }
+
+    def build(tiled: bool) -> Trainer:
+        model = load(directory)
+        if tiled:
+            seqtile.apply(model, tile=16, loss="tiled", loss_tile=16)
+        arguments = TrainingArguments(str(tmp_path), gradient_accumulation_steps=2, **COMMON)
+        return Trainer(model, arguments, train_dataset=data, eval_dataset=data, data_collator=collate)
+
+    assert_one_trajectory(build)
+    trainer = build(tiled=True)
+    output = trainer.predict(data.select(range(2)))
+    assert output.predictions.shape == (2, 30, 257)  # evaluation has its logits
+
+
+def sft(directory: Path, out: Path) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    data = Dataset.from_list(tiny_run.text_rows(16))
+    arguments = SFTConfig(str(out), max_length=64, bf16=False, **COMMON)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return quietly(lambda: SFTTrainer(load(directory), args=arguments, train_dataset=data, processing_class=tokenizer))
+
+
+def test_sft(directory: Path, tmp_path: Path, trl_is_silent: Callable[[], None]) -> None:
+    def build(tiled: bool) -> Any:
+        trainer = sft(directory, tmp_path)
+        if tiled:
+            trl_is_silent()
+            seqtile.apply(trainer.model, blocks="none", loss="tiled", loss_tile=16)
+        return trainer
+
+    assert_one_trajectory(build, "entropy", "mean_token_accuracy")
+
+
+def test_trl_wins_where_its_trainer_is_built_later(directory: Path, tmp_path: Path) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    model = load(directory)
+    report = seqtile.apply(model, loss="tiled")
+    assert not any("TRL" in note for note in report.notes)
+    data, arguments = Dataset.from_list(tiny_run.text_rows(4)), SFTConfig(str(tmp_path), bf16=False, **COMMON)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    quietly(lambda: SFTTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer))
+    assert any("TRL's fused head was put over the tiled loss" in note for note in report.notes)
+    again = seqtile.apply(model, loss="tiled")
+    assert isinstance(model.forward, TiledLoss) and not any("TRL" in note for note in again.notes)
+    seqtile.undo(model)
+    assert model.forward.__func__.__code__.co_name == "_fused_forward"
+    ids = torch.arange(1, 20).view(1, -1)
+    model.train()
+    assert model(input_ids=ids, labels=ids).logits is not None  # what lies below TRL's forward does nothing any more
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+def test_dpo(directory: Path, tmp_path: Path, trl_is_silent: Callable[[], None], adapters: bool) -> None:
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer
+
+    words = tiny_run.SENTENCES
+    rows = [{"prompt": words[i], "chosen": words[i + 3], "rejected": words[i + 9]} for i in range(8)]
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM") if adapters else None
+
+    def build(tiled: bool) -> Any:
+        arguments = DPOConfig(str(tmp_path), max_length=64, bf16=False, **COMMON)
+        torch.manual_seed(0)
+        trainer = quietly(
+            lambda: DPOTrainer(
+                load(directory),
+                args=arguments,
+                train_dataset=Dataset.from_list(rows),
+                processing_class=tokenizer,
+                peft_config=lora,
+            )  # fmt: skip
+        )
+        if tiled:
+            trl_is_silent()
+            for model in (trainer.model, trainer.ref_model):
+                if model is not None:
+                    seqtile.apply(model, blocks="none", loss="tiled", loss_tile=16)
+        return trainer
+
+    assert_one_trajectory(build, "rewards/margins", "logps/chosen")
+
+
+def test_grpo(directory: Path, tmp_path: Path, trl_is_silent: Callable[[], None]) -> None:
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    prompts = Dataset.from_dict({"prompt": tiny_run.SENTENCES[:8]})
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [sum(token % 7 for token in ids) / 10 for ids in completion_ids]
+
+    def build(tiled: bool) -> Any:
+        arguments = GRPOConfig(
+            str(tmp_path), num_generations=2, max_completion_length=8, temperature=0.7, beta=0.1, bf16=False, **COMMON
+        )
+        trainer = quietly(
+            lambda: GRPOTrainer(
+                load(directory), reward_funcs=reward, args=arguments, train_dataset=prompts, processing_class=tokenizer
+            )
+        )
+        if tiled:
+            trl_is_silent()
+            for model in (trainer.model, trainer.ref_model):
+                if model is not None:
+                    seqtile.apply(model, blocks="none", loss="tiled", loss_tile=16)
+        return trainer
+
+    assert_one_trajectory(build, "entropy", "kl", "reward")
