@@ -131,7 +131,7 @@ def find_checkpoint(output: Path, chosen: str | None = None) -> Path:
     found, skipped = newest_whole(output)
     if found is not None:
         for problem in skipped:
-            logger.warning("skipped %s; resuming from %s", problem, found.name)
+            logger.warning("skipped %s", problem)
         return found
     if not skipped:
         raise UserError(

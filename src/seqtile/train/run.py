@@ -93,6 +93,7 @@ def train(
     trainer, tiling = _build(recipe, output)
     trainer.run = describe_run(recipe, trainer)
     if start is not None:
+        logger.info("resuming from %s", start)
         for note in check_same_run(trainer.run, start, recipe, trainer, tiling):
             logger.warning(note)
         trainer.all_done = _all_done(trainer, start, output)

@@ -61,8 +61,8 @@ def check_same_run(
     steps = trainer.args.max_steps
     if steps > 0 and steps != state["max_steps"] and trainer.args.lr_scheduler_type not in FLAT_SCHEDULES:
         notes.append(
-            f"the learning rate now falls until step {steps} and no longer until step {state['max_steps']}: "
-            "other losses from here on than without the interruption"
+            f"the learning rate's schedule now ends at step {steps}, before at step {state['max_steps']}: "
+            "from here on other losses than without the interruption"
         )
     if mark is None:
         return notes

@@ -119,14 +119,14 @@ class Trainer(SFTTrainer):
         elif norm_is_bad:
             what = [f"the gradient norm is {float(norm)}", *self._told(batches[-1], len(losses) - 1, len(losses))]
         else:
-            what = []
+            what = []  # another rank's loss
         told = gather_object([what]) if self.accelerator.num_processes > 1 else [what]
         raise RunError(self._sentence(told))
 
     def _told(self, rows: torch.Tensor, number: int, count: int) -> list[str]:
         """Where a batch was, and how each of its sequences begins."""
         place = f"micro-batch {number + 1} of {count}, " if count > 1 else ""
-        lines = [f"{place}{' x '.join(map(str, rows.shape))} tokens:"]
+        lines = [f"{place}{' x '.join(map(str, rows.shape))} tokens, begins:"]
         for row in rows[:SHOWN_SEQUENCES].tolist():
             tokenizer: Any = self.processing_class
             text = tokenizer.decode(row[:SHOWN_CHARACTERS])
@@ -138,7 +138,7 @@ class Trainer(SFTTrainer):
         lines = []
         for rank, (what, *batch) in ((rank, lines) for rank, lines in enumerate(told) if lines):
             on_rank = f" on rank {rank}" if len(told) > 1 else ""
-            lines += [f"stopped at step {step}: {what}{on_rank}; batch: {batch[0] if batch else ''}", *batch[1:]]
+            lines += [f"stopped at step {step}: {what}{on_rank}; its batch, {batch[0]}", *batch[1:]]
         checkpoint, _ = newest_whole(output)
         if checkpoint is None:
             lines += ["nothing was saved; look at these rows, or start again with a lower --learning-rate"]
