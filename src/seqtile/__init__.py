@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from seqtile.models.apply import applied as applied
     from seqtile.models.apply import apply as apply
     from seqtile.models.apply import undo as undo
+    from seqtile.models.module import tile_module as tile_module
     from seqtile.models.report import Block as Block
     from seqtile.models.report import Report as Report
     from seqtile.ops.head import linear_cross_entropy as linear_cross_entropy
@@ -38,6 +39,7 @@ _HOMES = {
     "count_products": "seqtile.counting",
     "linear_cross_entropy": "seqtile.ops.head",
     "token_logprobs": "seqtile.ops.head_scores",
+    "tile_module": "seqtile.models.module",
     "undo": "seqtile.models.apply",
     "verify": "seqtile.verification",
 }

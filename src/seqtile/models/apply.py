@@ -75,44 +75,27 @@ def apply(
     Raises:
         UserError: an argument is wrong, or nothing was found to tile.
     """
-    for name, value, words in (("blocks", blocks, _BLOCKS), ("path", path, _PATHS)):
-        if value not in words:
-            raise UserError(f"{name}={value!r}: expected one of {', '.join(map(repr, words))}")
-    try:
-        rule, loss_rule = parse_tile(tile), parse_tile(loss_tile)
-        parse_keep(keep, 1)
-    except (TypeError, ValueError) as error:
-        raise UserError(str(error)) from None
+    _one_of("blocks", blocks, _BLOCKS)
+    rule, _ = check_settings(tile, path, keep, 1)
+    loss_rule, _ = check_settings(loss_tile, path, keep, 1)
     _check_loss(loss, loss_tile, blocks, tile != "auto" or only is not None or bool(keep) or path != "auto")
     refuse_wrapped(model)
     if loss is not None:
         find_causal_lm(model)  # refuses before anything is changed
     if blocks == "none":
-        undo(model)
+        with replacing(model):
+            pass
         return _finish(Report((), (), 0, parse_keep(keep, 1), weakref.ref(model), install_loss(model, loss_rule)))
     found, left = find_blocks(model, everything=only is not None)
+    found, left = _without_own(model, found, left)
     chosen = [block for block in found if only is None or _matches(only, block)]
     left += [Left(b.name, type(b.module).__name__, "not named in only=") for b in found if b not in chosen]
     idle = [one for one in _words(only) if not any(_matches(one, block) for block in found)]
     if idle or not chosen:
         raise UserError(_nothing(model, found, left, idle if idle else only))
-    keeping = parse_keep(keep, len(chosen))
-    if keeping.kind == "auto":
-        keeping = KeepRule("auto", free_bytes(model) / 4 / len(chosen))
-    former = [(one, is_marked(one.module)) for one in _standing(model)]
-    former_losses = standing_losses(model)
-    undo(model)
-    try:
+    keeping = with_free_memory(parse_keep(keep, len(chosen)), model, len(chosen))
+    with replacing(model):
         tiled = [_tile(model, block, rule, keeping, blocks != "mlp", path) for block in chosen]
-    except UserError:
-        undo(model)
-        for one, was_marked in former:
-            one.install()
-            if was_marked:
-                mark_leaf(one.module)
-        for former_loss in former_losses:
-            former_loss.install()
-        raise
     done = install_loss(model, loss_rule) if loss else ""
     return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), done))
 
@@ -136,6 +119,68 @@ def _check_loss(loss: str | None, loss_tile: int | str, blocks: str, given: bool
 
 _BLOCKS = ("auto", "mlp", "mlp+norm", "none")
 _PATHS = ("auto", "fused", "generic")
+
+
+def _one_of(name: str, value: object, words: Sequence[str]) -> None:
+    if value not in words:
+        raise UserError(f"{name}={value!r}: expected one of {', '.join(map(repr, words))}")
+
+
+def check_settings(tile: int | str, path: str, keep: float | str, blocks: int) -> tuple[TileRule, KeepRule]:
+    """The rules that the arguments of :func:`apply` stand for; one sentence where one is wrong."""
+    _one_of("path", path, _PATHS)
+    try:
+        return parse_tile(tile), parse_keep(keep, blocks)
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from None
+
+
+def with_free_memory(keep: KeepRule, model: nn.Module, blocks: int) -> KeepRule:
+    """``keep`` with a quarter of the free device memory read once, if it is ``"auto"``."""
+    return KeepRule("auto", free_bytes(model) / 4 / blocks) if keep.kind == "auto" else keep
+
+
+def _is_own(installed: Installed) -> bool:
+    """Whether :func:`seqtile.tile_module` put it there: another call of :func:`apply` leaves it."""
+    return hasattr(installed, "dim")
+
+
+def _without_own(model: nn.Module, found: list[Candidate], left: list[Left]) -> tuple[list[Candidate], list[Left]]:
+    own = [name for name, m in model.named_modules() if _is_own(m.__dict__.get("forward"))]
+    inside = [block for block in found if any(f"{block.name}.".startswith(f"{name}.") for name in own)]
+    left = left + [Left(b.name, type(b.module).__name__, "tiled by seqtile.tile_module") for b in inside]
+    return [block for block in found if block not in inside], left
+
+
+@contextmanager
+def replacing(model: nn.Module, *, own: bool = False) -> Iterator[None]:
+    """Take the tiled forwards off, and put them back if the ``with`` block raises :class:`UserError`.
+
+    Args:
+        model: what to tile anew.
+        own: also those of :func:`seqtile.tile_module`.
+    """
+
+    def standing() -> list[Installed]:
+        return [one for one in _standing(model) if own or not _is_own(one)]
+
+    former = [(one, is_marked(one.module)) for one in standing()]
+    former_losses = standing_losses(model)
+    remove_loss(model)
+    for one, _ in former:
+        one.remove()
+    try:
+        yield
+    except UserError:
+        for one in standing():
+            one.remove()
+        for one, was_marked in former:
+            one.install()
+            if was_marked:
+                mark_leaf(one.module)
+        for former_loss in former_losses:
+            former_loss.install()
+        raise
 
 
 def undo(model: nn.Module) -> int:

@@ -50,11 +50,11 @@ class Setting:
     name: str = ""
     layer: str = ""
 
-    def shape(self, x: Tensor, weights: Sequence[Tensor], fused: bool) -> BlockShape:
+    def shape(self, x: Tensor, weights: Sequence[Tensor], fused: bool, lanes: int = 1) -> BlockShape:
         """What the tile rule needs to know, from what the block is at this call."""
         return BlockShape(
             hidden=self.hidden,
-            intermediate=self.intermediate,
+            intermediate=self.intermediate * lanes,
             itemsize=x.element_size(),
             weight_numel=sum(weight.numel() for weight in weights),
             weight_itemsize=min([weight.element_size() for weight in weights] or [4]),
@@ -127,8 +127,9 @@ class Installed:
         tensors: Sequence[Tensor],
         call: Callable[[list[Tensor]], Any],
         other_arguments: bool = False,
+        lanes: int = 1,
     ) -> Any:
-        """Run ``call`` on tiles of ``tensors``; ``parts`` hold the block's weights."""
+        """Run ``call`` on tiles of ``tensors``; ``parts`` hold the block's weights; a token has ``lanes`` rows."""
 
         def weights() -> dict[str, Tensor]:
             return {
@@ -146,7 +147,7 @@ class Installed:
         x, setting = tensors[0], self.setting
         mlp = self._choose(x.dtype, other_arguments)
         tokens = x.shape[:-1].numel()
-        shape = setting.shape(x, list(weights().values()), mlp is not None)
+        shape = setting.shape(x, list(weights().values()), mlp is not None, lanes)
         sizes = setting.rule.tile_sizes(tokens, shape)
         if not sizes:
             return call(list(tensors))

@@ -61,6 +61,47 @@ def mixes_tokens(module: nn.Module, kind: str, hidden: int) -> str | None:
     return None
 
 
+def mixes_along(module: nn.Module, dim: int, hidden: int) -> str | None:
+    """Why the module is not known to treat each token along ``dim`` by itself; None if the probe proved it.
+
+    The module sees three dimensions. The features, ``hidden`` of them, are the last, or the second where the tokens are
+    the last. A reason that starts with "not " refutes; any other says why nothing could be run.
+    """
+    weights = [p for p in module.parameters() if p.is_floating_point()]
+    if any(p.is_meta or p.numel() == 0 or type(p.data) is not Tensor for p in weights) or not -3 <= dim < 3:
+        return "by its caller's word: it cannot be run here"
+    reference = weights[0] if weights else torch.empty(0)
+    sizes = [3, hidden, 5] if dim in (-1, 2) else [3, 3, hidden]
+    sizes[dim] = 5
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(sizes, generator=generator).to(reference.device, reference.dtype) for _ in range(_inputs(module))
+    ]
+    order = torch.tensor([3, 1, 4, 0, 2], device=reference.device)
+    try:
+        with _evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            runs = [
+                [leaf for leaf in tree_leaves(module.forward(*tokens)) if isinstance(leaf, Tensor)]
+                for tokens in (
+                    inputs,
+                    [part.index_select(dim, order) for part in inputs],
+                    [part.narrow(dim, 0, 2) for part in inputs],
+                )
+            ]
+    except Exception as error:  # noqa: BLE001 - it may want other inputs than three dimensions of random numbers
+        return f"by its caller's word: the probe could not call it ({type(error).__name__})"
+    loose = 1e-4 if reference.dtype in (torch.float32, torch.float64) else 5e-2  # rounding of another order
+    place = dim % 3
+    for whole, permuted, cut in zip(*runs, strict=True):
+        if whole.dim() <= place or whole.shape[place] != 5 or cut.shape[place] != 2:
+            return f"not position-wise: 5 tokens along it gave an output of shape {tuple(whole.shape)}"
+        bound = loose * whole.abs().max().item() + 1e-30
+        moved, first = whole.index_select(place, order) - permuted, whole.narrow(place, 0, 2) - cut
+        if moved.abs().max() > bound or first.abs().max() > bound:
+            return "not position-wise: an output depends on other tokens"
+    return None
+
+
 def _rows(module: nn.Module, rows: list[Tensor], lead: tuple[int, ...]) -> list[Tensor]:
     """The outputs, one row per token, for inputs of these leading dimensions."""
     inputs = [part.reshape(*lead, part.shape[-1]) for part in rows]

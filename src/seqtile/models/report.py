@@ -22,7 +22,8 @@ class Block:
     Attributes:
         name: qualified name.
         class_name: class of the module, or of the layer around it for parts that are its children.
-        kind: ``"mlp"``, ``"experts"``, ``"inline"`` or ``"pair"``; see :class:`seqtile.models.find.Candidate`.
+        kind: ``"mlp"``, ``"experts"``, ``"inline"`` or ``"pair"`` (see :class:`seqtile.models.find.Candidate`), or
+            ``"module"``, from :func:`seqtile.tile_module`.
         path: operator that runs it: ``"fused"`` or ``"generic"``.
         hidden: width of its input.
         intermediate: width of its widest tensor per token.
@@ -101,7 +102,7 @@ class Report:
 
     def __str__(self) -> str:
         kinds = Counter((block.class_name, block.kind) for block in self.blocks)
-        words = {"mlp": "MLPs", "experts": "experts", "inline": "MLPs", "pair": "MLPs"}
+        words = {"mlp": "MLPs", "experts": "experts", "inline": "MLPs", "pair": "MLPs", "module": "modules"}
         names = ", ".join(dict.fromkeys(class_name for class_name, _ in kinds))
         what = " and ".join(dict.fromkeys(words[kind] for _, kind in kinds))
         tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))

@@ -1,0 +1,216 @@
+"""Tile a user's own position-wise module, along a dimension that its caller names."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from seqtile._errors import UserError
+from seqtile.engines.granularity import refuse_wrapped
+from seqtile.engines.zero3 import mark_leaf
+from seqtile.models.apply import check_settings, replacing, with_free_memory
+from seqtile.models.find import linear_widths
+from seqtile.models.instance import Setting, TiledForward, logger
+from seqtile.models.probe import mixes_along, mixes_tokens
+from seqtile.models.report import Block, Report
+from seqtile.ops.fused import FusedWeights
+from seqtile.tiling import KeepRule, TileRule
+
+
+def tile_module(
+    module: nn.Module, *, dim: int = -2, tile: int | str = "auto", path: str = "auto", keep: float | str = 0.0
+) -> Report:
+    """Run one position-wise module of your own over tiles of tokens, in place.
+
+    Replaces ``module(x)`` by ``torch.cat([module(part) for part in x.split(size, dim)], dim)``, each part recomputed
+    in backward, with one gradient per weight. :func:`seqtile.undo` takes it off; a later :func:`seqtile.apply` on the
+    model around it leaves it as it is.
+
+    Args:
+        module: maps tensors to a tensor, or a nest of them, with the same tokens along ``dim``; every token by itself.
+        dim: the token dimension of its inputs and outputs. The first tensor argument tells the number of tokens;
+            split are all that have as many there: those with as many dimensions, and those that share its leading
+            dimensions up to ``dim`` (a ``[B, T]`` mask beside ``[B, T, D]`` and ``dim=1``). All else is passed whole.
+        tile: as for :func:`seqtile.apply`.
+        path: as for :func:`seqtile.apply`; the fused operator where the module is an MLP of plain linear layers.
+        keep: as for :func:`seqtile.apply`.
+
+    Returns:
+        A :class:`Report` of one block.
+
+    Cost:
+        As :func:`seqtile.apply`: without an activation checkpoint around it the module's products run once more, but
+        for the last one. Where rows along other dimensions depend on each other, or that could not be probed, and
+        such a dimension is before ``dim`` and longer than 1: one copy of the input and one of the output.
+
+    Raises:
+        UserError: an argument is wrong; or the module, run on five random tokens, mixes them or normalises over them.
+        ValueError: when it is called: a tensor argument may be one row per token or not, or an output has no row per
+            token.
+    """
+    if not isinstance(module, nn.Module):
+        raise UserError(f"tile_module got {type(module).__name__}, expected an nn.Module")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise UserError(f"dim={dim!r}: got {type(dim).__name__}, expected an int, the token dimension of the inputs")
+    rule, keeping = check_settings(tile, path, keep, 1)
+    refuse_wrapped(module)
+    name = type(module).__name__
+    with replacing(module, own=True):
+        own, mlp, why = _tile(module, dim, rule, path, with_free_memory(keeping, module, 1))
+    setting, fused = own.setting, own.falls_back
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    x = torch.empty(0, dtype=next((p.dtype for p in module.parameters()), torch.float32), device="meta")
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    shape = replace(setting.shape(x, weights, fused), device_type=device)
+    not_fused = "" if isinstance(mlp, FusedWeights) else mlp
+    block = Block(
+        name, name, "module", "fused" if fused else "generic", setting.hidden, setting.intermediate, (),
+        rule.describe(shape), why or "permuted tokens gave permuted outputs", not_fused, False,
+    )  # fmt: skip
+    report = Report((block,), (), 1, setting.keep, weakref.ref(module))
+    logger.info("%s", report)
+    return report
+
+
+def _tile(
+    module: nn.Module, dim: int, rule: TileRule, path: str, keep: KeepRule
+) -> tuple[TiledModule, FusedWeights | str, str | None]:
+    """Install the tiled forward: it, its weights or why it is generic, and what the probe could not tell."""
+    name = type(module).__name__
+    for inner, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase):
+            raise UserError(
+                f"cannot tile {name}: {inner or 'it'} ({type(part).__name__}) normalises over tokens; tile the parts "
+                "around it, or use a norm over features"
+            )
+    hidden, widest = _widths(module)
+    why = mixes_along(module, dim, hidden)
+    if why is not None and why.startswith("not "):
+        raise UserError(f"cannot tile {name} along dim={dim}: {why}; name the token dimension, or leave it untiled")
+    by_rows = dim != -1 and mixes_tokens(module, "mlp", hidden) is None
+    own = TiledModule(module, Setting(rule, keep, path, hidden, widest, name=name), dim, by_rows)
+    mlp = own.fused(torch.float32)
+    own.falls_back = isinstance(mlp, FusedWeights) and path != "generic"
+    if path == "fused" and not own.falls_back:
+        raise UserError(f"path='fused' does not apply to {name}: {mlp}; use path='auto'")
+    own.install()
+    own.check()
+    mark_leaf(module)
+    return own, mlp, why
+
+
+def _widths(module: nn.Module) -> tuple[int, int]:
+    """(width of the input, widest tensor per token), as the weights show them; 1 where there are none."""
+    linears = [widths for part in module.modules() if (widths := linear_widths(part)) is not None]
+    shapes = linears or [(p.shape[1], p.shape[0]) if p.dim() > 1 else (p.numel(),) * 2 for p in module.parameters()]
+    return (shapes[0][0], max(max(shape) for shape in shapes)) if shapes else (1, 1)
+
+
+class TiledModule(TiledForward):
+    """``forward`` of a module that its owner called position-wise along one dimension."""
+
+    def __init__(self, module: nn.Module, setting: Setting, dim: int, by_rows: bool) -> None:
+        super().__init__(module, setting)
+        self.dim, self.by_rows = dim, by_rows
+
+    def note(self) -> str:
+        return f"{super().note()} along dim={self.dim}"
+
+    def fused(self, dtype: torch.dtype) -> FusedWeights | str:
+        return super().fused(dtype) if self.by_rows else "its rows are not known to be independent"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        places = _Along(self.setting.name, self.dim, args, kwargs)
+        if self.by_rows and places.features_last:
+            return super().__call__(*args, **kwargs)
+        self.check()
+        original, tensors = self.original, places.take()
+        if not tensors:
+            return original(*args, **kwargs)
+        shapes: list[torch.Size] = []
+
+        def call(tiles: list[Tensor]) -> Any:
+            filled, words = places.fill(tiles)
+            shapes.clear()
+            return tree_map(lambda leaf: places.as_rows(leaf, len(tiles[0]), shapes), original(*filled, **words))
+
+        width = tensors[0].numel() // max(len(tensors[0]), 1)
+        result = self.run([self.module], tensors, call, True, lanes=max(1, width // self.setting.hidden))
+        rest = iter(list(shapes))
+        return tree_map(lambda leaf: places.as_given(leaf, next(rest)) if isinstance(leaf, Tensor) else leaf, result)
+
+
+class _Along:
+    """Which arguments are split along a dimension, as ``[tokens, rest]``, and the way back."""
+
+    def __init__(self, name: str, dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.name, self.count = name, len(args)
+        self.arguments: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
+        self.split: dict[int | str, torch.Size] = {}
+        x = next((value for value in self.arguments.values() if isinstance(value, Tensor) and value.dim() > 0), None)
+        if x is None:
+            return
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(f"{name} is tiled along dim={dim}, got a first tensor of shape {tuple(x.shape)}")
+        self.dim = dim % x.dim()
+        self.features_last = self.dim < x.dim() - 1
+        for key, value in self.arguments.items():
+            if isinstance(value, Tensor) and self._has_tokens(key, value, x):
+                self.split[key] = value.shape[: self.dim] + value.shape[self.dim + 1 :]
+
+    features_last = True
+
+    def _has_tokens(self, key: int | str, value: Tensor, x: Tensor) -> bool:
+        dim, same = self.dim, value.dim() == x.dim()
+        if value.dim() <= dim or (same and value.shape[dim] == 1 != x.shape[dim]):
+            return False
+        leads = value.shape[: dim + 1] == x.shape[: dim + 1]
+        if value is x or (same and value.shape[dim] == x.shape[dim]):
+            return True
+        may_be_features = value.dim() == 1 and x.dim() > 1 and value.shape[0] == x.shape[-1]
+        if same or (leads and may_be_features):
+            raise ValueError(
+                f"cannot tile {self.name} along dim={dim}: argument {key!r} has shape {tuple(value.shape)} beside "
+                f"{tuple(x.shape)}: it may or may not hold one row per token; give it the dimensions of the first, "
+                "with size 1 where it is the same for every token"
+            )
+        return leads
+
+    def take(self) -> list[Tensor]:
+        """The tensors to split, as rows; nothing here holds them any longer."""
+        tensors = []
+        for key in self.split:
+            value = self.arguments[key].movedim(self.dim, 0)
+            tensors.append(value.reshape(len(value), self.split[key].numel()))
+            self.arguments[key] = None
+        return tensors
+
+    def fill(self, tiles: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments, with tiles in place of the whole tensors."""
+        filled = dict(self.arguments)
+        for (key, rest), tile in zip(self.split.items(), tiles, strict=True):
+            filled[key] = tile.reshape(len(tile), *rest).movedim(0, self.dim)
+        words = {key: value for key, value in filled.items() if isinstance(key, str)}
+        return [filled[number] for number in range(self.count)], words
+
+    def as_rows(self, leaf: Any, tokens: int, shapes: list[torch.Size]) -> Any:
+        """One output of a tile as ``[tokens, rest]``; its ``rest`` is added to ``shapes``."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.dim() <= self.dim or leaf.shape[self.dim] != tokens:
+            raise ValueError(
+                f"cannot tile {self.name}: for {tokens:,} tokens along dim={self.dim} it returned shape "
+                f"{tuple(leaf.shape)}, expected one row per token; it is not position-wise, undo its tiling"
+            )
+        leaf = leaf.movedim(self.dim, 0)
+        shapes.append(leaf.shape[1:])
+        return leaf.reshape(tokens, leaf.shape[1:].numel())
+
+    def as_given(self, rows: Tensor, rest: torch.Size) -> Tensor:
+        return rows.reshape(len(rows), *rest).movedim(0, self.dim).contiguous()
