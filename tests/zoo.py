@@ -119,23 +119,44 @@ def with_encoder(architecture: str, dtype: torch.dtype = torch.float32, **config
     return auto.from_config(AutoConfig.for_model(architecture, **settings | config)).to(dtype).train()
 
 
-def vision_language_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A tiny Qwen2-VL: a vision tower with MLPs of its own beside the language model."""
+def vision_language_model(dtype: torch.dtype = torch.float32, architecture: str = "qwen2_vl") -> nn.Module:
+    """A tiny Qwen2-VL or Qwen2.5-VL: a vision tower with MLPs of its own beside the language model."""
     text = {**_BASE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-    vision = dict(depth=1, embed_dim=HIDDEN, hidden_size=HIDDEN, num_heads=4, mlp_ratio=2, patch_size=4)
-    config = AutoConfig.for_model("qwen2_vl", text_config=text, vision_config=vision)
+    vision = dict(depth=1, hidden_size=HIDDEN, num_heads=4, patch_size=4)
+    if architecture == "qwen2_vl":
+        vision |= dict(embed_dim=HIDDEN, mlp_ratio=2)
+    else:
+        vision |= dict(out_hidden_size=HIDDEN, intermediate_size=48, window_size=16)
+    marks = dict(image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
+    config = AutoConfig.for_model(architecture, text_config=text, vision_config=vision, **marks)
     torch.manual_seed(0)
     return AutoModelForImageTextToText.from_config(config).to(dtype).train()
+
+
+def picture_and_text(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A batch for it: one picture of 4 by 4 patches, four tokens, in a text, with positions in three dimensions."""
+    ids = torch.tensor([[5, 62, 60, 60, 60, 60, 63, 7, 8, 9, 10, 11, 12]])
+    place = torch.arange(ids.shape[1])
+    height, width = place.clone(), place.clone()
+    height[2:6], width[2:6] = torch.tensor([2, 2, 3, 3]), torch.tensor([2, 3, 2, 3])
+    pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(2)).to(dtype)
+    return {
+        "input_ids": ids,
+        "labels": ids,
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "position_ids": torch.stack([place, height, width]).unsqueeze(1),
+    }
 
 
 def tokens(batch: int = 2, length: int = 13, seed: int = 1) -> Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def gradients(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Loss and gradients of one step from clean gradients."""
+def gradients(model: nn.Module, batch: Tensor | dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradients of one step from clean gradients, of token ids or a whole batch."""
     model.zero_grad()
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = model(**(batch if isinstance(batch, dict) else dict(input_ids=batch, labels=batch))).loss
     loss.backward()
     return loss.detach(), {name: copy.copy(p.grad) for name, p in model.named_parameters()}
 

@@ -129,8 +129,10 @@ def test_labels_counts_and_shapes_of_the_output() -> None:
         torch.testing.assert_close(output.loss, plain.loss)
         assert_same_gradients(got, expected)
     output = model(input_ids=ids, labels=labels, return_dict=False)
-    assert isinstance(output[0], Tensor) and output[0].shape == () and not any(
-        isinstance(value, Tensor) and VOCABULARY in value.shape for value in output
+    assert (
+        isinstance(output[0], Tensor)
+        and output[0].shape == ()
+        and not any(isinstance(value, Tensor) and VOCABULARY in value.shape for value in output)
     )
 
 

@@ -15,6 +15,7 @@ from zoo import (
     causal_lm,
     exact_dtype,
     gradients,
+    picture_and_text,
     tokens,
     vision_language_model,
 )
@@ -84,6 +85,78 @@ def test_only_the_language_part_of_a_vision_language_model() -> None:
     assert_same_gradients(got, expected)
     named = seqtile.apply(model, tile=5, only="*visual.blocks.0.mlp")
     assert [block.name for block in named.blocks] == ["model.visual.blocks.0.mlp"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("towers", [False, True], ids=["language", "towers too"])
+@pytest.mark.parametrize("architecture", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_picture_and_positions_in_three_dimensions(architecture: str, towers: bool, checkpointing: bool) -> None:
+    model, batch = vision_language_model(torch.float64, architecture), picture_and_text(torch.float64)
+    loss, expected = gradients(model, batch)
+    assert expected["model.visual.blocks.0.mlp.%s.weight" % ("fc1" if architecture == "qwen2_vl" else "up_proj")].any()
+    report = seqtile.apply(model, tile=5, only=["*visual.blocks*", "*layers*"] if towers else None)
+    assert report.tiled == (3 if towers else 2)
+    assert [one.name for one in report.left] == ([] if towers else ["model.visual.blocks.0.mlp"])
+    if checkpointing:
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tiled_loss, got = gradients(model, batch)
+    torch.testing.assert_close(tiled_loss, loss)
+    assert_same_gradients(got, expected)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("architecture", EXPERTS)
+def test_an_expert_that_no_token_reaches_has_the_untiled_zeros(architecture: str, checkpointing: bool) -> None:
+    count = {"deepseek_v3": "n_routed_experts", "qwen3_moe": "num_experts"}.get(architecture, "num_local_experts")
+    model, ids = causal_lm(architecture, **{count: 16}), tokens(1, 3)
+    _, expected = gradients(model, ids)
+    report = seqtile.apply(model, tile=1)
+    blocks = [block.name for block in report.blocks if block.kind == "experts"]
+    if checkpointing:
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _, got = gradients(model, ids)
+    assert_same_gradients(got, expected)
+    for name in (name for name in got if name.rpartition(".")[0] in blocks):
+        idle = ~expected[name].flatten(1).any(-1)
+        assert 0 < idle.sum() < 16 and torch.equal(idle, ~got[name].flatten(1).any(-1)), name
+
+
+class _Experts(nn.Module):
+    """Experts in a list, each called even where no token reaches it, a shared one, and a loss on the router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(_Mixer(torch.relu) for _ in range(4))
+        self.shared_expert = _Mixer(torch.tanh)
+
+    def forward(self, x):
+        rows = x.reshape(-1, 8)
+        share, chosen = self.router(rows).softmax(-1).max(-1)
+        y = self.shared_expert(rows)
+        for number, expert in enumerate(self.experts):
+            mine = torch.where(chosen == number)[0]
+            y = y.index_add(0, mine, expert(rows[mine]) * share[mine, None])
+        return y.reshape(x.shape), self.router(rows).logsumexp(-1).pow(2).mean()
+
+
+@pytest.mark.parametrize("path", ["generic", "auto"])
+def test_experts_in_a_list_that_are_called_without_a_token(path: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([_Experts()]).double(), torch.randn(1, 3, 8, dtype=torch.float64)
+
+    def step() -> dict[str, torch.Tensor | None]:
+        model.zero_grad()
+        y, auxiliary = model[0](x)
+        (y.pow(2).sum() + auxiliary).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    expected = step()
+    assert any(".experts." in name and grad is not None and not grad.any() for name, grad in expected.items())
+    assert seqtile.apply(model, tile=1, path=path).tiled == 5
+    assert_same_gradients(step(), expected)
 
 
 class _Mixer(nn.Module):
