@@ -244,16 +244,23 @@ class KeepRule:
     Attributes:
         kind: ``"share"``, ``"memory"`` or ``"auto"``.
         value: share of the tiles, or bytes per block; 0 until ``"auto"`` has read the free memory.
+        blocks: number of blocks that share the bytes.
     """
 
     kind: str = "share"
     value: float = 0.0
+    blocks: int = 1
 
-    def share(self, tokens: int, shape: BlockShape) -> float:
-        """Share of the tiles whose gate and up fit."""
+    def holds_dense(self, dense_bytes: int) -> bool:
+        """Whether quantised weights stay dense while a block's pass runs: a share says nothing against it."""
+        return self.kind == "share" or dense_bytes <= self.value * self.blocks
+
+    def share(self, tokens: int, shape: BlockShape, dense_bytes: int = 0) -> float:
+        """Share of the tiles whose gate and up fit beside the dense weights, which one block at a time holds."""
         if self.kind == "share":
             return self.value
-        return min(1.0, self.value / max(1, 2 * shape.intermediate * shape.itemsize * tokens))
+        value = self.value - dense_bytes / self.blocks if self.holds_dense(dense_bytes) else self.value
+        return min(1.0, value / max(1, 2 * shape.intermediate * shape.itemsize * tokens))
 
     def __str__(self) -> str:
         return f"{self.value:g}" if self.kind == "share" else f"{self.kind}:{int(self.value):,} bytes per block"
@@ -279,7 +286,7 @@ def parse_keep(keep: float | str, blocks: int) -> KeepRule:
         if word == "auto" and not value:
             return KeepRule("auto")
         if word == "memory" and (budget := parse_bytes(value)):
-            return KeepRule("memory", budget / max(1, blocks))
+            return KeepRule("memory", budget / max(1, blocks), max(1, blocks))
         raise ValueError(f"keep={keep!r} is not a rule; {expected}")
     if not 0.0 <= keep <= 1.0:
         raise ValueError(f"keep={keep}: got a share outside 0.0 to 1.0; {expected}")

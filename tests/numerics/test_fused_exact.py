@@ -25,7 +25,7 @@ from numerics._fused import (
 from seqtile.models.formula import known_activation
 from seqtile.ops import fused, fused_tile, pointwise
 from seqtile.ops.fused import FusedWeights, fused_mlp
-from seqtile.ops.projection import Projection
+from seqtile.ops.projection import Packed, Projection
 
 TILE = 4
 
@@ -271,8 +271,9 @@ def test_one_weight_in_two_places() -> None:
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("holds", [True, False], ids=["once per pass", "every product"])
 @pytest.mark.parametrize("keep", [0.0, 1.0])
-def test_packed_weights_are_made_dense_once_per_pass(keep: float) -> None:
+def test_packed_weights_are_made_dense_once_per_pass(keep: float, holds: bool) -> None:
     torch.manual_seed(0)
     model, asked = GatedMLP(bias=False).requires_grad_(False), []
 
@@ -281,14 +282,15 @@ def test_packed_weights_are_made_dense_once_per_pass(keep: float) -> None:
             asked.append(layer)
             return layer.weight.detach().clone()
 
-        return Projection(dense)
+        return Projection(Packed(dense, (layer.out_features, layer.in_features)))
 
     mlp = FusedWeights((packed(model.gate), packed(model.up)), packed(model.down), pointwise.SILU)
     x, upstream = random(10, HIDDEN), random(10, HIDDEN, seed=2, grad=False)
-    output = fused_mlp(x, mlp, (4, 4, 2), keep=keep)
-    assert len(asked) == 3
+    output = fused_mlp(x, mlp, (4, 4, 2), keep=keep, holds_dense=holds)
+    assert len(asked) == (3 if holds else 3 * 3)
+    asked.clear()
     output.backward(upstream)
-    assert len(asked) == 6
+    assert len(asked) == (3 if holds else 3 * (3 if keep else 5))
     (expected,) = torch.autograd.grad(model(x), x, upstream)
     torch.testing.assert_close(x.grad, expected)
 

@@ -445,6 +445,58 @@ class TestAdapters:
         assert reason(mlp) == "up: its adapter drops by AlphaDropout"
 
 
+class Quantised(nn.Linear):
+    """A stand-in for a quantised linear layer: frozen, and it says when it is made dense."""
+
+    asked = 0
+
+    def dense(self) -> Tensor:
+        Quantised.asked += 1
+        return self.weight.detach().clone()
+
+
+@pytest.mark.parametrize(
+    ("keep", "calls"),
+    [(0.0, 3 + 3), (0.5, 3 + 3), ("memory:96KiB", 3 + 3), ("memory:95KiB", 3 * 3 + 2 * 3 + 5), ("auto", 3 * 3 + 3 * 5),
+     ("memory:160KiB", 3 + 3)],
+)  # fmt: skip
+def test_keep_decides_whether_dense_weights_stay(
+    keep: float | str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three 64 x 128 weights in float32 are 96 KiB; the CPU's free memory is not read, so "auto" spares nothing."""
+    import seqtile
+    from seqtile.models import fuse, instance
+    from seqtile.ops.projection import Packed, Projection
+
+    torch.manual_seed(0)
+    mlp = GatedMLP(64, 128)
+    for name in ("gate", "up", "down"):
+        layer = getattr(mlp, name)
+        setattr(mlp, name, Quantised(layer.in_features, layer.out_features).requires_grad_(False))
+    plain = fuse._projection
+
+    def packed(name: str, layer: nn.Module, dtype: torch.dtype | None = None) -> Projection | str:
+        if not isinstance(layer, Quantised):
+            return plain(name, layer, dtype)
+        return Projection(Packed(layer.dense, (layer.out_features, layer.in_features)), layer.bias)
+
+    monkeypatch.setattr(fuse, "_projection", packed)
+    kept: list[float] = []
+    run = instance.fused_mlp
+    monkeypatch.setattr(instance, "fused_mlp", lambda *a, **k: kept.append(k["keep"]) or run(*a, **k))
+    x, upstream = random(2, 50, 64), random(2, 50, 64, seed=2, grad=False)
+    (expected,) = torch.autograd.grad(mlp(x), x, upstream)
+    report = seqtile.apply(mlp, tile=40, keep=keep)
+    assert report.blocks[0].path == "fused", report.blocks[0].not_fused
+    Quantised.asked = 0
+    (got,) = torch.autograd.grad(mlp(x), x, upstream)
+    assert Quantised.asked == calls
+    # Gate and up of 100 tokens are 100 KiB: dense weights leave 64 of 160; 95 hold none, but two of three tiles.
+    share = {0.5: 0.5, "memory:160KiB": 64 / 100, "memory:95KiB": 95 / 100}.get(keep, 0.0)
+    assert kept == [pytest.approx(share)]
+    torch.testing.assert_close(got, expected, rtol=1.3e-6, atol=1e-5 * expected.abs().max().item())
+
+
 class TestFourBits:
     """Frozen 4-bit layers of bitsandbytes, with adapters: QLoRA."""
 

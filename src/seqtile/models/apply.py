@@ -58,7 +58,9 @@ def apply(
             at each call, else the generic one; ``"generic"``; or ``"fused"``, an error where it does not apply.
         keep: memory to spare for speed: the share of the tiles (0.0 to 1.0) that keep gate and up, 11 units down to
             9; ``"memory:4GiB"``, a total over all blocks; ``"auto"``, a quarter of the device memory that is free
-            now, 0 where it cannot be read. Fused operator only.
+            now, 0 where it cannot be read. Fused operator only. Frozen 4-bit weights are made dense once per block
+            and pass; a number of bytes must hold one block's dense weights first, else they are made dense anew for
+            every product, one at a time.
         loss: ``"tiled"``: ``model(..., labels=labels)`` computes head and loss tile by tile in training and returns no
             logits (``return_logits=True`` asks for them); evaluation and ``generate`` stay as they were.
         loss_tile: tokens per tile of the head, or a rule as for ``tile``.
@@ -137,7 +139,7 @@ def check_settings(tile: int | str, path: str, keep: float | str, blocks: int) -
 
 def with_free_memory(keep: KeepRule, model: nn.Module, blocks: int) -> KeepRule:
     """``keep`` with a quarter of the free device memory read once, if it is ``"auto"``."""
-    return KeepRule("auto", free_bytes(model) / 4 / blocks) if keep.kind == "auto" else keep
+    return KeepRule("auto", free_bytes(model) / 4 / blocks, blocks) if keep.kind == "auto" else keep
 
 
 def _is_own(installed: Installed) -> bool:

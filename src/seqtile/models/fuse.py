@@ -18,7 +18,7 @@ from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.models.formula import formula_of, heard, is_linear, known_activation
 from seqtile.ops.fused import FusedWeights
 from seqtile.ops.pointwise import Activation
-from seqtile.ops.projection import Adapter, Projection
+from seqtile.ops.projection import Adapter, Packed, Projection
 from seqtile.ops.replay import RowWise
 
 _ADAPTED = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
@@ -123,7 +123,7 @@ def _projection(name: str, layer: nn.Module, dtype: torch.dtype | None = None) -
 
 
 def _packed(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | str:
-    """A frozen 4-bit layer of bitsandbytes: ``x W^T + b`` with ``W`` made dense, once per block and pass."""
+    """A frozen 4-bit layer of bitsandbytes: ``x W^T + b`` with ``W`` made dense as :class:`Packed` says."""
     import bitsandbytes  # type: ignore[import-not-found,unused-ignore]
 
     weight, bias = layer.weight, layer.bias
@@ -140,7 +140,7 @@ def _packed(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | st
     def dense() -> Tensor:
         return bitsandbytes.functional.dequantize_4bit(weight.data, state)
 
-    return Projection(dense, bias)
+    return Projection(Packed(dense, (layer.out_features, layer.in_features)), bias)
 
 
 def _adapted(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | str:

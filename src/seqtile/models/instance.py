@@ -155,7 +155,8 @@ class Installed:
             return self.plainly(run, tensors, sizes, mlp is not None)
         if mlp is None:
             return run_in_tiles(run, tensors, sizes, weights)
-        return fused_mlp(x, mlp, sizes, keep=setting.keep.share(tokens, shape))
+        dense, keep = mlp.dense_numel() * x.element_size(), setting.keep
+        return fused_mlp(x, mlp, sizes, keep=keep.share(tokens, shape, dense), holds_dense=keep.holds_dense(dense))
 
     def _choose(self, dtype: torch.dtype, other_arguments: bool) -> FusedWeights | None:
         """The fused operator's weights if it can run this call; says so, once, if it was asked for and cannot."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from seqtile.ops.fused_tile import Pass, sums_for
 from seqtile.ops.pointwise import Activation
-from seqtile.ops.projection import Kind, Projection
+from seqtile.ops.projection import Kind, Packed, Projection
 from seqtile.ops.replay import Autocast, RandomState, RowWise
 
 
@@ -61,6 +61,11 @@ class FusedWeights:
         norms = [weight for norm in (self.before, self.after) if norm is not None for weight in norm.weights]
         return [tensor for part in (*self.first, self.down) for tensor in part.tensors()] + norms
 
+    def dense_numel(self) -> int:
+        """Elements of the quantised weights, once they are dense."""
+        packed = [part.weight for part in (*self.first, self.down) if isinstance(part.weight, Packed)]
+        return sum(math.prod(weight.shape) for weight in packed)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -77,6 +82,7 @@ class Plan:
         dropout: probability of the dropout after ``down``.
         sizes: tokens of each tile.
         keep: number of tiles, from the first, whose gate and up are kept.
+        holds_dense: quantised weights are made dense once per pass, not at every product.
         autocast: autocast state of the forward.
         random: generator state at the start of the forward, or None when nothing is random.
     """
@@ -91,6 +97,7 @@ class Plan:
     dropout: float
     sizes: tuple[int, ...]
     keep: int
+    holds_dense: bool
     autocast: Autocast
     random: RandomState | None
 
@@ -100,7 +107,9 @@ class Plan:
         return tuple(accumulate(self.sizes[:-1], initial=0)) if self.sizes else ()
 
 
-def fused_mlp(x: Tensor, mlp: FusedWeights, sizes: Sequence[int], *, keep: float = 0.0) -> Tensor:
+def fused_mlp(
+    x: Tensor, mlp: FusedWeights, sizes: Sequence[int], *, keep: float = 0.0, holds_dense: bool = True
+) -> Tensor:
     """Compute a gated or plain MLP one tile of tokens at a time, with one gradient per weight.
 
     Replaces ``down(act(gate(x)) * up(x))``, computed whole.
@@ -110,6 +119,8 @@ def fused_mlp(x: Tensor, mlp: FusedWeights, sizes: Sequence[int], *, keep: float
         mlp: live weights and what to do with them.
         sizes: tokens of each tile, in order; they sum to ``N``.
         keep: share of the tiles, rounded down, whose gate and up stay in memory until their backward: 0.0 to 1.0.
+        holds_dense: frozen quantised weights are made dense once per pass, all of them; else anew for every product of
+            every tile (3 forward, 5 in backward, gated), one at a time.
 
     Returns:
         ``[..., D]`` in the dtype of ``x``, or autocast's.
@@ -137,7 +148,7 @@ def fused_mlp(x: Tensor, mlp: FusedWeights, sizes: Sequence[int], *, keep: float
     if not 0.0 <= keep <= 1.0:
         raise ValueError(f"keep={keep}: expected a share of the tiles, 0.0 to 1.0")
     tensors = mlp.tensors()
-    plan = _plan(x, mlp, sizes, math.floor(keep * len(sizes) + 1e-9))
+    plan = _plan(x, mlp, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense)
     x = _one_row_stride(x)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *tensors)):
         return _forward(plan, x.detach(), [t.detach() for t in tensors], {})
@@ -145,13 +156,13 @@ def fused_mlp(x: Tensor, mlp: FusedWeights, sizes: Sequence[int], *, keep: float
     return _Fused.apply(plan, token.grad_fn, token, x, *tensors)
 
 
-def _plan(x: Tensor, mlp: FusedWeights, sizes: tuple[int, ...], keep: int) -> Plan:
+def _plan(x: Tensor, mlp: FusedWeights, sizes: tuple[int, ...], keep: int, holds_dense: bool) -> Plan:
     kinds = tuple(part.kind() for part in mlp.first)
     down = mlp.down.kind()
     drops = mlp.dropout > 0 or any(kind.has_adapter and kind.dropout > 0 for kind in (*kinds, down))
     norms = [None if norm is None else (norm.function, len(norm.weights)) for norm in (mlp.before, mlp.after)]
     return Plan(
-        kinds, down, mlp.activation, mlp.gated, mlp.up_first, norms[0], norms[1], mlp.dropout, sizes, keep,
+        kinds, down, mlp.activation, mlp.gated, mlp.up_first, norms[0], norms[1], mlp.dropout, sizes, keep, holds_dense,
         Autocast.of(x), RandomState(x.device) if drops else None,
     )  # fmt: skip
 

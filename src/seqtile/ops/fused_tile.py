@@ -66,8 +66,9 @@ class Pass:
         self.dtype = plan.autocast.dtype
         take = iter(pairs)
         casts = plan.autocast.enabled
-        self.first = [Layer(kind, take, self.dtype, casts=casts) for kind in plan.first]
-        self.down = Layer(plan.down, take, self.dtype, casts=casts)
+        how = {"casts": casts, "holds_dense": plan.holds_dense}
+        self.first = [Layer(kind, take, self.dtype, **how) for kind in plan.first]
+        self.down = Layer(plan.down, take, self.dtype, **how)
         self.before = self._norm(plan.before, take)
         self.after = self._norm(plan.after, take)
         self._sums = [total for _, total in pairs]

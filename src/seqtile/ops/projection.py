@@ -33,25 +33,37 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """A frozen quantised weight.
+
+    Attributes:
+        dense: returns it dense, ``[out, in]``.
+        shape: ``(out, in)``.
+    """
+
+    dense: Callable[[], Tensor]
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Projection:
     """A linear layer by its tensors.
 
     Attributes:
-        weight: ``[out, in]``; or a function that returns it dense, for frozen quantised weights, called once per
-            block and pass.
+        weight: ``[out, in]``, or a quantised one.
         bias: ``[out]`` or None.
         transposed: the weight is stored ``[in, out]``, as GPT-2's ``Conv1D`` does.
         adapter: a LoRA adapter, or None.
     """
 
-    weight: Tensor | Callable[[], Tensor]
+    weight: Tensor | Packed
     bias: Tensor | None = None
     transposed: bool = False
     adapter: Adapter | None = None
 
     def tensors(self) -> list[Tensor]:
         """The tensors, in the order in which :class:`Layer` takes them back."""
-        found = [] if callable(self.weight) and not isinstance(self.weight, Tensor) else [self.weight]
+        found = [self.weight] if isinstance(self.weight, Tensor) else []
         if self.bias is not None:
             found.append(self.bias)
         if self.adapter is not None:
@@ -60,10 +72,10 @@ class Projection:
 
     def kind(self) -> Kind:
         """All but the tensors."""
-        dense = None if isinstance(self.weight, Tensor) else self.weight
+        packed = None if isinstance(self.weight, Tensor) else self.weight
         adapter = self.adapter
         return Kind(
-            dense, self.transposed, self.bias is not None, adapter is not None,
+            packed, self.transposed, self.bias is not None, adapter is not None,
             adapter.scaling if adapter else 0.0, adapter.dropout if adapter else 0.0,
         )  # fmt: skip
 
@@ -72,7 +84,7 @@ class Projection:
 class Kind:
     """What a :class:`Projection` is, without its tensors: an autograd node may hold it."""
 
-    dequantise: Callable[[], Tensor] | None
+    packed: Packed | None
     transposed: bool
     has_bias: bool
     has_adapter: bool
@@ -88,10 +100,17 @@ class Layer:
         pairs: gives its tensors, each with the sum of its gradient or None.
         dtype: the compute dtype.
         casts: autocast is on, so an adapter runs in ``dtype`` too; else in its own precision where that is higher.
+        holds_dense: a quantised weight is made dense once for the pass; else anew for every product.
     """
 
     def __init__(
-        self, kind: Kind, pairs: Iterator[tuple[Tensor, Sum | None]], dtype: torch.dtype, *, casts: bool
+        self,
+        kind: Kind,
+        pairs: Iterator[tuple[Tensor, Sum | None]],
+        dtype: torch.dtype,
+        *,
+        casts: bool,
+        holds_dense: bool = True,
     ) -> None:
         self.transposed, self.dropout = kind.transposed, kind.dropout
         self.weight_sum: Sum | None = None
@@ -100,13 +119,15 @@ class Layer:
         self.down: Tensor | None = None
         self.down_sum: Sum | None = None
         self.up_sum: Sum | None = None
-        if kind.dequantise is None:
+        self._dtype, self._packed, self._matrix = dtype, kind.packed, None
+        if kind.packed is None:
             weight, self.weight_sum = next(pairs)
-        else:
-            weight = kind.dequantise()
-        self.matrix = weight.detach().to(dtype)
-        if kind.transposed:
-            self.matrix = self.matrix.t()
+            self._matrix = weight.detach().to(dtype)
+            if kind.transposed:
+                self._matrix = self._matrix.t()
+        elif holds_dense:
+            self._matrix = self.matrix
+        self.width, self.inputs = kind.packed.shape if kind.packed else self.matrix.shape
         if kind.has_bias:
             bias, self.bias_sum = next(pairs)
             self.bias = bias.detach().to(dtype)
@@ -121,9 +142,12 @@ class Layer:
         self.narrow = self.low_dtype == dtype
 
     @property
-    def width(self) -> int:
-        """Output features."""
-        return self.matrix.shape[0]
+    def matrix(self) -> Tensor:
+        """The weight as ``[out, in]``."""
+        if self._matrix is not None:
+            return self._matrix
+        assert self._packed is not None
+        return self._packed.dense().detach().to(self._dtype)
 
     @property
     def trains(self) -> bool:
@@ -139,7 +163,7 @@ class Layer:
         """The adapter's dropout mask for one tile, one byte per element; draws from the global generator."""
         if self.down is None or self.dropout == 0.0:
             return None
-        mask = torch.empty(rows, self.matrix.shape[1], dtype=torch.bool, device=self.matrix.device)
+        mask = torch.empty(rows, self.inputs, dtype=torch.bool, device=self.down.device)
         return mask.bernoulli_(1 - self.dropout)
 
     def forward(self, x: Tensor, out: Tensor, mask: Tensor | None) -> None:
