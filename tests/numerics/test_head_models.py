@@ -100,6 +100,16 @@ def test_the_auxiliary_loss_is_kept(architecture: str) -> None:
     assert_same_gradients(got, expected)
 
 
+def test_the_head_is_called_once_however_many_tiles() -> None:
+    """Engines gather a weight around the call of its module: once per step, not once per tile."""
+    model, ids = loss_only(causal_lm("llama"), tile=2), tokens(BATCH, LENGTH)
+    calls: list[str] = []
+    model.lm_head.register_forward_pre_hook(lambda *_: calls.append("in"))
+    model.lm_head.register_forward_hook(lambda *_: calls.append("out"))
+    step(model, ids)
+    assert calls == ["in", "out"]
+
+
 def test_a_vision_language_model() -> None:
     model, ids = vision_language_model(), tokens(BATCH, LENGTH)
     _, expected = step(model, ids)

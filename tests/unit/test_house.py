@@ -27,7 +27,7 @@ ORDER: tuple[frozenset[str], ...] = (
     frozenset({"_compat", "_errors", "_log", "counting"}),
     frozenset({"tiling"}),
     frozenset({"ops"}),
-    frozenset({"engines"}),
+    frozenset({"engines", "checkpointing"}),
     frozenset({"models"}),
     frozenset({"verification"}),
     frozenset({"memory"}),

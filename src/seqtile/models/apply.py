@@ -16,10 +16,10 @@ from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import is_marked, mark_leaf
 from seqtile.models.find import LOOKED_FOR, Candidate, Left, find_blocks
-from seqtile.models.head import find_causal_lm, install_loss, remove_loss, standing_losses
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.models.layer import TiledLayer, TiledPair
 from seqtile.models.report import Block, Report
+from seqtile.models.rest import Rest, remove_rest
 from seqtile.ops.fused import FusedWeights
 from seqtile.tiling import KeepRule, TileRule, parse_keep, parse_tile
 
@@ -36,6 +36,9 @@ def apply(
     keep: float | str = 0.0,
     loss: str | None = None,
     loss_tile: int | str = "auto",
+    loss_impl: str = "torch",
+    checkpoint: str | None = None,
+    offload: bool | str = False,
 ) -> Report:
     """Run every position-wise block of ``model`` over tiles of tokens, in place.
 
@@ -53,7 +56,7 @@ def apply(
         blocks: ``"mlp+norm"``: the norm before the MLP runs in the tile too, so that no copy of the whole hidden
             states is made in its precision; ``"mlp"``: only what the tile needs; ``"auto"``: ``"mlp+norm"``. A norm
             or dropout after the MLP is in the tile in any case, since its input would be recomputed otherwise.
-            ``"none"``: no block, for ``loss`` alone.
+            ``"none"``: no block, for ``loss``, ``checkpoint`` and ``offload`` alone.
         path: ``"auto"``: the fused operator where the block is an MLP of plain linear layers (LoRA included), decided
             at each call, else the generic one; ``"generic"``; or ``"fused"``, an error where it does not apply.
         keep: memory to spare for speed: the share of the tiles (0.0 to 1.0) that keep gate and up, 11 units down to
@@ -64,6 +67,12 @@ def apply(
         loss: ``"tiled"``: ``model(..., labels=labels)`` computes head and loss tile by tile in training and returns no
             logits (``return_logits=True`` asks for them); evaluation and ``generate`` stay as they were.
         loss_tile: tokens per tile of the head, or a rule as for ``tile``.
+        loss_impl: ``"torch"``, ``"liger"``, ``"cce"`` or ``"auto"``, as :func:`seqtile.linear_cross_entropy` takes it.
+        checkpoint: ``"attention-saved"``: activation checkpoints keep the attention kernel's output and log-sum-exp
+            and compute only the rest again; ``"full"``: they keep the layer's input alone. Either switches activation
+            checkpointing on; None leaves it as it is, and with ``offload`` means ``"full"``.
+        offload: the layers' checkpointed inputs wait for the backward in host memory, with ``"attention-saved"``
+            attention's output too; ``"memory:64GiB"`` bounds what they may take there (else what the host has free).
 
     Returns:
         A :class:`Report`: what was tiled, what was left alone and why.
@@ -80,14 +89,15 @@ def apply(
     _one_of("blocks", blocks, _BLOCKS)
     rule, _ = check_settings(tile, path, keep, 1)
     loss_rule, _ = check_settings(loss_tile, path, keep, 1)
-    _check_loss(loss, loss_tile, blocks, tile != "auto" or only is not None or bool(keep) or path != "auto")
-    refuse_wrapped(model)
-    if loss is not None:
-        find_causal_lm(model)  # refuses before anything is changed
+    rest = Rest.parse(loss, loss_tile, loss_impl, checkpoint, offload)
     if blocks == "none":
-        with replacing(model):
+        _check_alone(rest, tile != "auto" or only is not None or bool(keep) or path != "auto")
+    refuse_wrapped(model)
+    rest.check(model)
+    if blocks == "none":
+        with rest.replacing(model), replacing(model):
             pass
-        return _finish(Report((), (), 0, parse_keep(keep, 1), weakref.ref(model), install_loss(model, loss_rule)))
+        return _finish(Report((), (), 0, parse_keep(keep, 1), weakref.ref(model), *rest.install(model)))
     found, left = find_blocks(model, everything=only is not None)
     found, left = _without_own(model, found, left)
     chosen = [block for block in found if only is None or _matches(only, block)]
@@ -96,10 +106,9 @@ def apply(
     if idle or not chosen:
         raise UserError(_nothing(model, found, left, idle if idle else only))
     keeping = with_free_memory(parse_keep(keep, len(chosen)), model, len(chosen))
-    with replacing(model):
+    with rest.replacing(model), replacing(model):
         tiled = [_tile(model, block, rule, keeping, blocks != "mlp", path) for block in chosen]
-    done = install_loss(model, loss_rule) if loss else ""
-    return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), done))
+    return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), *rest.install(model)))
 
 
 def _finish(report: Report) -> Report:
@@ -107,15 +116,10 @@ def _finish(report: Report) -> Report:
     return report
 
 
-def _check_loss(loss: str | None, loss_tile: int | str, blocks: str, given: bool) -> None:
-    """Refuse words that are not known and settings that would be ignored."""
-    if loss not in (None, "tiled"):
-        raise UserError(f"loss={loss!r}: expected 'tiled', or None to leave it as it is")
-    if loss is None and loss_tile != "auto":
-        raise UserError(f"loss_tile={loss_tile!r} changes nothing without loss='tiled'; give both or neither")
-    if loss is None and blocks == "none":
-        raise UserError("blocks='none' leaves nothing to do; give loss='tiled' too")
-    if blocks == "none" and given:
+def _check_alone(rest: Rest, given: bool) -> None:
+    if not rest:
+        raise UserError("blocks='none' leaves nothing to do; give loss, checkpoint or offload too")
+    if given:
         raise UserError("blocks='none' tiles no block, so tile, only, path and keep would be ignored; leave them out")
 
 
@@ -167,8 +171,6 @@ def replacing(model: nn.Module, *, own: bool = False) -> Iterator[None]:
         return [one for one in _standing(model) if own or not _is_own(one)]
 
     former = [(one, is_marked(one.module)) for one in standing()]
-    former_losses = standing_losses(model)
-    remove_loss(model)
     for one, _ in former:
         one.remove()
     try:
@@ -180,14 +182,12 @@ def replacing(model: nn.Module, *, own: bool = False) -> Iterator[None]:
             one.install()
             if was_marked:
                 mark_leaf(one.module)
-        for former_loss in former_losses:
-            former_loss.install()
         raise
 
 
 def undo(model: nn.Module) -> int:
     """Take every tiled ``forward`` off ``model`` and restore each attribute; returns how many came off."""
-    remove_loss(model)
+    remove_rest(model)
     standing = _standing(model)
     for one in standing:
         one.remove()

@@ -78,11 +78,11 @@ def _is_causal_loss(function: Any) -> bool:
     return function is ForCausalLMLoss
 
 
-def install_loss(model: nn.Module, rule: TileRule) -> str:
+def install_loss(model: nn.Module, rule: TileRule, impl: str = "torch") -> str:
     """Put the tiled loss on the causal language model in ``model``; returns what was done, in words."""
     name, module = find_causal_lm(model)
     remove_loss(module)
-    TiledLoss(module, rule).install()
+    TiledLoss(module, rule, impl).install()
     return f"loss of {type(module).__name__} tiled" + (f" ({name})" if name else "")
 
 
@@ -100,11 +100,11 @@ def remove_loss(model: nn.Module) -> None:
 class TiledLoss:
     """Stands in for ``forward`` on the instance of a causal language model."""
 
-    def __init__(self, module: nn.Module, rule: TileRule) -> None:
+    def __init__(self, module: nn.Module, rule: TileRule, impl: str = "torch") -> None:
         from seqtile.models.head_trl import TrlHead
 
         self._module = weakref.ref(module)
-        self.rule, self.active, self.told = rule, True, set[str]()
+        self.rule, self.impl, self.active, self.told = rule, impl, True, set[str]()
         self.before = {name: module.__dict__[name] for name in _CHANGED if name in module.__dict__}
         self.trl = TrlHead.of(module.__dict__.get("forward"))
 
@@ -249,7 +249,7 @@ class TiledLoss:
         def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return linear_cross_entropy(
                 hidden, weight, targets, bias=bias, scaling=scaling, ignore_index=ignore_index, num_items=count,
-                tile=rule,
+                tile=rule, impl=self.impl,
             )  # fmt: skip
 
         def module(hidden: Tensor, call: Any, weights: Any, sizes: Any) -> Tensor:

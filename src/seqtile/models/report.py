@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from seqtile.models.find import Left
-from seqtile.models.head import standing_losses
+from seqtile.models.rest import rest_notes
 from seqtile.tiling import KeepRule
 
 
@@ -57,6 +57,7 @@ class Report:
         found: number of blocks that were found, tiled or not.
         keep: rule for the tiles that keep gate and up.
         loss: what was done to the loss, or "".
+        checkpointing: what activation checkpoints keep and where, or "".
     """
 
     blocks: tuple[Block, ...]
@@ -65,6 +66,7 @@ class Report:
     keep: KeepRule
     _model: weakref.ref[nn.Module] = field(repr=False, compare=False)
     loss: str = ""
+    checkpointing: str = ""
 
     @property
     def tiled(self) -> int:
@@ -92,13 +94,7 @@ class Report:
                 "early stop of activation checkpointing is switched off: each block runs once more (14 units for a "
                 "gated MLP, untiled 12)"
             )
-        notes += [
-            f"{one.covered_by} was put over the tiled loss and computes the loss in its place; call seqtile.apply "
-            "again after the trainer is built to have the tiled one"
-            for one in (standing_losses(model) if model is not None else ())
-            if one.covered_by
-        ]
-        return tuple(notes)
+        return (*notes, *(rest_notes(model) if model is not None else ()))
 
     def __str__(self) -> str:
         kinds = Counter((block.class_name, block.kind) for block in self.blocks)
@@ -107,9 +103,9 @@ class Report:
         what = " and ".join(dict.fromkeys(words[kind] for _, kind in kinds))
         tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))
         paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
+        done = [words for words in (self.loss, self.checkpointing) if words]
         if not self.blocks:
-            return "; ".join([self.loss, *self.notes])
-        done = [self.loss] if self.loss else []
+            return "; ".join([*done, *self.notes])
         return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *self.notes])
 
 

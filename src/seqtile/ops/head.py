@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from seqtile.ops.fused import _Save
+from seqtile.ops.head_kernels import choose_kernel, kernel_sum
 from seqtile.ops.head_tile import HeadPass, LogitScaling, Objective, Wanted
 from seqtile.ops.replay import Autocast
 from seqtile.ops.sums import Sum
@@ -47,6 +48,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     num_items: Tensor | int | float | None = None,
     tile: int | str | TileRule = "auto",
+    impl: str = "torch",
 ) -> Tensor:
     """Cross-entropy of a linear head, one tile of tokens at a time.
 
@@ -67,6 +69,9 @@ def linear_cross_entropy(
         num_items: divides the sum instead of this batch's own count: the tokens of a whole optimiser step, over all
             micro-batches and ranks. With ``"mean"`` only.
         tile: tokens per tile, or a rule of :func:`seqtile.apply`. Depends on lengths alone, so that ranks agree.
+        impl: ``"torch"``: what is described here; ``"liger"`` or ``"cce"``: that kernel, an error with the reason where
+            it cannot compute the same; ``"auto"``: the fastest one that is installed and can, else ``"torch"``. A
+            kernel has a memory and a tile size of its own.
 
     Returns:
         A scalar in fp32 (float64 for float64 states), or ``[...]`` for ``"none"``.
@@ -77,7 +82,8 @@ def linear_cross_entropy(
         fp32 blocks of rows; the gradients of states and head (fp32 sums for low precision), from the forward on.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown reduction, or weights that need a gradient (use ``"none"``).
+        ValueError: shapes that do not fit, an unknown reduction, weights that need a gradient (use ``"none"``), or a
+            kernel that cannot compute this.
         NotImplementedError: ``create_graph=True``.
     """
     aim = Objective(scaling or LogitScaling(), ignore_index, label_smoothing, z_loss)
@@ -94,13 +100,18 @@ def linear_cross_entropy(
             )
         if token_weights.requires_grad and reduction != "none":
             raise ValueError("token_weights need a gradient; use reduction='none' and multiply by them yourself")
+    kernel = choose_kernel(impl, call, weighted=token_weights is not None, per_token=reduction == "none")
     if reduction == "none":
         loss = call.per_token().loss.view(labels.shape)
         return loss if token_weights is None else loss * token_weights
     factors = None if token_weights is None else token_weights.detach().reshape(-1)
-    if reduction == "sum":
-        return call.total(factors)
-    return call.total(factors, call.count(factors) if num_items is None else num_items)
+    divisor = 1 if reduction == "sum" else call.count(factors) if num_items is None else num_items
+    if kernel == "torch":
+        return call.total(factors, divisor)
+    total, any_valid = kernel_sum(kernel, call), call.valid.any()
+    divisor = torch.as_tensor(divisor, device=total.device)
+    # As in the node of this module: a mean over no token is no number, and pushes nothing.
+    return torch.where(any_valid, total / torch.where(any_valid, divisor, 1), total.detach() / divisor)
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""What an activation checkpoint keeps and where: attention's output, and inputs of layers on the host."""

@@ -1,0 +1,158 @@
+"""Attention runs forward once per step: its output is kept, the rest is computed again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import seqtile
+from seqtile.checkpointing import attention
+from seqtile.checkpointing.install import standing_checkpointing
+from zoo import HIDDEN, INTERMEDIATE, causal_lm, tokens
+
+BATCH, LENGTH, LAYERS, HEADS = 2, 24, 2, 4
+
+
+class AttentionCalls(TorchDispatchMode):
+    """Forward and backward calls of attention kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.backward = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_scaled_dot_product" in func.name():
+            self.backward += "backward" in func.name()
+            self.forward += "backward" not in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def attention_calls() -> Iterator[AttentionCalls]:
+    with AttentionCalls() as calls:
+        yield calls
+
+
+def model_with(architecture: str = "llama", reentrant: bool = False, **settings: Any) -> nn.Module:
+    model = causal_lm(architecture, use_cache=False, attn_implementation="sdpa")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if settings:
+        seqtile.apply(model, **{"blocks": "none", **settings})
+    return model
+
+
+def step(model: nn.Module) -> tuple[Tensor, dict[str, Tensor | None]]:
+    ids = tokens(BATCH, LENGTH)
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: copy.copy(p.grad) for name, p in model.named_parameters()}
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    assert torch.equal(got[0], expected[0])
+    for name, value in expected[1].items():
+        assert torch.equal(got[1][name], value), name
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "mistral", "gemma3_text", "olmo2", "opt"])
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_attention_runs_forward_once(architecture: str, offload: bool) -> None:
+    with attention_calls() as calls:
+        expected = step(model_with(architecture))
+    assert (calls.forward, calls.backward) == (2 * LAYERS, LAYERS)
+    with attention_calls() as calls:
+        got = step(model_with(architecture, checkpoint="attention-saved", offload=offload))
+    assert (calls.forward, calls.backward) == (LAYERS, LAYERS)
+    assert_equal(got, expected)
+
+
+@pytest.mark.parametrize("path", ["fused", "generic"])
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_with_tiled_blocks_at_eleven_units(path: str, offload: bool) -> None:
+    model = model_with(
+        checkpoint="attention-saved", offload=offload, blocks="auto", tile="shards:3", path=path, loss="tiled",
+    )  # fmt: skip
+    with attention_calls() as calls, seqtile.count_products() as products:
+        step(model)
+    assert calls.forward == LAYERS
+    assert products.units(BATCH * LENGTH, HIDDEN, INTERMEDIATE) == 11 * LAYERS
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_what_is_kept_is_reported(offload: bool) -> None:
+    model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")
+    report = seqtile.apply(model, blocks="none", checkpoint="attention-saved", offload=offload)
+    assert "attention's output kept" in str(report) and model.is_gradient_checkpointing
+    assert ("on the host" in str(report)) == offload
+    ids = tokens(BATCH, LENGTH)
+    loss = model(input_ids=ids, labels=ids).loss
+    one = standing_checkpointing(model)[0]
+    output, lse = BATCH * LENGTH * HIDDEN * 4, BATCH * LENGTH * HEADS * 4
+    assert one.attention is not None and one.attention.saved_bytes == LAYERS * (output + lse)
+    if one.host is not None:
+        assert one.host.parked_bytes == LAYERS * (2 * output + lse)  # the layer's input, attention's output and lse
+    loss.backward()
+    assert one.host is None or one.host.parked_bytes == 0
+    assert any("MiB kept per layer and forward" in note for note in report.notes)
+
+
+def test_trls_own_key_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.models import enable_selective_activation_checkpointing
+
+    expected = step(model_with())
+    model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")
+    enable_selective_activation_checkpointing(model)
+    report = seqtile.apply(model, blocks="none", checkpoint="attention-saved")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"selective": True})
+    with attention_calls() as calls:
+        assert_equal(step(model), expected)
+    assert calls.forward == LAYERS
+    one = standing_checkpointing(model)[0]
+    assert one.attention is not None and one.attention.calls == 0  # TRL's did it
+    assert report.tiled == 0
+
+
+def test_what_cannot_keep_attention_is_refused() -> None:
+    with pytest.raises(seqtile.UserError, match="load it with attn_implementation='sdpa'"):
+        seqtile.apply(causal_lm("llama", attn_implementation="eager"), blocks="none", checkpoint="attention-saved")
+    with pytest.raises(seqtile.UserError, match="needs the non-reentrant"):
+        model_with(reentrant=True, checkpoint="attention-saved")
+
+
+def test_nothing_found_to_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")
+    report = seqtile.apply(model, blocks="none", checkpoint="attention-saved")
+    monkeypatch.setattr(attention, "is_attention", lambda op: False)
+    with attention_calls() as calls:
+        step(model)
+    assert calls.forward == 2 * LAYERS
+    assert any("found no attention kernel" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("aten::_scaled_dot_product_flash_attention", True),
+        ("aten::_scaled_dot_product_flash_attention.default", True),
+        ("aten::_scaled_dot_product_flash_attention_backward", False),
+        ("aten::mm", False),
+        ("flash_attn::_flash_attn_varlen_forward", True),
+        ("flash_attn::_flash_attn_backward", False),
+        ("_flash_attn2_cuda_f12afc9::varlen_fwd", True),
+        ("_flash_attn2_cuda_f12afc9::varlen_bwd", False),
+    ],
+)
+def test_kernels_by_name(name: str, expected: bool) -> None:
+    class Op:
+        def name(self) -> str:
+            return name
+
+    assert attention.is_attention(Op()) == expected

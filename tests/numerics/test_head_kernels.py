@@ -1,0 +1,180 @@
+"""Other people's kernels: chosen only where they mean the same, told what they need to, refused with a reason.
+
+No kernel runs here: each needs Triton and a GPU. Stand-ins with their signatures compute by plain PyTorch what they are
+told to, and say that they were asked.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqtile
+from numerics._heads import IGNORE, SCALINGS, TILED, assert_same, inputs, run, twin
+from seqtile.ops import head_kernels
+from seqtile.ops.head_tile import LogitScaling
+from zoo import causal_lm, tokens
+
+ASKED: list[str] = []
+
+
+def liger(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: None = None,
+    ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+    softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    ASKED.append("liger")
+    assert reduction == "sum" and accum_dtype == torch.float32
+    return twin(
+        input, weight, target, bias=bias, ignore_index=ignore_index, z_loss=lse_square_scale,
+        label_smoothing=label_smoothing, scaling=LogitScaling(softcap=softcap), reduction="sum",
+    )  # fmt: skip
+
+
+def cce(
+    e: Tensor, c: Tensor, targets: Tensor, ignore_index: int = -100, softcap: float | None = None,
+    reduction: str = "mean", shift: bool = False, filter_eps: float | str | None = "high", accum_e_fp32: bool = False,
+    accum_c_fp32: bool = False,
+) -> Tensor:  # fmt: skip
+    ASKED.append("cce")
+    assert filter_eps is None and accum_e_fp32 and accum_c_fp32 and reduction == "sum"
+    return twin(e, c, targets, ignore_index=ignore_index, scaling=LogitScaling(softcap=softcap), reduction="sum")
+
+
+def coarse_cce(e: Tensor, c: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    raise AssertionError("a version that sums in low precision was used")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretend that both packages and a device for them are there."""
+    ASKED.clear()
+    functional, cut = ModuleType("liger_kernel.transformers.functional"), ModuleType("cut_cross_entropy")
+    functional.liger_fused_linear_cross_entropy = liger  # type: ignore[attr-defined]
+    cut.linear_cross_entropy = cce  # type: ignore[attr-defined]
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, functional.__name__, functional)
+    monkeypatch.setitem(sys.modules, cut.__name__, cut)
+    why_not = head_kernels.why_not
+
+    def on_a_device(name: str, call: Any, **words: bool) -> str:
+        reason = why_not(name, call, **words)
+        return why_not_elsewhere(name, call, words) if "needs Triton" in reason else reason
+
+    def why_not_elsewhere(name: str, call: Any, words: dict[str, bool]) -> str:
+        class Elsewhere:
+            type = "gpu"
+
+        class Hidden:
+            device, requires_grad = Elsewhere, call.hidden.requires_grad
+
+        class Call:
+            cut, bias, weight, hidden = call.cut, call.bias, call.weight, Hidden
+
+        return why_not(name, Call, **words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(head_kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr(head_kernels, "why_not", on_a_device)
+    return cut
+
+
+@pytest.mark.parametrize("name", ["liger", "cce", "auto"])
+def test_nothing_is_installed_here(name: str) -> None:
+    given = inputs()
+    if name == "auto":
+        assert_same(run(TILED, given, impl="auto", tile=10), run(TILED, given, tile=10))
+        return
+    with pytest.raises(ValueError, match=r"is not installed|needs Triton and a GPU"):
+        TILED(**given, impl=name)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"reduction": "sum"},
+        {"num_items": 77},
+        {"num_items": torch.tensor(77)},
+        {"label_smoothing": 0.1, "z_loss": 0.01},
+        {"scaling": LogitScaling(softcap=2.0)},
+        {"ignore_index": 7},
+    ],
+    ids=str,
+)
+def test_liger_is_told_everything(settings: dict[str, Any]) -> None:
+    given = inputs()
+    given["labels"][given["labels"] == IGNORE] = settings.get("ignore_index", IGNORE)
+    assert_same(run(TILED, given, impl="liger", **settings), run(twin, given, **settings))
+    assert ASKED == ["liger"]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("settings", [{}, {"num_items": 77}, {"scaling": LogitScaling(softcap=2.0)}], ids=str)
+def test_cce_is_told_everything(settings: dict[str, Any]) -> None:
+    given = inputs(dtype=torch.bfloat16, bias=False)
+    assert_same(run(TILED, given, impl="cce", **settings), run(twin, given, **settings))
+    assert ASKED == ["cce"]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("impl", "settings", "words"),
+    [
+        ("liger", {"reduction": "none"}, "sums over tokens"),
+        ("liger", {"token_weights": torch.ones(37)}, "sums over tokens"),
+        ("liger", {"scaling": SCALINGS["scaled"]}, "does not scale"),
+        ("liger", {"dtype": torch.float64}, "computes in fp32"),
+        ("cce", {}, "bias"),
+        ("cce", {"z_loss": 0.1}, "z-loss"),
+        ("cce", {"bias": None}, "bf16 and fp16"),
+    ],
+)
+def test_refused_by_name_and_passed_over_by_auto(impl: str, settings: dict[str, Any], words: str) -> None:
+    given = {**inputs(dtype=settings.pop("dtype", torch.float32)), **settings}
+    with pytest.raises(ValueError, match=words):
+        TILED(**given, impl=impl)
+    ASKED.clear()
+    torch.testing.assert_close(TILED(**given, impl="auto"), TILED(**given))
+    assert impl not in ASKED
+
+
+def test_auto_takes_the_fastest_that_is_exact(installed: Any) -> None:
+    given = inputs(dtype=torch.bfloat16, bias=False)
+    TILED(**given, impl="auto")
+    installed.linear_cross_entropy = coarse_cce
+    TILED(**given, impl="auto")
+    assert ASKED == ["cce", "liger"]
+    with pytest.raises(ValueError, match="low precision"):
+        TILED(**given, impl="cce")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_mean_over_nothing() -> None:
+    given = inputs()
+    given["labels"].fill_(IGNORE)
+    ours = run(TILED, given, impl="liger")
+    assert ours.pop("loss").isnan() and all((value == 0).all() for value in ours.values())
+
+
+@pytest.mark.usefixtures("installed")
+def test_on_a_model() -> None:
+    model, ids = causal_lm("llama"), tokens()
+    expected = model(input_ids=ids, labels=ids).loss
+    seqtile.apply(model, blocks="none", loss="tiled", loss_impl="auto")
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
+    assert ASKED == ["liger"]
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ValueError, match="expected one of 'torch', 'liger', 'cce', 'auto'"):
+        TILED(**inputs(), impl="triton")
+    for settings in ({"loss": "tiled", "loss_impl": "triton"}, {"loss_impl": "auto"}):
+        with pytest.raises(seqtile.UserError, match="expected one of|give both or neither"):
+            seqtile.apply(causal_lm("llama"), **settings)

@@ -1,0 +1,221 @@
+"""Layer inputs in host memory: the same numbers, counted bytes, and a host budget that is checked in time."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import seqtile
+from seqtile.checkpointing import host, install
+from seqtile.checkpointing.host import HostMemory
+from seqtile.checkpointing.install import standing_checkpointing
+from zoo import ARCHITECTURES, EXPERTS, HIDDEN, causal_lm, tokens
+
+BATCH, LENGTH, LAYERS = 2, 13, 2
+INPUT = BATCH * LENGTH * HIDDEN * 4
+
+
+def step(model: nn.Module) -> tuple[Tensor, dict[str, Tensor | None]]:
+    ids = tokens(BATCH, LENGTH)
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: copy.copy(p.grad) for name, p in model.named_parameters()}
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    assert torch.equal(got[0], expected[0])
+    for name, value in expected[1].items():
+        other = got[1][name]
+        assert (value is None) == (other is None), name
+        assert value is None or torch.equal(other, value), name
+
+
+def checkpointed(architecture: str = "llama", **kwargs: Any) -> nn.Module:
+    model = causal_lm(architecture, use_cache=False)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **kwargs})
+    return model
+
+
+def memory(model: nn.Module) -> HostMemory:
+    found = standing_checkpointing(model)[0].host
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in EXPERTS] + ["mixtral"])
+def test_exact(architecture: str) -> None:
+    expected = step(checkpointed(architecture))
+    model = causal_lm(architecture, use_cache=False)
+    report = seqtile.apply(model, blocks="none", offload=True)
+    assert str(report) == "layer inputs on the host"
+    assert_equal(step(model), expected)
+
+
+def test_bytes_on_the_host_are_those_freed_on_the_device() -> None:
+    """layers x tokens x hidden x bytes, and no layer's input is kept besides."""
+
+    def run(offload: bool) -> tuple[int, int]:
+        model, inputs = checkpointed(), []
+        if offload:
+            seqtile.apply(model, blocks="none", offload=True)
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+        ids = tokens(BATCH, LENGTH)
+        loss = model(input_ids=ids, labels=ids).loss
+        kept = sum(storage.nbytes() for ref in inputs if (storage := ref()) is not None)
+        parked = memory(model).parked_bytes if offload else 0
+        loss.backward()
+        assert not offload or memory(model).parked_bytes == 0
+        return kept, parked
+
+    assert run(offload=False) == (LAYERS * INPUT, 0)
+    assert run(offload=True) == (0, LAYERS * INPUT)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_whoever_switches_checkpointing_on(reentrant: bool) -> None:
+    expected = step(checkpointed(use_reentrant=reentrant))
+    model = causal_lm("llama", use_cache=False)
+    seqtile.apply(model, blocks="none", offload=True)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})  # a trainer
+    parked: list[int] = []
+    park = HostMemory.park
+    patch = pytest.MonkeyPatch()
+    patch.setattr(HostMemory, "park", lambda self, tensor: parked.append(tensor.nbytes) or park(self, tensor))
+    assert_equal(step(model), expected)
+    patch.undo()
+    assert parked == [INPUT] * LAYERS
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+
+
+def test_adapters_and_accumulation() -> None:
+    def build() -> nn.Module:
+        model = causal_lm("llama", use_cache=False)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
+    def accumulate(model: nn.Module) -> dict[str, Tensor | None]:
+        ids = tokens(BATCH, LENGTH)
+        losses = [model(input_ids=ids[:, :n], labels=ids[:, :n]).loss for n in (13, 7)]  # both forwards, then both back
+        for loss in losses:
+            loss.backward()
+        return {name: copy.copy(p.grad) for name, p in model.named_parameters()}
+
+    torch.manual_seed(1)
+    expected = accumulate(build())
+    torch.manual_seed(1)
+    model = build()
+    seqtile.apply(model, blocks="none", offload=True)
+    got = accumulate(model)
+    assert_equal((torch.zeros(()), got), (torch.zeros(()), expected))
+
+
+def test_a_backward_with_a_retained_graph() -> None:
+    model, ids = checkpointed(), tokens(BATCH, LENGTH)
+    seqtile.apply(model, blocks="none", offload=True)
+    loss = model(input_ids=ids, labels=ids).loss
+    weight = model.model.layers[0].mlp.up_proj.weight
+    first, second = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_undo_and_copies() -> None:
+    model = checkpointed()
+    functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    before = dict(model.__dict__)
+    expected = step(model)
+    seqtile.apply(model, tile=5, offload=True)
+    other = copy.deepcopy(model)  # pickling such a model fails in transformers, with or without this
+    step(other)
+    one = standing_checkpointing(other)[0]
+    assert one.module is other and other.model.layers[0]._gradient_checkpointing_func.args[0] is one
+    assert seqtile.undo(model) == LAYERS
+    assert dict(model.__dict__) == before
+    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
+    assert_equal(step(model), expected)
+    off = causal_lm("llama", use_cache=False)
+    with seqtile.applied(off, blocks="none", offload=True):
+        assert off.is_gradient_checkpointing
+    assert not off.is_gradient_checkpointing
+
+
+def test_the_host_is_asked_before_the_first_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.Parked, "__init__", lambda *_: pytest.fail("copied before the budget was checked"))
+    model = checkpointed()
+    seqtile.apply(model, blocks="none", offload=f"memory:{LAYERS * INPUT - 1}")
+    with pytest.raises(seqtile.UserError, match="2 layer inputs of .* GiB are allowed; use shorter"):
+        step(model)
+    monkeypatch.setattr(host, "available_bytes", lambda: 4 * INPUT)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    seqtile.apply(model, blocks="none", offload=True)
+    with pytest.raises(seqtile.UserError, match="free on this host for each of its 3 ranks"):
+        step(model)
+
+
+def test_a_budget_that_is_enough() -> None:
+    model = checkpointed()
+    seqtile.apply(model, blocks="none", offload=f"memory:{LAYERS * INPUT}")
+    step(model)
+    assert host.available_bytes() > 2**20
+
+
+def test_transformers_own_offload_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pins memory, so it needs an accelerator; there it is switched on, whoever enables checkpointing."""
+    from transformers import PreTrainedModel
+
+    if not hasattr(PreTrainedModel, "_activation_checkpointing_enable"):
+        pytest.skip("this version of transformers has no offload of its own")
+    model = causal_lm("llama", use_cache=False)
+    monkeypatch.setattr(install.torch.accelerator, "is_available", lambda: True)
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        PreTrainedModel, "_activation_checkpointing_enable", lambda self, kwargs, every, offload: asked.append(offload)
+    )
+    monkeypatch.setattr(install, "_transformers_offloads", lambda module: torch.accelerator.is_available())
+    report = seqtile.apply(model, blocks="none", offload=True)
+    assert "Transformers' own offload" in str(report)
+    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    assert asked == [True, True, True]
+    seqtile.undo(model)
+    assert "_activation_checkpointing_enable" not in model.__dict__
+
+
+def test_two_offloads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal_lm("llama", use_cache=False)
+    if not hasattr(model, "_activation_checkpointing_enable"):
+        pytest.skip("this version of transformers has no offload of its own")
+    model.activation_checkpointing_enable(offload=True)
+    with pytest.raises(seqtile.UserError, match="drop one of them"):
+        seqtile.apply(model, blocks="none", offload=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"offload": "yes"}, "expected True, False or a bound"),
+        ({"offload": "memory:much"}, "expected True, False or a bound"),
+        ({"checkpoint": "some"}, "expected one of 'full', 'attention-saved'"),
+    ],
+)
+def test_refusals(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(seqtile.UserError, match=words):
+        seqtile.apply(causal_lm("llama"), **settings)
+    with pytest.raises(seqtile.UserError, match="holds no model of transformers"):
+        seqtile.apply(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), offload=True)
+
+
+def test_the_checker_notices_a_wrong_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = host.Parked.take
+    monkeypatch.setattr(host.Parked, "take", lambda self: take(self) * 1.0001)
+    with pytest.raises(AssertionError):
+        test_exact("llama")
