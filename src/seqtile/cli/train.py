@@ -31,6 +31,9 @@ def command(
     ),
     seed: int = typer.Option(None, help="Seed of weights, data order and dropout (default 0).", metavar="N"),
     recipe: str = typer.Option(None, help="YAML file with these and all other settings; flags win.", metavar="FILE"),
+    trust_remote_code: bool = typer.Option(
+        None, "--trust-remote-code", help="Run the code that comes with the model.", rich_help_panel=RUN
+    ),
     resume: bool = typer.Option(False, "--resume", help="Continue the run in --output.", rich_help_panel=RUN),
     checkpoint: str = typer.Option(
         None, help="With --resume: this one (checkpoint-N), marked whole or not.", metavar="NAME", rich_help_panel=RUN
@@ -64,6 +67,7 @@ def command(
         "learning_rate": learning_rate,
         "seed": seed,
         "compare": compare,
+        "trust_remote_code": trust_remote_code,
         "tiled_mlp": tiled_mlp,
         "use_tiled_mlp": use_tiled_mlp,
         "tiled_mlp_num_shards": tiled_mlp_num_shards,

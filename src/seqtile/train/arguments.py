@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile.train.recipe import LoraRecipe, Recipe
+from seqtile.train.values import checked_trainer_values
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -58,7 +59,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTCo
         values["save_steps"] = recipe.save_steps
     if recipe.is_demo:
         values |= {"warmup_steps": 3, "lr_scheduler_type": "cosine"}
-    values |= recipe.trainer
+    values |= checked_trainer_values(recipe.trainer, SFTConfig)
     values |= _checkpointing(recipe, known)
     try:
         with warnings.catch_warnings():

@@ -42,6 +42,8 @@ def load_rows(dataset: str, *, split: str = "train", text_field: str = "text") -
         rows, documents = _load_files([path], text_field)
     elif path.is_dir():
         rows, documents = _load_directory(path, text_field)
+    elif path.exists():
+        raise UserError(f"dataset {dataset!r} is a device or a pipe; give a file, a directory or a Hub id")
     else:
         rows, documents = _load_from_hub(dataset, split), False
     if len(rows) == 0:

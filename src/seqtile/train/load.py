@@ -135,10 +135,13 @@ def _scale_positions(config: PretrainedConfig, recipe: Recipe) -> None:
         )
     if not {"rope_type", "factor"} <= recipe.rope_scaling.keys():
         raise UserError("rope_scaling needs at least rope_type and factor, such as {rope_type: yarn, factor: 4}")
+    factor = recipe.rope_scaling["factor"]
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= 10_000:
+        raise UserError(f"rope_scaling: got factor {factor!r}, expected a number from 1 to 10,000")
     original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
     scaled = {"original_max_position_embeddings": original, **rope, **recipe.rope_scaling}
     text.rope_parameters = scaled
-    text.max_position_embeddings = int(original * float(scaled["factor"]))
+    text.max_position_embeddings = int(original * factor)
 
 
 def _existing(model: str) -> str:
@@ -170,7 +173,7 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"model {recipe.model!r} runs code of its own; read that code, then allow it: "
-                "'trust_remote_code: true' in a recipe, --trust-remote-code for verify"
+                "'trust_remote_code: true' in a recipe, or --trust-remote-code"
             ) from None
         raise UserError(
             f"cannot load the {what} of model {recipe.model!r} ({reason}); give a model directory, "

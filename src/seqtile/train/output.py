@@ -56,6 +56,12 @@ def check_output(recipe: Recipe, output: Path, *, overwrite: bool) -> None:
             and (source.resolve() == output.resolve() or output.resolve() in source.resolve().parents)
         ):
             raise UserError(f"output {str(output)!r} holds {what!r}, which this run reads; give another --output")
+    dataset = Path(recipe.dataset).expanduser()
+    if recipe.dataset != DEMO and dataset.is_dir() and dataset.resolve() in output.resolve().parents:
+        raise UserError(
+            f"output {str(output)!r} lies inside the dataset {recipe.dataset!r}, and the next run would train on it; "
+            "give another --output"
+        )
     if output.is_dir() and any(output.iterdir()):
         if not overwrite:
             resume = "--resume to continue it, " if (output / RECIPE_FILE).is_file() else ""
@@ -68,7 +74,21 @@ def check_output(recipe: Recipe, output: Path, *, overwrite: bool) -> None:
                 f"output {str(output)!r} holds files that no earlier run wrote (no {RECIPE_FILE}); "
                 "give another --output"
             )
+        _check_own(output)
     check_writable(output)
+
+
+def _check_own(output: Path) -> None:
+    """Whether the recipe there is the run's own, and not one that somebody keeps beside other files."""
+    try:
+        written = read_recipe(output / RECIPE_FILE).get("output")
+    except UserError:
+        written = None
+    if not isinstance(written, str) or Path(written).name != output.resolve().name:
+        raise UserError(
+            f"output {str(output)!r} holds a {RECIPE_FILE} of another run, and --overwrite would delete the files "
+            "beside it; give another --output"
+        )
 
 
 def check_writable(output: Path) -> None:

@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from seqtile._errors import UserError
 from seqtile.tiling import parse_keep, parse_tile
 from seqtile.train.files import write_whole
+from seqtile.train.values import CheckedModel, shown
+from seqtile.train.yaml_file import read_yaml
 
 DEMO = "demo"
 """Model and dataset of the embedded default."""
@@ -51,7 +53,17 @@ NAMED_TRAINER_KEYS = {
 """Trainer arguments that have a name of their own in the recipe; giving both would let one be ignored."""
 
 
-class LoraRecipe(BaseModel):
+NAMED_MODEL_KEYS = {
+    "trust_remote_code": "trust_remote_code",
+    "dtype": "dtype",
+    "torch_dtype": "dtype",
+    "config": "model",
+    "rope_scaling": "rope_scaling",
+}
+"""The same for arguments of ``from_pretrained``."""
+
+
+class LoraRecipe(CheckedModel):
     """Low-rank adapters (PEFT): rank, scale, dropout and which linear layers get one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,7 +74,7 @@ class LoraRecipe(BaseModel):
     target_modules: str | tuple[str, ...] = "all-linear"
 
 
-class Recipe(BaseModel):
+class Recipe(CheckedModel):
     """One training run.
 
     Fields left at None are filled by :func:`resolve` with a value that depends on the others. ``trainer`` and
@@ -137,6 +149,14 @@ class Recipe(BaseModel):
                 raise ValueError(f"trainer.{key} has its own name here; use {NAMED_TRAINER_KEYS[key]!r} instead")
         return trainer
 
+    @field_validator("model_kwargs")
+    @classmethod
+    def _no_second_name_of_the_models(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        for key, own in NAMED_MODEL_KEYS.items():
+            if key in kwargs:
+                raise ValueError(f"model_kwargs.{key} has its own name here; use {own!r} instead")
+        return kwargs
+
     @property
     def tiling(self) -> dict[str, Any]:
         """Keyword arguments of :func:`seqtile.apply`."""
@@ -148,41 +168,13 @@ class Recipe(BaseModel):
         return self.model == DEMO and self.dataset == DEMO
 
 
-class _SafeLoader(yaml.SafeLoader):
-    """``yaml.SafeLoader`` (no tags) that refuses a key given twice, of which YAML would silently drop one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """The keys and values of a YAML recipe, unchecked.
 
     Raises:
-        UserError: no such file, not YAML, a tag, a key given twice, or not a mapping.
+        UserError: not a file of plain ``key: value`` lines.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read recipe {str(path)!r} ({_reason(error)}); give the path of a YAML file") from None
-    try:
-        values = yaml.load(text, Loader=_SafeLoader)
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or "syntax error"
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise UserError(
-            f"recipe {str(path)!r}{where} is not plain YAML: {problem}; write 'key: value' lines without tags"
-        ) from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UserError(f"recipe {str(path)!r} holds a {type(values).__name__}, expected 'key: value' lines")
-    return values
+    return read_yaml(path)
 
 
 def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
@@ -311,9 +303,10 @@ def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dic
 def _refuse_unknown(values: Mapping[str, Any], schema: type[BaseModel], prefix: str) -> None:
     """One sentence for the first key that ``schema`` does not have."""
     known = list(schema.model_fields)
-    for key in values:
+    for key in map(str, values):
         if key in known:
             continue
+        key = key[:60]
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         if not prefix and key in NAMED_TRAINER_KEYS:
             hint = f"here it is called {NAMED_TRAINER_KEYS[key]!r}"
@@ -331,11 +324,4 @@ def _first_problem(error: ValidationError) -> str:
         return str(problem["ctx"]["error"])
     key = ".".join(str(part) for part in problem["loc"])
     expected = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"recipe key {key!r}: got {problem['input']!r}; {expected}"
-
-
-def _reason(error: Exception) -> str:
-    """Why a file could not be read, without its path again."""
-    if isinstance(error, UnicodeDecodeError):
-        return "not UTF-8 text"
-    return getattr(error, "strerror", None) or str(error)
+    return f"recipe key {key!r}: got {shown(problem['input'])}; {expected}"
