@@ -17,7 +17,7 @@ from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import is_marked, mark_leaf
 from seqtile.models.find import LOOKED_FOR, Candidate, Left, find_blocks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
-from seqtile.models.layer import TiledLayer, TiledPair
+from seqtile.models.layer import TiledLayer, TiledPair, TiledSum
 from seqtile.models.report import Block, Report
 from seqtile.models.rest import Rest, remove_rest
 from seqtile.ops.fused import FusedWeights
@@ -241,9 +241,10 @@ def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, no
     if joins and (inline or near.before or needs_output(layer, near)):
         if not inline and not needs_output(layer, near):
             near = replace(near, after="", dropout="")
-        standing = (TiledPair if found.kind == "pair" else TiledLayer)(layer, setting, near, inline)
+        kind = TiledPair if found.kind == "pair" else TiledSum if near.closing else TiledLayer
+        standing = kind(layer, setting, near, inline)
         standing.install()
-        together = tuple(name for name in (near.before, *near.members, near.after, near.dropout) if name)
+        together = tuple(name for name in (near.before, *near.members, near.after, near.dropout, near.closing) if name)
     if own is not None:
         own.install()
     assert standing is not None
@@ -278,6 +279,8 @@ def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, no
 def needs_output(layer: nn.Module, near: object) -> bool:
     """Whether what follows the block reads its output again in backward: a norm, or a dropout that drops."""
     after = getattr(near, "after", "")
+    if getattr(near, "closing", ""):
+        return True
     if after:
         follower = getattr(layer, after)
         return not isinstance(follower, nn.Identity) and getattr(follower, "p", 1.0) > 0.0

@@ -39,7 +39,7 @@ class TiledLayer(Installed):
     def names(self) -> list[str]:
         """Children of the layer that run inside the tile, in order."""
         near = self.neighbours
-        return [name for name in (near.before, *near.members, near.after) if name]
+        return [name for name in (near.before, *near.members, near.after, near.closing) if name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and not self.inline:
@@ -121,17 +121,19 @@ class TiledLayer(Installed):
 
     def _head(self, layer: nn.Module, applied: Counter[str]) -> Callable[[Tensor], Any]:
         shares, near = self._shares, self.neighbours
-        members = [getattr(layer, name) for name in (*self.names, near.dropout) if name]
-        parts = [member for member in members if isinstance(member, nn.Module)]
+        names = [name for name in (*self.names, near.dropout) if name and name != near.closing]
+        members = [getattr(layer, name) for name in names]
+        closing = getattr(layer, near.closing) if near.closing else None
+        parts = [member for member in (*members, closing) if isinstance(member, nn.Module)]
 
-        def call(tiles: list[Tensor]) -> Tensor:
+        def call(tiles: list[Tensor]) -> Any:
             (hidden_states,) = tiles
             for member in members:
                 if not isinstance(member, (int, float)):
                     hidden_states = _forward_of(member)(hidden_states)
                 elif member:
                     hidden_states = F.dropout(hidden_states, float(member), layer.training)
-            return hidden_states
+            return hidden_states if closing is None else closing(tiles[0] + hidden_states)
 
         def head(hidden_states: Tensor) -> Any:
             result = self.run(parts, [hidden_states], call)
@@ -139,6 +141,26 @@ class TiledLayer(Installed):
             return result
 
         return head
+
+
+class TiledSum(TiledLayer):
+    """``forward`` of a layer whose MLP, the sum with its input and the norm of that run in one tile (BART).
+
+    In the view the MLP gives zeros, so that the sum is the input, and the norm's stand-in does everything.
+    """
+
+    def _stand_ins(self, layer: nn.Module, applied: Counter[str]) -> dict[str, Callable[..., Any]]:
+        shares, closing = self._shares, self.neighbours.closing
+        first, *others = [name for name in self.names if name not in shares and name != closing]
+
+        def zeros(hidden_states: Tensor) -> Tensor:
+            applied.update(shares)
+            return hidden_states.new_zeros(()).expand_as(hidden_states)
+
+        return {first: zeros, **dict.fromkeys(others, _pass_through), closing: self._head(layer, Counter())}
+
+    def fused(self, dtype: torch.dtype) -> FusedWeights | str:
+        return "its norm reads the residual beside the MLP's output"
 
 
 class TiledPair(TiledLayer):

@@ -31,12 +31,14 @@ class Neighbours:
             that is a number is the probability of a functional dropout; or the two halves of a pair.
         after: name of the norm or dropout module that is the only reader of the block's output, or "".
         dropout: attribute that holds the probability of a functional dropout after the block, or "".
+        closing: name of the norm that reads the sum of an inline block's input and output and nothing else, or "".
     """
 
     before: str = ""
     members: tuple[str, ...] = ()
     after: str = ""
     dropout: str = ""
+    closing: str = ""
 
 
 Widths = tuple[int, int]
@@ -118,8 +120,26 @@ def find_inline(layer: nn.Module, widths: Mapping[str, Widths | None]) -> Neighb
             if rest:
                 after, dropout = (rest[0], "") if _is_child(layer, rest[0]) else ("", rest[0])
             before, after = (part if _only(layer, part) and reads.count(part) == 1 else "" for part in (before, after))
-            return Neighbours(before, tuple(members), after, dropout)
+            plain = first == 0 and not before and len(rest) <= 1 and position > 0
+            closing = _closing(body[position - 1], body[end : end + 2], variable) if plain else ""
+            closing = closing if _only(layer, closing) and reads.count(closing) == 1 else ""
+            return Neighbours(before, tuple(members), after, dropout, closing)
     return None
+
+
+def _closing(previous: ast.stmt, rest: list[ast.stmt], variable: str) -> str:
+    """``NORM`` of ``r = v`` before the block and ``v = r + v``, ``v = self.NORM(v)`` right after it."""
+    residual = _assigned_name(previous)
+    if len(rest) < 2 or not residual or residual == variable or not isinstance(previous, ast.Assign):
+        return ""
+    total, norm = rest[0], _assigned_call(rest[1])
+    if not isinstance(previous.value, ast.Name) or previous.value.id != variable or not isinstance(total, ast.Assign):
+        return ""
+    added = {ast.unparse(total.value)} & {f"{residual} + {variable}", f"{variable} + {residual}"}
+    if not added or _assigned_name(total) != variable or norm is None or norm[0] != variable:
+        return ""
+    argument = norm[1].args[0]
+    return _child_called(norm[1]) if isinstance(argument, ast.Name) and argument.id == variable else ""
 
 
 def _chain(
