@@ -95,7 +95,7 @@ class Trainer(SFTTrainer):
         return self._norm
 
     def check_step(self) -> None:
-        """Stop on every rank if the step gave a loss or a gradient norm that is no number.
+        """Stop on every rank if the step gave any of them a loss or a gradient norm that is no number.
 
         Cost: one number per rank and step is reduced; only a run that stops says more.
 
@@ -113,32 +113,34 @@ class Trainer(SFTTrainer):
             total = self.accelerator.reduce(total, "sum")
         if not total.item():
             return
+        what, culprits = [], []
         if not bool(finite.all()):
             first = int((~finite).nonzero()[0])
-            what = [f"the loss is {losses[first].item()}", *self._told(batches[first], first, len(losses))]
+            what, culprits = [f"the loss is {losses[first].item()}"], [(first, batches[first])]
         elif norm_is_bad:
-            what = [f"the gradient norm is {float(norm)}", *self._told(batches[-1], len(losses) - 1, len(losses))]
-        else:
-            what = []  # another rank's loss
+            # The sum over all micro-batches and ranks: which of them it came from is not known.
+            what, culprits = [f"the gradient norm is {float(norm)}"], [*enumerate(batches)]
+        for number, batch in culprits[:SHOWN_SEQUENCES]:
+            what += self._told(batch, f"micro-batch {number + 1} of {len(batches)}")
         told = gather_object([what]) if self.accelerator.num_processes > 1 else [what]
         raise RunError(self._sentence(told))
 
-    def _told(self, rows: torch.Tensor, number: int, count: int) -> list[str]:
+    def _told(self, rows: torch.Tensor, place: str) -> list[str]:
         """Where a batch was, and how each of its sequences begins."""
-        place = f"micro-batch {number + 1} of {count}, " if count > 1 else ""
-        lines = [f"{place}{' x '.join(map(str, rows.shape))} tokens, begins:"]
+        tokenizer: Any = self.processing_class
+        lines = [f"  {place}, {' x '.join(map(str, rows.shape))} tokens, begins:"]
         for row in rows[:SHOWN_SEQUENCES].tolist():
-            tokenizer: Any = self.processing_class
-            text = tokenizer.decode(row[:SHOWN_CHARACTERS])
-            lines.append(f"  {text[:SHOWN_CHARACTERS]!r}...")
+            lines.append(f"    {tokenizer.decode(row[:SHOWN_CHARACTERS])[:SHOWN_CHARACTERS]!r}...")
         return lines
 
     def _sentence(self, told: list[list[str]]) -> str:
         step, output = self.state.global_step, Path(self.args.output_dir or "")
         lines = []
-        for rank, (what, *batch) in ((rank, lines) for rank, lines in enumerate(told) if lines):
+        # One rank's loss makes every rank's gradient what it is, so only the losses tell where it came from.
+        losses = [rank for rank, what in enumerate(told) if what and what[0].startswith("the loss")]
+        for rank in losses or range(len(told)):
             on_rank = f" on rank {rank}" if len(told) > 1 else ""
-            lines += [f"stopped at step {step}: {what}{on_rank}; its batch, {batch[0]}", *batch[1:]]
+            lines += [f"stopped at step {step}: {told[rank][0]}{on_rank}", *told[rank][1:]]
         checkpoint, _ = newest_whole(output)
         if checkpoint is None:
             lines += ["nothing was saved; look at these rows, or start again with a lower --learning-rate"]
