@@ -195,3 +195,27 @@ def test_grpo(directory: Path, tmp_path: Path, trl_is_silent: Callable[[], None]
         return trainer
 
     assert_one_trajectory(build, "entropy", "kl", "reward")
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_the_recipe_keeps_attention_and_offloads(directory: Path, tmp_path: Path, tiled: bool) -> None:
+    from seqtile.train.recipe import build_recipe, resolve
+    from seqtile.train.run import train
+
+    data = tiny_run.write_jsonl(tmp_path / "data.jsonl", tiny_run.text_rows())
+    values: dict[str, Any] = {
+        "model": str(directory), "dataset": str(data), "max_length": 64, "steps": 3, "report": False,
+        "tiled_mlp": tiled, "model_kwargs": {"attn_implementation": "sdpa"},
+    }  # fmt: skip
+    runs = {}
+    for name, more in (("plain", {}), ("kept", {"checkpoint": "attention-saved", "offload": True, "loss_tile": 16})):
+        runs[name] = train(build_recipe({**values, **more, "output": str(tmp_path / name)}, {})[0])
+    torch.testing.assert_close(torch.tensor(runs["kept"].losses), torch.tensor(runs["plain"].losses))
+    if tiled:
+        assert "attention's output kept" in str(runs["kept"].tiling)
+    for wrong, words in (
+        ({"offload": "much"}, "expected true, false or a bound"),
+        ({"checkpoint": "attention-saved", "activation_checkpointing": False}, "drop one of the two"),
+    ):
+        with pytest.raises(seqtile.UserError, match=words):
+            resolve(build_recipe({**values, **wrong}, {})[0])

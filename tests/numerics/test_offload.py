@@ -92,6 +92,9 @@ def test_whoever_switches_checkpointing_on(reentrant: bool) -> None:
     assert_equal(step(model), expected)
     patch.undo()
     assert parked == [INPUT] * LAYERS
+    seqtile.undo(model)
+    assert model.is_gradient_checkpointing  # that is the trainer's, and stays
+    assert_equal(step(model), expected)
     model.gradient_checkpointing_disable()
     assert not model.is_gradient_checkpointing
 

@@ -123,8 +123,8 @@ class Checkpointing:
         if on and not self.upstream:
             self._change(lambda former: former if _ours(former) else self.around(former))
         else:
-            self.switched_on = not on
             _quietly_enable(module)
+            self.switched_on = not on
 
     def remove(self) -> None:
         own = self.module.__dict__
@@ -147,6 +147,7 @@ class Checkpointing:
         self, activation_checkpointing_kwargs: Any = None, every_n_layers: int = 1, offload: bool = True
     ) -> Any:
         """Transformers' own offload, switched on whoever asks for checkpointing."""
+        self.switched_on = False  # somebody else asked for it
         original = type(self.module)._activation_checkpointing_enable
         return original(self.module, activation_checkpointing_kwargs, every_n_layers, True)
 
@@ -154,6 +155,7 @@ class Checkpointing:
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **rest: Any
     ) -> Any:
         """What transformers calls to hand its checkpoint function to the layers."""
+        self.switched_on = False  # somebody else asked, for it or against it
         original = type(self.module)._set_gradient_checkpointing
         function = self.around(gradient_checkpointing_func) if enable else gradient_checkpointing_func
         return original(self.module, enable=enable, gradient_checkpointing_func=function, **rest)

@@ -88,7 +88,6 @@ def apply(
     """
     _one_of("blocks", blocks, _BLOCKS)
     rule, _ = check_settings(tile, path, keep, 1)
-    loss_rule, _ = check_settings(loss_tile, path, keep, 1)
     rest = Rest.parse(loss, loss_tile, loss_impl, checkpoint, offload)
     if blocks == "none":
         _check_alone(rest, tile != "auto" or only is not None or bool(keep) or path != "auto")

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from seqtile._errors import UserError
-from seqtile.tiling import parse_keep, parse_tile
+from seqtile.tiling import parse_bytes, parse_keep, parse_tile
 from seqtile.train.files import write_whole
 from seqtile.train.values import CheckedModel, shown
 from seqtile.train.yaml_file import read_yaml
@@ -97,6 +97,8 @@ class Recipe(CheckedModel):
     keep: float | str = 0.0
     loss_tile: int | None = Field(None, ge=1, description="tokens per tile of the head; None leaves it to TRL")
     activation_checkpointing: bool = True
+    checkpoint: Literal["full", "attention-saved"] | None = None
+    offload: bool | str = False
     lora: LoraRecipe | None = None
     engine: str = "single"
 
@@ -129,6 +131,13 @@ class Recipe(CheckedModel):
         parse_keep(keep, 1)
         return keep
 
+    @field_validator("offload")
+    @classmethod
+    def _known_offload(cls, offload: bool | str) -> bool | str:
+        if isinstance(offload, str) and not (offload.startswith("memory:") and parse_bytes(offload[7:])):
+            raise ValueError(f"got offload {offload!r}, expected true, false or a bound such as 'memory:64GiB'")
+        return offload
+
     @field_validator("engine")
     @classmethod
     def _known_engine(cls, engine: str) -> str:
@@ -160,7 +169,12 @@ class Recipe(CheckedModel):
     @property
     def tiling(self) -> dict[str, Any]:
         """Keyword arguments of :func:`seqtile.apply`."""
-        return {"tile": self.tile, "only": self.only, "blocks": self.blocks, "keep": self.keep}
+        return {"tile": self.tile, "only": self.only, "blocks": self.blocks, "keep": self.keep, **self.checkpoints}
+
+    @property
+    def checkpoints(self) -> dict[str, Any]:
+        """Those of them that are about activation checkpoints."""
+        return {"checkpoint": self.checkpoint, "offload": self.offload}
 
     @property
     def is_demo(self) -> bool:
@@ -225,6 +239,11 @@ def resolve(recipe: Recipe) -> Recipe:
         raise UserError(f"got both steps {recipe.steps} and epochs {recipe.epochs:g}; keep one")
     if recipe.compare and not recipe.tiled_mlp:
         raise UserError("compare needs something tiled, but the recipe says not to tile; keep one")
+    if not recipe.activation_checkpointing and (recipe.checkpoint or recipe.offload):
+        raise UserError(
+            "checkpoint and offload say what activation checkpoints keep and where, but the recipe says "
+            "'activation_checkpointing: false'; drop one of the two"
+        )
     filled: dict[str, Any] = {"compare": bool(recipe.compare)}
     if recipe.is_demo:
         filled["learning_rate"] = recipe.learning_rate or 3e-3

@@ -135,6 +135,8 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     if rows is None:
         rows = demo.load_rows(tokenizer, recipe.max_length)
     tiling = apply(model, **recipe.tiling) if recipe.tiled_mlp else None
+    if tiling is None and any(recipe.checkpoints.values()):
+        apply(model, blocks="none", **recipe.checkpoints)
     if recipe.loss_tile:
         find_causal_lm(model)  # before the trainer is built, which takes longer
     trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora))
