@@ -149,6 +149,14 @@ def test_no_product_is_added_under_a_checkpoint(architecture: str, config: dict)
     assert units(_checkpointed(model)) <= untiled
 
 
+def test_a_layer_that_cuts_its_feed_forward_itself() -> None:
+    model, ids = with_encoder("bert", torch.float64, chunk_size_feed_forward=4), tokens(2, 12)
+    _, expected = gradients(model, ids)
+    assert seqtile.apply(model, tile=5).tiled == 2
+    _, got = gradients(model, ids)
+    assert_same_gradients(got, expected)
+
+
 def test_a_hook_on_half_of_an_mlp_takes_it_out_of_the_tile(caplog: pytest.LogCaptureFixture) -> None:
     model, ids = with_encoder("bert", torch.float64), tokens()
     _, expected = gradients(model, ids)
