@@ -35,6 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory beside some rows."""
     tiny_run.write_jsonl(tmp_path / "rows.jsonl", tiny_run.text_rows())
+    tiny_run.write_jsonl(tmp_path / "words.jsonl", [{"input_ids": ["a", "b"]}])
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path
@@ -96,6 +97,7 @@ def test_code_of_the_tokenizer_is_not_run(place: Path, model: Path, capsys):
     ("values", "words"),
     [
         ({"dataset": "/dev/null"}, "is a device or a pipe"),
+        ({"dataset": "../words.jsonl"}, "has string in column 'input_ids'"),
         ({"output": "/dev/null"}, "cannot write to output"),
         ({"output": "../rows.jsonl"}, "output '../rows.jsonl' holds"),
         ({"output": "../recipe.yaml"}, "cannot write to output"),
@@ -115,6 +117,14 @@ def test_code_of_the_tokenizer_is_not_run(place: Path, model: Path, capsys):
 )
 def test_refused_with_nothing_written(place: Path, model: Path, values: dict[str, Any], words: str, capsys):
     assert words in refused(place, capsys, recipe(place, model, **values))
+
+
+@pytest.mark.parametrize("token", [10**9, 257, -1])
+def test_token_ids_that_the_model_does_not_have(place: Path, model: Path, token: int, capsys):
+    rows: list[dict[str, Any]] = [{"input_ids": [1, 2, 3]}] * 3 + [{"input_ids": [1, token, 3]}]
+    tiny_run.write_jsonl(place / "rows.jsonl", rows)
+    sentence = refused(place, capsys, recipe(place, model))
+    assert f"has token id {token}, but the model knows 0 to 256; tokenise it" in sentence
 
 
 def test_overwrite_leaves_a_directory_that_is_no_runs_own(place: Path, model: Path, capsys):

@@ -121,7 +121,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     from seqtile.models.apply import apply
     from seqtile.models.head import find_causal_lm
     from seqtile.train.arguments import adapter_config, trainer_arguments
-    from seqtile.train.data import load_rows
+    from seqtile.train.data import check_ids, load_rows
     from seqtile.train.head import tile_head
     from seqtile.train.load import causal_model, load_model
 
@@ -134,6 +134,8 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     model, tokenizer = load_model(recipe)
     if rows is None:
         rows = demo.load_rows(tokenizer, recipe.max_length)
+    embeddings: Any = model.get_input_embeddings()
+    check_ids(rows, embeddings.num_embeddings, recipe.dataset)
     tiling = apply(model, **recipe.tiling) if recipe.tiled_mlp else None
     if tiling is None and any(recipe.checkpoints.values()):
         apply(model, blocks="none", **recipe.checkpoints)
