@@ -68,7 +68,7 @@ def verify(
             raise UserError("only= was given for a model that is tiled already; give tile= too, or leave only= out")
         model.train()
         candidates = find_blocks(model, everything=True)[0]
-        truth, precision = (None, None) if reference is None else _truth(model, batch, loss_fn, seed, notes)
+        truth, precision = (None, None) if reference is None else truth_of(model, batch, loss_fn, seed, notes)
         untiled = Measured(model, batch, loss_fn, seed)
         tiling: AbstractContextManager[Any]
         if standing and tile is None:
@@ -140,7 +140,7 @@ def judged(
     )
 
 
-def _truth(
+def truth_of(
     model: nn.Module, batch: Any, loss_fn: Loss | None, seed: int, notes: list[str]
 ) -> tuple[dict[str, Tensor | None] | None, str | None]:
     """Gradients of an untiled copy in the next higher precision and its name, or None with a note if it cannot run."""

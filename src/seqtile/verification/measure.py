@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,16 @@ from seqtile.verification.state import without_dropout
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
+class Under(Protocol):
+    """What an engine does in its own way."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of the loss."""
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Whole gradients by name."""
+
+
 class Measured:
     """One forward and backward of a model without gradients, which is left without them.
 
@@ -32,7 +42,16 @@ class Measured:
         drew_random_numbers: whether the random state moved all the same.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, loss_fn: Loss | None, seed: int, *, dropout: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_fn: Loss | None,
+        seed: int,
+        *,
+        dropout: bool = False,
+        engine: Under | None = None,
+    ) -> None:
         inputs = fresh(batch)
         device = next(model.parameters()).device
         torch.manual_seed(seed)
@@ -42,7 +61,7 @@ class Measured:
         with without_dropout(model, off=not dropout) as self.dropouts:
             with count_products() as self.products, count_live_bytes(device) as self.live:
                 loss = _loss_of(model, inputs) if loss_fn is None else _scalar(loss_fn(model, inputs), "loss_fn")
-                loss.backward()
+                loss.backward() if engine is None else engine.backward(loss)
                 _synchronize(device)
         self.seconds = time.perf_counter() - started
         self.loss = float(loss.detach())
@@ -50,14 +69,17 @@ class Measured:
             not before.equal(after) for before, after in zip(random_state, _random_state(device), strict=True)
         )
         leaves = {f"batch.{name}": tensor for name, tensor in _tensors(inputs)}
+        weights = dict(model.named_parameters()) if engine is None else {}
+        found = {name: leaf.grad for name, leaf in {**weights, **leaves}.items() if leaf.requires_grad}
+        if engine is not None:
+            found |= engine.gradients()
         self.gradients: dict[str, Tensor | None] = {
-            name: None if leaf.grad is None else leaf.grad.detach().cpu()
-            for name, leaf in {**dict(model.named_parameters()), **leaves}.items()
-            if leaf.requires_grad
+            name: None if gradient is None else gradient.detach().cpu() for name, gradient in found.items()
         }
         self.gradients["loss"] = loss.detach().double().cpu()
         self.tokens = max((leaf.shape[:2].numel() for leaf in leaves.values() if leaf.dim() > 1), default=1)
-        model.zero_grad(set_to_none=True)
+        if engine is None:  # an engine's model is used once
+            model.zero_grad(set_to_none=True)
 
     def run(self, sizes: BlockSizes) -> Run:
         """The numbers of this run, in the unit of the tiled blocks."""
