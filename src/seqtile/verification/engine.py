@@ -78,11 +78,13 @@ class Zero(Engine):
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if torch.float16 in {p.dtype for p in self.model.parameters()}:
             raise UserError("DeepSpeed scales the loss of a float16 model as it likes; use float32 or bfloat16")
+        size = sum(p.numel() for p in trained)
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": self.stage},
+            # Its buckets are of one size, a billion bytes and more, however small the model.
+            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": min(500_000_000, size)},
             "bf16": {"enabled": torch.bfloat16 in {p.dtype for p in self.model.parameters()}},
         }
         self.call, *_ = deepspeed.initialize(
