@@ -98,6 +98,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*has no bias. This means that merging")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer")
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpoint"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_adapters(kind: str, checkpoint: bool) -> None:
