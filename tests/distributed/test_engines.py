@@ -1,6 +1,6 @@
 """Every engine with every technique: gradients and weights of an untiled single process, on two gloo processes.
 
-One launch per engine runs all its cases in one process group; each case is then a test of its own here.
+One launch runs the cases of several engines in one process group; each case is then a test of its own here.
 """
 
 from __future__ import annotations
@@ -12,45 +12,55 @@ from pathlib import Path
 
 import pytest
 
-from grid.launch import Result, run_cases
+from grid.launch import LAUNCHES, Result, run_cases
 
-NEEDS = {"ddp": "torch", "fsdp1": "torch", "fsdp2": "torch", "zero12": "deepspeed", "zero3": "deepspeed"}
-ENGINES = {
-    engine: importlib.import_module(f"grid.{engine}").CASES
-    for engine in NEEDS
-    if importlib.util.find_spec(f"grid.{engine}")
-}
+MODULES = {engine: importlib.import_module(f"grid.{engine}") for engines in LAUNCHES.values() for engine in engines}
+CASES = [
+    (launch, engine, case.name)
+    for launch, engines in LAUNCHES.items()
+    for engine in engines
+    for case in MODULES[engine].CASES
+]
+
+
+def _missing(launch: str, engine: str) -> str:
+    """What a case needs and does not find here, or ""."""
+    if importlib.util.find_spec(launch) is None:
+        return f"needs {launch}, which is installed where it can compile: a C++ compiler, Python.h"
+    return MODULES[engine].missing() if hasattr(MODULES[engine], "missing") else ""
 
 
 @cache
-def _results(engine: str, names: tuple[str, ...], folder: Path) -> dict[str, Result]:
-    return run_cases(engine, names, folder)
+def _results(names: tuple[str, ...], folder: Path) -> dict[str, Result]:
+    return run_cases(names, folder)
 
 
 @pytest.fixture(scope="session")
 def selected(request: pytest.FixtureRequest) -> dict[str, tuple[str, ...]]:
-    """The cases that this run of pytest selected, by engine: only they are launched."""
+    """The cases that this run of pytest selected, by launch: only they are run."""
     chosen: dict[str, list[str]] = {}
     for item in request.session.items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if "engine" in parameters and "case" in parameters:
-            chosen.setdefault(parameters["engine"], []).append(parameters["case"])
-    return {engine: tuple(names) for engine, names in chosen.items()}
+        if "engine" in parameters and not _missing(parameters["launch"], parameters["engine"]):
+            chosen.setdefault(parameters["launch"], []).append(f"{parameters['engine']}:{parameters['case']}")
+    return {launch: tuple(names) for launch, names in chosen.items()}
 
 
-@pytest.mark.timeout(1500)  # the first test of an engine waits for all its cases; the launcher has limits of its own
+@pytest.mark.timeout(1500)  # the first test of a launch waits for all its cases; the launcher has limits of its own
 @pytest.mark.parametrize(
-    ("engine", "case"),
-    [pytest.param(engine, case.name, id=f"{engine}-{case.name}") for engine in ENGINES for case in ENGINES[engine]],
+    ("launch", "engine", "case"),
+    [pytest.param(*case, id=f"{case[1]}-{case[2]}") for case in CASES],
 )
 def test_equals_one_untiled_process(
+    launch: str,
     engine: str,
     case: str,
     selected: dict[str, tuple[str, ...]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    if importlib.util.find_spec(NEEDS[engine]) is None:
-        pytest.skip(f"needs {NEEDS[engine]}, which is installed where it can compile: a C++ compiler, Python.h")
-    result = _results(engine, selected[engine], tmp_path_factory.getbasetemp() / f"grid-{engine}")[case]
+    if why := _missing(launch, engine):
+        pytest.skip(why)
+    folder = tmp_path_factory.getbasetemp() / f"grid-{launch}"
+    result = _results(selected[launch], folder)[f"{engine}:{case}"]
     if result.problem:
         pytest.fail(result.problem, pytrace=False)

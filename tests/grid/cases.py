@@ -42,6 +42,7 @@ class Case:
         options: the engine's own.
         refused: pattern of the UserError that every rank must raise.
         low_precision: the engine reduces or computes in bf16: judged against the untiled run's own error.
+        upstream: what is known to be wrong without seqtile too; such a case trains untiled and sees that it still is.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     refused: str = ""
     low_precision: bool = False
+    upstream: str = ""
 
     def model(self, dtype: torch.dtype | None = None) -> nn.Module:
         """The model before tiling and before the engine, the same on every rank."""
@@ -100,10 +102,14 @@ class Case:
 
 @dataclass
 class Trained:
-    """Gradients before each step, not yet clipped, and the weights after the last step; trainable ones only."""
+    """Gradients before each step, not yet clipped, and the weights after the last step; trainable ones only.
+
+    The losses too, where what runs under the engine is a trainer that shares a batch out and puts its loss together.
+    """
 
     gradients: list[dict[str, Tensor | None]]
     weights: dict[str, Tensor]
+    losses: list[float] = field(default_factory=list)
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -114,18 +120,21 @@ def train_alone(case: Case, dtype: torch.dtype | None = None) -> Trained:
     """One process, untiled: the mean over ranks and micro steps of the same losses."""
     model = case.model(dtype)
     optimizer = torch.optim.SGD(named(model).values(), lr=RATE)
-    history = []
+    history, losses = [], []
     for step in range(case.steps):
         optimizer.zero_grad()
+        losses.append(0.0)
         for micro in range(case.micro_steps):
             for rank in range(WORLD):
-                (case.loss(model, rank, step * case.micro_steps + micro) / (WORLD * case.micro_steps)).backward()
+                loss = case.loss(model, rank, step * case.micro_steps + micro) / (WORLD * case.micro_steps)
+                loss.backward()
+                losses[-1] += loss.item()
         history.append({name: p.grad.clone() for name, p in named(model).items() if p.grad is not None})
         if case.clip:
             norm = torch.nn.utils.clip_grad_norm_(named(model).values(), case.clip)
             assert norm > case.clip, f"{case.name}: a gradient of norm {norm} is not clipped at {case.clip}"
         optimizer.step()
-    return Trained(history, {name: p.detach().clone() for name, p in named(model).items()})
+    return Trained(history, {name: p.detach().clone() for name, p in named(model).items()}, losses)
 
 
 def tile(case: Case, model: nn.Module, rank: int) -> None:
@@ -149,6 +158,8 @@ def assert_equal(case: Case, got: Trained, untiled: Callable[[], Trained]) -> No
         # An engine may give zeros where one process gives None (experts that no token reached).
         _assert_close(ours, {name: theirs.get(name, torch.zeros_like(got.weights[name])) for name in got.weights})
     _assert_close(got.weights, expected.weights)
+    if got.losses:
+        torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(expected.losses))
 
 
 def _assert_close(got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor]) -> None:
@@ -176,6 +187,7 @@ def _assert_no_worse(ours: Trained, theirs: Trained, truth: Trained) -> None:
         scale = max(true.abs().max().item() for _, true in pairs)
         return flat.abs().max().item(), flat.norm().item() / math.sqrt(flat.numel()), scale
 
+    assert errors(theirs)[0] > 1e-5 * errors(ours)[2], "nothing was computed in low precision"
     for mine, twin in zip(errors(ours)[:2], errors(theirs)[:2], strict=True):
         bound = 2 * twin + 1e-5 * errors(ours)[2]
         assert mine <= bound, f"error {mine:.3g} against {twin:.3g} of the untiled run in the same precision"

@@ -20,22 +20,29 @@ CASES = [
     Case("checkpoint-generic", "activation checkpointing", checkpoint="non-reentrant", path="generic"),
     Case("reentrant", "reentrant checkpointing", checkpoint="reentrant"),
     Case("reentrant-generic", "reentrant checkpointing", checkpoint="reentrant", path="generic"),
-    Case("static-graph", "static_graph, other tile counts each step", steps=3, options={"static_graph": True}),
+    Case("static-graph", "static_graph=True", steps=3, options={"static_graph": True}),
     Case(
-        "static-graph-generic", "static_graph, other tile counts each step", steps=3, path="generic",
+        "static-graph-generic", "static_graph=True", steps=3, path="generic",
         checkpoint="non-reentrant", options={"static_graph": True},
     ),
-    Case("find-unused", "find_unused_parameters", steps=2, options={"find_unused_parameters": True}),
     Case(
-        "find-unused-generic", "find_unused_parameters", steps=2, path="generic", checkpoint="non-reentrant",
+        "static-graph-reentrant", "static_graph=True", steps=3, checkpoint="reentrant", options={"static_graph": True}
+    ),
+    Case("find-unused", "find_unused_parameters=True", steps=2, options={"find_unused_parameters": True}),
+    Case(
+        "find-unused-generic", "find_unused_parameters=True", steps=2, path="generic", checkpoint="non-reentrant",
         options={"find_unused_parameters": True},
     ),
     Case(
         "bf16-hook", "bf16 compression hook", dtype=torch.float32, low_precision=True, options={"bf16_hook": True}
     ),
-    Case("accumulate", "accumulation with no_sync, clipping", micro_steps=3, clip=0.1, steps=2),
     Case(
-        "accumulate-generic", "accumulation with no_sync, clipping", micro_steps=3, clip=0.1, steps=2, path="generic",
+        "bf16-hook-generic", "bf16 compression hook", dtype=torch.float32, low_precision=True, path="generic",
+        checkpoint="non-reentrant", options={"bf16_hook": True},
+    ),
+    Case("accumulate", "accumulation, clipping", micro_steps=3, clip=0.1, steps=2),
+    Case(
+        "accumulate-generic", "accumulation, clipping", micro_steps=3, clip=0.1, steps=2, path="generic",
         checkpoint="non-reentrant",
     ),
     Case("one-token", "one rank with a single token", lengths=(9, 1), grow=0),
@@ -43,6 +50,7 @@ CASES = [
     Case("no-token-generic", "one rank without data", lengths=(9, 0), grow=0, path="generic"),
     Case("one-token-generic", "one rank with a single token", lengths=(1, 9), grow=0, path="generic"),
     Case("untiled-rank", "one rank untiled", tiles=(3, "auto")),
+    Case("untiled-rank-generic", "one rank untiled", tiles=("auto", 3), path="generic", checkpoint="non-reentrant"),
     Case("lora", "LoRA", adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
     Case("lora-checkpoint", "LoRA", adapters=("gate_proj", "up_proj"), checkpoint="non-reentrant", path="generic"),
     Case("lora-no-input-gradient", "LoRA", adapters=("up_proj", "down_proj"), input_gradients=False),

@@ -25,8 +25,8 @@ LINEAR = {"unit": "linear", "use_orig_params": True}
 WRAP_THE_BLOCK = r"gate_proj.*auto_wrap_policy.*model\.layers\.0"
 
 CASES = [
-    Case("original", "use_orig_params=True", options=ORIGINAL, steps=2),
-    Case("original-generic", "use_orig_params=True", options=ORIGINAL, steps=2, path="generic"),
+    Case("original", "plain", options=ORIGINAL, steps=2),
+    Case("original-generic", "plain", options=ORIGINAL, steps=2, path="generic"),
     Case("flat", "use_orig_params=False", options=FLAT, steps=2),
     Case("flat-generic", "use_orig_params=False", options=FLAT, steps=2, path="generic"),
     Case("original-checkpoint", "activation checkpointing", options=ORIGINAL, checkpoint="non-reentrant"),
@@ -44,21 +44,30 @@ CASES = [
     Case("block", "per block", options={"unit": "block", **ORIGINAL}),
     Case("block-flat-generic", "per block", options={"unit": "block", **FLAT}, path="generic", checkpoint="reentrant"),
     Case("linear", "per linear layer", options=LINEAR, refused=WRAP_THE_BLOCK),
-    Case("keep-gathered", "SHARD_GRAD_OP", options={"strategy": "SHARD_GRAD_OP", **ORIGINAL}),
+    Case("keep-gathered", "weights kept gathered", options={"strategy": "SHARD_GRAD_OP", **ORIGINAL}),
     Case(
         "mixed", "mixed precision", options={"mixed": True, **ORIGINAL}, dtype=torch.float32, low_precision=True
     ),
+    Case(
+        "mixed-flat-generic", "mixed precision", options={"mixed": True, **FLAT}, dtype=torch.float32,
+        low_precision=True, path="generic", checkpoint="non-reentrant",
+    ),
     Case(  # its clip_grad_norm_ takes no float64
-        "accumulate", "accumulation with no_sync, clipping", options=ORIGINAL, micro_steps=3, clip=0.1,
+        "accumulate", "accumulation, clipping", options=ORIGINAL, micro_steps=3, clip=0.1,
         dtype=torch.float32,
     ),
     Case(
-        "accumulate-flat-generic", "accumulation with no_sync, clipping", options=FLAT, micro_steps=3, clip=0.1,
+        "accumulate-flat-generic", "accumulation, clipping", options=FLAT, micro_steps=3, clip=0.1,
         dtype=torch.float32, path="generic", checkpoint="non-reentrant",
     ),
     Case("one-token", "one rank with a single token", options=ORIGINAL, lengths=(9, 1), grow=0),
+    Case(
+        "one-token-flat-generic", "one rank with a single token", options=FLAT, lengths=(1, 9), grow=0, path="generic"
+    ),
     Case("no-token", "one rank without data", options=ORIGINAL, lengths=(9, 0), grow=0),
     Case("no-token-generic", "one rank without data", options=ORIGINAL, lengths=(9, 0), grow=0, path="generic"),
+    Case("untiled-rank", "one rank untiled", options=ORIGINAL, tiles=("auto", 3)),
+    Case("untiled-rank-flat", "one rank untiled", options=FLAT, tiles=(3, "auto"), checkpoint="non-reentrant"),
     Case("lora", "LoRA", options=ORIGINAL, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
     Case("lora-generic", "LoRA", options=ORIGINAL, adapters=("gate_proj", "up_proj"), path="generic"),
     Case("gemma2", "norms around the MLP", "gemma2", options=ORIGINAL, checkpoint="non-reentrant"),

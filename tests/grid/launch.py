@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+LAUNCHES = {"torch": ("ddp", "fsdp1", "fsdp2", "context"), "deepspeed": ("zero12", "zero3", "ulysses")}
+"""Engines that share a process group, by the package they need: a launch costs more than its cases."""
+
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 BUILDS = ROOT / ".cache" / "torch_extensions"
@@ -21,8 +24,8 @@ BUILDS = ROOT / ".cache" / "torch_extensions"
 START_SECONDS = 420.0
 """For imports, and for compiling an operator the first time."""
 CASE_SECONDS = 90.0
-MAX_FAILURES = 4
-"""After so many, the rest of an engine is not tried: each costs a launch."""
+MAX_FAILURES = 6
+"""After so many, the rest is not tried: each costs a launch."""
 GRACE_SECONDS = 5.0
 """How long the other rank may go on after one has failed."""
 
@@ -36,14 +39,20 @@ class Result:
 
 
 def run_cases(
-    engine: str,
     names: Sequence[str],
     folder: Path,
     *,
     case_seconds: float = CASE_SECONDS,
     max_failures: int = MAX_FAILURES,
 ) -> dict[str, Result]:
-    """Run the cases in one process group; after a failure the remaining ones in a new group, a few times."""
+    """Run the cases in one process group; after a failure the remaining ones in a new group, a few times.
+
+    Args:
+        names: "engine:case", the modules and cases of ``grid``; also the keys of what is returned.
+        folder: for logs; made here.
+        case_seconds: how long a case may take.
+        max_failures: after so many, the rest is not tried.
+    """
     results: dict[str, Result] = {}
     left = list(names)
     while left:
@@ -52,12 +61,12 @@ def run_cases(
             break
         here = folder / f"from-{len(results)}"
         here.mkdir(parents=True)
-        results.update(_launch(engine, left, here, case_seconds))
+        results.update(_launch(left, here, case_seconds))
         left = [name for name in left if name not in results]
     return results
 
 
-def _launch(engine: str, names: list[str], folder: Path, case_seconds: float) -> dict[str, Result]:
+def _launch(names: list[str], folder: Path, case_seconds: float) -> dict[str, Result]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -75,7 +84,7 @@ def _launch(engine: str, names: list[str], folder: Path, case_seconds: float) ->
     ranks = []
     for rank in range(2):
         with Path(folder, f"{rank}.log").open("wb") as log:
-            command = [sys.executable, "-m", "grid.worker", engine, str(rank), str(port), str(folder), ",".join(names)]
+            command = [sys.executable, "-m", "grid.worker", str(rank), str(port), str(folder), ",".join(names)]
             ranks.append(
                 subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True)
             )

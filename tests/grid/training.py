@@ -60,38 +60,39 @@ class Parallel:
     def close(self) -> None:
         """Let go of everything that outlives the model."""
 
+    @classmethod
+    def train(cls, case: Case, rank: int, tiled: bool = True) -> Trained:
+        """Train ``case`` under this engine."""
+        model = case.model()
+        cls.before(case, model)
+        if tiled and case.options.get("apply") != "wrapped":
+            tile(case, model, rank)
+        parallel = cls(case, model, rank)
+        if tiled and case.options.get("apply") == "wrapped":
+            tile(case, parallel.call, rank)
+        history = []
+        for step in range(case.steps):
+            for micro in range(case.micro_steps):
+                last = micro == case.micro_steps - 1
+                with parallel.sync(last):
+                    parallel.backward(case.loss(parallel.call, rank, step * case.micro_steps + micro))
+                if last:
+                    history.append(parallel.gradients())
+                if last and case.clip:
+                    parallel.clip(case.clip)
+                parallel.step(last)
+        weights = parallel.weights()
+        parallel.close()
+        return Trained(history, weights)
 
-def train(kind: type[Parallel], case: Case, rank: int, tiled: bool = True) -> Trained:
-    model = case.model()
-    kind.before(case, model)
-    if tiled and case.options.get("apply") != "wrapped":
-        tile(case, model, rank)
-    parallel = kind(case, model, rank)
-    if tiled and case.options.get("apply") == "wrapped":
-        tile(case, parallel.call, rank)
-    history = []
-    for step in range(case.steps):
-        for micro in range(case.micro_steps):
-            last = micro == case.micro_steps - 1
-            with parallel.sync(last):
-                parallel.backward(case.loss(parallel.call, rank, step * case.micro_steps + micro))
-            if last:
-                history.append(parallel.gradients())
-            if last and case.clip:
-                parallel.clip(case.clip)
-            parallel.step(last)
-    weights = parallel.weights()
-    parallel.close()
-    return Trained(history, weights)
-
-
-def run(kind: type[Parallel], case: Case, rank: int) -> None:
-    """Train ``case`` and compare, or see it refused."""
-    if case.refused:
-        try:
-            train(kind, case, rank)
-        except UserError as error:
-            assert re.search(case.refused, str(error)), f"refused with other words: {error}"
-            return
-        raise AssertionError(f"not refused; expected a UserError like {case.refused!r}")
-    assert_equal(case, train(kind, case, rank), lambda: train(kind, case, rank, tiled=False))
+    @classmethod
+    def run(cls, case: Case, rank: int) -> None:
+        """Train ``case`` and compare, or see it refused."""
+        if case.refused:
+            try:
+                cls.train(case, rank)
+            except UserError as error:
+                assert re.search(case.refused, str(error)), f"refused with other words: {error}"
+                return
+            raise AssertionError(f"not refused; expected a UserError like {case.refused!r}")
+        assert_equal(case, cls.train(case, rank), lambda: cls.train(case, rank, tiled=False))

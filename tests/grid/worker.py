@@ -1,4 +1,4 @@
-"""One rank: runs the named cases of an engine in one process group, and writes a line per case.
+"""One rank: runs the named cases in one process group, and writes a line per case.
 
 Ends at the first case that fails: whatever it left behind must not colour the next.
 """
@@ -30,7 +30,7 @@ def _end_with(parent: int) -> None:
     os._exit(3)
 
 
-def main(engine: str, rank: int, port: int, folder: str, names: list[str]) -> int:
+def main(rank: int, port: int, folder: str, names: list[str]) -> int:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
@@ -38,23 +38,23 @@ def main(engine: str, rank: int, port: int, folder: str, names: list[str]) -> in
     import torch
     import torch.distributed as dist
 
-    from grid.training import run
-
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    module = importlib.import_module(f"grid.{engine}")
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT))
-    if hasattr(module, "start"):
-        module.start()
-    cases = {case.name: case for case in module.CASES}
+    started = set()
     with Path(folder, f"{rank}.jsonl").open("a", encoding="utf-8", buffering=1) as lines:
         for name in names:
+            engine, _, case = name.partition(":")
+            module = importlib.import_module(f"grid.{engine}")
+            if engine not in started and hasattr(module, "start"):
+                module.start()
+            started.add(engine)
             torch.manual_seed(rank)
             dist.barrier()
             start, problem = time.time(), ""
             lines.write(json.dumps({"begins": name, "time": start}) + "\n")
             try:
-                run(module.ENGINE, cases[name], rank)
+                module.ENGINE.run(next(found for found in module.CASES if found.name == case), rank)
             except BaseException:  # noqa: BLE001  # whatever it is, the parent shows it
                 problem = traceback.format_exc()
             lines.write(json.dumps({"case": name, "problem": problem, "start": start, "time": time.time()}) + "\n")
@@ -66,7 +66,7 @@ def main(engine: str, rank: int, port: int, folder: str, names: list[str]) -> in
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5].split(","))
+    code = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].split(","))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads of an engine must not hold the process back

@@ -17,8 +17,20 @@ ONE, TWO = ({"stage": stage} for stage in (1, 2))
 OFFLOAD = {"device": "cpu", "pin_memory": False}
 
 _CASES = [
-    Case("zero1", "ZeRO-1", options=ONE, steps=2),
-    Case("zero1-generic", "ZeRO-1", options=ONE, path="generic", checkpoint="non-reentrant"),
+    Case("zero1", "plain", options=ONE, steps=2),
+    Case("zero1-generic", "plain", options=ONE, path="generic"),
+    Case("zero1-checkpoint", "activation checkpointing", options=ONE, checkpoint="non-reentrant"),
+    Case(
+        "zero1-checkpoint-generic", "activation checkpointing", options=ONE, checkpoint="non-reentrant", path="generic"
+    ),
+    Case("zero1-reentrant", "reentrant checkpointing", options=ONE, checkpoint="reentrant"),
+    Case("zero1-mixed", "mixed precision", options={**ONE, "bf16": True}, low_precision=True),
+    Case("zero1-offload", "offload to the host", options={**ONE, "offload_optimizer": OFFLOAD}, steps=2),
+    Case("zero1-accumulate", "accumulation, clipping", options=ONE, micro_steps=3, clip=0.1, steps=2),
+    Case("zero1-one-token", "one rank with a single token", options=ONE, lengths=(9, 1), grow=0),
+    Case("zero1-no-token-generic", "one rank without data", options=ONE, lengths=(9, 0), grow=0, path="generic"),
+    Case("zero1-untiled-rank", "one rank untiled", options=ONE, tiles=("auto", 3)),
+    Case("zero1-lora", "LoRA", options=ONE, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
     Case("zero2", "plain", options=TWO, steps=2),
     Case("zero2-generic", "plain", options=TWO, steps=2, path="generic"),
     Case("zero2-checkpoint", "activation checkpointing", options=TWO, checkpoint="non-reentrant"),
@@ -27,11 +39,17 @@ _CASES = [
     ),
     Case("zero2-reentrant", "reentrant checkpointing", options=TWO, checkpoint="reentrant"),
     Case("zero2-reentrant-generic", "reentrant checkpointing", options=TWO, checkpoint="reentrant", path="generic"),
-    Case("zero2-offload", "optimiser offload", options={**TWO, "offload_optimizer": OFFLOAD}, steps=2),
+    Case("zero2-offload", "offload to the host", options={**TWO, "offload_optimizer": OFFLOAD}, steps=2),
+    Case("zero2-mixed", "mixed precision", options={**TWO, "bf16": True}, low_precision=True),
+    Case(
+        "zero2-mixed-generic", "mixed precision", options={**TWO, "bf16": True}, low_precision=True, path="generic",
+        checkpoint="non-reentrant",
+    ),
     Case("zero2-accumulate", "accumulation, clipping", options=TWO, micro_steps=3, clip=0.1, steps=2),
     Case("zero2-one-token", "one rank with a single token", options=TWO, lengths=(1, 9), grow=0),
     Case("zero2-no-token", "one rank without data", options=TWO, lengths=(0, 9), grow=0),
     Case("zero2-no-token-generic", "one rank without data", options=TWO, lengths=(0, 9), grow=0, path="generic"),
+    Case("zero2-untiled-rank", "one rank untiled", options=TWO, tiles=(3, "auto")),
     Case("zero2-lora", "LoRA", options=TWO, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
     Case(
         "zero2-lora-no-input-gradient", "LoRA", options=TWO, adapters=("up_proj",), input_gradients=False,
@@ -58,7 +76,7 @@ class Zero(Parallel):
         import deepspeed
 
         case, options = self.case, self.case.options
-        zero = {k: v for k, v in options.items() if k not in ("apply", "init")}
+        zero = {k: v for k, v in options.items() if k not in ("apply", "init", "bf16")}
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": case.micro_steps,
@@ -66,11 +84,15 @@ class Zero(Parallel):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,
+            "bf16": {"enabled": bool(options.get("bf16"))},
         }
         optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=RATE)
         self.call, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
         assert self.call.zero_optimization_stage() == options["stage"]
         assert self.call.dp_world_size == WORLD
+        assert self.call.bfloat16_enabled() == bool(options.get("bf16"))
+        offload = self.call.zero_offload_optimizer()
+        assert (offload is not None and offload.device == "cpu") == ("offload_optimizer" in options)
         self.check_placement()
 
     def prepare(self) -> None:

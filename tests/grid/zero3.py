@@ -14,6 +14,7 @@ from torch import nn
 
 from grid import zero12
 from grid.cases import WORLD, Case
+from seqtile.engines.zero3 import is_marked, is_registered
 
 STINGY = {
     "stage": 3,
@@ -32,7 +33,12 @@ _CASES = [
     Case("reentrant", "reentrant checkpointing", checkpoint="reentrant"),
     Case("reentrant-generic", "reentrant checkpointing", checkpoint="reentrant", path="generic"),
     Case("defaults", "DeepSpeed's own settings", options={"stage": 3}, steps=3),
-    Case("offload", "optimiser offload", options={**STINGY, "offload_optimizer": zero12.OFFLOAD}, steps=2),
+    Case("offload", "offload to the host", options={**STINGY, "offload_optimizer": zero12.OFFLOAD}, steps=2),
+    Case("mixed", "mixed precision", options={**STINGY, "bf16": True}, low_precision=True),
+    Case(
+        "mixed-generic", "mixed precision", options={**STINGY, "bf16": True}, low_precision=True, path="generic",
+        checkpoint="non-reentrant",
+    ),
     Case("accumulate", "accumulation, clipping", micro_steps=3, clip=0.1, steps=2),
     Case("accumulate-generic", "accumulation, clipping", micro_steps=3, clip=0.1, path="generic"),
     Case("one-token", "one rank with a single token", lengths=(9, 1), grow=0),
@@ -71,6 +77,9 @@ class Zero3(zero12.Zero):
     def check_placement(self) -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+        leaves = [module for module in self.model.modules() if is_marked(module)]
+        assert all(is_registered(leaf) for leaf in leaves)
+        assert not any(is_registered(part) for leaf in leaves for part in leaf.modules() if part is not leaf)
         for name, p in self.model.named_parameters():
             held = torch.tensor([p.ds_tensor.numel()])
             dist.all_reduce(held)

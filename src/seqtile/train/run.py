@@ -124,6 +124,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     from seqtile.train.data import check_ids, load_rows
     from seqtile.train.head import tile_head
     from seqtile.train.load import causal_model, load_model
+    from seqtile.train.packing import check_packing
 
     documents = False
     rows = None
@@ -132,6 +133,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
         rows, documents = load_rows(recipe.dataset, split=recipe.dataset_split, text_field=text_field)
     arguments = trainer_arguments(recipe, output, documents=documents)
     model, tokenizer = load_model(recipe)
+    check_packing(model, arguments)
     if rows is None:
         rows = demo.load_rows(tokenizer, recipe.max_length)
     embeddings: Any = model.get_input_embeddings()
