@@ -14,6 +14,7 @@ from grid.cases import RATE, WORLD, Case, named
 from grid.training import Parallel
 
 ONE, TWO = ({"stage": stage} for stage in (1, 2))
+_MLP = ("gate_proj", "up_proj", "down_proj")
 OFFLOAD = {"device": "cpu", "pin_memory": False}
 
 _CASES = [
@@ -29,7 +30,7 @@ _CASES = [
     Case("zero1-accumulate", "accumulation, clipping", options=ONE, micro_steps=3, clip=0.1, steps=2),
     Case("zero1-one-token", "one rank with a single token", options=ONE, lengths=(9, 1), grow=0),
     Case("zero1-no-token-generic", "one rank without data", options=ONE, lengths=(9, 0), grow=0, path="generic"),
-    Case("zero1-untiled-rank", "one rank untiled", options=ONE, tiles=("auto", 3)),
+    Case("zero1-untiled-rank", "one rank untiled", options={**ONE, "overlap_comm": True}, tiles=("auto", 3)),
     Case("zero1-lora", "LoRA", options=ONE, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
     Case("zero2", "plain", options=TWO, steps=2),
     Case("zero2-generic", "plain", options=TWO, steps=2, path="generic"),
@@ -49,7 +50,13 @@ _CASES = [
     Case("zero2-one-token", "one rank with a single token", options=TWO, lengths=(1, 9), grow=0),
     Case("zero2-no-token", "one rank without data", options=TWO, lengths=(0, 9), grow=0),
     Case("zero2-no-token-generic", "one rank without data", options=TWO, lengths=(0, 9), grow=0, path="generic"),
-    Case("zero2-untiled-rank", "one rank untiled", options=TWO, tiles=(3, "auto")),
+    Case("zero2-untiled-rank", "one rank untiled", options=TWO, tiles=(3, "auto"), steps=2),
+    Case(
+        "zero2-untiled-rank-generic", "one rank untiled", options=TWO, tiles=("auto", 3), path="generic",
+        checkpoint="non-reentrant",
+    ),
+    Case("zero2-untiled-rank-lora", "one rank untiled", options=TWO, tiles=("auto", 3), adapters=_MLP),
+    Case("zero2-untiled-rank-mixtral", "one rank untiled", "mixtral", options=TWO, tiles=("auto", 3)),
     Case("zero2-lora", "LoRA", options=TWO, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
     Case(
         "zero2-lora-no-input-gradient", "LoRA", options=TWO, adapters=("up_proj",), input_gradients=False,

@@ -76,10 +76,13 @@ class Zero3(zero12.Zero):
 
     def check_placement(self) -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+        from deepspeed.utils import z3_leaf_module
 
-        leaves = [module for module in self.model.modules() if is_marked(module)]
-        assert all(is_registered(leaf) for leaf in leaves)
-        assert not any(is_registered(part) for leaf in leaves for part in leaf.modules() if part is not leaf)
+        leaves = [module for module in self.model.modules() if z3_leaf_module(module)]  # DeepSpeed marks MoE blocks
+        inside = {part for leaf in leaves for part in leaf.modules() if part is not leaf}
+        for module in self.model.modules():
+            assert is_registered(module) != (module in inside)
+            assert module in leaves or not is_marked(module)
         for name, p in self.model.named_parameters():
             held = torch.tensor([p.ds_tensor.numel()])
             dist.all_reduce(held)

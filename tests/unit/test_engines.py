@@ -13,7 +13,7 @@ from seqtile import UserError
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import end_gradients_here, whole_shape
-from zoo import causal_lm
+from zoo import causal_lm, tokens
 
 
 def _leaves(model: nn.Module) -> list[str]:
@@ -116,3 +116,23 @@ def test_fsdp_units_inside_are_named() -> None:
     with pytest.raises(UserError, match=r"layers\.0\.mlp: FSDP shards up_proj.*call fully_shard on layers\.0, not"):
         refuse_gathering_inside([("up_proj", Unit())], block="layers.0.mlp", layer="layers.0")
     refuse_gathering_inside([("up_proj", nn.Linear(2, 2))], block="layers.0.mlp", layer="layers.0")
+
+
+@pytest.mark.parametrize("path", ["fused", "generic"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "mixtral"])
+def test_under_zero2_gradients_of_tiled_and_untiled_batches_arrive_in_one_order(architecture: str, path: str) -> None:
+    def order(tile: int | str, taken_over: bool = True) -> list[str]:
+        model = causal_lm(architecture, use_cache=False)
+        seqtile.apply(model, tile=tile, path="auto" if architecture == "mixtral" else path)
+        arrived: list[str] = []
+        for name, p in model.named_parameters():
+            if taken_over:
+                p._hp_mapping = None  # as DeepSpeed's ZeRO-1 and 2 set it
+            p.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+        ids = tokens()
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert len(arrived) == len(list(model.parameters()))
+        return arrived
+
+    assert order(3) == order(5) == order("auto")
+    assert order("auto", taken_over=False) != order("auto"), "nothing was left untiled"

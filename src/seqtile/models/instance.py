@@ -18,6 +18,7 @@ from seqtile._log import first_rank_logger
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import unmark_leaf
+from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.models.fuse import fused_weights
 from seqtile.ops.fused import FusedWeights, fused_mlp
 from seqtile.ops.generic import run_in_tiles
@@ -147,8 +148,11 @@ class Installed:
         x, setting = tensors[0], self.setting
         mlp = self._choose(x.dtype, other_arguments)
         tokens = x.shape[:-1].numel()
-        shape = setting.shape(x, list(weights().values()), mlp is not None, lanes)
+        live = list(weights().values())
+        shape = setting.shape(x, live, mlp is not None, lanes)
         sizes = setting.rule.tile_sizes(tokens, shape)
+        if not sizes and tokens and reduces_as_they_arrive(live):
+            sizes = (tokens,)  # one tile, not none: another rank's batch may be tiled
         if not sizes:
             return call(list(tensors))
         if self.plainly is not None:

@@ -1,0 +1,20 @@
+"""Keep the order in which gradients arrive the same on every rank, for DeepSpeed ZeRO-1 and 2.
+
+ZeRO-2 copies gradients into a bucket in the order in which autograd hands them over, and sums the ranks' buckets
+element by element; ZeRO-1 does so with ``overlap_comm``. It trusts that the order is the same on all ranks. A tiled
+block hands its weights over together, an untiled one from the last to the first; so where one rank's batch is tiled
+and another's is not, the sums are of different weights, without a word. Tile counts alone change no order.
+
+Source: DeepSpeed 0.19, ``runtime/zero/stage_1_and_2.py`` (``reduce_independent_p_g_buckets_and_remove_grads``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+def reduces_as_they_arrive(weights: Iterable[Tensor]) -> bool:
+    """Whether ZeRO-1 or 2 has taken one of these weights over. Reads an attribute that DeepSpeed sets."""
+    return any(hasattr(weight, "_hp_mapping") for weight in weights)
