@@ -16,7 +16,7 @@ from seqtile.cli import main
 from seqtile.train.packing import check_packing
 from zoo import causal_lm
 
-BFD = SimpleNamespace(packing=True, packing_strategy="bfd", padding_free=False, parallelism_config=None)
+BFD = SimpleNamespace(packing=True, packing_strategy="bfd", padding_free=False)
 
 
 def arguments(**change: Any) -> Any:
@@ -47,11 +47,6 @@ def test_a_model_without_position_ids_is_refused() -> None:
     model.forward = lambda input_ids, use_cache: None  # type: ignore[method-assign]
     with pytest.raises(UserError, match="would attend to each other"):
         check_packing(model, arguments())
-
-
-def test_packing_with_ulysses_is_refused() -> None:
-    with pytest.raises(UserError, match=r"sp_size=2.*drops the mask"):
-        check_packing(causal_lm("llama"), arguments(parallelism_config=SimpleNamespace(sp_size=2)))
 
 
 @pytest.mark.parametrize("path", ["fused", "generic"])

@@ -39,13 +39,6 @@ def check_packing(model: Any, arguments: Any) -> None:
     """
     if not (arguments.padding_free or (arguments.packing and arguments.packing_strategy != "wrapped")):
         return  # "wrapped" joins documents to one text on purpose
-    parallelism = getattr(arguments, "parallelism_config", None)
-    if parallelism is not None and parallelism.sp_size > 1:
-        raise UserError(
-            f"packing with sequence parallelism (sp_size={parallelism.sp_size}): DeepSpeed's Ulysses drops the mask "
-            "that keeps packed documents apart; turn packing off, or give packing 'wrapped' to join documents on "
-            "purpose"
-        )
     attention = getattr(model.config, "_attn_implementation", None) or "eager"
     if "flash" in attention:
         return  # its kernels take the boundaries (cu_seq_lens), and run on an accelerator only
