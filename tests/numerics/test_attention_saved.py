@@ -105,11 +105,10 @@ def test_what_is_kept_is_reported(offload: bool) -> None:
 
 
 def test_trls_own_key_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trl.models import enable_selective_activation_checkpointing
-
+    models = pytest.importorskip("trl.models", reason="TRL's own selective checkpointing needs TRL")
     expected = step(model_with())
     model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")
-    enable_selective_activation_checkpointing(model)
+    models.enable_selective_activation_checkpointing(model)
     report = seqtile.apply(model, blocks="none", checkpoint="attention-saved")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"selective": True})
     with attention_calls() as calls:

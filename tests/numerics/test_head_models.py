@@ -28,6 +28,8 @@ from zoo import (
 )
 
 BATCH, LENGTH = 2, 13
+TIED = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+"""PEFT 0.19, the lowest tested, says so of an untied head too."""
 
 
 def loss_only(model: nn.Module, tile: int | str = 5) -> nn.Module:
@@ -217,10 +219,11 @@ def test_tied_and_frozen_heads(tied: bool, frozen: str) -> None:
     assert_same_gradients(got, expected)
 
 
+@TIED
 @pytest.mark.parametrize("target", ["q_proj", "lm_head"])
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_adapters(target: str, options: dict[str, Any]) -> None:
-    model, ids = causal_lm("llama"), tokens(BATCH, LENGTH)
+    model, ids = causal_lm("llama", tie_word_embeddings=False), tokens(BATCH, LENGTH)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=[target], task_type="CAUSAL_LM", **options))
     for name, p in model.named_parameters():
         if "lora_B" in name:
@@ -237,8 +240,9 @@ def test_adapters(target: str, options: dict[str, Any]) -> None:
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, plain.loss)
 
 
+@TIED
 def test_a_head_that_was_saved_with_the_adapter() -> None:
-    model, ids = causal_lm("llama"), tokens(BATCH, LENGTH)
+    model, ids = causal_lm("llama", tie_word_embeddings=False), tokens(BATCH, LENGTH)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
     _, expected = step(model, ids)
     assert any("lm_head.modules_to_save" in name and g is not None for name, g in expected.items())
@@ -246,9 +250,10 @@ def test_a_head_that_was_saved_with_the_adapter() -> None:
     assert_same_gradients(got, expected)
 
 
+@TIED
 def test_dropout_in_the_heads_adapter_is_drawn_once() -> None:
     """The gradient comes from the very mask of the forward: a step against it lowers the loss as it says."""
-    model, ids = causal_lm("llama"), tokens(1, LENGTH)
+    model, ids = causal_lm("llama", tie_word_embeddings=False), tokens(1, LENGTH)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"], lora_dropout=0.5)).double()
     torch.nn.init.normal_(model.base_model.model.lm_head.lora_B["default"].weight, std=0.3)
     loss_only(model)
