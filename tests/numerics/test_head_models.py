@@ -344,3 +344,59 @@ def test_the_checker_notices_a_broken_loss(monkeypatch: pytest.MonkeyPatch) -> N
     last_tile_dropped(monkeypatch)
     with pytest.raises(AssertionError):
         test_every_architecture("llama")
+
+
+def test_verify_takes_the_loss_off_and_puts_it_back() -> None:
+    model, ids = causal_lm("llama"), tokens(BATCH, LENGTH)
+    seqtile.apply(model, tile=5, loss="tiled", loss_tile=5)
+    result = seqtile.verify(model, {"input_ids": ids, "labels": ids})
+    assert result.ok, str(result)
+    assert model(input_ids=ids, labels=ids).logits is None
+    seqtile.undo(model)
+    assert model(input_ids=ids, labels=ids).logits is not None
+
+
+def test_under_accelerates_mixed_precision() -> None:
+    """Accelerate puts autocast around the model's forward; the products run in bf16 tiled as untiled."""
+    from accelerate import Accelerator
+
+    def run(tiled: bool) -> tuple[nn.Module, Any, dict[str, Tensor | None]]:
+        model = causal_lm("llama")
+        if tiled:
+            loss_only(model)
+        prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+        return (model, *step(prepared, tokens(BATCH, LENGTH)))
+
+    with seqtile.count_products() as products:
+        model, output, got = run(tiled=True)
+    assert output.logits is None and products.calls
+    _, plain, expected = run(tiled=False)
+    _, exact = step(causal_lm("llama"), tokens(BATCH, LENGTH))
+    for name, true in exact.items():
+        error, allowed = ((g[name] - true).norm() for g in (got, expected))  # type: ignore[operator, union-attr]
+        assert error <= 2 * allowed + 1e-5 * true.norm(), name  # type: ignore[union-attr]
+    seqtile.undo(model)
+    ids = tokens(BATCH, LENGTH)
+    assert model(input_ids=ids, labels=ids).logits is not None
+
+
+@pytest.mark.slow
+def test_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    """The whole model compiled runs its loss untiled and says so; compiled layers leave it tiled."""
+    model, ids = causal_lm("llama"), tokens(BATCH, LENGTH)
+    _, expected = step(model, ids)
+    loss_only(model)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    output, got = step(model, ids)
+    assert output.logits is None
+    assert_same_gradients(got, expected)
+    with caplog.at_level(logging.WARNING):
+        whole = torch.compile(model, backend="eager")(input_ids=ids, labels=ids)
+    torch.testing.assert_close(whole.loss, output.loss)
+    assert whole.logits is not None and "its loss runs untiled" in caplog.text
+
+
+def test_replicas_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="one process per device"):
+        loss_only(causal_lm("llama"))._replicate_for_data_parallel()

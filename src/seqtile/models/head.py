@@ -23,7 +23,7 @@ from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.models.head_logits import LaterHead, LaterLogits, head_width
-from seqtile.models.instance import _Bare, _Note
+from seqtile.models.instance import _Bare, _Note, _RefuseReplicas
 from seqtile.ops.head import linear_cross_entropy
 from seqtile.ops.head_module import module_cross_entropy, module_logprobs
 from seqtile.ops.head_scores import TokenScores, token_logprobs
@@ -33,7 +33,7 @@ from seqtile.tiling import BlockShape, TileRule, head_sizes
 logger = first_rank_logger(__name__)
 
 _MARK = "_seqtile_loss"
-_CHANGED = ("forward", "extra_repr", _MARK)
+_CHANGED = ("forward", "extra_repr", "_replicate_for_data_parallel", _MARK)
 
 
 def find_causal_lm(model: nn.Module) -> tuple[str, nn.Module]:
@@ -140,7 +140,11 @@ class TiledLoss:
 
     def install(self, marked: bool = True) -> None:
         """Put it on the model; unmarked, ``undo`` does not find it."""
-        self.module.__dict__.update({"forward": self, "extra_repr": _Note(self), **({_MARK: self} if marked else {})})
+        self.module.__dict__.update(
+            {"forward": self, "extra_repr": _Note(self), "_replicate_for_data_parallel": _RefuseReplicas()}
+        )
+        if marked:
+            self.module.__dict__[_MARK] = self
 
     def remove(self) -> None:
         """Put every attribute back; under another library's forward, do nothing from now on."""

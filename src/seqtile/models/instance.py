@@ -190,7 +190,7 @@ class _RefuseReplicas:
 
     def __call__(self) -> nn.Module:
         raise NotImplementedError(
-            "nn.DataParallel (several devices in one process) does not run tiled blocks; start one process per device "
+            "nn.DataParallel (several devices in one process) does not run tiled models; start one process per device "
             "with torchrun or accelerate launch, or make one device visible"
         )
 
