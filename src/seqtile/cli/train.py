@@ -36,8 +36,9 @@ def command(
     ),
     resume: bool = typer.Option(False, "--resume", help="Continue the run in --output.", rich_help_panel=RUN),
     checkpoint: str = typer.Option(
-        None, help="With --resume: this one (checkpoint-N), marked whole or not.", metavar="NAME", rich_help_panel=RUN
-    ),
+        None, "--from-checkpoint", help="With --resume: this one (checkpoint-N), marked whole or not.", metavar="NAME",
+        rich_help_panel=RUN,
+    ),  # fmt: skip
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier run.", rich_help_panel=RUN),
     compare: bool = typer.Option(
         None, "--compare/--no-compare", help="End with tiled against untiled on one batch.", rich_help_panel=RUN
@@ -78,7 +79,7 @@ def command(
     if resume and overwrite:
         raise recipes.UserError("--resume continues a run and --overwrite replaces it; give one of the two")
     if checkpoint and not resume:
-        raise recipes.UserError(f"--checkpoint {checkpoint!r} names where --resume continues; give --resume too")
+        raise recipes.UserError(f"--from-checkpoint {checkpoint!r} is where --resume continues; give --resume too")
     chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
     _run(chosen, notes, resume=resume, checkpoint=checkpoint, overwrite=overwrite)
 

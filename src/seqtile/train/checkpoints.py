@@ -141,7 +141,7 @@ def find_checkpoint(output: Path, chosen: str | None = None) -> Path:
     raise UserError(
         f"no checkpoint in {str(output)!r} is known to be whole ({'; '.join(skipped)}); one that was interrupted while "
         "it was written is lost; one without a mark that an older seqtile or another trainer wrote can be named: "
-        f"--resume --checkpoint {numbered(output)[-1][1].name}"
+        f"--resume --from-checkpoint {numbered(output)[-1][1].name}"
     )
 
 
@@ -149,7 +149,7 @@ def _chosen(output: Path, name: str) -> Path:
     path = output / name
     if not _NAME.fullmatch(name) or not path.is_dir():
         there = ", ".join(path.name for _, path in numbered(output)) or "none"
-        raise UserError(f"got --checkpoint {name!r}, expected one of those in {str(output)!r}: {there}")
+        raise UserError(f"got --from-checkpoint {name!r}, expected one of those in {str(output)!r}: {there}")
     if (path / MARK).exists():
         problem = why_not_whole(path)
     else:

@@ -31,6 +31,8 @@ MAY_CHANGE = (
     "blocks",
     "keep",
     "loss_tile",
+    "checkpoint",
+    "offload",
 )
 """What a resumed run may set otherwise: the length, what is written, and how it is computed, not what is learnt."""
 
