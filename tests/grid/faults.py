@@ -6,6 +6,8 @@ import os
 import time
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -16,7 +18,7 @@ CASES = [Fault(name) for name in ("passes", "raises", "dies", "hangs", "passes-a
 
 
 class Faulty:
-    """Rank 1 does what the case's name says."""
+    """Rank 1 does what the case's name says; rank 0 waits for it in a collective."""
 
     @staticmethod
     def run(case: Fault, rank: int) -> None:
@@ -26,6 +28,7 @@ class Faulty:
             os._exit(9)
         if rank == 1 and case.name == "hangs":
             time.sleep(1000)
+        dist.barrier()
 
 
 ENGINE = Faulty
