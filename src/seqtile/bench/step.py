@@ -102,13 +102,12 @@ def measure_launched(step: Step, method: str) -> Row:
 def measure_step(step: Step, method: str) -> Row:
     """Median time of a step (forward, backward, gradient norm, optimiser), peak bytes, loss and gradient norm."""
     import torch
-    from accelerate import Accelerator
 
     from seqtile.bench.measure import on_accelerator, synchronize
 
     if method not in METHODS:
         raise UserError(f"--methods {method!r} is unknown: expected one of {', '.join(METHODS)}")
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    accelerator = _join_launch()
     device = accelerator.device
     torch.manual_seed(step.seed)
     model = _load(step, device.type)
@@ -153,6 +152,28 @@ def measure_step(step: Step, method: str) -> Row:
     }  # fmt: skip
 
 
+def _join_launch() -> Any:
+    """accelerate's view of this launch.
+
+    Raises:
+        UserError: accelerate made another engine than the one that it was launched with.
+    """
+    import torch
+    from accelerate import Accelerator, PartialState
+
+    if not torch.accelerator.is_available():
+        PartialState(cpu=True)  # gloo; asked of the Accelerator itself, it would leave DeepSpeed out without a word
+    accelerator = Accelerator()
+    made = accelerator.distributed_type.value
+    for engine in ("DEEPSPEED", "FSDP"):
+        if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true" and made != engine:
+            raise UserError(
+                f"launched with {engine}, but accelerate made {_ENGINES.get(made, made)} of it, as it does with FSDP on "
+                "a CPU: launch it on accelerators, or with another engine"
+            )
+    return accelerator
+
+
 def _peak(once: Callable[[], None], device: Any, allocator: bool) -> Row:
     """Peak bytes of the second step, above what was there before; the first one makes the optimiser's state."""
     import torch
@@ -178,13 +199,15 @@ def _peak(once: Callable[[], None], device: Any, allocator: bool) -> Row:
 
 def model_config(model: Any) -> Any:
     """The config of a model, whatever an engine wrapped it in."""
-    return model.config if hasattr(model, "config") else model.module.config
+    return (model.module if hasattr(model, "module") else model).config
 
 
 def _load(step: Step, device_type: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    unset_hf_deepspeed_config()  # left by the method before: the next model would be born in pieces, and this one not
     dtype = getattr(torch, step.dtype or ("float32" if device_type == "cpu" else "bfloat16"))
     path = Path(step.model)
     try:
