@@ -168,7 +168,7 @@ def _join_launch() -> Any:
     for engine in ("DEEPSPEED", "FSDP"):
         if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true" and made != engine:
             raise UserError(
-                f"launched with {engine}, but accelerate made {_ENGINES.get(made, made)} of it, as it does with FSDP on "
+                f"launched with {engine}, but accelerate made {_ENGINES.get(made, made)} of it, as with FSDP on "
                 "a CPU: launch it on accelerators, or with another engine"
             )
     return accelerator
