@@ -10,6 +10,10 @@ VENV_LOWEST ?= .venv-lowest
 TORCH ?= -r constraints/torch.txt
 ARGS ?=
 PYTEST_ARGS ?=
+JOBS ?= 2
+
+# Tests of one process run side by side, a file in one worker; what starts several processes has the machine to itself.
+PYTEST_SIDE_BY_SIDE = -m pytest -n $(JOBS) --dist loadfile
 
 # The tests that also run with the lowest supported transformers: everything that needs no `train` extra.
 CORE = tests/unit tests/numerics -m "not slow and not gpu" --ignore-glob="*/test_train*" --ignore-glob="*/test_cli*" --ignore-glob="*/test_bench*"
@@ -38,13 +42,14 @@ bench-cpu: $(VENV)/.ready  ## the CPU claim: interleaved pairs against untiled, 
 test: test-highest test-lowest  ## every test, then the core tests with the lowest supported versions
 
 test-highest: $(VENV)/.ready  ## every test, with the highest supported versions
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not distributed" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m distributed $(PYTEST_ARGS)
 
 test-lowest: $(VENV_LOWEST)/.ready  ## the core tests, with the lowest supported versions
-	$(VENV_LOWEST)/bin/python -m pytest $(CORE) $(PYTEST_ARGS)
+	$(VENV_LOWEST)/bin/python $(PYTEST_SIDE_BY_SIDE) $(CORE) $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.ready  ## the quick tests, in less than three minutes
-	$(VENV)/bin/python -m pytest -m "not slow and not distributed and not gpu" $(PYTEST_ARGS)
+	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not slow and not distributed and not gpu" $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready  ## ruff and mypy
 	$(VENV)/bin/ruff check .
