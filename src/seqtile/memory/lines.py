@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from seqtile.memory.setup import Setup
-from seqtile.memory.step import StepRun, fake_step
-from seqtile.memory.structure import Depths, cut
+from seqtile.memory.step import StepRun, build, fake_step
+from seqtile.memory.structure import Depths, cut, find_depths
+from seqtile.memory.tiles import largest_tile, other_lengths, resolve
 from seqtile.memory.track import Workspace
 
 Terms = Mapping[str, float]
@@ -40,13 +41,13 @@ class Lines:
         layers = self.depths.layers if layers is None else layers
         lengths = sorted({length for length, _ in self.runs})
         low, high = self.depths.shallow
-        along = [(length, _weights([low, high] if high != low else [low], layers), length) for length in lengths]
+        depth_shares = _weights([low, high] if high != low else [low], layers)
         shares = _weights(lengths, tokens)
         result: dict[str, dict[str, float]] = {}
         first = next(iter(self.runs.values()))
         for phase in first:
             total: dict[str, float] = {}
-            for share, (length, depth_shares, _) in zip(shares, along, strict=True):
+            for share, length in zip(shares, lengths, strict=True):
                 for depth_share, depth in zip(depth_shares, [low, high], strict=False):
                     for name, value in self.runs[length, depth].get(phase, {}).items():
                         total[name] = total.get(name, 0.0) + share * depth_share * value
@@ -88,3 +89,54 @@ def _by_place(run: StepRun, depths: Depths) -> dict[str, Terms]:
             continue
         found[phase.replace(match[0], place) if match else phase] = part.terms
     return found
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The peak of one step, from fake runs at other lengths and depths.
+
+    Attributes:
+        parts: for each part of the step what it holds at its peak, in bytes, by what they are for.
+        lengths: lengths of the fake runs.
+        depths: their depths.
+        setup: with the tiles' sizes as numbers.
+        square: whether a ``[tokens, tokens]`` tensor was seen.
+    """
+
+    parts: Mapping[str, Mapping[str, float]]
+    lengths: tuple[int, ...]
+    depths: Depths
+    setup: Setup
+    square: bool
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the peak, weights and all."""
+        return max(sum(terms.values()) for terms in self.parts.values())
+
+    @property
+    def peak_at(self) -> str:
+        """The part of the step that holds them."""
+        return max(self.parts, key=lambda part: sum(self.parts[part].values()))
+
+
+def predict(config: Any, setup: Setup, tokens: int, *, workspace: Workspace | None, device_type: str) -> Prediction:
+    """What a step of ``tokens`` tokens holds, part by part, in a few seconds.
+
+    Args:
+        config: Transformers' configuration of the whole model.
+        setup: how the step runs.
+        tokens: tokens of each row.
+        workspace: bytes inside kernels.
+        device_type: of the device that is planned for, which ``tile="auto"`` asks for.
+    """
+    built = build(config, setup, "meta")
+    depths = find_depths(config, built.model)
+    tile = largest_tile(built, setup, tokens * setup.batch, device_type) if setup.tile is not None else None
+    resolved = resolve(setup, tokens * setup.batch, tile)
+    lengths = other_lengths(resolved, tokens)
+    lines = fit_lines(config, resolved, depths, lengths, workspace)
+    if lines.square:
+        lengths = other_lengths(resolved, tokens, points=3)
+        lines = fit_lines(config, resolved, depths, lengths, workspace)
+    return Prediction(lines.at(tokens), lengths, depths, resolved, lines.square)

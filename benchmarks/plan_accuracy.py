@@ -1,0 +1,184 @@
+"""Predicted against measured: the memory of real training steps on the CPU.
+
+Run it from the repository::
+
+    python benchmarks/plan_accuracy.py                     # all cells, docs/planning.md's table
+    python benchmarks/plan_accuracy.py --only llama        # some, printed only
+
+Measured is what PyTorch's allocator reports through ``torch.profiler`` (``profile_memory=True``), from before the model
+is made to the end of its second step, at its highest within that step. Predicted comes from fake runs at other lengths
+and depths than the cell's. Nothing is fitted to a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AutoConfig
+
+from seqtile.bench.environment import environment, stamp
+from seqtile.memory.kernels import cpu_workspace
+from seqtile.memory.lines import predict
+from seqtile.memory.setup import Lora, Setup, make_optimizer
+from seqtile.memory.step import build, compute_loss, prepare_optimizer, update
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "plan-cpu.jsonl"
+PAGE = ROOT / "docs" / "planning.md"
+BEGIN, END = "<!-- plan-accuracy: begin -->", "<!-- plan-accuracy: end -->"
+
+COMMON = {
+    "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 16384, "pad_token_id": 0,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "phi3": {},
+    "gpt2": {"n_embd": 128, "n_layer": 5, "n_head": 4, "n_inner": 512, "n_positions": 16384, "resid_pdrop": 0.0,
+             "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+EXPERTS = ("mixtral",)
+LENGTHS = (3000, 4096, 6144)
+TILE, LOSS_TILE = 512, 256
+OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One step to predict and to measure."""
+
+    model: str
+    tokens: int
+    tiled: bool
+    checkpoint: bool
+    lora: bool
+    optimizer: str
+    dtype: str = "float32"
+
+    def setup(self) -> Setup:
+        return Setup(
+            dtype=getattr(torch, self.dtype), checkpoint=self.checkpoint, tile=TILE if self.tiled else None,
+            loss_tile=LOSS_TILE, lora=Lora(8) if self.lora else None, optimizer=self.optimizer,
+        )  # fmt: skip
+
+    def config(self) -> Any:
+        return AutoConfig.for_model(self.model, **{**COMMON, **MODELS[self.model]})
+
+
+def all_cells() -> list[Cell]:
+    """Every combination of model, tiles, checkpoint and adapters; lengths and optimisers in turn."""
+    cells = []
+    for model in MODELS:
+        for number in range(8):
+            tiled, checkpoint, lora = bool(number & 1), not number & 2, bool(number & 4)
+            turn = len(cells)
+            cells.append(
+                Cell(model, LENGTHS[turn % 3], tiled, checkpoint, lora, OPTIMIZERS[turn // 2 % 3])
+            )
+    extra = [Cell("llama", length, True, True, False, "adamw") for length in (2000, 8192)]
+    return cells + extra + [Cell("llama", 6144, tiled, True, False, "adamw", "bfloat16") for tiled in (False, True)]
+
+
+def measure(config: Any, setup: Setup, tokens: int) -> int:
+    """Highest total of the CPU allocator's own events within the second step."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+            built = build(config, setup, "cpu")
+            weights = [weight for weight in built.model.parameters() if weight.requires_grad]
+            optimizer = make_optimizer(setup.optimizer, weights)
+            ids = torch.zeros(setup.batch, tokens, dtype=torch.long)
+            prepare_optimizer(optimizer, weights)
+            for _ in range(2):
+                with record_function("whole step"):
+                    loss = compute_loss(built.model, setup, ids)
+                    loss.backward()
+                    del loss
+                    update(optimizer, weights)
+    found = events.profiler.kineto_results.events()
+    begin = max(event.start_ns() for event in found if event.name() == "whole step")
+    changes = sorted((event.start_ns(), event.nbytes()) for event in found if event.name() == "[memory]")
+    live = peak = 0
+    for when, change in changes:
+        live += change
+        if when >= begin:
+            peak = max(peak, live)
+    return peak
+
+
+def run_cell(cell: Cell) -> dict[str, Any]:
+    """Both numbers, in bytes, and how far the prediction is off."""
+    config, setup = cell.config(), cell.setup()
+    prediction = predict(config, setup, cell.tokens, workspace=cpu_workspace, device_type="cpu")
+    measured = measure(config, setup, cell.tokens)
+    return {
+        **asdict(cell), "predicted_bytes": round(prediction.peak), "measured_bytes": measured,
+        "error": prediction.peak / measured - 1, "peak_at": prediction.peak_at,
+        "fake_lengths": list(prediction.lengths), "fake_layers": list(prediction.depths.shallow),
+        "layers": prediction.depths.layers,
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The rows in Markdown, with what they were measured with."""
+    first = rows[0]
+    versions = ", ".join(f"{name} {first['versions'][name]}" for name in ("torch", "transformers", "peft"))
+    worst = max(abs(row["error"]) for row in rows)
+    lowest = min(row["error"] for row in rows if row["model"] not in EXPERTS)
+    lowest_experts = min(row["error"] for row in rows if row["model"] in EXPERTS)
+    lines = [
+        f"{len(rows)} cells, {first['date'][:10]}, {first['device_name']}, {versions}; `{first['command']}`. "
+        f"Largest error {worst:.2%}; lowest {lowest:+.2%} on dense models, {lowest_experts:+.2%} with experts.", "",
+        "| model | tokens | tiled | checkpoint | trains | optimiser | predicted MiB | measured MiB | error |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in rows:
+        words = ["yes" if row[key] else "no" for key in ("tiled", "checkpoint")]
+        trains = ("adapters" if row["lora"] else "all") + (", bf16" if row["dtype"] == "bfloat16" else "")
+        lines.append(
+            f"| {row['model']} | {row['tokens']:,} | {words[0]} | {words[1]} | {trains} | {row['optimizer']} "
+            f"| {row['predicted_bytes'] / 2**20:.2f} | {row['measured_bytes'] / 2**20:.2f} | {row['error']:+.2%} |"
+        )
+    return lines
+
+
+def main() -> int:
+    """Run the cells; write results and the page's table when all of them ran."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="cells whose description holds this word; nothing is written")
+    chosen = parser.parse_args().only
+    torch.set_num_threads(1)
+    about = stamp(environment(), ["python", *sys.argv])
+    rows = []
+    for cell in all_cells():
+        if chosen and chosen not in str(cell):
+            continue
+        row = {**about, **run_cell(cell)}
+        rows.append(row)
+        print(f"{row['error']:+.3%}  {row['predicted_bytes']:>12,} {row['measured_bytes']:>12,}  {cell}", flush=True)
+    if not chosen:
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition(END)[2]
+        PAGE.write_text("\n".join([before + BEGIN, "", *table(rows), "", END + after]), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

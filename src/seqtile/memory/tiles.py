@@ -1,0 +1,71 @@
+"""Which tiles a step of a given length uses, and which shorter steps use tiles of the same size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from seqtile.memory.setup import Built, Setup
+from seqtile.models.instance import Installed
+from seqtile.tiling import sizes_within
+
+MOST_TILES = 6
+"""Longest fake run, in tiles: each costs its operators once more."""
+
+
+def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> int | None:
+    """Tokens in the largest tile that a batch of ``tokens`` is cut into; None if every block runs untiled.
+
+    Args:
+        built: a tiled model, of any depth.
+        setup: for the type of the activations.
+        tokens: of the batch.
+        device_type: of the device that is planned for, which ``"auto"`` asks for.
+    """
+    dtype = torch.bfloat16 if setup.autocast else setup.dtype
+    x = torch.empty(0, dtype=dtype, device="meta")
+    sizes: list[int] = []
+    for block in built.blocks:
+        module = built.model.get_submodule(block.name)
+        owner = built.model.get_submodule(block.name.rpartition(".")[0]) if block.kind == "inline" else module
+        standing = owner.__dict__.get("forward")
+        if not isinstance(standing, Installed):
+            continue
+        weights = [weight for weight in owner.parameters() if weight.requires_grad]
+        shape = replace(standing.setting.shape(x, weights, block.path == "fused"), device_type=device_type)
+        sizes += standing.setting.rule.tile_sizes(tokens, shape)
+    return max(sizes) if sizes else None
+
+
+def resolve(setup: Setup, tokens: int, tile: int | None) -> Setup:
+    """``setup`` with the sizes that the tiles of ``tokens`` really have, as numbers."""
+    head = max(sizes_within(tokens, setup.loss_tile)) if setup.loss == "tiled" else setup.loss_tile
+    return replace(setup, tile=tile, loss_tile=head)
+
+
+def other_lengths(setup: Setup, tokens: int, points: int = 2) -> tuple[int, ...]:
+    """Lengths, none of them ``tokens``, whose tiles are as large as those of ``tokens``: whole multiples of a tile.
+
+    Args:
+        setup: resolved for ``tokens``.
+        tokens: the length to predict.
+        points: how many lengths: two for a line, three where a ``[tokens, tokens]`` tensor makes it a parabola.
+    """
+    tiles = [setup.tile] if isinstance(setup.tile, int) else []
+    tiles += [setup.loss_tile] if setup.loss == "tiled" else []
+    if not tiles:
+        step = max(1, tokens // (points + 2))
+        return tuple(step * (number + 2) for number in range(points))
+    unit = math.lcm(*tiles)
+    if unit > 4 * max(tiles):  # sizes that share nothing: the smaller one is then a little smaller than it should be
+        unit = max(tiles)
+    count = min(max(tokens // unit, 3), MOST_TILES)
+    counts = [number for number in range(count + points, 1, -1) if number * unit != tokens and number <= count]
+    if len(counts) > points:
+        counts = [counts[0], *counts[-points + 1 :]]
+    extra = (number for number in range(count + 1, count + 3 + points) if number * unit != tokens)
+    while len(counts) < points:
+        counts.append(next(extra))
+    return tuple(unit * number for number in sorted(counts))
