@@ -35,7 +35,7 @@ class Setup:
         loss_tile: tokens per tile of the head.
         lora: adapters on a frozen model; None trains every weight.
         optimizer: one of :data:`OPTIMIZERS`.
-        attention: Transformers' name of the attention function.
+        attention: ``"flash"``, the shapes of FlashAttention, or Transformers' name of an attention function.
         batch: rows.
     """
 

@@ -12,17 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from seqtile._errors import UserError
 from seqtile.counting.fake import fake_tensors, make_fake
+from seqtile.memory.flash import register as register_flash
 from seqtile.memory.phases import causal_model, decoder_layers, label_phases
 from seqtile.memory.setup import Built, Setup, make_optimizer
 from seqtile.memory.track import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, PartPeak, Tracker, Workspace, track
 from seqtile.models.apply import apply, undo
-from seqtile.ops.generic import run_in_tiles
 from seqtile.ops.sums import LOW, products_sum_in_fp32
-from seqtile.tiling import sizes_within
 
 OPTIMIZER_STEP = "optimiser step"
 
@@ -59,6 +57,7 @@ def build(config: Any, setup: Setup, device: str) -> Built:
     """
     from transformers import AutoModelForCausalLM
 
+    attention = register_flash() if setup.attention == "flash" else setup.attention
     config = copy.deepcopy(config)
     config.use_cache = False
     config.get_text_config().use_cache = False
@@ -66,7 +65,7 @@ def build(config: Any, setup: Setup, device: str) -> Built:
         with torch.device(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(
-                config, dtype=setup.dtype, attn_implementation=setup.attention
+                config, dtype=setup.dtype, attn_implementation=attention
             ).train()
     except (ValueError, TypeError, ImportError, KeyError) as error:
         raise UserError(f"the model cannot be built from its configuration: {str(error).splitlines()[0]}") from None
@@ -80,6 +79,9 @@ def build(config: Any, setup: Setup, device: str) -> Built:
         report = apply(model, tile=setup.tile if setup.tile is not None else "auto")
         if setup.tile is None:
             undo(model)
+        if setup.loss == "tiled":
+            how: dict[str, Any] = {"blocks": "none"} if setup.tile is None else {"tile": setup.tile}
+            apply(model, **how, loss="tiled", loss_tile=setup.loss_tile)
     return Built(model, report.blocks, report.left, list(report.notes))
 
 
@@ -182,28 +184,8 @@ def update(optimizer: Any, weights: Sequence[Tensor]) -> None:
 def compute_loss(model: Any, setup: Setup, ids: Tensor) -> Tensor:
     """Forward of one batch up to its loss."""
     with torch.autocast("cpu", torch.bfloat16) if setup.autocast else nullcontext():
-        if setup.loss == "full":
-            loss: Tensor = model(input_ids=ids, labels=ids).loss
-            return loss
-        return _tiled_loss(model, ids, setup.loss_tile)
-
-
-def _tiled_loss(model: Any, ids: Tensor, tile: int) -> Tensor:
-    causal = causal_model(model)
-    hidden = causal.base_model(input_ids=ids).last_hidden_state
-    head = causal.get_output_embeddings()
-    targets = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
-
-    def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Tensor:
-        logits = functional_call(head, dict(aliases), (tiles[0],)) if aliases else head(tiles[0])
-        flat = logits.flatten(0, -2).float()
-        return nn.functional.cross_entropy(flat, tiles[1].flatten(), reduction="none").view(*tiles[1].shape)
-
-    def weights() -> dict[str, Tensor]:
-        return {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
-
-    losses: Tensor = run_in_tiles(run, (hidden, targets.unsqueeze(-1)), sizes_within(ids.numel(), tile), weights)
-    return losses.sum() / ids.numel()
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        return loss
 
 
 @contextmanager

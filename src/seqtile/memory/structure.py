@@ -63,6 +63,70 @@ def find_depths(config: Any, model: nn.Module) -> Depths:
     return Depths(total, prefix + period, period, (least, least + period))
 
 
+@dataclass(frozen=True)
+class Counts:
+    """Sizes of a model, in elements.
+
+    Attributes:
+        weights: all parameters, tied ones once.
+        trained: those that train.
+        matrices: weights of linear layers and experts inside decoder layers, which 4-bit loading packs.
+        active: weights that one token is multiplied by, head included: an expert counts by its share of the tokens.
+        layer: the largest decoder layer.
+        largest: the largest matrix of a decoder layer.
+        largest_product: weights of the last product of a decoder layer, the down projection of a dense MLP.
+        root: everything outside the decoder layers.
+        layers, hidden, heads, key_heads, head_width, vocabulary: of the model.
+    """
+
+    weights: int
+    trained: int
+    matrices: int
+    active: int
+    layer: int
+    largest: int
+    largest_product: int
+    root: int
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    head_width: int
+    vocabulary: int
+
+
+def count_weights(config: Any, model: nn.Module) -> Counts:
+    """Count the parameters of the whole ``model``, which may be on the meta device."""
+    text = config.get_text_config()
+    names = decoder_layers(model)
+    layers = [model.get_submodule(name) for name in names]
+    own = {id(weight) for layer in layers for weight in layer.parameters()}
+    matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() >= 2]
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    experts = experts or getattr(text, "n_routed_experts", None) or 1
+    share = (getattr(text, "num_experts_per_tok", None) or experts) / experts
+    active = sum(int(weight.numel() * (share if weight.dim() == 3 else 1)) for weight in matrices)
+    heads = int(text.num_attention_heads)
+    hidden = int(text.hidden_size)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return Counts(
+        weights=sum(weight.numel() for weight in model.parameters()),
+        trained=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
+        matrices=sum(weight.numel() for weight in matrices),
+        active=active + (head.weight.numel() if head is not None else 0),
+        layer=max(sum(weight.numel() for weight in layer.parameters()) for layer in layers),
+        largest_product=hidden * int(getattr(text, "intermediate_size", None) or 4 * hidden),
+        largest=max((weight.numel() for weight in matrices), default=0),
+        root=sum(weight.numel() for weight in model.parameters() if id(weight) not in own),
+        layers=len(layers),
+        hidden=hidden,
+        heads=heads,
+        key_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_width=int(getattr(text, "head_dim", None) or hidden // heads),
+        vocabulary=int(text.vocab_size),
+    )
+
+
 def cut(config: Any, layers: int) -> Any:
     """A copy of ``config`` with its first ``layers`` decoder layers only."""
     config = copy.deepcopy(config)

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from seqtile.memory.phases import causal_model
 from seqtile.memory.setup import Built, Setup
 from seqtile.models.instance import Installed
-from seqtile.tiling import sizes_within
+from seqtile.tiling import BlockShape, head_sizes, parse_tile, sizes_within
 
 MOST_TILES = 6
 """Longest fake run, in tiles: each costs its operators once more."""
@@ -37,6 +38,19 @@ def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> i
         shape = replace(standing.setting.shape(x, weights, block.path == "fused"), device_type=device_type)
         sizes += standing.setting.rule.tile_sizes(tokens, shape)
     return max(sizes) if sizes else None
+
+
+def head_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> int:
+    """Tokens in the largest tile of the head, by the rule that ``"auto"`` follows."""
+    head = causal_model(built.model).get_output_embeddings()
+    if head is None or setup.loss != "tiled":
+        return setup.loss_tile
+    dtype = torch.bfloat16 if setup.autocast else setup.dtype
+    shape = BlockShape(
+        hidden=head.weight.shape[1], intermediate=head.weight.shape[0], itemsize=dtype.itemsize, weight_numel=0,
+        weight_itemsize=dtype.itemsize, device_type=device_type, live_widths=1,
+    )  # fmt: skip
+    return max(head_sizes(tokens, parse_tile("auto"), shape))
 
 
 def resolve(setup: Setup, tokens: int, tile: int | None) -> Setup:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile.memory.phases import causal_model as causal_model
+from seqtile.memory.shapes import max_positions as max_positions
 from seqtile.train import demo
 from seqtile.train.recipe import DEMO, Recipe
 
@@ -105,21 +106,6 @@ def check_positions(config: PretrainedConfig, recipe: Recipe) -> None:
             f"max_length {recipe.max_length:,} is beyond the {limit:,} positions of {recipe.model!r}; "
             f"use --max-length {limit}{lift}"
         )
-
-
-def max_positions(config: PretrainedConfig) -> int | None:
-    """How many positions the model knows, its own RoPE scaling included; None where it has no limit."""
-    text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
-        return None
-    rope = getattr(text, "rope_parameters", None) or {}
-    scaled = [0]
-    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        original = parameters.get("original_max_position_embeddings")
-        if original and parameters.get("factor"):
-            scaled.append(int(original * parameters["factor"]))
-    return max(limit, *scaled)
 
 
 def _scale_positions(config: PretrainedConfig, recipe: Recipe) -> None:

@@ -1,0 +1,67 @@
+"""Accelerators by name: how much memory a process sees, and how fast their bf16 products are on paper."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from seqtile._errors import UserError
+from seqtile.tiling import parse_bytes
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        name: as asked for.
+        memory: bytes in all, before the driver's context takes its part.
+        tflops: dense bf16 products on paper (fp16 where there is no bf16); None if unknown.
+        source: where both come from.
+    """
+
+    name: str
+    memory: int
+    tflops: float | None
+    source: str
+
+
+def _device(name: str, mib: int, tflops: float | None, sheet: str) -> tuple[str, Device]:
+    return name, Device(name, mib * 2**20, tflops, f"memory: MiB that nvidia-smi shows; bf16 dense: {sheet}")
+
+
+DEVICES: dict[str, Device] = dict(
+    (
+        _device("b200", 183359, 2250.0, "NVIDIA DGX B200 datasheet"),
+        _device("h200", 143771, 989.0, "NVIDIA H200 datasheet"),
+        _device("h100", 81559, 989.0, "NVIDIA H100 SXM datasheet"),
+        _device("a100-80", 81920, 312.0, "NVIDIA A100 datasheet"),
+        _device("a100-40", 40960, 312.0, "NVIDIA A100 datasheet"),
+        _device("l40s", 46068, 362.0, "NVIDIA L40S datasheet"),
+        _device("a10", 23028, 125.0, "NVIDIA A10 datasheet"),
+        _device("l4", 23034, 121.0, "NVIDIA L4 datasheet"),
+        _device("t4", 15360, 65.0, "NVIDIA T4 datasheet, fp16"),
+        _device("rtx5090", 32607, 209.5, "NVIDIA RTX Blackwell architecture paper"),
+        _device("rtx4090", 24564, 165.2, "NVIDIA Ada architecture paper"),
+        _device("rtx3090", 24576, 71.0, "NVIDIA Ampere GA102 architecture paper"),
+    )
+)  # fmt: skip
+DEVICES["mi300x"] = Device("mi300x", 192 * GIB, 1307.0, "AMD Instinct MI300X datasheet")
+
+
+def find_device(text: str) -> Device:
+    """The device called ``text``, or one with that much memory (``"141GiB"``).
+
+    Raises:
+        UserError: neither.
+    """
+    name = text.strip().lower()
+    if name in DEVICES:
+        return DEVICES[name]
+    if not name.isdigit() and (memory := parse_bytes(name)):
+        return Device(text.strip(), memory, None, "as given")
+    close = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(DEVICES)}"
+    raise UserError(f"device {text!r} is not listed; {hint} Or give its memory, such as 80GiB")

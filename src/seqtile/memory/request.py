@@ -1,0 +1,152 @@
+"""What a plan is asked: model, devices, engine and settings, checked before anything is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from seqtile._errors import UserError
+from seqtile.memory.devices import Device
+from seqtile.memory.setup import OPTIMIZERS, Lora, Setup
+from seqtile.memory.shapes import max_positions
+from seqtile.memory.structure import Counts
+from seqtile.tiling import parse_tile
+
+ENGINES = ("single", "ddp", "fsdp2", "zero3")
+SHARDED = ("fsdp2", "zero3")
+OFFLOADS = ("checkpoints", "optimizer", "weights")
+ATTENTIONS = ("flash", "flash3", "sdpa", "eager")
+LOSSES = ("tiled", "full")
+PRECISIONS = ("mixed", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One training configuration to plan.
+
+    Attributes:
+        model: as the user named it.
+        config: its configuration.
+        device: each accelerator.
+        gpus: how many.
+        host_memory: bytes of the node's host memory; None if not given.
+        engine: one of :data:`ENGINES`.
+        sp_size: ranks that share one sequence (Ulysses).
+        lora: adapters on a frozen model.
+        qlora: the frozen model in 4 bits.
+        optimizer: one of the optimisers of :mod:`seqtile.memory.setup`.
+        offload: what lives on the host, of :data:`OFFLOADS`.
+        attention: one of :data:`ATTENTIONS`.
+        tile: tile rule, or None.
+        loss: ``"tiled"`` or ``"full"``.
+        checkpoint: activation checkpointing.
+        precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
+        batch: rows per rank.
+    """
+
+    model: str
+    config: Any = field(repr=False)
+    device: Device
+    gpus: int = 1
+    host_memory: int | None = None
+    engine: str = "single"
+    sp_size: int = 1
+    lora: Lora | None = None
+    qlora: bool = False
+    optimizer: str = "adamw"
+    offload: tuple[str, ...] = ()
+    attention: str = "flash"
+    tile: int | str | None = "auto"
+    loss: str = "tiled"
+    checkpoint: bool = True
+    precision: str = "mixed"
+    batch: int = 1
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the engine cuts weights into shards."""
+        return self.engine in SHARDED
+
+    def setup(self) -> Setup:
+        """How one rank runs the step; with sharded weights, on the bf16 copies that the engine gathers."""
+        frozen = self.lora is not None
+        gathered = self.sharded or frozen or self.precision == "bfloat16"
+        dtype = torch.float32 if self.precision == "float32" or not gathered else torch.bfloat16
+        return Setup(
+            dtype=dtype,
+            autocast=self.precision == "mixed" and (frozen or not self.sharded),
+            checkpoint=self.checkpoint,
+            tile=self.tile,
+            loss=self.loss,  # type: ignore[arg-type]
+            lora=self.lora,
+            optimizer=self.optimizer,
+            attention=self.attention if self.attention in ("sdpa", "eager") else "flash",
+            batch=self.batch,
+        )
+
+
+def check_request(request: Request, max_length: int | None) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        UserError: with what to do instead.
+    """
+    for name, value, known in (
+        ("engine", request.engine, ENGINES), ("attention", request.attention, ATTENTIONS),
+        ("loss", request.loss, LOSSES), ("precision", request.precision, PRECISIONS),
+        ("optimizer", request.optimizer, tuple(OPTIMIZERS)),
+    ):  # fmt: skip
+        if value not in known:
+            raise UserError(f"{name} {value!r} is not known here; use one of {', '.join(known)}")
+    for name in request.offload:
+        if name not in OFFLOADS:
+            raise UserError(f"offload {name!r} is not known here; use some of {', '.join(OFFLOADS)}")
+    for name, number in (("gpus", request.gpus), ("sp-size", request.sp_size), ("batch size", request.batch)):
+        if number < 1:
+            raise UserError(f"got {name} {number}, expected at least 1")
+    if request.tile is not None:
+        try:
+            parse_tile(request.tile)
+        except (TypeError, ValueError) as error:
+            raise UserError(str(error)) from None
+    moved = [name for name in request.offload if name != "checkpoints"]
+    if moved and not request.sharded:
+        raise UserError(
+            f"offload of {' and '.join(moved)} is the engine's, and engine {request.engine!r} has none; "
+            "add --engine zero3 or fsdp2"
+        )
+    if "checkpoints" in request.offload and not request.checkpoint:
+        raise UserError("offload of checkpoints without activation checkpointing has nothing to move; drop one")
+    if request.qlora and request.lora is None:
+        raise UserError("qlora trains adapters; give their rank too, such as --lora r=16")
+    if request.qlora and request.sharded:
+        raise UserError(f"4-bit weights under {request.engine} are not modelled; use --engine ddp or one GPU")
+    positions = max_positions(request.config)
+    if max_length is not None and max_length < 2:
+        raise UserError(f"got max length {max_length}, expected at least 2 tokens")
+    if max_length is not None and positions is not None and max_length > positions:
+        raise UserError(
+            f"{max_length:,} tokens are beyond the {positions:,} positions of {request.model!r}; use at most those, "
+            "or a configuration whose rotary scaling reaches further"
+        )
+
+
+def check_split(request: Request, counts: Counts) -> None:
+    """Refuse a number of ranks that the model cannot be divided over.
+
+    Raises:
+        UserError: with numbers that would do.
+    """
+    if request.engine == "single" and request.gpus > 1:
+        raise UserError(f"{request.gpus} GPUs need an engine; add --engine ddp, fsdp2 or zero3, or use --gpus 1")
+    if request.gpus % request.sp_size:
+        raise UserError(
+            f"sp-size {request.sp_size} does not divide {request.gpus} GPUs; every sequence needs that many ranks"
+        )
+    if request.sp_size > 1 and counts.heads % request.sp_size:
+        raise UserError(
+            f"sp-size {request.sp_size} does not divide the {counts.heads} attention heads of {request.model!r}; use "
+            f"one of {', '.join(str(n) for n in range(2, counts.heads + 1) if counts.heads % n == 0)}"
+        )

@@ -1,0 +1,75 @@
+"""The model of a plan: its configuration, from a file, a Hub id or a name; no weights are needed."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from seqtile._errors import UserError
+
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-1b": ("llama", dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+                               num_key_value_heads=8, head_dim=64, vocab_size=128256, tie_word_embeddings=True)),
+    "llama-8b": ("llama", dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                               num_key_value_heads=8, vocab_size=128256)),
+    "llama-70b": ("llama", dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+                                num_key_value_heads=8, vocab_size=128256)),
+    "qwen3-8b": ("qwen3", dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+                               num_key_value_heads=8, head_dim=128, vocab_size=151936)),
+    "qwen3-32b": ("qwen3", dict(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64,
+                                num_attention_heads=64, num_key_value_heads=8, head_dim=128, vocab_size=151936)),
+    "qwen3-30b-a3b": ("qwen3_moe", dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+                                        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
+                                        head_dim=128, num_experts=128, num_experts_per_tok=8, vocab_size=151936)),
+}  # fmt: skip
+"""Published shapes by name (the models' own config.json), with positions for as long a sequence as is asked for."""
+
+
+def read_config(model: str, trust_remote_code: bool = False) -> Any:
+    """Transformers' configuration of ``model``: a name of :data:`NAMED`, a config.json, a directory or a Hub id.
+
+    Raises:
+        UserError: none of them.
+    """
+    from transformers import AutoConfig
+
+    if model in NAMED:
+        kind, sizes = NAMED[model]
+        return AutoConfig.for_model(kind, max_position_embeddings=2**24, **sizes)
+    path = Path(model).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"model directory {model!r} has no config.json; give a directory written by save_pretrained")
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix == ".json"
+    if not path.exists() and looks_local:
+        raise UserError(
+            f"model {model!r} does not exist; give a config.json, a model directory, a Hub id or one of "
+            f"{', '.join(NAMED)}"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return AutoConfig.from_pretrained(
+                str(path) if path.exists() else model, trust_remote_code=trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"cannot read the configuration of model {model!r} ({reason}); give a config.json, a model directory, "
+            "or a Hub id and a network"
+        ) from None
+
+
+def max_positions(config: Any) -> int | None:
+    """How many positions the model knows, its own RoPE scaling included; None where it has no limit."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    scaled = [0]
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        original = parameters.get("original_max_position_embeddings")
+        if original and parameters.get("factor"):
+            scaled.append(int(original * parameters["factor"]))
+    return max(limit, *scaled)
