@@ -84,6 +84,7 @@ class Request:
             optimizer=self.optimizer,
             attention=self.attention if self.attention in ("sdpa", "eager") else "flash",
             batch=self.batch,
+            device_type="cuda",
         )
 
 

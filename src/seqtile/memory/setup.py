@@ -37,6 +37,7 @@ class Setup:
         optimizer: one of :data:`OPTIMIZERS`.
         attention: ``"flash"``, the shapes of FlashAttention, or Transformers' name of an attention function.
         batch: rows.
+        device_type: of the device that the step is sized for; fake tensors themselves are on the CPU.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -49,6 +50,7 @@ class Setup:
     optimizer: str = "adamw"
     attention: str = "sdpa"
     batch: int = 1
+    device_type: str = "cpu"
 
 
 class _StatesOnly(torch.optim.Optimizer):

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from seqtile._errors import UserError
 from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.memory.flash import register as register_flash
-from seqtile.memory.phases import causal_model, decoder_layers, label_phases
+from seqtile.memory.phases import decoder_layers, label_phases
 from seqtile.memory.setup import Built, Setup, make_optimizer
 from seqtile.memory.track import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, PartPeak, Tracker, Workspace, track
 from seqtile.models.apply import apply, undo
+from seqtile.ops.head_tile import BLOCK_ELEMENTS
 from seqtile.ops.sums import LOW, products_sum_in_fp32
 
 OPTIMIZER_STEP = "optimiser step"
@@ -64,9 +65,7 @@ def build(config: Any, setup: Setup, device: str) -> Built:
     try:
         with torch.device(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=setup.dtype, attn_implementation=attention
-            ).train()
+            model = AutoModelForCausalLM.from_config(config, dtype=setup.dtype, attn_implementation=attention).train()
     except (ValueError, TypeError, ImportError, KeyError) as error:
         raise UserError(f"the model cannot be built from its configuration: {str(error).splitlines()[0]}") from None
     if setup.lora is not None:
@@ -112,7 +111,7 @@ def fake_step(config: Any, setup: Setup, tokens: int, workspace: Workspace | Non
     for dtype in LOW:
         products_sum_in_fp32("cpu", dtype)  # probed with numbers, so before there are none
     built = build(config, setup, "meta")
-    with fake_tensors(), track("cpu", workspace, tokens) as live:
+    with _sized_for(setup.device_type), fake_tensors(), track("cpu", workspace, tokens) as live:
         with live.phase(WEIGHTS):
             make_fake(built.model)
         return tracked_step(built, setup, tokens, live)
@@ -186,6 +185,19 @@ def compute_loss(model: Any, setup: Setup, ids: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16) if setup.autocast else nullcontext():
         loss: Tensor = model(input_ids=ids, labels=ids).loss
         return loss
+
+
+@contextmanager
+def _sized_for(device_type: str) -> Iterator[None]:
+    """The head's blocks of rows as large as on ``device_type``."""
+    before = BLOCK_ELEMENTS.get("cpu")
+    if device_type != "cpu" and before is not None:
+        BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
+    try:
+        yield
+    finally:
+        if before is not None:
+            BLOCK_ELEMENTS["cpu"] = before
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from seqtile.memory.setup import Built, Setup
 from seqtile.models.instance import Installed
 from seqtile.tiling import BlockShape, head_sizes, parse_tile, sizes_within
 
-MOST_TILES = 6
+MOST_TILES = 4
 """Longest fake run, in tiles: each costs its operators once more."""
 
 

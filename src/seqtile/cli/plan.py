@@ -1,0 +1,88 @@
+"""``seqtile plan``."""
+
+from __future__ import annotations
+
+import typer
+
+from seqtile._errors import UserError
+
+
+def command(
+    model: str = typer.Option(..., help="config.json, model directory, Hub id, or a shape: llama-8b, qwen3-8b, ..."),
+    device: str = typer.Option("h100", help="h200, h100, a100-80, a100-40, rtx4090, ... or its memory, 141GiB."),
+    gpus: int = typer.Option(1, help="Devices of the node.", metavar="N"),
+    max_length: int = typer.Option(None, help="Does this fit? Without it: the longest that does.", metavar="TOKENS"),
+    engine: str = typer.Option("single", help="single, ddp, fsdp2 or zero3."),
+    sp_size: int = typer.Option(1, help="Ranks that share one sequence.", metavar="N"),
+    full: bool = typer.Option(False, "--full", help="Train every weight (the default)."),
+    lora: str = typer.Option(None, help="Train adapters: a rank, or r=16.", metavar="R"),
+    qlora: bool = typer.Option(False, "--qlora", help="Adapters on a model in 4 bits (rank 16 without --lora)."),
+    optimizer: str = typer.Option("adamw", help="adamw, adamw-8bit, lion, adafactor, sgd, sgd-momentum."),
+    precision: str = typer.Option("mixed", help="mixed, bfloat16 or float32."),
+    offload: str = typer.Option("", help="To the host: checkpoints, optimizer, weights.", metavar="WHAT,.."),
+    host_memory: str = typer.Option(None, help="Host memory of the node, 1TiB.", metavar="SIZE"),
+    attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),
+    tile: str = typer.Option("auto", help="Tile rule of the MLP, or none."),
+    loss: str = typer.Option("tiled", help="tiled or full."),
+    checkpoint: bool = typer.Option(True, help="Activation checkpointing."),
+    batch_size: int = typer.Option(1, help="Rows per rank.", metavar="N"),
+    explain: bool = typer.Option(False, "--explain", help="Why each setting."),
+    json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+    recipe: str = typer.Option(None, help="Write the recipe that seqtile train takes.", metavar="FILE"),
+    plot: str = typer.Option(None, help="Write a plot, length against memory.", metavar="FILE.png"),
+) -> None:
+    """Will it fit? Memory of a training step, term by term, before anything is rented; needs no GPU and no weights."""
+    import logging
+    from pathlib import Path
+
+    from seqtile.memory.devices import find_device
+    from seqtile.memory.request import Request
+    from seqtile.memory.setup import Lora
+    from seqtile.memory.shapes import read_config
+
+    if full and (lora is not None or qlora):
+        raise UserError("--full trains every weight and --lora and --qlora do not; give one of them")
+    for name, file in (("--recipe", recipe), ("--plot", plot)):
+        if file is not None and not Path(file).expanduser().parent.is_dir():
+            raise UserError(f"{name} {file!r}: its directory does not exist; make it first")
+    if plot is not None and not plot.endswith(".png"):
+        raise UserError(f"--plot {plot!r}: expected a name that ends with .png")
+    adapters = Lora(_rank(lora)) if lora is not None else Lora() if qlora else None
+    target = find_device(device)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    request = Request(
+        model=model, config=read_config(model), device=target, gpus=gpus, host_memory=_bytes(host_memory),
+        engine=engine, sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
+        offload=tuple(word.strip() for word in offload.split(",") if word.strip()), attention=attention,
+        tile=None if tile == "none" else tile, loss=loss, checkpoint=checkpoint, batch=batch_size,
+    )  # fmt: skip
+    from seqtile.cli import plan_show as show
+    from seqtile.memory.plan import plan as make_plan
+
+    with show.status(json, "running the step on shapes"):
+        planner, estimate, longest, limit = make_plan(request, max_length)
+    show.show_plan(
+        planner, estimate, longest, limit, as_json=json, reasons=explain, recipe_file=recipe, plot_file=plot,
+        asked=max_length,
+    )  # fmt: skip
+
+
+def _rank(text: str) -> int:
+    from seqtile.train.recipe import parse_lora
+
+    words = parse_lora(text)
+    unknown = [key for key in words if key not in ("r", "alpha", "dropout", "target_modules")]
+    if unknown or not str(words.get("r", 16)).isdigit() or int(words.get("r", 16)) < 1:
+        raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16'")
+    return int(words.get("r", 16))
+
+
+def _bytes(text: str | None) -> int | None:
+    from seqtile.tiling import parse_bytes
+
+    if text is None:
+        return None
+    size = parse_bytes(text)
+    if not size:
+        raise UserError(f"got --host-memory {text!r}, expected a size such as 512GiB or 1TiB")
+    return size

@@ -1,0 +1,160 @@
+"""What ``seqtile plan`` prints, writes and draws."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from seqtile.memory.advise import explain, next_step, not_modelled, recipe
+from seqtile.memory.flops import EFFICIENCY
+from seqtile.memory.plan import Bounds, Estimate, Planner
+
+GIB = 2**30
+
+
+@contextmanager
+def status(quiet: bool, words: str) -> Iterator[None]:
+    """A line on a terminal's stderr while it takes."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(words):
+        yield
+
+
+def show_plan(
+    planner: Planner, estimate: Estimate, longest: int, limit: str, *, as_json: bool, reasons: bool,
+    recipe_file: str | None, plot_file: str | None, asked: int | None,
+) -> None:  # fmt: skip
+    """Print the plan, write what was asked for."""
+    chosen = recipe(planner, estimate.tokens)
+    if recipe_file is not None:
+        _write_recipe(chosen, Path(recipe_file).expanduser())
+    if plot_file is not None:
+        from seqtile.memory.plot import plot_lengths
+
+        plot_lengths(planner, max(longest, estimate.tokens), Path(plot_file).expanduser())
+    if as_json:
+        print(json.dumps(_object(planner, estimate, longest, limit, chosen)))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    request = planner.request
+    device = request.device
+    console.print(
+        f"{request.model}: {planner.counts.weights / 1e9:.2f}B weights, {planner.counts.trained / 1e9:.2f}B train; "
+        f"{request.gpus} x {device.name} ({device.memory / GIB:.1f} GiB), {request.engine}"
+    )
+    console.print(_table(planner, estimate))
+    _print_verdict(console, planner, estimate, longest, limit, asked)
+    if reasons:
+        for line in explain(planner, estimate):
+            console.print(f"  {line}")
+    console.print("Not modelled: " + "; ".join(not_modelled(request, estimate)) + ".", style="dim")
+    for name, file in (("recipe", recipe_file), ("plot", plot_file)):
+        if file is not None:
+            console.print(f"{name}: {file}")
+
+
+def _table(planner: Planner, estimate: Estimate) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=f"{estimate.tokens:,} tokens a row, peak in the {estimate.peak_at}")
+    table.title_justify = "left"
+    table.add_column("GiB at the peak")
+    table.add_column("device", justify="right")
+    table.add_column("host", justify="right")
+    names = dict.fromkeys([*estimate.terms, *estimate.host_terms])
+    for name in sorted(names, key=lambda one: -estimate.terms.get(one, 0.0)):
+        own, host = estimate.terms.get(name, 0.0), estimate.host_terms.get(name, 0.0)
+        if max(own, host) >= 0.005 * GIB:
+            table.add_row(name, _gib(own), _gib(host))
+    table.add_section()
+    for bound in ("low", "expected", "high"):
+        row = [bound, f"{getattr(estimate.device, bound) / GIB:,.1f}", f"{getattr(estimate.host, bound) / GIB:,.1f}"]
+        table.add_row(*(Text(word, style="bold" if bound == "expected" else "") for word in row))
+    return table
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:,.2f}" if value else ""
+
+
+def _print_verdict(
+    console: Console, planner: Planner, estimate: Estimate, longest: int, limit: str, asked: int | None
+) -> None:
+    request = planner.request
+    fits = planner.fits(estimate)
+    room = request.device.memory - estimate.device.expected
+    if asked is not None:
+        if fits:
+            sure = "" if estimate.device.high <= request.device.memory else " (not at the high estimate)"
+            console.print(f"{estimate.tokens:,} tokens fit with {room / GIB:,.1f} GiB to spare{sure}.", style="bold")
+        elif room < 0:
+            console.print(f"{estimate.tokens:,} tokens do not fit: {-room / GIB:,.1f} GiB too much.", style="bold")
+        else:
+            console.print(f"{estimate.tokens:,} tokens do not fit into the host's memory.", style="bold")
+    console.print(f"Longest row that fits: {longest:,} tokens (surely: {planner.sure():,}). Limited by {limit}.")
+    if longest == 0 or not fits or asked is None:
+        better = next_step(planner, longest)
+        if better is not None:
+            console.print(f"Next: {better.flags} reaches {better.length:,} tokens ({better.why}).")
+    work = planner.work(estimate.tokens)
+    line = (
+        f"One step of one row: {work.total:.3g} floating-point operations, {work.attention / work.total:.0%} attention"
+    )
+    if request.device.tflops is not None:
+        seconds = work.seconds(request.device.tflops, request.sp_size)
+        line += f"; about {_time(seconds)} at {EFFICIENCY:.0%} of {request.device.tflops:g} TFLOPS (assumed)"
+    console.print(line + ".")
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _object(planner: Planner, estimate: Estimate, longest: int, limit: str, chosen: dict[str, Any]) -> dict[str, Any]:
+    request = planner.request
+    work = planner.work(estimate.tokens)
+    tflops = request.device.tflops
+    better = next_step(planner, longest)
+    return {
+        "fits": planner.fits(estimate),
+        "tokens": estimate.tokens,
+        "device_gib": request.device.memory / GIB,
+        "peak_device_gib": _bounds(estimate.device),
+        "peak_host_gib": _bounds(estimate.host),
+        "peak_at": estimate.peak_at,
+        "terms": {
+            "device_gib": {name: value / GIB for name, value in estimate.terms.items()},
+            "host_gib": {name: value / GIB for name, value in estimate.host_terms.items()},
+        },
+        "max_length": longest,
+        "sure_length": planner.sure(),
+        "limited_by": limit,
+        "next": None if better is None else {"flags": better.flags, "max_length": better.length, "why": better.why},
+        "recipe": chosen,
+        "flops": work.total,
+        "step_seconds": None if tflops is None else work.seconds(tflops, request.sp_size),
+        "efficiency": EFFICIENCY,
+        "not_modelled": not_modelled(request, estimate),
+    }
+
+
+def _bounds(bounds: Bounds) -> dict[str, float]:
+    return {"low": bounds.low / GIB, "expected": bounds.expected / GIB, "high": bounds.high / GIB}
+
+
+def _write_recipe(chosen: dict[str, Any], path: Path) -> None:
+    import yaml
+
+    header = "# Chosen by seqtile plan; run it with: seqtile train --recipe THIS_FILE --dataset FILE_OR_ID\n"
+    path.write_text(header + yaml.safe_dump(chosen, sort_keys=False), encoding="utf-8")

@@ -1,0 +1,152 @@
+"""Why each setting, what to turn on next, and the recipe of it all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from seqtile._errors import UserError
+from seqtile.memory.plan import Estimate, Planner
+from seqtile.memory.request import Request
+
+NOT_MODELLED = (
+    "allocator fragmentation and driver context beyond the stated bounds",
+    "data loading, evaluation, generation and the peak while weights are loaded",
+    "padding: every row is taken to be as long as the longest",
+    "torch.compile and CUDA graphs",
+    "image, audio and video tokens: count them into the length",
+)
+"""What no plan knows."""
+
+
+def not_modelled(request: Request, estimate: Estimate) -> list[str]:
+    """What this plan does not know, in sentences."""
+    found = list(NOT_MODELLED)
+    if estimate.square:
+        found.append(
+            f"nothing smaller than the [tokens, tokens] mask that {request.attention} attention builds for this model; "
+            "flash attention needs none"
+        )
+    if request.attention == "sdpa":
+        found.append("packed rows under sdpa build a [tokens, tokens] mask (16 GiB at 131,072 tokens); use flash")
+    if request.engine == "single" or not request.sharded:
+        return found
+    found.append("an engine's buffers are formulas with the engine's defaults, not measured here")
+    return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """A setting that buys length.
+
+    Attributes:
+        flags: what to add to the command.
+        length: longest row that then fits.
+        why: in a few words.
+    """
+
+    flags: str
+    length: int
+    why: str
+
+
+def next_step(planner: Planner, longest: int) -> Step | None:
+    """The setting that buys most, cheap ones first where they at least double the length; None if none buys any."""
+    best: Step | None = None
+    for flags, changes, why in _changes(planner.request):
+        try:
+            other = Planner(replace(planner.request, **changes), None)
+            length, _ = other.longest()
+        except UserError:
+            continue
+        if length >= max(2 * longest, 1):
+            return Step(flags, length, why)
+        if length > longest and (best is None or length > best.length):
+            best = Step(flags, length, why)
+    return best
+
+
+def _changes(request: Request) -> list[tuple[str, dict[str, Any], str]]:
+    found: list[tuple[str, dict[str, Any], str]] = []
+    if request.loss == "full":
+        found.append(("--loss tiled", {"loss": "tiled"}, "no [tokens, vocabulary] logits"))
+    if request.attention in ("sdpa", "eager"):
+        found.append(("--attention flash", {"attention": "flash"}, "no mask, no repeated keys and values"))
+    if not request.checkpoint:
+        found.append(("--checkpoint", {"checkpoint": True}, "a layer keeps its input only"))
+    if request.tile is None:
+        found.append(("--tile auto", {"tile": "auto"}, "no [tokens, intermediate] tensors"))
+    if "checkpoints" not in request.offload and request.checkpoint:
+        moved = tuple(dict.fromkeys([*request.offload, "checkpoints"]))
+        found.append((f"--offload {','.join(moved)}", {"offload": moved}, "layer inputs live on the host"))
+    if request.sharded and "optimizer" not in request.offload:
+        moved = tuple(dict.fromkeys([*request.offload, "optimizer"]))
+        found.append((f"--offload {','.join(moved)}", {"offload": moved}, "optimiser states live on the host"))
+    if request.gpus > 1 and request.engine == "ddp":
+        found.append(("--engine zero3", {"engine": "zero3"}, "weights, gradients and states in shards"))
+    if request.gpus > request.sp_size:
+        double = 2 * request.sp_size
+        found.append((f"--sp-size {double}", {"sp_size": double}, "each rank holds a part of the sequence"))
+    if request.optimizer == "adamw" and request.lora is None:
+        found.append(
+            ("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"}, "two bytes of state per weight, not eight")
+        )
+    return found
+
+
+def explain(planner: Planner, estimate: Estimate) -> list[str]:
+    """Why each setting is what it is, one sentence each."""
+    request, setup = planner.request, planner.resolved(estimate.tokens)
+    terms = estimate.terms
+    lines = []
+    if request.tile is not None:
+        words = f"tiles of {setup.tile:,} tokens" if isinstance(setup.tile, int) else "no tiles at this length"
+        why = (
+            "MLP intermediates exist for one tile at a time; weights train, so large tiles rewrite gradients less often"
+        )
+        if request.lora:
+            why = "MLP intermediates exist for one tile at a time; frozen weights need no large tiles"
+        lines.append(f"tile {request.tile}: {words}. {why}.")
+    if request.loss == "tiled":
+        whole = 14 * planner.counts.vocabulary * planner.local(estimate.tokens) / 2**30
+        lines.append(
+            f"loss tiled: {setup.loss_tile:,} tokens of logits at a time; whole they would take {whole:,.0f} GiB."
+        )
+    kept = terms.get("checkpointed hidden states", 0.0) / 2**30
+    if request.checkpoint:
+        place = "in flight, the rest on the host" if "checkpoints" in request.offload else "on the device"
+        lines.append(f"activation checkpointing: each layer keeps its input only, {kept:,.1f} GiB {place}.")
+    if request.attention in ("flash", "flash3"):
+        lines.append("flash attention: nothing of [tokens, tokens] is built.")
+    if request.sharded:
+        lines.append(f"{request.engine}: weights, gradients and states in {request.gpus} parts.")
+    if request.sp_size > 1:
+        lines.append(f"sp-size {request.sp_size}: each rank holds {planner.local(estimate.tokens):,} tokens.")
+    return lines
+
+
+def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
+    """The choices as a recipe that ``seqtile train`` takes; what it has no key for is in ``not_modelled`` of the plan."""
+    request, setup = planner.request, planner.resolved(tokens)
+    found: dict[str, Any] = {"model": request.model, "max_length": tokens, "batch_size": request.batch}
+    found["tiled_mlp"] = request.tile is not None
+    if request.tile is not None:
+        found["tile"] = request.tile
+    if request.loss == "tiled":
+        found["loss_tile"] = setup.loss_tile
+    found["activation_checkpointing"] = request.checkpoint
+    if request.lora is not None:
+        found["lora"] = {"r": request.lora.r}
+    if request.engine != "single":
+        found["engine"] = request.engine
+        found["nproc"] = request.gpus
+    if request.sp_size > 1:
+        found["sp_size"] = request.sp_size
+    if request.precision == "bfloat16":
+        found["dtype"] = "bfloat16"
+    names = {"flash": "flash_attention_2", "flash3": "flash_attention_3"}
+    found["model_kwargs"] = {"attn_implementation": names.get(request.attention, request.attention)}
+    if request.optimizer not in ("adamw",):
+        words = {"adamw-8bit": "adamw_bnb_8bit", "lion": "lion_32bit", "sgd-momentum": "sgd"}
+        found["trainer"] = {"optim": words.get(request.optimizer, request.optimizer)}
+    return found

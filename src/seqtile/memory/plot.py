@@ -1,0 +1,50 @@
+"""Length against memory, term by term."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from seqtile.memory.plan import Planner
+
+GIB = 2**30
+COLOURS = {
+    "weights": "#30638e", "gradients": "#4f8fc0", "optimiser state": "#87b5d9", "engine buffers": "#b79ab5",
+    "context and allocator": "#bbbbbb", "checkpointed hidden states": "#edae49", "attention working set": "#d1495b",
+    "MLP tile": "#5f9e6e", "MLP": "#5f9e6e", "loss tile": "#8e6c8a", "logits and loss": "#8e6c8a",
+    "other activations": "#d8c9a5",
+}  # fmt: skip
+
+
+def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
+    """Write the plot: stacked terms over lengths up to a quarter beyond ``tokens``, and the device's line."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    lines = planner.lines(max(tokens, 2))
+    lengths = [max(1, round(tokens * number / 40)) for number in range(1, 51)]
+    found = [planner.estimate(length, lines) for length in lengths]
+    names = [name for name in COLOURS if any(one.terms.get(name, 0.0) > 0.002 * one.device.expected for one in found)]
+    figure = Figure(figsize=(9.0, 4.6), layout="constrained")
+    axes = figure.subplots()
+    stacks = [[one.terms.get(name, 0.0) / GIB for one in found] for name in names]
+    axes.stackplot(lengths, stacks, labels=names, colors=[COLOURS[name] for name in names])
+    axes.plot(
+        lengths, [one.device.high / GIB for one in found], color="#222222", linestyle=":", linewidth=1.2, label="high"
+    )
+    memory = planner.request.device.memory / GIB
+    axes.axhline(memory, color="#222222", linewidth=1.4)
+    axes.text(lengths[0], memory, f" {planner.request.device.name}, {memory:.0f} GiB", va="bottom", fontsize=9)
+    axes.set_xlim(lengths[0], lengths[-1])
+    axes.set_ylim(0, 1.25 * max(memory, found[39].device.expected / GIB))
+    axes.set_xlabel("tokens in a row")
+    axes.set_ylabel("GiB on one device at the step's peak")
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value / 1024:,.0f}K" if value >= 4096 else f"{value:,.0f}")
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    request = planner.request
+    trains = "adapters" if request.lora else "every weight"
+    axes.set_title(f"{request.model}, {trains}, {request.gpus} x {request.device.name}, {request.engine}", fontsize=10)
+    figure.savefig(path, dpi=130)
