@@ -67,11 +67,10 @@ class Cell:
     checkpoint: bool
     lora: bool
     optimizer: str
-    dtype: str = "float32"
 
     def setup(self) -> Setup:
         return Setup(
-            dtype=getattr(torch, self.dtype), checkpoint=self.checkpoint, tile=TILE if self.tiled else None,
+            dtype=torch.float32, checkpoint=self.checkpoint, tile=TILE if self.tiled else None,
             loss_tile=LOSS_TILE, lora=Lora(8) if self.lora else None, optimizer=self.optimizer,
         )  # fmt: skip
 
@@ -86,11 +85,9 @@ def all_cells() -> list[Cell]:
         for number in range(8):
             tiled, checkpoint, lora = bool(number & 1), not number & 2, bool(number & 4)
             turn = len(cells)
-            cells.append(
-                Cell(model, LENGTHS[turn % 3], tiled, checkpoint, lora, OPTIMIZERS[turn // 2 % 3])
-            )
+            cells.append(Cell(model, LENGTHS[turn % 3], tiled, checkpoint, lora, OPTIMIZERS[turn // 2 % 3]))
     extra = [Cell("llama", length, True, True, False, "adamw") for length in (2000, 8192)]
-    return cells + extra + [Cell("llama", 6144, tiled, True, False, "adamw", "bfloat16") for tiled in (False, True)]
+    return cells + extra
 
 
 def measure(config: Any, setup: Setup, tokens: int) -> int:
@@ -149,7 +146,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     ]  # fmt: skip
     for row in rows:
         words = ["yes" if row[key] else "no" for key in ("tiled", "checkpoint")]
-        trains = ("adapters" if row["lora"] else "all") + (", bf16" if row["dtype"] == "bfloat16" else "")
+        trains = "adapters" if row["lora"] else "all"
         lines.append(
             f"| {row['model']} | {row['tokens']:,} | {words[0]} | {words[1]} | {trains} | {row['optimizer']} "
             f"| {row['predicted_bytes'] / 2**20:.2f} | {row['measured_bytes'] / 2**20:.2f} | {row['error']:+.2%} |"

@@ -17,6 +17,7 @@ from rich.text import Text
 from seqtile.memory.advise import explain, next_step, not_modelled, recipe
 from seqtile.memory.flops import EFFICIENCY
 from seqtile.memory.plan import Bounds, Estimate, Planner
+from seqtile.memory.shapes import NAMED
 
 GIB = 2**30
 
@@ -46,7 +47,7 @@ def show_plan(
     if as_json:
         print(json.dumps(_object(planner, estimate, longest, limit, chosen)))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     request = planner.request
     device = request.device
     console.print(
@@ -157,4 +158,6 @@ def _write_recipe(chosen: dict[str, Any], path: Path) -> None:
     import yaml
 
     header = "# Chosen by seqtile plan; run it with: seqtile train --recipe THIS_FILE --dataset FILE_OR_ID\n"
+    if chosen["model"] in NAMED:
+        header += "# 'model' names a shape only: put the path or Hub id of your model there\n"
     path.write_text(header + yaml.safe_dump(chosen, sort_keys=False), encoding="utf-8")

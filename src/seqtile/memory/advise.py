@@ -56,6 +56,7 @@ def next_step(planner: Planner, longest: int) -> Step | None:
     for flags, changes, why in _changes(planner.request):
         try:
             other = Planner(replace(planner.request, **changes), None)
+            other.share(planner)
             length, _ = other.longest()
         except UserError:
             continue
@@ -88,9 +89,7 @@ def _changes(request: Request) -> list[tuple[str, dict[str, Any], str]]:
         double = 2 * request.sp_size
         found.append((f"--sp-size {double}", {"sp_size": double}, "each rank holds a part of the sequence"))
     if request.optimizer == "adamw" and request.lora is None:
-        found.append(
-            ("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"}, "two bytes of state per weight, not eight")
-        )
+        found.append(("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"}, "two bytes of state a weight, not eight"))
     return found
 
 
@@ -101,17 +100,11 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
     lines = []
     if request.tile is not None:
         words = f"tiles of {setup.tile:,} tokens" if isinstance(setup.tile, int) else "no tiles at this length"
-        why = (
-            "MLP intermediates exist for one tile at a time; weights train, so large tiles rewrite gradients less often"
-        )
-        if request.lora:
-            why = "MLP intermediates exist for one tile at a time; frozen weights need no large tiles"
+        why = "MLP intermediates exist for one tile at a time; large tiles rewrite the weights' gradients less often"
         lines.append(f"tile {request.tile}: {words}. {why}.")
     if request.loss == "tiled":
         whole = 14 * planner.counts.vocabulary * planner.local(estimate.tokens) / 2**30
-        lines.append(
-            f"loss tiled: {setup.loss_tile:,} tokens of logits at a time; whole they would take {whole:,.0f} GiB."
-        )
+        lines.append(f"loss tiled: {setup.loss_tile:,} tokens of logits at a time; whole, they take {whole:,.0f} GiB.")
     kept = terms.get("checkpointed hidden states", 0.0) / 2**30
     if request.checkpoint:
         place = "in flight, the rest on the host" if "checkpoints" in request.offload else "on the device"
@@ -126,7 +119,7 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
 
 
 def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
-    """The choices as a recipe that ``seqtile train`` takes; what it has no key for is in ``not_modelled`` of the plan."""
+    """The choices as a recipe that ``seqtile train`` takes."""
     request, setup = planner.request, planner.resolved(tokens)
     found: dict[str, Any] = {"model": request.model, "max_length": tokens, "batch_size": request.batch}
     found["tiled_mlp"] = request.tile is not None
@@ -135,6 +128,8 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     if request.loss == "tiled":
         found["loss_tile"] = setup.loss_tile
     found["activation_checkpointing"] = request.checkpoint
+    if "checkpoints" in request.offload:
+        found["offload"] = True
     if request.lora is not None:
         found["lora"] = {"r": request.lora.r}
     if request.engine != "single":

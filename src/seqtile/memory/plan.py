@@ -77,6 +77,10 @@ class Planner:
         self.workspace = flash3_workspace if request.attention == "flash3" else flash2_workspace
         self._lines: dict[Setup, Lines] = {}
 
+    def share(self, other: Planner) -> None:
+        """Take the fake runs of a planner of the same model; runs are found by their settings."""
+        self._lines.update(other._lines)
+
     def local(self, tokens: int) -> int:
         """Tokens of each row that one rank holds."""
         return -(-tokens // self.request.sp_size)
@@ -92,7 +96,7 @@ class Planner:
         """What the step holds by tokens per rank, from fake runs with the tiles of ``tokens``."""
         setup = self.resolved(tokens)
         for known, lines in self._lines.items():
-            if _alike(known, setup):
+            if replace(known, tile=setup.tile, loss_tile=setup.loss_tile) == setup and _alike(known, setup):
                 return lines
         if setup not in self._lines:
             local = self.local(tokens)
@@ -266,7 +270,7 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
         raise UserError(
             f"{request.model!r} does not fit {request.gpus} x {request.device.name} at any length: "
             f"{short.device.expected / 2**30:.1f} GiB of {request.device.memory / 2**30:.1f} GiB before the first "
-            f"tokens, most of it {limit.partition(': ')[2]}; shard it (--engine zero3 --gpus 8), train adapters (--lora "
-            "r=16) or take a larger device"
+            f"tokens, most of it {limit.partition(': ')[2]}; shard it (--engine zero3 --gpus 8), train adapters "
+            "(--lora r=16) or take a larger device"
         )
     return planner, planner.estimate(max_length or longest), longest, limit

@@ -18,7 +18,7 @@ COLOURS = {
 def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
     """Write the plot: stacked terms over lengths up to a quarter beyond ``tokens``, and the device's line."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, MultipleLocator
 
     lines = planner.lines(max(tokens, 2))
     lengths = [max(1, round(tokens * number / 40)) for number in range(1, 51)]
@@ -38,9 +38,8 @@ def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
     axes.set_ylim(0, 1.25 * max(memory, found[39].device.expected / GIB))
     axes.set_xlabel("tokens in a row")
     axes.set_ylabel("GiB on one device at the step's peak")
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value / 1024:,.0f}K" if value >= 4096 else f"{value:,.0f}")
-    )
+    axes.xaxis.set_major_locator(MultipleLocator(_step(lengths[-1])))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:,.0f}K" if n >= 4096 else f"{n:,.0f}"))
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -48,3 +47,8 @@ def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
     trains = "adapters" if request.lora else "every weight"
     axes.set_title(f"{request.model}, {trains}, {request.gpus} x {request.device.name}, {request.engine}", fontsize=10)
     figure.savefig(path, dpi=130)
+
+
+def _step(top: int) -> int:
+    """A power of two that gives five to ten marks."""
+    return max(1, 2 ** ((top // 5).bit_length() - 1))

@@ -1,0 +1,254 @@
+"""``seqtile plan``: what it answers, what it refuses, and that its answers hang together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from seqtile.cli import main
+from seqtile.counting import count_products
+from seqtile.memory.advise import next_step
+from seqtile.memory.devices import DEVICES, Device, find_device
+from seqtile.memory.engines import CONSTANTS, STATE_BYTES, on_device
+from seqtile.memory.plan import Estimate, Planner
+from seqtile.memory.request import Request
+from seqtile.memory.setup import OPTIMIZERS, Lora, make_optimizer
+from seqtile.memory.shapes import NAMED, read_config
+from seqtile.memory.step import build
+from seqtile.memory.structure import count_weights
+from seqtile.train.recipe import build_recipe, read_recipe
+
+SIZES: dict[str, Any] = dict(
+    hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=1024, max_position_embeddings=65536, pad_token_id=0,
+)  # fmt: skip
+DEVICE = Device("small", 3 * 2**29, 10.0, "made up")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    AutoConfig.for_model("llama", **SIZES).save_pretrained(path)
+    return path
+
+
+def request_of(folder: Path, **changes: Any) -> Request:
+    return Request(**{"model": str(folder), "config": read_config(str(folder)), "device": DEVICE, **changes})
+
+
+@pytest.fixture(scope="module")
+def planner(folder: Path) -> Planner:
+    return Planner(request_of(folder))
+
+
+@pytest.fixture(scope="module")
+def sharded(folder: Path) -> Iterator[Planner]:
+    planner = Planner(request_of(folder, engine="fsdp2", gpus=8))
+    planner.lines(16384)
+    yield planner
+
+
+def other(planner: Planner, **changes: Any) -> Planner:
+    """A planner of the same step, so without fake runs of its own."""
+    changed = Planner(replace(planner.request, **changes))
+    changed.share(planner)
+    return changed
+
+
+def terms(planner: Planner, tokens: int = 16384) -> Estimate:
+    return planner.estimate(tokens)
+
+
+def test_the_command_answers_in_one_object(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, plot = tmp_path / "recipe.yaml", tmp_path / "plot.png"
+    arguments = ["plan", "--model", str(folder), "--device", "1.5GiB", "--host-memory", "1TiB", "--max-length", "16384"]
+    assert main([*arguments, "--json", "--recipe", str(recipe), "--plot", str(plot)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {
+        "fits", "peak_device_gib", "peak_host_gib", "peak_at", "terms", "max_length", "limited_by", "recipe",
+        "not_modelled",
+    } <= found.keys()  # fmt: skip
+    peak = found["peak_device_gib"]
+    assert peak["low"] < peak["expected"] < peak["high"]
+    assert found["fits"] is (peak["expected"] <= 1.5)
+    assert sum(found["terms"]["device_gib"].values()) == pytest.approx(peak["expected"])
+    assert sum(found["terms"]["host_gib"].values()) == pytest.approx(found["peak_host_gib"]["expected"])
+    assert build_recipe(read_recipe(recipe), {"dataset": "rows.jsonl"})[0].max_length == 16384
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_says_it_in_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(folder), "--device", "1.5GiB", "--explain"]) == 0
+    text = capsys.readouterr().out
+    for words in ("Longest row that fits", "Limited by", "Next: --offload checkpoints", "Not modelled", "peak in the"):
+        assert words in text
+    assert "[tokens, tokens]" in text  # not taken for markup
+
+
+BAD = [
+    (["--device", "h1000"], "did you mean"),
+    (["--device", "toaster"], "give its memory"),
+    (["--model", "/nowhere/config.json"], "does not exist"),
+    (["--gpus", "8"], "need an engine"),
+    (["--gpus", "8", "--engine", "zero3", "--sp-size", "3"], "does not divide 8 GPUs"),
+    (["--gpus", "8", "--engine", "zero3", "--sp-size", "8"], "does not divide the 4 attention heads"),
+    (["--max-length", "100000"], "beyond the 65,536 positions"),
+    (["--max-length", "1"], "at least 2"),
+    (["--engine", "zero9"], "use one of single"),
+    (["--optimizer", "adam"], "use one of adamw"),
+    (["--offload", "optimizer"], "--engine zero3 or fsdp2"),
+    (["--offload", "brains"], "use some of checkpoints"),
+    (["--offload", "checkpoints", "--no-checkpoint"], "nothing to move"),
+    (["--tile", "many"], "not a tile rule"),
+    (["--attention", "linear"], "use one of flash"),
+    (["--lora", "r=none"], "expected a rank"),
+    (["--lora", "16", "--full"], "give one of them"),
+    (["--host-memory", "much"], "expected a size"),
+    (["--plot", "/nowhere/plot.png"], "does not exist"),
+    (["--device", "64MiB"], "at any length"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["plan", *([] if "--model" in arguments else ["--model", str(folder)]), *arguments]
+    assert main(given) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert words in shown.err
+    assert shown.err.startswith("seqtile: ")
+    assert shown.err.count("\n") == 1
+
+
+def test_a_model_without_decoder_layers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64).save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--device", "h100"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_longest_fits_and_a_little_more_does_not(planner: Planner) -> None:
+    longest, limit = planner.longest()
+    assert planner.fits(planner.estimate(longest))
+    assert not planner.fits(planner.estimate(round(1.02 * longest)))
+    assert limit.startswith("device memory: ")
+    assert planner.sure() < longest
+
+
+def test_a_larger_device_is_limited_by_the_positions(planner: Planner) -> None:
+    assert other(planner, device=find_device("h200")).longest() == (65536, "positions")
+
+
+def test_the_hosts_memory_can_be_the_limit(planner: Planner) -> None:
+    small = other(planner, offload=("checkpoints",), host_memory=round(4.05 * 2**30))
+    assert small.longest()[1].startswith("host memory: ")
+
+
+def test_the_next_step_is_what_it_promises(planner: Planner) -> None:
+    longest, _ = planner.longest()
+    step = next_step(planner, longest)
+    assert step is not None
+    assert step.flags == "--offload checkpoints"
+    assert step.length == other(planner, offload=("checkpoints",)).longest()[0] > longest
+
+
+def test_offloaded_checkpoints_leave_all_but_those_in_flight(planner: Planner) -> None:
+    on, off = terms(planner), terms(other(planner, offload=("checkpoints",)))
+    held = 4 * 16384 * 256 * 4  # layers, tokens, hidden, fp32 weights under autocast
+    assert off.host_terms["checkpointed hidden states"] == held
+    assert off.terms.get("checkpointed hidden states", 0.0) <= held / 4 * CONSTANTS["in flight"].expected
+    assert off.device.expected < on.device.expected
+
+
+def test_shards_divide_what_stands(sharded: Planner) -> None:
+    weights = sharded.counts.weights
+    found = terms(sharded).terms
+    assert found["weights"] == 4 * weights / 8
+    assert found["optimiser state"] == 8 * weights / 8
+    zero3 = terms(other(sharded, engine="zero3")).terms
+    assert zero3["weights"] == (4 + 2) * weights / 8
+    host = terms(other(sharded, engine="zero3", offload=("optimizer",)))
+    assert host.terms["weights"] == 2 * weights / 8
+    assert host.terms.get("optimiser state", 0.0) == 0
+    assert host.host_terms["optimiser state"] == (8 + 4) * weights
+
+
+def test_ranks_that_share_a_sequence_hold_a_part_of_it(sharded: Planner) -> None:
+    whole, parts = terms(sharded, 8192), terms(other(sharded, sp_size=4), 4 * 8192)
+    # the same tokens on a rank; the exchange of heads takes more where attention runs
+    assert parts.terms["checkpointed hidden states"] == pytest.approx(whole.terms["checkpointed hidden states"])
+    assert parts.device.expected >= whole.device.expected
+    request, counts = replace(sharded.request, sp_size=4), sharded.counts
+    apart = on_device(request, counts, {"tokens": 8192.0}, "attention#0, backward")["engine buffers"]
+    together = on_device(sharded.request, counts, {}, "attention#0, backward")["engine buffers"]
+    # query and output of 4 heads, keys and values of 4 (two of them repeated), of 64 each, bf16
+    assert apart - together == 2 * (2 * 4 + 2 * 4) * 64 * 8192
+
+
+def test_four_bit_weights_are_a_quarter_of_sixteen(folder: Path) -> None:
+    planner = Planner(request_of(folder, lora=Lora(4)))
+    plain, packed = terms(planner), terms(other(planner, qlora=True))
+    saved = plain.terms["weights"] - packed.terms["weights"]
+    assert saved == pytest.approx(planner.counts.matrices * 1.484, rel=0.01)
+
+
+def test_ddp_holds_gradients_twice(planner: Planner) -> None:
+    assert terms(other(planner, engine="ddp", gpus=2)).terms["engine buffers"] == 4 * planner.counts.trained
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_in_formulas_are_those_of_the_optimiser(name: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(512, 1024))
+    optimizer = make_optimizer(name, [weight])
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    kept = [
+        one for value in optimizer.state[weight].values() for one in (value if isinstance(value, list) else [value])
+    ]
+    states = sum(one.numel() * one.element_size() for one in kept if isinstance(one, torch.Tensor) and one.numel() > 1)
+    assert states / weight.numel() == pytest.approx(STATE_BYTES[name], abs=0.02)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(4)], ids=["full", "adapters"])
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_operations_are_those_that_are_counted(folder: Path, lora: Lora | None, checkpoint: bool) -> None:
+    """Attention's own kernel is not a matrix product, so that a short row is counted without it."""
+    request = request_of(folder, lora=lora, checkpoint=checkpoint, tile=None, precision="float32")
+    built = build(request.config, replace(request.setup(), loss="full"), "cpu")
+    counts = count_weights(request.config, built.model)
+    planner = Planner(request)
+    ids = torch.zeros(1, 512, dtype=torch.long)
+    with count_products() as products:
+        built.model(input_ids=ids, labels=ids).loss.backward()
+    assert counts == planner.counts
+    # adapters' own products, of rank 4, are not in the formula
+    assert planner.work(512).products == pytest.approx(products.flops, rel=0.04 if lora else 0.01)
+
+
+def test_every_device_and_constant_has_a_source() -> None:
+    assert {"h200", "h100", "a100-80", "a100-40", "rtx4090"} <= DEVICES.keys()
+    assert all(device.source and device.memory > 2**33 for device in DEVICES.values())
+    assert all(one.source and one.low <= one.expected <= one.high for one in CONSTANTS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-1b", 1.24), ("llama-8b", 8.03), ("llama-70b", 70.6), ("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.5)],
+)
+def test_named_shapes_have_the_published_size(name: str, billions: float) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(name))
+    assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
+    assert name in NAMED
