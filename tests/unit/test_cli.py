@@ -102,7 +102,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--max_length", "257"], "beyond the 256 positions"),
         (["--max-length", "1"], "max_length"),
         (["--steps", "0"], "steps"),
-        (["--engine", "fsdp2"], "not built in yet"),
+        (["--engine", "fsdp3"], "'fsdp2', 'zero2' or 'zero3'"),
         (["--lora", "r=0"], "lora.r"),
         (["--lora", "rank=4"], "lora.rank"),
         (["--use_tiled_mlp", "false", "--tile", "64"], "keep one"),

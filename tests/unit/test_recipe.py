@@ -93,8 +93,6 @@ def test_a_tile_flag_overrides_the_recipes_number_of_shards():
         ({"steps": "many"}, "'steps': got 'many'"),
         ({"max_length": 1}, "'max_length'"),
         ({"learning_rate": -1}, "'learning_rate'"),
-        ({"engine": "zero3"}, "not built in yet"),
-        ({"engine": "tpu"}, "expected 'single'"),
         ({"tiled_mlp": "perhaps"}, "expected true or false"),
         ({"tiled_mlp_num_shards": 0}, "at least 1"),
         ({"tiled_mlp_num_shards": "few"}, "at least 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -19,6 +20,8 @@ COMMANDS = ("train", "plan", "verify", "bench", "doctor")
 RUN_ERROR = 1
 USER_ERROR = 2
 INTERRUPTED = 130
+OTHER_RANKS_WAIT = 5.0
+"""Seconds that the other processes of a launch leave the first one to say what is wrong."""
 
 
 def build_app() -> typer.Typer:
@@ -52,10 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build_app()(list(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
         sentence = " ".join(str(error).split())
-        print(f"seqtile: {sentence}", file=sys.stderr)
+        print(f"seqtile: {_rank()}{sentence}", file=sys.stderr)
         return USER_ERROR
     except RunError as error:
-        print(f"seqtile: {error}", file=sys.stderr)
+        print(f"seqtile: {_rank()}{error}", file=sys.stderr)
         return RUN_ERROR
     except KeyboardInterrupt:
         print("seqtile: interrupted; nothing more was saved", file=sys.stderr)
@@ -67,6 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 0
+
+
+def _rank() -> str:
+    """Under a launcher the first process speaks; another one only if the launcher has not ended it by then."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or "LOCAL_RANK" not in os.environ:
+        return ""
+    time.sleep(OTHER_RANKS_WAIT)
+    return f"rank {rank}: "
 
 
 def _dashes(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -14,6 +15,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from seqtile.train.measure import Comparison
+    from seqtile.train.recipe import Recipe
     from seqtile.train.run import Outcome
 
 MIB = 2**20
@@ -115,7 +117,9 @@ def _units(tiled: float | None, untiled: float | None) -> list[tuple[str, ...]]:
 
 
 def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, str]]:
-    lines = [("tiled", str(outcome.tiling) if outcome.tiling is not None else "nothing (tiled_mlp: false)")]
+    recipe = outcome.recipe
+    lines = [] if recipe.engine == "single" else [("engine", _engine(recipe))]
+    lines += [("tiled", str(outcome.tiling) if outcome.tiling is not None else "nothing (tiled_mlp: false)")]
     if comparison is not None:
         tiled, untiled = comparison.tiled, comparison.untiled
         lines.append(("peak", f"tiled in {tiled.peak_phase}; untiled in {untiled.peak_phase}"))
@@ -129,6 +133,16 @@ def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, s
     if outcome.report is not None:
         lines.append(("report", str(outcome.report)))
     return lines
+
+
+def _engine(recipe: Recipe) -> str:
+    split = f", {recipe.sp_size} of them to a sequence" if recipe.sp_size > 1 else ""
+    return f"{recipe.engine}, {recipe.nproc} processes{split}; seconds and memory are the first one's"
+
+
+def print_plain(text: str) -> None:
+    """Text as it is, on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def print_stopped(outcome: Outcome) -> None:

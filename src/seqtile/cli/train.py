@@ -24,7 +24,9 @@ def command(
     output: str = typer.Option(None, help="Directory of the result (default runs/NAME).", metavar="DIR"),
     lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
     tile: str = typer.Option(None, help="auto, tokens per tile, shards:N, arctic or memory:1GiB (default auto)."),
-    engine: str = typer.Option(None, help="single: one process (the default)."),
+    engine: str = typer.Option(None, help="single (default), ddp, fsdp2, zero2 or zero3.", metavar="NAME"),
+    nproc: int = typer.Option(None, help="Processes of the engine (default one per accelerator).", metavar="N"),
+    sp_size: int = typer.Option(None, help="Processes that share one sequence (zero3).", metavar="N"),
     steps: int = typer.Option(None, help="Optimiser steps (default one pass over the data).", metavar="N"),
     learning_rate: float = typer.Option(
         None, help="Peak learning rate (default 2e-5, with --lora 2e-4).", metavar="RATE"
@@ -55,6 +57,7 @@ def command(
     """Train a causal language model with every position-wise block tiled."""
     from seqtile.train import recipe as recipes
     from seqtile.train.output import resumed_recipe
+    from seqtile.train.run import require_packages
 
     given = {
         "model": model,
@@ -64,6 +67,8 @@ def command(
         "lora": None if lora is None else recipes.parse_lora(lora),
         "tile": tile,
         "engine": engine,
+        "nproc": nproc,
+        "sp_size": sp_size,
         "steps": steps,
         "learning_rate": learning_rate,
         "seed": seed,
@@ -81,27 +86,41 @@ def command(
     if checkpoint and not resume:
         raise recipes.UserError(f"--from-checkpoint {checkpoint!r} is where --resume continues; give --resume too")
     chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
-    _run(chosen, notes, resume=resume, checkpoint=checkpoint, overwrite=overwrite)
-
-
-def _run(recipe: Any, notes: list[str], **how: Any) -> None:
-    from seqtile.cli import show
-    from seqtile.train.run import require_packages, train
-
     require_packages()
-    _quiet()
+    quiet()
     for note in notes:
         logging.getLogger("seqtile").warning(note)
+    how: dict[str, Any] = {"resume": resume, "checkpoint": checkpoint, "overwrite": overwrite}
+    if chosen.engine == "single" or {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
+        run(chosen, **how)
+        return
+    from seqtile.cli import show
+    from seqtile.train.launch import launch
+
+    raise typer.Exit(launch(chosen, **how, say=show.print_plain))
+
+
+def run(recipe: Any, **how: Any) -> None:
+    """Train in this process, alone or as one of several that a launcher started, and show what comes of it.
+
+    ``how`` is ``resume``, ``checkpoint`` and ``overwrite``, as :func:`seqtile.train.run.train` takes them.
+    """
+    from seqtile.cli import show
+    from seqtile.train.ranks import is_first
+    from seqtile.train.run import train
+
     progress = show.Progress()
     with progress:
         outcome = train(recipe, **how, callbacks=[progress.callback()])
     if outcome.stopped_by is not None:
-        show.print_stopped(outcome)
+        if is_first():
+            show.print_stopped(outcome)
         raise typer.Exit(_STOPPED[outcome.stopped_by])
-    show.print_outcome(outcome)
+    if is_first():
+        show.print_outcome(outcome)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Our own messages on stderr; of the libraries below only what the user can act on."""
     own = logging.getLogger("seqtile")
     own.setLevel(logging.INFO)

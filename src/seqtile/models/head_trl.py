@@ -99,5 +99,6 @@ class TrlHead:
         }  # fmt: skip
         return FusedCausalLMOutput(
             loss=output.loss, aux_loss=getattr(output, "aux_loss", None),
-            **{name: None if value is None else value[..., cut] for name, value in found.items()},
+            # Copies: FSDP2 warns of a module that returns views.
+            **{name: None if value is None else value[..., cut].clone() for name, value in found.items()},
         )  # fmt: skip

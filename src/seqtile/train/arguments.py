@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
 from seqtile.train.recipe import LoraRecipe, Recipe
 from seqtile.train.values import checked_trainer_values
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from trl import SFTConfig
+
+logger = first_rank_logger(__name__)
 
 KEPT_CHECKPOINTS = 2
 
@@ -54,6 +57,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTCo
         "disable_tqdm": True,
         **_precision(),
         **_packing(recipe, documents),
+        **_sequence_split(recipe),
     }
     if recipe.save_steps:
         values["save_steps"] = recipe.save_steps
@@ -103,6 +107,29 @@ def _packing(recipe: Recipe, documents: bool) -> dict[str, Any]:
     if not packing:
         return {"packing": False}
     return {"packing": True, "packing_strategy": "bfd" if packing is True else packing}
+
+
+def _sequence_split(recipe: Recipe) -> dict[str, Any]:
+    """Ulysses: ``sp_size`` processes share a row, each with a part of its tokens and, in attention, of its heads."""
+    if recipe.sp_size == 1:
+        return {}
+    import torch
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    if recipe.gradient_accumulation > 1 or (recipe.nproc or 0) > recipe.sp_size:
+        # transformers 5.23: deepspeed_sp_compute_loss averages one row's tokens, and then the rows.
+        logger.warning("under sp_size %d every row of a step weighs the same, whatever its tokens", recipe.sp_size)
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=recipe.attention)
+    split = ParallelismConfig(
+        sp_backend="deepspeed",
+        sp_size=recipe.sp_size,
+        dp_shard_size=(recipe.nproc or recipe.sp_size) // recipe.sp_size,
+        sp_handler=handler,
+    )
+    # DeepSpeed 0.19 gathers the rows of a group, of whatever lengths; gloo gathers only what has one length.
+    multiple = recipe.sp_size if torch.accelerator.is_available() else recipe.max_length
+    return {"parallelism_config": split, "pad_to_multiple_of": multiple}
 
 
 def _checkpointing(recipe: Recipe, known: Any) -> dict[str, Any]:

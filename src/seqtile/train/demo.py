@@ -20,7 +20,7 @@ from seqtile.train.files import write_whole
 if TYPE_CHECKING:
     from datasets import Dataset
     from tokenizers import Tokenizer
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config
 
 logger = first_rank_logger(__name__)
 
@@ -97,9 +97,19 @@ def load_rows(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
 def build_model(seed: int, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A Qwen3 model of 2.5M parameters with random weights, the same for the same seed."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
-    config = Qwen3Config(
+    config = build_config(tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def build_config(tokenizer: PreTrainedTokenizerBase | None = None) -> Qwen3Config:
+    """The model's sizes; its special tokens where the tokenizer is known."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=1024,
@@ -110,12 +120,9 @@ def build_model(seed: int, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=None if tokenizer is None else tokenizer.eos_token_id,
+        pad_token_id=None if tokenizer is None else tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config)
 
 
 def _train_tokenizer(texts: list[str]) -> Tokenizer:

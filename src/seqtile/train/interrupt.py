@@ -12,6 +12,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from seqtile._log import first_rank_logger
+from seqtile.train.ranks import largest_on_any
 
 logger = first_rank_logger(__name__)
 
@@ -53,7 +54,9 @@ class StopOnSignal(TrainerCallback):
         logger.warning("%s: saving a checkpoint after this step; once more stops at once", self.received.name)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Called by the trainer between two steps."""
-        if self.received is not None:
+        """Called by the trainer between two steps; all ranks stop at the same one, whichever heard first."""
+        number = largest_on_any(self.received or 0, args.device)
+        if number:
+            self.received = signal.Signals(number)
             control.should_save = control.should_training_stop = True
         return control

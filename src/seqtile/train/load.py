@@ -43,7 +43,7 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         transformers.AutoModelForCausalLM,
         path,
         recipe,
-        **{"config": config, "dtype": _dtype(recipe), **recipe.model_kwargs},
+        **{"config": config, "dtype": _dtype(recipe), **_attention(recipe), **recipe.model_kwargs},
     )
     return model, tokenizer
 
@@ -108,6 +108,36 @@ def check_positions(config: PretrainedConfig, recipe: Recipe) -> None:
         )
 
 
+def check_split(recipe: Recipe) -> None:
+    """Refuse a model whose attention cannot be split over ``sp_size`` processes, from its configuration alone.
+
+    Raises:
+        UserError: the heads do not divide, or it would lose a mask that its attention needs.
+    """
+    if recipe.model == DEMO:
+        config: Any = demo.build_config()
+    else:
+        import transformers
+
+        config = _load("configuration", transformers.AutoConfig, _existing(recipe.model), recipe, **_revision(recipe))
+    text, size = config.get_text_config(), recipe.sp_size
+    heads = text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    if heads % size or (groups % size and size % groups):
+        raise UserError(
+            f"sp_size {size} does not fit {recipe.model!r}, which has {heads} attention heads and {groups} key-value "
+            f"heads; use a size that divides {heads} and divides, or is a multiple of, {groups}"
+        )
+    window = getattr(text, "sliding_window", None) or recipe.max_length
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
+    if window < recipe.max_length and "sliding_attention" in kinds and "flash" not in recipe.attention:
+        raise UserError(
+            f"sp_size {size} drops the mask of {recipe.model!r}'s sliding window of {window} tokens under "
+            f"{recipe.attention!r} attention; use --max-length {window // size * size}, or set "
+            "'model_kwargs: {attn_implementation: flash_attention_2}'"
+        )
+
+
 def _scale_positions(config: PretrainedConfig, recipe: Recipe) -> None:
     """Write the recipe's RoPE scaling into the model's configuration."""
     if recipe.rope_scaling is None:
@@ -165,6 +195,11 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
             f"cannot load the {what} of model {recipe.model!r} ({reason}); give a model directory, "
             "or a Hub id and a network"
         ) from None
+
+
+def _attention(recipe: Recipe) -> dict[str, Any]:
+    """Ulysses stands in for one attention by name, so the model has to have been loaded with that one."""
+    return {"attn_implementation": recipe.attention} if recipe.sp_size > 1 else {}
 
 
 def _dtype(recipe: Recipe) -> Any:

@@ -25,7 +25,7 @@ DEMO = "demo"
 
 RECIPE_FILE = "recipe.yaml"
 
-LATER_ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
+ENGINES = ("single", "ddp", "fsdp2", "zero2", "zero3")
 
 PEER_KEYS = ("use_tiled_mlp", "tiled_mlp_num_shards", "tiled_mlp_use_original_mlp")
 """Other trainers' spellings, accepted as they are and folded into ``tiled_mlp`` and ``tile``."""
@@ -49,6 +49,11 @@ NAMED_TRAINER_KEYS = {
     "resume_from_checkpoint": "--resume",
     "overwrite_output_dir": "--overwrite",
     "model_init_kwargs": "model_kwargs",
+    "deepspeed": "engine",
+    "fsdp": "engine",
+    "fsdp_config": "engine",
+    "accelerator_config": "engine",
+    "parallelism_config": "sp_size",
 }
 """Trainer arguments that have a name of their own in the recipe; giving both would let one be ignored."""
 
@@ -100,7 +105,9 @@ class Recipe(CheckedModel):
     checkpoint: Literal["full", "attention-saved"] | None = None
     offload: bool | str = False
     lora: LoraRecipe | None = None
-    engine: str = "single"
+    engine: Literal["single", "ddp", "fsdp2", "zero2", "zero3"] = "single"
+    nproc: int | None = Field(None, ge=1, description="processes; None is one per accelerator")
+    sp_size: int = Field(1, ge=1, description="processes that share one sequence (Ulysses)")
 
     steps: int | None = Field(None, ge=1)
     epochs: float | None = Field(None, gt=0)
@@ -138,18 +145,6 @@ class Recipe(CheckedModel):
             raise ValueError(f"got offload {offload!r}, expected true, false or a bound such as 'memory:64GiB'")
         return offload
 
-    @field_validator("engine")
-    @classmethod
-    def _known_engine(cls, engine: str) -> str:
-        if engine in LATER_ENGINES:
-            raise ValueError(
-                f"engine {engine!r} is not built in yet; use engine 'single', or call seqtile.apply(model) "
-                "in your own script before the engine wraps the model"
-            )
-        if engine != "single":
-            raise ValueError(f"got engine {engine!r}, expected 'single'")
-        return engine
-
     @field_validator("trainer")
     @classmethod
     def _no_second_name(cls, trainer: dict[str, Any]) -> dict[str, Any]:
@@ -175,6 +170,11 @@ class Recipe(CheckedModel):
     def checkpoints(self) -> dict[str, Any]:
         """Those of them that are about activation checkpoints."""
         return {"checkpoint": self.checkpoint, "offload": self.offload}
+
+    @property
+    def attention(self) -> str:
+        """The attention that the recipe asks for; the model's own default is sdpa where it has it."""
+        return str(self.model_kwargs.get("attn_implementation", "sdpa"))
 
     @property
     def is_demo(self) -> bool:
@@ -244,11 +244,14 @@ def resolve(recipe: Recipe) -> Recipe:
             "checkpoint and offload say what activation checkpoints keep and where, but the recipe says "
             "'activation_checkpointing: false'; drop one of the two"
         )
+    _check_engine(recipe)
     filled: dict[str, Any] = {"compare": bool(recipe.compare)}
     if recipe.is_demo:
         filled["learning_rate"] = recipe.learning_rate or 3e-3
-        filled["loss_tile"] = recipe.loss_tile or 512
-        filled["compare"] = recipe.tiled_mlp if recipe.compare is None else recipe.compare
+        if recipe.engine != "zero3":
+            filled["loss_tile"] = recipe.loss_tile or 512
+        if recipe.compare is None:
+            filled["compare"] = recipe.tiled_mlp and recipe.engine == "single"
         if recipe.steps is None and recipe.epochs is None:
             filled["steps"] = 30
     else:
@@ -256,6 +259,48 @@ def resolve(recipe: Recipe) -> Recipe:
         if recipe.steps is None and recipe.epochs is None:
             filled["epochs"] = 1.0
     return recipe.model_copy(update=filled)
+
+
+def _check_engine(recipe: Recipe) -> None:
+    """Refuse what an engine cannot do, before anything is loaded or started."""
+    engine, nproc, sp_size = recipe.engine, recipe.nproc, recipe.sp_size
+    if engine == "single" and (nproc or 1) > 1:
+        raise UserError(f"engine 'single' is one process, got nproc {nproc}; give --engine ddp, fsdp2, zero2 or zero3")
+    if engine == "ddp" and nproc == 1:
+        raise UserError("engine 'ddp' needs at least 2 processes, got nproc 1; give more, or --engine single")
+    if engine != "single" and recipe.compare:
+        raise UserError(f"compare runs in one process, got engine {engine!r}; drop compare, or use --engine single")
+    if recipe.loss_tile and engine == "zero3":
+        raise UserError(
+            "loss_tile does not gather the head's weight again in the backward under engine 'zero3'; leave it out: "
+            "the trainer's own loss is in tiles of 4,096 tokens there"
+        )
+    if sp_size == 1:
+        return
+    if engine == "zero2":
+        raise UserError(
+            f"sp_size {sp_size} with engine 'zero2' trains with gradients {sp_size} times too large (DeepSpeed divides "
+            "by too few processes); use --engine zero3"
+        )
+    if engine != "zero3":
+        raise UserError(f"sp_size {sp_size} splits sequences by DeepSpeed, got engine {engine!r}; use --engine zero3")
+    if nproc is not None and nproc % sp_size:
+        raise UserError(f"sp_size {sp_size} does not divide nproc {nproc}; give a multiple of {sp_size} processes")
+    if recipe.max_length % sp_size:
+        raise UserError(
+            f"max_length {recipe.max_length} is not a multiple of sp_size {sp_size}; "
+            f"use --max-length {recipe.max_length // sp_size * sp_size or sp_size}"
+        )
+    if recipe.trainer.get("pad_to_multiple_of", sp_size) % sp_size:
+        raise UserError(f"trainer.pad_to_multiple_of has to be a multiple of sp_size {sp_size}; drop it")
+    # Ulysses drops attention masks, and only these read the documents' ends from position_ids.
+    packed = recipe.packing not in (None, False, "wrapped") or recipe.trainer.get("padding_free")
+    if packed and "flash" not in recipe.attention:
+        raise UserError(
+            f"packing (or padding_free) with sp_size {sp_size} would let packed documents see each other under "
+            f"{recipe.attention!r} attention; use 'packing: wrapped' or none, or set "
+            "'model_kwargs: {attn_implementation: flash_attention_2}'"
+        )
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:

@@ -48,6 +48,7 @@ def numbers(outcome: Outcome) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": ["seqtile", *sys.argv[1:]],
         "device": device_name(),
+        "engine": {key: getattr(outcome.recipe, key) for key in ("engine", "nproc", "sp_size")},
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "tiling": None if outcome.tiling is None else str(outcome.tiling),

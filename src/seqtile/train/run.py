@@ -77,31 +77,50 @@ def train(
         UserError: bad input, in one sentence.
         RunError: the loss or the gradient stopped being a number.
     """
-    from seqtile.train.checkpoints import find_checkpoint
-    from seqtile.train.output import check_output, check_writable, clear_output, default_output
+    from seqtile.train.output import clear_output
+    from seqtile.train.ranks import check_engine, is_first, join_launch
     from seqtile.train.same_run import check_same_run, describe_run
 
     require_packages()
-    recipe = resolve(recipe)
-    output = Path(recipe.output).expanduser() if recipe.output else default_output(recipe)
-    recipe = recipe.model_copy(update={"output": str(output)})
-    start = find_checkpoint(output, checkpoint) if resume else None
-    if resume:
-        check_writable(output)
-    else:
-        check_output(recipe, output, overwrite=overwrite)
+    recipe = resolve(join_launch(recipe))
+    recipe, start = locate(recipe, resume=resume, checkpoint=checkpoint, overwrite=overwrite)
+    output = Path(str(recipe.output))
     trainer, tiling = _build(recipe, output)
+    check_engine(trainer.accelerator, recipe)
     trainer.run = describe_run(recipe, trainer)
     if start is not None:
         logger.info("resuming from %s", start)
         for note in check_same_run(trainer.run, start, recipe, trainer, tiling):
             logger.warning(note)
         trainer.all_done = _all_done(trainer, start, output)
-    elif overwrite:
-        clear_output(output)
-    output.mkdir(parents=True, exist_ok=True)
-    save_recipe(recipe, output / RECIPE_FILE)
+    if is_first():
+        if overwrite:
+            clear_output(output)
+        output.mkdir(parents=True, exist_ok=True)
+        save_recipe(recipe, output / RECIPE_FILE)
     return _run(recipe, output, trainer, tiling, start, callbacks)
+
+
+def locate(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: bool) -> tuple[Recipe, Path | None]:
+    """``recipe`` with the directory of its result, and the checkpoint to continue from; writes nothing.
+
+    Of several processes only the first one tries the directory, or each would find what the others leave there.
+
+    Raises:
+        UserError: the directory does not fit what is to be done.
+    """
+    from seqtile.train.checkpoints import find_checkpoint
+    from seqtile.train.output import check_output, check_writable, default_output
+    from seqtile.train.ranks import is_first
+
+    output = Path(recipe.output).expanduser() if recipe.output else default_output(recipe)
+    start = find_checkpoint(output, checkpoint) if resume else None
+    if is_first():
+        if resume:
+            check_writable(output)
+        else:
+            check_output(recipe, output, overwrite=overwrite)
+    return recipe.model_copy(update={"output": str(output)}), start
 
 
 def require_packages() -> None:
@@ -125,6 +144,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     from seqtile.train.head import tile_head
     from seqtile.train.load import causal_model, load_model
     from seqtile.train.packing import check_packing
+    from seqtile.train.ranks import mend_on_cpu
 
     documents = False
     rows = None
@@ -143,6 +163,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
         apply(model, blocks="none", **recipe.checkpoints)
     if recipe.loss_tile:
         find_causal_lm(model)  # before the trainer is built, which takes longer
+    mend_on_cpu(recipe)
     trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora))
     if recipe.loss_tile:
         tile_head(causal_model(trainer.model), recipe.loss_tile)
@@ -197,10 +218,12 @@ def _run(
 ) -> Outcome:
     from seqtile.train.first_step import CheckFirstStep
     from seqtile.train.interrupt import StopOnSignal
+    from seqtile.train.ranks import CheckModel, is_first
     from seqtile.train.report import write_report
 
     stop, clock = StopOnSignal(), _clock()
-    for callback in (clock, *([CheckFirstStep()] if tiling else []), *callbacks, stop):
+    checks = [CheckModel(trainer, recipe), *([CheckFirstStep()] if tiling else [])]
+    for callback in (*checks, clock, *callbacks, stop):
         trainer.add_callback(callback)
     with stop.listening():
         trainer.train_all(checkpoint)
@@ -217,7 +240,7 @@ def _run(
         stopped_by=stop.received,
         comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
     )
-    if not recipe.report or outcome.stopped_by is not None:
+    if not recipe.report or not is_first() or outcome.stopped_by is not None:
         return outcome
     return replace(outcome, report=write_report(outcome, output / "report"))
 

@@ -1,0 +1,95 @@
+"""One process of ``seqtile train --engine``: ``python -m seqtile.cli.worker FOLDER``.
+
+``FOLDER`` holds the recipe and what to do with it. The process says there which one it is and how it ended, for the
+command that waits in front of the launcher; that one speaks for all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import typer
+
+from seqtile._errors import RunError, UserError
+
+
+class _Terminated(BaseException):
+    """SIGTERM came when there was no step to finish."""
+
+
+def main(folder: Path) -> int:
+    """Train, and write how it ended: exit code, what is to be said, and whether all ranks end together."""
+    rank = os.environ.get("RANK", "0")
+    signal.signal(signal.SIGTERM, _terminate)
+    _write(folder / f"{rank}.pid", str(os.getpid()))
+    code, message, together = 0, "", True
+    try:
+        _train(folder)
+    except typer.Exit as stopped:
+        code = stopped.exit_code
+    except UserError as error:
+        code, message, together = 2, " ".join(str(error).split()), False
+    except RunError as error:
+        code, message, together = 1, str(error), False
+    except KeyboardInterrupt:
+        code, together = 130, False
+    except _Terminated:
+        code, together = 143, False
+    _write(folder / f"{rank}.end", json.dumps({"code": code, "message": message, "together": together}))
+    # A run that all ranks stopped in order has succeeded, as the launcher sees it; else it has to end the others.
+    return 0 if together else code
+
+
+def _train(folder: Path) -> None:
+    from seqtile.cli.train import quiet, run
+    from seqtile.train.launch import HOW_FILE
+    from seqtile.train.ranks import leave
+    from seqtile.train.recipe import RECIPE_FILE, build_recipe, read_recipe
+
+    recipe, _ = build_recipe(read_recipe(folder / RECIPE_FILE), {})
+    how = json.loads((folder / HOW_FILE).read_text(encoding="utf-8"))
+    follow(how.pop("front"), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    quiet()
+    try:
+        run(recipe, **how)
+    except typer.Exit:
+        leave()
+        raise
+    leave()
+
+
+def follow(front: int, end: Callable[[], None]) -> None:
+    """Call ``end`` when the process ``front`` is gone: killed, it could not tell the others to stop."""
+
+    def watch() -> None:
+        try:
+            while True:
+                os.kill(front, 0)
+                time.sleep(1)
+        except ProcessLookupError:
+            end()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _terminate(number: int, _: FrameType | None) -> None:
+    raise _Terminated
+
+
+def _write(file: Path, text: str) -> None:
+    """All of it or nothing: the reader may come at any time."""
+    unfinished = file.with_name(file.name + ".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.rename(file)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

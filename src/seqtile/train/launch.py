@@ -1,0 +1,245 @@
+"""Start several processes through accelerate's launcher, and stay in front of them: one voice, signals, exit code.
+
+The launcher's own children are told apart from it: a signal goes to the workers, which finish their step and save a
+checkpoint however long that takes, and not to the launcher, which would end them after 30 seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from seqtile._errors import RunError, UserError
+from seqtile.train.recipe import RECIPE_FILE, Recipe, resolve, save_recipe
+
+CONFIGS = Path(__file__).parent / "configs"
+"""accelerate's configuration of each engine."""
+
+WORKER = "seqtile.cli.worker"
+
+HOW_FILE = "how.json"
+"""Beside the recipe that the workers read: the other arguments of ``train``, and which process waits in front."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+GRACE_SECONDS = 15.0
+"""How long the others may go on after one process has ended with an error, or after a second signal."""
+
+
+def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: bool, say: Callable[[str], None]) -> int:
+    """Check everything that can be checked without the model, start the processes, and wait for them.
+
+    Args:
+        recipe: with an engine other than ``single``.
+        resume, checkpoint, overwrite: as in :func:`seqtile.train.run.train`.
+        say: shows one piece of text: the configuration and the command.
+
+    Returns:
+        The exit code: 0, 130 or 143 for a run that a signal stopped, 1 for a crash, whose traceback was shown.
+
+    Raises:
+        UserError: bad input, found here or by a process that was started.
+        RunError: a process could not go on.
+    """
+    from seqtile.train.run import locate, require_packages
+
+    require_packages()
+    if recipe.engine.startswith("zero") and find_spec("deepspeed") is None:
+        raise UserError(f"engine {recipe.engine!r} needs DeepSpeed; install it with: pip install 'seqtile[deepspeed]'")
+    recipe = resolve(recipe)
+    recipe = resolve(recipe.model_copy(update={"nproc": recipe.nproc or count_accelerators(recipe)}))
+    check_devices(recipe)
+    if recipe.sp_size > 1:
+        from seqtile.train.load import check_split
+
+        check_split(recipe)
+    recipe, start = locate(recipe, resume=resume, checkpoint=checkpoint, overwrite=overwrite)
+    with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
+        folder = Path(name)
+        save_recipe(recipe, folder / RECIPE_FILE)
+        how: dict[str, Any] = {"resume": resume, "checkpoint": start.name if start else None, "overwrite": overwrite}
+        how["front"] = os.getpid()
+        (folder / HOW_FILE).write_text(json.dumps(how), encoding="utf-8")
+        command = launch_command(recipe, [str(folder)])
+        config = config_of(recipe.engine)
+        say(f"engine {recipe.engine}, {recipe.nproc} processes, by accelerate with {config}:")
+        say(config.read_text(encoding="utf-8").rstrip())
+        say(shlex.join(["accelerate", "launch", *command[3:]]))
+        return _Launch(recipe, command, folder).wait()
+
+
+def config_of(engine: str) -> Path:
+    """The shipped configuration of ``engine``."""
+    return CONFIGS / f"{engine}.yaml"
+
+
+def launch_command(recipe: Recipe, arguments: list[str]) -> list[str]:
+    """``accelerate launch`` as a command of this interpreter; ``arguments`` are the worker's."""
+    return [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_of(recipe.engine)),
+        "--num_processes", str(recipe.nproc), "--module", WORKER, *arguments,
+    ]  # fmt: skip
+
+
+def count_accelerators(recipe: Recipe) -> int:
+    """One process per accelerator.
+
+    Raises:
+        UserError: there is none, so how many processes is the user's choice.
+    """
+    import torch
+
+    if not torch.accelerator.is_available():
+        raise UserError(
+            f"engine {recipe.engine!r} starts one process per accelerator, and there is none here; "
+            "give --nproc for processes on the CPU"
+        )
+    return torch.accelerator.device_count()
+
+
+def check_devices(recipe: Recipe) -> None:
+    """Refuse more processes than there are accelerators, where there are any."""
+    import torch
+
+    if torch.accelerator.is_available() and (recipe.nproc or 1) > torch.accelerator.device_count():
+        raise UserError(
+            f"got nproc {recipe.nproc}, but torch sees {torch.accelerator.device_count()} accelerators; "
+            "give --nproc that number or less"
+        )
+
+
+def _environment(recipe: Recipe) -> dict[str, str]:
+    """The launcher would give every process one thread, with a warning."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = str(max(1, cores // (recipe.nproc or 1)))
+    return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **os.environ}
+
+
+class _Launch:
+    """The launcher's process and, through files in ``folder``, the workers': ``RANK.pid`` and ``RANK.end``."""
+
+    def __init__(self, recipe: Recipe, command: list[str], folder: Path) -> None:
+        self._command, self._folder, self._count = command, folder, recipe.nproc
+        self._environment = _environment(recipe)
+        self._signals: list[signal.Signals] = []
+        self._deadline = math.inf
+
+    def wait(self) -> int:
+        """Start it and return the exit code when all processes have ended."""
+        with self._listening():
+            launcher = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=self._environment,
+                start_new_session=True,  # a terminal's Ctrl-C reaches this process alone, which passes it on
+            )
+            reader = threading.Thread(target=self._pass_on, args=(launcher.stderr,), daemon=True)
+            reader.start()
+            try:
+                while launcher.poll() is None:
+                    time.sleep(0.05)
+                    if self._is_over():
+                        self._kill(launcher)
+            finally:
+                self._kill(launcher)
+            reader.join(timeout=5)
+        return self._result(launcher.returncode)
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        former = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        """Tell every worker; before there are any, or at the third signal, end everything."""
+        self._signals.append(signal.Signals(number))
+        pids = self._pids()
+        for pid in pids:
+            _send(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+        if not pids or len(self._signals) > 2:
+            self._end_by(0.0)
+        elif len(self._signals) > 1:
+            self._end_by(GRACE_SECONDS)
+
+    def _end_by(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    def _is_over(self) -> bool:
+        """After one process has failed the others would wait for it."""
+        if self._deadline == math.inf and self._failed():
+            self._end_by(GRACE_SECONDS)
+        return time.monotonic() >= self._deadline
+
+    def _failed(self) -> bool:
+        return any(not end["together"] for end in self._ends().values())
+
+    def _kill(self, launcher: subprocess.Popen[bytes]) -> None:
+        """End what is left: workers lead sessions of their own."""
+        for pid in self._pids():
+            _send(pid, signal.SIGKILL, group=True)
+        if launcher.poll() is None:
+            _send(launcher.pid, signal.SIGKILL, group=True)
+            launcher.wait()
+
+    def _pass_on(self, stream: IO[bytes]) -> None:
+        """Show what the processes say, until one has ended by itself: then its sentence, or the signal, says it all."""
+        with stream:
+            for line in stream:
+                if self._deadline == math.inf and not self._failed():
+                    sys.stderr.write(line.decode(errors="replace"))
+                    sys.stderr.flush()
+
+    def _pids(self) -> list[int]:
+        ended = self._ends()
+        return [
+            int(text)
+            for file in self._folder.glob("*.pid")
+            if int(file.stem) not in ended and (text := file.read_text()).isdigit()
+        ]
+
+    def _ends(self) -> dict[int, dict[str, Any]]:
+        return {int(file.stem): json.loads(file.read_text()) for file in sorted(self._folder.glob("*.end"))}
+
+    def _result(self, launcher_code: int) -> int:
+        ends = self._ends()
+        for rank in sorted(ends):
+            if ends[rank]["message"]:
+                raise (UserError if ends[rank]["code"] == 2 else RunError)(ends[rank]["message"])
+        if launcher_code == 0 and not self._failed():
+            if len(ends) != self._count:
+                raise RunError(f"{self._count} processes were to train, and {len(ends)} came to their end")
+            return max(int(end["code"]) for end in ends.values())
+        if not self._signals:
+            return 1
+        if self._signals[0] == signal.SIGINT:
+            raise KeyboardInterrupt
+        return 128 + self._signals[0]
+
+
+def _send(pid: int, number: int, *, group: bool = False) -> None:
+    try:
+        (os.killpg if group else os.kill)(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # it has ended

@@ -1,0 +1,167 @@
+"""One process among several: which one it is, whether it really trains with the others, and what all agree on.
+
+A launch that fails to distribute does not fail: every process trains alone, or under another engine than the one asked
+for, and the losses look well. So what was asked for is compared with what is there, twice: when the trainer has been
+built, and when the engine has taken the model over.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from seqtile._errors import UserError
+from seqtile.train.recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+
+def is_launched() -> bool:
+    """Whether a launcher (``torchrun``, ``accelerate launch``) started this process."""
+    return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world_size() -> int:
+    """Processes that were launched together."""
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+
+
+def is_first() -> bool:
+    """Whether this process speaks and writes for all."""
+    return not is_launched() or os.environ.get("RANK", "0") == "0"
+
+
+def join_launch(recipe: Recipe) -> Recipe:
+    """``recipe`` with the number of processes that were launched.
+
+    Raises:
+        UserError: they are not what the recipe says, or have no directory in common.
+    """
+    world = world_size()
+    if recipe.engine == "single":
+        if world > 1:
+            raise UserError(
+                f"a launcher started {world} processes, but the recipe's engine is 'single'; "
+                "give --engine ddp, fsdp2, zero2 or zero3, or start seqtile train without a launcher"
+            )
+        return recipe
+    if recipe.nproc not in (None, world):
+        raise UserError(
+            f"engine {recipe.engine!r} was to run in {recipe.nproc} processes, but {world} started; "
+            "start it with seqtile train --engine, or through accelerate launch with as many processes"
+        )
+    if recipe.output is None:
+        raise UserError("under a launcher every process needs the same directory; give --output")
+    return recipe.model_copy(update={"nproc": world})
+
+
+def mend_on_cpu(recipe: Recipe) -> None:
+    """What accelerate arranges on accelerators only; call it between the trainer's arguments and the trainer.
+
+    ``AcceleratorState`` turns several processes into FSDP on accelerators, and on the CPU trains plain DDP without a
+    word: so the type that it finds is set to one that it turns. ``PartialState`` starts DeepSpeed's own communication
+    there, which Ulysses needs. (Read in accelerate 1.12 to 1.15.) Nothing changes where there is an accelerator.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState()
+    if state.distributed_type != DistributedType.MULTI_CPU:
+        return
+    if recipe.engine == "fsdp2":
+        state.distributed_type = DistributedType.MULTI_GPU
+    elif recipe.sp_size > 1:
+        import deepspeed
+
+        deepspeed.init_distributed(state.backend)
+
+
+def check_engine(accelerator: Any, recipe: Recipe) -> None:
+    """Refuse to train under another engine, or with fewer processes, than ``recipe`` says.
+
+    Args:
+        accelerator: the trainer's ``accelerate.Accelerator``.
+        recipe: with ``nproc`` filled in.
+
+    Raises:
+        UserError: with what was asked for and what is there.
+    """
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    got = {
+        "NO": "single",
+        "FSDP": "fsdp2" if getattr(accelerator, "is_fsdp2", False) else "fsdp1",
+        "DEEPSPEED": f"zero{getattr(plugin, 'zero_stage', '?')}",
+    }.get(kind, "ddp" if kind.startswith("MULTI_") else kind)
+    # One launched process is plain to accelerate under every engine but DeepSpeed.
+    processes = accelerator.num_processes
+    if got != recipe.engine or processes != (recipe.nproc or 1):
+        raise UserError(
+            f"asked for engine {recipe.engine!r} in {_count(recipe.nproc or 1)}, but accelerate set up "
+            f"{got!r} ({kind}) in {_count(processes)}; nothing was trained: start it with seqtile train --engine "
+            f"{recipe.engine}, or with accelerate launch and the configuration of that engine"
+        )
+    split = getattr(getattr(accelerator, "parallelism_config", None), "sp_size", 1)
+    if split != recipe.sp_size:
+        raise UserError(f"asked for sp_size {recipe.sp_size}, but accelerate splits sequences over {split}")
+
+
+def _count(processes: int) -> str:
+    return f"{processes} process" + ("es" if processes > 1 else "")
+
+
+class CheckModel(TrainerCallback):
+    """Look at the model that the engine made, before the first step."""
+
+    def __init__(self, trainer: Any, recipe: Recipe) -> None:
+        self._trainer, self._recipe = trainer, recipe
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Raises:
+        UserError: the model is not wrapped as the engine wraps it.
+        """
+        engine, wrapped = self._recipe.engine, self._trainer.model_wrapped
+        if engine != "single" and not is_wrapped_by(engine, wrapped):
+            raise UserError(
+                f"asked for engine {engine!r}, but the model that would be trained is a plain "
+                f"{type(wrapped).__name__}; nothing was trained: this is not an engine that seqtile set up"
+            )
+
+
+def is_wrapped_by(engine: str, model: Any) -> bool:
+    """Whether ``engine`` has taken ``model`` over; ZeRO's stage is read from DeepSpeed itself."""
+    if engine in ("zero2", "zero3"):
+        stage = getattr(model, "zero_optimization_stage", None)
+        return stage is not None and stage() == int(engine[-1])
+    if engine == "fsdp2":
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.tensor import DTensor
+
+        sharded = isinstance(model, FSDPModule)
+        return sharded and all(isinstance(p, DTensor) for p in model.parameters())
+    from torch.nn.parallel import DistributedDataParallel
+
+    return isinstance(model, DistributedDataParallel)
+
+
+def largest_on_any(value: int, device: torch.device) -> int:
+    """The largest of every process's ``value``: one collective of one number; ``value`` itself in one process."""
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    both = torch.tensor([value], device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return int(both.item())
+
+
+def leave() -> None:
+    """End the process group, if there is one, so that nothing warns when the process ends."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,246 @@
+"""``seqtile train --engine`` through the real launcher: two processes, and the losses and weights of one.
+
+Every run has a constant learning rate, so that a run of two steps that is continued for one equals a run of three.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import tiny_run
+from grid.launch import BUILDS, START_SECONDS, TESTS, _unlock
+from seqtile.cli import main
+from seqtile.train import launch
+from seqtile.train.recipe import build_recipe, read_recipe
+from seqtile.train.run import train
+
+EXAMPLES = TESTS.parent / "examples"
+SECONDS = 240
+"""For one launch; DeepSpeed's operator may have to be compiled, about two minutes the first time."""
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="needs deepspeed, which is installed where it can compile: a C++ compiler, Python.h",
+)
+
+VALUES = {"learning_rate": 1e-2, "tile": 16, "trainer": {"lr_scheduler_type": "constant"}, "max_length": 96}
+"""Rows are 72 to 96 tokens long: the two ranks have different numbers of tokens in most steps."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engines")
+    tiny_run.save_model(folder / "model", num_attention_heads=4, num_key_value_heads=2)
+    rows = [{"text": row["text"][: 72 + 5 * (index % 6)]} for index, row in enumerate(tiny_run.text_rows())]
+    tiny_run.write_jsonl(folder / "rows.jsonl", rows)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({**VALUES, "loss_tile": 16}))
+    (folder / "recipe-zero3.yaml").write_text(yaml.safe_dump(VALUES))
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_lock_of_a_dead_build() -> None:
+    """DeepSpeed would wait for it for ever."""
+    _unlock(0.0, time.time() - START_SECONDS)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes find the tests' own worker, one build of DeepSpeed's operator, and no other accelerator."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent / "src")]))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(BUILDS))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+def arguments(folder: Path, output: Path, *more: str) -> list[str]:
+    recipe = folder / ("recipe-zero3.yaml" if "zero3" in more else "recipe.yaml")
+    return ["train", "--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--recipe",
+            str(recipe), "--output", str(output), *more]  # fmt: skip
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model.safetensors")
+
+
+@cache
+def alone(folder: Path, steps: int, rows: int, key: str = "{}") -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of one untiled process, with TRL's own loss, that takes as many rows a step."""
+    output = folder / f"alone-{steps}-{rows}-{len(key)}"
+    values = {**VALUES, "model": str(folder / "model"), "dataset": str(folder / "rows.jsonl"), **json.loads(key)}
+    values |= {"output": str(output), "steps": steps, "gradient_accumulation": rows, "tiled_mlp": False, "tile": None}
+    losses = train(build_recipe({**values, "report": False}, {})[0]).losses
+    return [loss for _, loss in losses], weights(output)
+
+
+def assert_equals_one_process(folder: Path, output: Path, steps: int, rows: int, **values: Any) -> None:
+    losses, expected = alone(folder, steps, rows, json.dumps(values))
+    report = json.loads((output / "report" / "report.json").read_text())
+    found = [row["loss"] for row in report["losses"]]
+    # Sums in another order, and Adam's first steps divide each gradient by its own size.
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=0)
+    assert len(set(losses)) == steps
+    trained = weights(output)
+    assert trained.keys() == expected.keys()
+    start = weights(folder / "model")
+    moved = max((expected[name] - start[name]).abs().max() for name in start)
+    for name, tensor in trained.items():
+        torch.testing.assert_close(
+            tensor, expected[name], rtol=0, atol=float(moved) * 1e-3, msg=lambda m, n=name: n + m
+        )
+
+
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize(
+    ("engine", "seen"),
+    [
+        ("fsdp2", {"type": "FSDP", "held": 0.5, "stage": None}),
+        pytest.param("zero2", {"type": "DEEPSPEED", "held": 1.0, "stage": 2}, marks=needs_deepspeed),
+        pytest.param("zero3", {"type": "DEEPSPEED", "held": 0.5, "stage": 3}, marks=needs_deepspeed),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_trains_as_one_process_and_resumes(
+    engine: str, seen: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "WORKER", "engine_worker")
+    output = folder / engine
+    code = main(arguments(folder, output, "--engine", engine, "--nproc", "2", "--steps", "2"))
+    shown = capfd.readouterr()
+    assert code == 0, shown.err
+    assert "Warning" not in shown.err, shown.err
+    assert_equals_one_process(folder, output, steps=3, rows=2)
+    for rank in range(2):
+        looks = json.loads((output / f"seen-{rank}.json").read_text())
+        assert [look.pop("step") for look in looks] == [0, 2]
+        for look in looks:
+            assert look.pop("held") == pytest.approx(seen["held"], abs=0.01)  # shards are padded
+            assert look == {"type": seen["type"], "world": 2, "stage": seen["stage"]}
+    assert (launch.CONFIGS / f"{engine}.yaml").read_text() in shown.err
+    assert f"accelerate launch --config_file {launch.CONFIGS / engine}.yaml --num_processes 2" in shown.err
+    # One voice: each thing is said once, though two processes run.
+    assert shown.err.count("tiled 2 of 2 MLPs") == 2 and shown.out.count("step 1/2") == 1
+    assert f"engine   {engine}, 2 processes" in shown.out
+    assert build_recipe(read_recipe(output / "recipe.yaml"), {})[0].nproc == 2
+
+
+@pytest.mark.timeout(SECONDS)
+def test_ctrl_c_saves_one_checkpoint_and_a_launcher_of_the_users_own_continues(folder: Path) -> None:
+    output = folder / "ddp"
+    command = [sys.executable, "-m", "seqtile.cli"]
+    first = arguments(folder, output, "--engine", "ddp", "--nproc", "2", "--steps", "100000")
+    # In a session of its own, as a terminal would have it, so that the signal goes to the command alone.
+    process = subprocess.Popen(
+        [*command, *first], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("step ")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert errors.count("saving a checkpoint after this step") == 1
+    assert "Traceback" not in errors and "Error" not in errors, errors
+    saved = re.findall(r"checkpoint saved in (\S+)", errors)
+    assert len(saved) == 1 and (Path(saved[0]) / "model.safetensors").is_file()
+    step = int(saved[0].rpartition("-")[2])
+
+    # What the command starts can be started by hand; the processes are the same.
+    by_hand = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    by_hand += [str(EXAMPLES / "accelerate" / "ddp.yaml"), "--num_processes", "2", "--module", "seqtile.cli"]
+    by_hand += ["train", "--resume", "--output", str(output), "--steps", str(step + 1)]
+    done = subprocess.run(by_hand, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"step {step + 1}/{step + 1}") == 1
+    assert_equals_one_process(folder, output, steps=step + 1, rows=2)
+
+
+@needs_deepspeed
+@pytest.mark.timeout(SECONDS)
+def test_the_example_of_zero3_with_sequence_parallelism(folder: Path) -> None:
+    output = run_example("zero3", folder, "--sp-size", "2")
+    assert_equals_one_process(folder, output, steps=2, rows=1, **example_values(folder, "zero3"))
+
+
+@pytest.mark.timeout(SECONDS)
+def test_the_example_of_fsdp2(folder: Path) -> None:
+    output = run_example("fsdp2", folder)
+    assert_equals_one_process(folder, output, steps=2, rows=2, **example_values(folder, "fsdp2"))
+
+
+def example_values(folder: Path, name: str) -> dict[str, Any]:
+    """What the example says, for one process."""
+    values = read_recipe(folder / "examples" / f"{name}.yaml")
+    for key in ("engine", "nproc", "sp_size", "model", "tile", "tiled_mlp", "loss_tile", "save_steps", "max_length"):
+        values.pop(key, None)
+    return {**values, "max_length": 64}
+
+
+def run_example(name: str, folder: Path, *more: str) -> Path:
+    """The script of an example on the tiny model: flags for its sizes, and two changes that the CPU needs."""
+    here = folder / "examples"
+    shutil.copytree(EXAMPLES / "llama3-8b", here, dirs_exist_ok=True)
+    recipe = here / f"{name}.yaml"
+    # Checkpoints are offloaded into pinned memory, which only an accelerator has; and what is tiny needs small tiles,
+    # and large steps to learn anything in two.
+    changes = {"offload: true ": "offload: false", "learning_rate: 1e-5": "learning_rate: 1e-2"}
+    changes["tile: auto\n"] = "tile: 16\n"
+    if name == "fsdp2":
+        changes["loss_tile: 4096 "] = "loss_tile: 16 "
+    for old, new in changes.items():
+        text = recipe.read_text()
+        assert text.count(old) == 1
+        recipe.write_text(text.replace(old, new))
+    output = folder / f"example-{name}"
+    flags = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--output", str(output)]
+    sizes = ["--max-length", "64", "--steps", "2", "--nproc", "2", *more]
+    command = ["sh", str(here / f"{name}.sh"), *flags, *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+@pytest.mark.timeout(SECONDS)
+def test_what_a_process_refuses_is_said_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    unread = tiny_run.write_jsonl(folder / "unread.jsonl", [{"nothing": 1}])
+    more = ["--engine", "ddp", "--nproc", "2", "--dataset", str(unread)]
+    assert main([*arguments(folder, folder / "refused"), *more]) == 2
+    errors = capfd.readouterr().err
+    told = [line for line in errors.splitlines() if line.startswith("seqtile: ")]
+    assert len(told) == 1 and "column" in told[0]
+    assert "Traceback" not in errors, errors
+    assert not (folder / "refused").exists()
+
+
+@pytest.mark.timeout(SECONDS)
+def test_a_launch_that_does_not_distribute_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = launch.launch_command
+
+    def with_cpu(*words: Any) -> list[str]:
+        given = command(*words)
+        return [*given[:3], "--cpu", *given[3:]]  # accelerate 1.15 then starts one process, and says nothing
+
+    monkeypatch.setattr(launch, "launch_command", with_cpu)
+    assert main([*arguments(folder, folder / "alone"), "--engine", "fsdp2", "--nproc", "2"]) == 2
+    errors = capfd.readouterr().err
+    assert "engine 'fsdp2' was to run in 2 processes, but 1 started" in errors
+    assert not (folder / "alone").exists()

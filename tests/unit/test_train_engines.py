@@ -1,0 +1,244 @@
+"""What ``seqtile train --engine`` refuses before it starts anything, and what it refuses to believe afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import tiny_run
+from seqtile import UserError
+from seqtile.cli import main
+from seqtile.cli.worker import follow
+from seqtile.train import launch, ranks
+from seqtile.train.recipe import ENGINES, build_recipe, resolve
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def recipe_of(**values: Any) -> Any:
+    return build_recipe({"model": "m", "dataset": "d", "max_length": 64, "nproc": 2, **values}, {})[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"engine": "tpu"}, "'single', 'ddp', 'fsdp2', 'zero2' or 'zero3'"),
+        ({"engine": "ddp", "nproc": 0}, "'nproc': got 0"),
+        ({"engine": "single"}, "one process, got nproc 2"),
+        ({"engine": "ddp", "nproc": 1}, "at least 2 processes"),
+        ({"engine": "zero3", "compare": True}, "compare runs in one process"),
+        ({"engine": "zero3", "loss_tile": 16}, "leave it out"),
+        ({"engine": "zero2", "sp_size": 2}, "gradients 2 times too large.*use --engine zero3"),
+        ({"engine": "ddp", "sp_size": 2}, "use --engine zero3"),
+        ({"engine": "fsdp2", "sp_size": 2}, "use --engine zero3"),
+        ({"engine": "single", "nproc": 1, "sp_size": 2}, "use --engine zero3"),
+        ({"engine": "zero3", "nproc": 3, "sp_size": 2}, "does not divide nproc 3"),
+        ({"engine": "zero3", "sp_size": 2, "max_length": 65}, "use --max-length 64"),
+        ({"engine": "zero3", "sp_size": 2, "packing": "bfd"}, "packed documents see each other"),
+        ({"engine": "zero3", "sp_size": 2, "trainer": {"padding_free": True}}, "packed documents see each other"),
+        ({"engine": "zero3", "sp_size": 2, "packing": True}, "packed documents see each other"),
+        ({"engine": "zero3", "sp_size": 2, "trainer": {"pad_to_multiple_of": 3}}, "multiple of sp_size 2"),
+        ({"engine": "zero3", "trainer": {"parallelism_config": {}}}, "use 'sp_size' instead"),
+        ({"engine": "zero3", "trainer": {"deepspeed": "x.json"}}, "use 'engine' instead"),
+    ],
+)
+def test_refused_before_anything_is_loaded(values: dict[str, Any], words: str):
+    with pytest.raises(UserError, match=words) as caught:
+        resolve(recipe_of(**values))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"sp_size": 2, "packing": "wrapped"},
+        {"sp_size": 2, "packing": "bfd", "model_kwargs": {"attn_implementation": "flash_attention_2"}},
+        {"sp_size": 2, "nproc": 4},
+    ],
+)
+def test_sequence_parallelism_that_works_is_let_through(values: dict[str, Any]):
+    assert resolve(recipe_of(engine="zero3", **values)).sp_size == 2
+
+
+def test_the_demo_under_an_engine_leaves_out_what_the_engine_cannot_do():
+    for engine in ENGINES[1:]:
+        demo = resolve(build_recipe({"engine": engine, "nproc": 2}, {})[0])
+        assert not demo.compare
+        assert demo.loss_tile == (None if engine == "zero3" else 512)
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "words"),
+    [
+        ({"num_attention_heads": 2, "num_key_value_heads": 2}, ["--sp-size", "4", "--nproc", "4"], "2 attention heads"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, ["--sp-size", "2"], "3 key-value heads"),
+    ],
+)
+def test_heads_that_do_not_divide(
+    config: dict[str, int], flags: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    model = tiny_run.save_model(tmp_path / "model", hidden_size=48, head_dim=8, **config)
+    monkeypatch.setattr(launch, "_Launch", None)  # nothing is started
+    given = ["--model", str(model), "--dataset", "d", "--max-length", "64", "--output", str(tmp_path / "out")]
+    assert main(["train", *given, "--engine", "zero3", "--nproc", "2", *flags]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sliding_window_that_ulysses_would_lose(tmp_path: Path):
+    from transformers import MistralConfig
+
+    from seqtile.train.load import check_split
+
+    MistralConfig(num_attention_heads=4, num_key_value_heads=2, sliding_window=32).save_pretrained(tmp_path)
+    values = {"model": str(tmp_path), "engine": "zero3", "sp_size": 2}
+    with pytest.raises(UserError, match="sliding window of 32 tokens.*use --max-length 32"):
+        check_split(recipe_of(**values))
+    check_split(recipe_of(**values, model_kwargs={"attn_implementation": "flash_attention_2"}))
+    check_split(recipe_of(**{**values, "max_length": 32}))
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "flags", "words"),
+    [
+        (0, ["--engine", "ddp"], "give --nproc for processes on the CPU"),
+        (1, ["--engine", "ddp"], "at least 2 processes"),
+        (2, ["--engine", "zero3", "--nproc", "3"], "torch sees 2 accelerators"),
+        (2, ["--engine", "zero3", "--sp-size", "4"], "does not divide nproc 2"),
+    ],
+)
+def test_processes_and_accelerators(
+    accelerators: int, flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerators > 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: accelerators)
+    monkeypatch.setattr(launch, "find_spec", lambda name: name)
+    monkeypatch.setattr(launch, "_Launch", None)
+    assert main(["train", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    assert main(["train", "--engine", "zero3", "--nproc", "2"]) == 2
+    assert "pip install 'seqtile[deepspeed]'" in capsys.readouterr().err
+
+
+def test_one_process_per_accelerator(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    assert launch.count_accelerators(recipe_of(engine="ddp")) == 8
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "words"),
+    [
+        ({"engine": "single", "nproc": None}, 2, "a launcher started 2 processes.*without a launcher"),
+        ({"engine": "ddp", "output": "x"}, 4, "was to run in 2 processes, but 4 started"),
+        ({"engine": "ddp", "nproc": None}, 2, "give --output"),
+        ({"engine": "ddp", "output": "x"}, None, "was to run in 2 processes, but 1 started"),
+    ],
+)
+def test_processes_that_are_not_those_of_the_recipe(
+    values: dict[str, Any], world: int | None, words: str, monkeypatch: pytest.MonkeyPatch
+):
+    if world is not None:
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(UserError, match=words):
+        ranks.join_launch(recipe_of(**values))
+
+
+def test_processes_that_a_launcher_of_the_users_own_started_are_counted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert ranks.join_launch(recipe_of(engine="ddp", nproc=None, output="x")).nproc == 4
+
+
+def accelerator(kind: str, processes: int, *, stage: int | None = None, fsdp2: bool = False, sp_size: int = 1) -> Any:
+    return SimpleNamespace(
+        distributed_type=kind,
+        num_processes=processes,
+        is_fsdp2=fsdp2,
+        state=SimpleNamespace(deepspeed_plugin=stage and SimpleNamespace(zero_stage=stage)),
+        parallelism_config=SimpleNamespace(sp_size=sp_size),
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "got", "words"),
+    [
+        ("ddp", accelerator("NO", 1), "'single' \\(NO\\) in 1 process;"),
+        ("fsdp2", accelerator("MULTI_CPU", 2), "'ddp' \\(MULTI_CPU\\) in 2 processes"),
+        ("fsdp2", accelerator("FSDP", 2), "'fsdp1'"),
+        ("zero3", accelerator("DEEPSPEED", 2, stage=2), "'zero2'"),
+        ("zero3", accelerator("DEEPSPEED", 1, stage=3), "in 1 process;"),
+        ("zero3", accelerator("MULTI_GPU", 2), "'ddp'"),
+        ("ddp", accelerator("MULTI_GPU", 4), "in 4 processes"),
+        ("single", accelerator("MULTI_GPU", 2), "asked for engine 'single' in 1 process,"),
+        ("zero3", accelerator("DEEPSPEED", 2, stage=3, sp_size=2), "splits sequences over 2"),
+    ],
+)
+def test_another_engine_than_the_one_asked_for(engine: str, got: Any, words: str):
+    with pytest.raises(UserError, match=words):
+        ranks.check_engine(got, recipe_of(engine=engine, nproc=None if engine == "single" else 2))
+
+
+@pytest.mark.parametrize(
+    ("engine", "got"),
+    [
+        ("single", accelerator("NO", 1)),
+        ("ddp", accelerator("MULTI_CPU", 2)),
+        ("ddp", accelerator("MULTI_GPU", 2)),
+        ("fsdp2", accelerator("FSDP", 2, fsdp2=True)),
+        ("zero2", accelerator("DEEPSPEED", 2, stage=2)),
+    ],
+)
+def test_the_engine_asked_for(engine: str, got: Any):
+    ranks.check_engine(got, recipe_of(engine=engine, nproc=None if engine == "single" else 2))
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_a_model_that_no_engine_took_over(engine: str):
+    check = ranks.CheckModel(SimpleNamespace(model_wrapped=torch.nn.Linear(1, 1)), recipe_of(engine=engine))
+    with pytest.raises(UserError, match="a plain Linear; nothing was trained"):
+        check.on_train_begin(None, None, None)
+
+
+def test_a_process_notices_that_the_one_in_front_was_killed():
+    front, gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE), threading.Event()
+    with front:
+        follow(front.pid, gone.set)
+        assert not gone.wait(timeout=1.5)
+        front.kill()
+        front.wait()
+        assert gone.wait(timeout=30)
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_examples_are_what_is_shipped(engine: str):
+    shipped = launch.config_of(engine).read_text(encoding="utf-8")
+    assert (EXAMPLES / "accelerate" / f"{engine}.yaml").read_text(encoding="utf-8") == shipped
+    assert yaml.safe_load(shipped)["num_machines"] == 1
+
+
+@pytest.mark.parametrize("name", ["zero3", "fsdp2"])
+def test_examples_of_llama_hold_what_they_promise(name: str):
+    from seqtile.train.arguments import trainer_arguments
+    from seqtile.train.recipe import read_recipe
+
+    recipe = resolve(build_recipe({**read_recipe(EXAMPLES / "llama3-8b" / f"{name}.yaml"), "dataset": "d"}, {})[0])
+    assert (recipe.engine, recipe.tiled_mlp, recipe.sp_size) == (name, True, 8 if name == "zero3" else 1)
+    arguments = trainer_arguments(recipe, Path("out"), documents=False)
+    assert recipe.loss_tile == (None if name == "zero3" else 4096)
+    assert arguments.loss_type == "nll"  # TRL computes this one in tiles
+    assert arguments.gradient_checkpointing_kwargs["offload"] is True
+    assert (EXAMPLES / "llama3-8b" / f"{name}.sh").stat().st_mode & 0o100
