@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 MULTIPLE = 128
 """Tiles are multiples of this many tokens where that keeps them within the rule (matrix-product tiling)."""
@@ -165,18 +167,22 @@ def parse_bytes(text: str) -> int:
 
 def equal_sizes(tokens: int, count: int) -> tuple[int, ...]:
     """``count`` sizes that sum to ``tokens``: equal multiples of 128 with the remainder last, if there are enough."""
-    units = math.ceil(tokens / MULTIPLE)
-    if units >= 8 * count:
-        sizes = [MULTIPLE * (units // count + (i < units % count)) for i in range(count)]
-        sizes[-1] -= sum(sizes) - tokens
-        return tuple(sizes)
+    if math.ceil(tokens / MULTIPLE) >= 8 * count:
+        return _whole_units(tokens, count)
     return tuple(tokens // count + (i < tokens % count) for i in range(count))
 
 
+def _whole_units(tokens: int, count: int) -> tuple[int, ...]:
+    units = math.ceil(tokens / MULTIPLE)
+    sizes = [MULTIPLE * (units // count + (i < units % count)) for i in range(count)]
+    sizes[-1] -= sum(sizes) - tokens
+    return tuple(sizes)
+
+
 def sizes_within(tokens: int, limit: int) -> tuple[int, ...]:
-    """The fewest equal sizes of at most ``limit`` tokens that sum to ``tokens``."""
+    """The fewest equal sizes of at most ``limit`` tokens that sum to ``tokens``; multiples of 128 if the limit is."""
     count = math.ceil(tokens / limit)
-    sizes = equal_sizes(tokens, count)
+    sizes = _whole_units(tokens, count) if limit % MULTIPLE == 0 else equal_sizes(tokens, count)
     if max(sizes) > limit:
         return tuple(tokens // count + (i < tokens % count) for i in range(count))
     return sizes
@@ -204,9 +210,10 @@ def auto_tokens(shape: BlockShape) -> int:
     A tile re-reads and rewrites every weight gradient, which costs about ``218 / tile`` of the backward on a
     recent GPU (fp32 sums), so 8,192 tokens when weights train, 16,384 where that stays below 1 GiB of
     intermediates; frozen weights pay nothing and products are at full speed from 2,048. A CPU core has far fewer
-    operations per byte of memory bandwidth: 1,024 and 512 there.
+    operations per byte of memory bandwidth: 1,024 and 512 there. What trains in less than one of the block's matrices
+    (adapters, norms, biases) costs next to nothing to rewrite and counts as frozen.
     """
-    trains = shape.weight_numel > 0
+    trains = shape.weight_numel >= shape.hidden * shape.intermediate
     if shape.device_type == "cpu":
         return 1024 if trains else 512
     if not trains:
@@ -258,12 +265,13 @@ class KeepRule:
         """Whether quantised weights stay dense while a block's pass runs: a share says nothing against it."""
         return self.kind == "share" or dense_bytes <= self.value * self.blocks
 
-    def share(self, tokens: int, shape: BlockShape, dense_bytes: int = 0) -> float:
+    def share(self, sizes: Sequence[int], shape: BlockShape, dense_bytes: int = 0) -> float:
         """Share of the tiles whose gate and up fit beside the dense weights, which one block at a time holds."""
         if self.kind == "share":
             return self.value
         value = self.value - dense_bytes / self.blocks if self.holds_dense(dense_bytes) else self.value
-        return min(1.0, value / max(1, 2 * shape.intermediate * shape.itemsize * tokens))
+        per_token = 2 * shape.intermediate * shape.itemsize
+        return sum(per_token * rows <= value for rows in accumulate(sizes)) / len(sizes)
 
     def __str__(self) -> str:
         return f"{self.value:g}" if self.kind == "share" else f"{self.kind}:{int(self.value):,} bytes per block"

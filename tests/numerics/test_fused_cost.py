@@ -209,6 +209,15 @@ def test_at_most_four_tile_buffers_and_never_a_whole_one(kind: str) -> None:
     assert seen.rows == N, "the counter sees the untiled block's tensors"
 
 
+@pytest.mark.parametrize("kind", [GatedMLP, PlainMLP])
+def test_an_activation_without_a_formula_takes_less_than_half_a_buffer(kind: Callable[..., nn.Module]) -> None:
+    """Its derivative comes from autograd, which makes several tensors of its input's size: some rows at a time."""
+    model = Fused(kind(D, F, bias=False, act=lambda z: z * torch.sigmoid(1.702 * z)), shards(N, 4))
+    with Widest(F) as seen:
+        measure(model)
+    assert seen.most <= 4.5 * (N // 4) * F * 4
+
+
 def test_tile_buffers_are_gone_when_the_sums_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     """In low precision the final gradients come on top of the sums, not on top of the buffers."""
     result, left = Sum.result, []

@@ -40,6 +40,8 @@ def words(**changes: Any) -> dict[str, Any]:
         (["bench", "--compare", "ms-swift", "--ranks", "0"], "--ranks 0"),
         (["bench", "--compare", "ms-swift", "--repeats", "4"], "at least 5"),
         (["bench", "--compare", "ms-swift", "--tokens", "-3"], "whole numbers from 1"),
+        (["bench", "--engine", "zero3", "mlp"], "put it after"),
+        (["bench", "--tokens", "64", "step", "--model", "."], "put it after"),
         (["bench", "mlp", "--shape", "llama"], "llama-8b, qwen3-8b, ms-swift"),
         (["bench", "mlp", "--hidden", "64"], "give both"),
         (["bench", "mlp", "--hidden", "0", "--intermediate", "4"], "at least 1 each"),
@@ -52,6 +54,7 @@ def words(**changes: Any) -> dict[str, Any]:
         (["bench", "mlp", "--checkpoint", "maybe"], "no, yes, both"),
         (["bench", "mlp", "--train", "half"], "full, frozen, lora"),
         (["bench", "mlp", "--dtype", "int8"], "'int8' is unknown"),
+        (["bench", "mlp", "--dtype", "float32,float64"], "'float32,float64' is unknown"),
         (["bench", "mlp", "--keep", "lots"], "keep"),
         (["bench", "mlp", "--repeats", "3"], "at least 5"),
         (["bench", "mlp", "--pairs", "-1"], "--pairs -1"),
@@ -105,6 +108,20 @@ def test_the_defaults_follow_the_device() -> None:
         grid.resolve(grid.build_grid(**words(device="cuda")), GPU)
     with pytest.raises(UserError, match="found no accelerator"):
         grid.resolve(grid.build_grid(**words(device="npu")), CPU)
+
+
+def test_pairs_run_each_tile_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[str] = []
+
+    def run_pairs(cell: Cell, others: list[str], pairs: int) -> list[dict[str, Any]]:
+        assert others == ["generic"]
+        ran.append(cell.tile)
+        return []
+
+    monkeypatch.setattr(grid, "run_pairs", run_pairs)
+    given = words(tiles="shards:2,shards:4", methods="untiled,generic", checkpoint="no", tokens="8", pairs=5)
+    grid.run_grid(grid.build_grid(**given), tmp_path / "rows.jsonl")
+    assert ran == ["shards:2", "shards:4"]
 
 
 def test_untiled_runs_once_whatever_the_tile_rules() -> None:
@@ -186,6 +203,7 @@ def test_running_out_of_memory_is_a_result() -> None:
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
     assert child.guarded(exhaust, {}) == {"error": "out of memory", "error_detail": "tried to allocate 9 GiB"}
+    assert child.guarded(lambda _: {"bytes": torch.empty(2**62, dtype=torch.int8).nbytes}, {})["error"] == "out of memory"
 
 
 def test_a_peer_that_is_missing_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,12 +39,14 @@ def guarded(job: Callable[[dict[str, Any]], dict[str, Any]], arguments: dict[str
 
     try:
         return job(arguments)
-    except torch.OutOfMemoryError as error:
-        return {"error": "out of memory", "error_detail": " ".join(str(error).split())[:500]}
     except (NotInstalledError, UserError) as error:
         return {"error": str(error), "user_error": isinstance(error, UserError)}
     except Exception as error:  # noqa: BLE001  # whatever a peer raises is the result of its cell
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
+        said = " ".join(str(error).split())[:500]
+        # The CPU's allocator raises a RuntimeError that has no class of its own.
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in said:
+            return {"error": "out of memory", "error_detail": said}
+        return {"error": f"{type(error).__name__}: {said}"}
 
 
 def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:

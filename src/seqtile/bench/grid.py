@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,8 @@ def build_grid(
         raise UserError(f"--checkpoint {checkpoint!r}: expected one of {', '.join(AROUND)}")
     if pairs < 0:
         raise UserError(f"--pairs {pairs}: expected at least 1, or leave it out")
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype!r} is unknown: expected one of {', '.join(DTYPES)}")
     rules = parse_words("--tiles", tiles)
     for rule in rules:
         try:
@@ -87,7 +89,7 @@ def build_grid(
     return Grid(
         wide, parse_counts("--tokens", tokens) if tokens else (), rules,
         parse_words("--methods", methods, METHODS), AROUND[checkpoint], parse_words("--train", train, TRAIN),
-        parse_words("--dtype", dtype, DTYPES)[0] if dtype else "", device or "", repeats, pairs, parse_share(keep),
+        dtype or "", device or "", repeats, pairs, parse_share(keep),
     )  # fmt: skip
 
 
@@ -185,7 +187,7 @@ def run_grid(grid: Grid, output: Path, told: Callable[[str], None] = lambda _: N
         if grid.pairs:
             for rule in grid.tiles:
                 told(f"pairs with untiled: {cells[0]}, tile {rule}")
-                base = next((c for c in cells if c.tile == rule and c.method == "fused"), cells[0])
+                base = next((c for c in cells if c.tile == rule and c.method == "fused"), replace(cells[0], tile=rule))
                 others = [c.method for c in cells if c.tile == rule and c.method != "untiled"]
                 for row in run_pairs(base, others, grid.pairs):
                     add(row)

@@ -11,7 +11,8 @@ import torch
 
 from seqtile.bench.block import PERIOD, Workload, reference_errors
 from seqtile.bench.cell import Cell
-from seqtile.bench.methods import NotInstalledError, Ours, block_shape, install, tile_count, uninstall
+from seqtile.bench.child import guarded
+from seqtile.bench.methods import Ours, block_shape, install, tile_count, uninstall
 from seqtile.counting import count_live_bytes, count_products
 
 REFERENCE_BYTES = 2**33
@@ -72,17 +73,11 @@ def measure_pairs(cell: Cell, methods: list[str], pairs: int) -> list[dict[str, 
 
 def _first(workload: Workload, method: str) -> dict[str, Any]:
     """A method's costs and error; what stops it is its result."""
-    row: dict[str, Any] = {"method": method}
-    try:
-        row.update(_switch(workload, method))
-        row.update(measure_costs(workload))
-        row.update(measure_error(workload))
-    except torch.OutOfMemoryError:
-        row["error"] = "out of memory"
-    except NotInstalledError as error:
-        row["error"] = str(error)
-    except Exception as error:  # noqa: BLE001  # whatever a peer raises is its result
-        row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+    def job(_: dict[str, Any]) -> dict[str, Any]:
+        return {**_switch(workload, method), **measure_costs(workload), **measure_error(workload)}
+
+    row = {"method": method, **guarded(job, {})}
     workload.clear()
     return row
 

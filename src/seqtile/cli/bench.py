@@ -27,6 +27,9 @@ def bench(
     if context.invoked_subcommand is not None:
         if compare is not None:
             raise UserError(f"--compare runs on its own, got `{context.invoked_subcommand}` too: drop one of the two")
+        for name in context.params:
+            if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+                raise UserError(f"--{name} before `{context.invoked_subcommand}` goes with --compare: put it after")
         return
     if compare is None:
         raise UserError(

@@ -160,7 +160,7 @@ class Installed:
         if mlp is None:
             return run_in_tiles(run, tensors, sizes, weights)
         dense, keep = mlp.dense_numel() * x.element_size(), setting.keep
-        return fused_mlp(x, mlp, sizes, keep=keep.share(tokens, shape, dense), holds_dense=keep.holds_dense(dense))
+        return fused_mlp(x, mlp, sizes, keep=keep.share(sizes, shape, dense), holds_dense=keep.holds_dense(dense))
 
     def _choose(self, dtype: torch.dtype, other_arguments: bool) -> FusedWeights | None:
         """The fused operator's weights if it can run this call; says so, once, if it was asked for and cannot."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,10 @@ logger = first_rank_logger(__name__)
 
 aten = torch.ops.aten
 
+PIECES = 32
+"""Most pieces of a tile in which a function without a formula of its own runs: it makes up to ten tensors of its
+input's size on the way, which then are less than half a buffer."""
+
 UseHidden = Callable[[Tensor], None]
 WriteGradient = Callable[[Tensor], None]
 
@@ -33,9 +37,10 @@ class Activation:
     Attributes:
         name: what reports call it.
         function: ``a = f(z)``, the plain twin.
-        write: ``out = f(z)``, where ``out`` may be ``z``; without it the twin is called and copied.
+        write: ``out = f(z)``, where ``out`` may be ``z``; without it the twin is called and copied, some rows at a
+            time, so that what it makes on the way is small beside a tile.
         write_gradient: ``out = grad * f'(z)``, where ``out`` may be ``z`` or ``grad``; without it autograd runs on the
-            twin.
+            twin, in the same pieces.
         derivative: ``f'(z)`` in plain operations that fuse into one kernel; without it nothing is compiled.
     """
 
@@ -49,18 +54,29 @@ class Activation:
         """``out = f(z)``; ``out`` may be ``z``."""
         if self.write is not None:
             self.write(z, out)
-        else:
-            out.copy_(self.function(z))
+            return
+        for zs, place in _pieces(z, out):
+            place.copy_(self.function(zs))
 
     def gradient_into(self, grad: Tensor, z: Tensor, out: Tensor) -> None:
         """``out = grad * f'(z)``; ``out`` may be ``z`` or ``grad``."""
         if self.write_gradient is not None:
             self.write_gradient(grad, z, out)
             return
-        with torch.enable_grad():
-            leaf = z.detach().requires_grad_()
-            (result,) = torch.autograd.grad(self.function(leaf), leaf, grad)
-        out.copy_(result)
+        for grads, zs, place in _pieces(grad, z, out):
+            with torch.enable_grad():
+                leaf = zs.detach().requires_grad_()
+                (result,) = torch.autograd.grad(self.function(leaf), leaf, grads)
+            place.copy_(result)
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of each, a few at a time; a piece must keep the device busy for longer than its calls take."""
+    rows, width = tensors[0].shape
+    least = 2**12 if tensors[0].device.type == "cpu" else 2**22
+    step = max(1, rows // PIECES, least // width)
+    for start in range(0, rows, step):
+        yield tuple(tensor[start : start + step] for tensor in tensors)
 
 
 def _relu2(z: Tensor) -> Tensor:

@@ -1,0 +1,56 @@
+"""Tile and keep rules: pure arithmetic."""
+
+from itertools import accumulate
+
+import pytest
+
+from seqtile.tiling import FUSED_WIDTHS, BlockShape, parse_keep, parse_tile
+
+D, F = 4096, 14336
+LENGTHS = range(500, 200_000, 1_237)
+
+
+def shape(weight_numel: int, device: str = "cuda", itemsize: int = 2, intermediate: int = F) -> BlockShape:
+    return BlockShape(D, intermediate, itemsize, weight_numel, itemsize, device, FUSED_WIDTHS)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("weights", [3 * D * F, 0])
+def test_auto_cuts_equal_multiples_of_128(weights: int, device: str) -> None:
+    block, tilings = shape(weights, device), 0
+    for tokens in LENGTHS:
+        sizes = parse_tile("auto").tile_sizes(tokens, block)
+        tilings += bool(sizes)
+        assert not sizes or sum(sizes) == tokens
+        assert all(size % 128 == 0 for size in sizes[:-1])
+        assert not sizes or max(sizes) - min(sizes) < 256
+    assert tilings > len(LENGTHS) // 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "intermediate", "tokens"),
+    [
+        (3 * D * F, F, 8192),
+        (3 * 4096 * 4096, 4096, 16384),
+        (0, F, 2048),
+        (3 * 16 * (D + F), F, 2048),  # adapters of rank 16
+        (D * F, F, 8192),  # one matrix of three
+    ],
+)
+def test_auto_takes_large_tiles_where_whole_matrices_train(weights: int, intermediate: int, tokens: int) -> None:
+    block = shape(weights, intermediate=intermediate)
+    assert parse_tile("auto").tokens_per_tile(2**20, block) == tokens
+
+
+def test_kept_bytes_never_exceed_the_budget() -> None:
+    block = shape(0, "cpu", intermediate=256)
+    kept = []
+    for tokens in (2000, 2176, 5000, 9001):
+        for tile in ("auto", "1024", "shards:2", "shards:3"):
+            sizes = parse_tile(tile).tile_sizes(tokens, block)
+            for budget in range(0, 1024 * tokens + 100_000, 50_000):
+                share = parse_keep(f"memory:{budget + 1}", 1).share(sizes, block)
+                rows = [0, *accumulate(sizes)][int(share * len(sizes) + 1e-9)]
+                assert 2 * 256 * 2 * rows <= budget + 1, (tokens, tile, budget)
+                kept.append(share)
+    assert 0.0 in kept and 1.0 in kept
