@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grid.launch import BUILDS, ROOT, TESTS
 from grid.verify import MLP
+from unit.test_cli_verify import CONFIG
 
 ENGINES = ["ddp", "fsdp2", *(["zero2", "zero3"] if importlib.util.find_spec("deepspeed") else [])]
 SECONDS = 500
@@ -59,3 +61,18 @@ def test_both_ranks_find_the_same(engine: str, lines: dict[tuple[str, str], list
     assert len(lines[engine, "lora"][0]["with_dropout"]) == 12 + 1
     lost = lines[engine, "lost"][0]
     assert not lost["ok"] and lost["worst"]["name"].startswith(MLP), lost["text"]
+
+
+def test_the_command_starts_the_processes(tmp_path: Path) -> None:
+    CONFIG.save_pretrained(tmp_path)
+    command = ["seqtile", "verify", "--model", str(tmp_path), "--engine", "ddp", "--nproc", "2", "--tokens", "100"]
+    flags = ["--lora", "r=4,dropout=0.2", "--dtype", "bfloat16", "--json"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)  # one object, nothing else
+    assert found["verdict"] == "same" and found["engine"] == "ddp" and found["with_dropout"]["compared"] == 29
+    assert found["notes"][0] == "under ddp on 2 processes; costs are those of one"
+    # Too short to be cut, which the processes find out: one sentence, exit code 2.
+    done = subprocess.run([*command, "--tile", "100"], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("seqtile: tile '100' leaves 100 tokens in one tile")

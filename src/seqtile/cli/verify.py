@@ -23,6 +23,8 @@ def command(
     model: str = typer.Option(
         ..., help="Model directory, Hub id, or a config.json (also a directory without weights): random weights."
     ),
+    engine: str = typer.Option(None, help="Both runs under ddp, fsdp2, zero2 or zero3 (default single: one process)."),
+    nproc: int = typer.Option(None, help="Processes (default one per accelerator).", metavar="N"),
     lora: str = typer.Option(None, help="With adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
     dtype: str = typer.Option(None, help="float32, bfloat16, float16, or auto: the checkpoint's own."),
     tokens: int = typer.Option(2048, help="Tokens per row.", metavar="N"),
@@ -44,6 +46,8 @@ def command(
 
     given = {
         "model": model,
+        "engine": engine,
+        "nproc": nproc,
         "lora": None if lora is None else parse_lora(lora),
         "dtype": dtype,
         "max_length": tokens,
@@ -56,7 +60,7 @@ def command(
     from seqtile.train.verify import check, check_recipe
 
     recipe = check_recipe({key: value for key, value in given.items() if value is not None})
-    _quiet()
+    quiet()
     result = check(recipe)
     if as_json:
         print(json.dumps(as_object(recipe, result), allow_nan=False))
@@ -92,6 +96,7 @@ def as_object(recipe: Recipe, result: VerifyResult) -> dict[str, Any]:
         "seconds": {"untiled": untiled.seconds, "tiled": tiled.seconds},
         "truth": result.reference,
         "model": recipe.model,
+        "engine": recipe.engine,
         "tokens": recipe.max_length,
         "batch_size": recipe.batch_size,
         "notes": list(result.notes),
@@ -124,9 +129,9 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
 
     console = Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAVY, title="seqtile verify", title_justify="left", pad_edge=False)
-    table.add_column("gradients of", no_wrap=True)
+    table.add_column("gradients of", min_width=max(map(len, result.groups)))
     for name in ("number", "difference", "untiled error", "tiled error", "of allowed"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for name, group in result.groups.items():
         errors = [_number(error) for error in (group.untiled_error, group.tiled_error)]
         table.add_row(name, str(group.parameters), _number(group.l2), *errors, f"{group.score:.2f}")
@@ -161,7 +166,7 @@ def _number(value: float | None, form: str = ".1e") -> str:
     return "-" if value is None else format(value, form)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Our own messages on stderr; of the libraries below only errors."""
     own = logging.getLogger("seqtile")
     own.setLevel(logging.INFO)

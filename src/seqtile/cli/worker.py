@@ -1,4 +1,4 @@
-"""One process of ``seqtile train --engine``: ``python -m seqtile.cli.worker FOLDER``.
+"""One process of ``seqtile train --engine`` or ``seqtile verify --engine``: ``python -m seqtile.cli.worker FOLDER``.
 
 ``FOLDER`` holds the recipe and what to do with it. The process says there which one it is and how it ended, for the
 command that waits in front of the launcher; that one speaks for all.
@@ -15,10 +15,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import typer
 
 from seqtile._errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from seqtile.train.recipe import Recipe
 
 
 class _Terminated(BaseException):
@@ -58,12 +62,27 @@ def _train(folder: Path) -> None:
     how = json.loads((folder / HOW_FILE).read_text(encoding="utf-8"))
     follow(how.pop("front"), lambda: os.kill(os.getpid(), signal.SIGTERM))
     quiet()
+    if how.pop("check", False):
+        _check(recipe, folder)
+        return
     try:
         run(recipe, **how)
     except typer.Exit:
         leave()
         raise
     leave()
+
+
+def _check(recipe: Recipe, folder: Path) -> None:
+    import pickle
+
+    from seqtile.train.launch import RESULT_FILE
+    from seqtile.train.verify import check_rank
+
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # DeepSpeed talks on stdout, which is the result's
+    result = check_rank(recipe)
+    if os.environ.get("RANK", "0") == "0":
+        (folder / RESULT_FILE).write_bytes(pickle.dumps(result))
 
 
 def follow(front: int, end: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import shlex
 import signal
 import subprocess
@@ -21,10 +22,13 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from seqtile._errors import RunError, UserError
 from seqtile.train.recipe import RECIPE_FILE, Recipe, resolve, save_recipe
+
+if TYPE_CHECKING:
+    from seqtile.verification import VerifyResult
 
 CONFIGS = Path(__file__).parent / "configs"
 """accelerate's configuration of each engine."""
@@ -33,6 +37,9 @@ WORKER = "seqtile.cli.worker"
 
 HOW_FILE = "how.json"
 """Beside the recipe that the workers read: the other arguments of ``train``, and which process waits in front."""
+
+RESULT_FILE = "result.pickle"
+"""What the first process of a check found."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -58,11 +65,7 @@ def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
     from seqtile.train.run import locate, require_packages
 
     require_packages()
-    if recipe.engine.startswith("zero") and find_spec("deepspeed") is None:
-        raise UserError(f"engine {recipe.engine!r} needs DeepSpeed; install it with: pip install 'seqtile[deepspeed]'")
-    recipe = resolve(recipe)
-    recipe = resolve(recipe.model_copy(update={"nproc": recipe.nproc or count_accelerators(recipe)}))
-    check_devices(recipe)
+    recipe = _counted(recipe)
     if recipe.sp_size > 1:
         from seqtile.train.load import check_split
 
@@ -70,16 +73,55 @@ def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
     recipe, start = locate(recipe, resume=resume, checkpoint=checkpoint, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
         folder = Path(name)
-        save_recipe(recipe, folder / RECIPE_FILE)
-        how: dict[str, Any] = {"resume": resume, "checkpoint": start.name if start else None, "overwrite": overwrite}
-        how["front"] = os.getpid()
-        (folder / HOW_FILE).write_text(json.dumps(how), encoding="utf-8")
-        command = launch_command(recipe, [str(folder)])
+        how = {"resume": resume, "checkpoint": start.name if start else None, "overwrite": overwrite}
+        command = _write_orders(recipe, folder, how)
         config = config_of(recipe.engine)
         say(f"engine {recipe.engine}, {recipe.nproc} processes, by accelerate with {config}:")
         say(config.read_text(encoding="utf-8").rstrip())
         say(shlex.join(["accelerate", "launch", *command[3:]]))
         return _Launch(recipe, command, folder).wait()
+
+
+def launch_check(recipe: Recipe) -> VerifyResult:
+    """Start the processes of ``seqtile verify --engine`` and return what they found.
+
+    Args:
+        recipe: with an engine other than ``single``.
+
+    Raises:
+        UserError: bad input, found here or by a process that was started.
+        RunError: a process ended without a result.
+    """
+    recipe = _counted(recipe)
+    if recipe.nproc == 1:
+        raise UserError(f"verify under engine {recipe.engine!r} needs at least 2 processes, got --nproc 1; give more")
+    with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
+        folder = Path(name)
+        command = _write_orders(recipe, folder, {"check": True})
+        code = _Launch(recipe, command, folder).wait()
+        if code > 128:
+            raise KeyboardInterrupt
+        if code or not (folder / RESULT_FILE).is_file():
+            raise RunError(f"a process of the check ended without a result (exit code {code})")
+        result: VerifyResult = pickle.loads((folder / RESULT_FILE).read_bytes())
+        return result
+
+
+def _counted(recipe: Recipe) -> Recipe:
+    """The recipe with the number of its processes, checked against what there is."""
+    if recipe.engine.startswith("zero") and find_spec("deepspeed") is None:
+        raise UserError(f"engine {recipe.engine!r} needs DeepSpeed; install it with: pip install 'seqtile[deepspeed]'")
+    recipe = resolve(recipe)
+    recipe = resolve(recipe.model_copy(update={"nproc": recipe.nproc or count_accelerators(recipe)}))
+    check_devices(recipe)
+    return recipe
+
+
+def _write_orders(recipe: Recipe, folder: Path, how: dict[str, Any]) -> list[str]:
+    """Write what the workers read; returns the command that starts them."""
+    save_recipe(recipe, folder / RECIPE_FILE)
+    (folder / HOW_FILE).write_text(json.dumps({**how, "front": os.getpid()}), encoding="utf-8")
+    return launch_command(recipe, [str(folder)])
 
 
 def config_of(engine: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ def check_recipe(values: dict[str, Any]) -> Recipe:
 
 
 def check(recipe: Recipe) -> VerifyResult:
-    """Load the model and run :func:`seqtile.verify` on random tokens, in this process.
+    """Load the model and run :func:`seqtile.verify` on random tokens: in this process, or under the recipe's engine.
 
     Args:
         recipe: ``max_length`` is the length of the batch and ``batch_size`` its rows.
@@ -45,8 +46,43 @@ def check(recipe: Recipe) -> VerifyResult:
     """
     from seqtile.verification import verify
 
+    if recipe.engine != "single":
+        from seqtile.train.launch import launch_check
+
+        return launch_check(recipe)
+    if (recipe.nproc or 1) > 1:
+        raise UserError(f"got --nproc {recipe.nproc} without --engine; give --engine ddp, fsdp2, zero2 or zero3")
     model = build_model(recipe)
     result = verify(model, build_batch(recipe, model), tile=recipe.tile, seed=recipe.seed)
+    refuse_whole(result, recipe)
+    return result
+
+
+def check_rank(recipe: Recipe) -> VerifyResult:
+    """The part of one process that a launcher started; every rank comes to the same verdict."""
+    import torch
+    import torch.distributed as dist
+
+    from seqtile.train.ranks import leave, world_size
+    from seqtile.verification.engine import verify_under
+
+    if world_size() != recipe.nproc:
+        raise UserError(f"{recipe.nproc} processes were asked for and {world_size()} started")
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    model = build_model(recipe)
+    batch = build_batch(recipe, model, int(os.environ["RANK"]))
+    dist.init_process_group()
+    if recipe.engine.startswith("zero"):
+        if not torch.accelerator.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it looked for one
+        import deepspeed
+
+        deepspeed.init_distributed()
+    try:
+        result = verify_under(recipe.engine, model, batch, tile=recipe.tile, seed=recipe.seed)
+    finally:
+        leave()
     refuse_whole(result, recipe)
     return result
 

@@ -33,8 +33,9 @@ class Engine:
 
     def wrap(self) -> None:
         """Let the engine take the model over."""
-        # Experts that no token of this rank reaches have no gradient here.
-        self.call = nn.parallel.DistributedDataParallel(self.model, find_unused_parameters=True)
+        # An expert that no token of this rank reaches has no gradient here; where there is none, DDP warns of this.
+        unused = any("expert" in name for name, _ in self.model.named_modules())
+        self.call = nn.parallel.DistributedDataParallel(self.model, find_unused_parameters=unused)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
