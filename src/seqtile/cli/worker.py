@@ -61,10 +61,10 @@ def _train(folder: Path) -> None:
     recipe, _ = build_recipe(read_recipe(folder / RECIPE_FILE), {})
     how = json.loads((folder / HOW_FILE).read_text(encoding="utf-8"))
     follow(how.pop("front"), lambda: os.kill(os.getpid(), signal.SIGTERM))
-    quiet()
     if how.pop("check", False):
         _check(recipe, folder)
         return
+    quiet()
     try:
         run(recipe, **how)
     except typer.Exit:
@@ -76,10 +76,12 @@ def _train(folder: Path) -> None:
 def _check(recipe: Recipe, folder: Path) -> None:
     import pickle
 
+    from seqtile.cli.verify import quiet
     from seqtile.train.launch import RESULT_FILE
     from seqtile.train.verify import check_rank
 
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # DeepSpeed talks on stdout, which is the result's
+    quiet()
     result = check_rank(recipe)
     if os.environ.get("RANK", "0") == "0":
         (folder / RESULT_FILE).write_bytes(pickle.dumps(result))
