@@ -29,6 +29,7 @@ CASES = [
         "checkpoint-generic", "activation checkpointing + accumulation, clipping", config=SDPA,
         checkpoint="non-reentrant", path="generic", steps=2, micro_steps=2, clip=0.1, filled=_AS_MANY,
     ),
+    Rows("tiled-loss", "tiled loss", config=SDPA, steps=2, tiled_loss=True, filled=_PADDING),
     Rows("padding", "a rank with nothing but padding", config=SDPA, steps=2, filled=_PADDING),
 ]  # fmt: skip
 

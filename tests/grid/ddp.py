@@ -58,6 +58,8 @@ CASES = [
     Case("opt", "linear layers in the decoder layer", "opt"),
     Case("mixtral", "experts", "mixtral", steps=2, options={"find_unused_parameters": True}),
     Case("apply-late", "apply after wrapping", options={"apply": "wrapped"}),
+    Case("tiled-loss", "tiled loss", tiled_loss=True, steps=2),
+    Case("tiled-loss-tied", "tiled loss", "qwen3", {"tie_word_embeddings": True}, tiled_loss=True, micro_steps=2),
 ]  # fmt: skip
 
 

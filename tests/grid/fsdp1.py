@@ -77,6 +77,8 @@ CASES = [
         "apply-late", "apply after wrapping", options={"apply": "wrapped", **ORIGINAL},
         refused=r"FullyShardedDataParallel already.*before FSDP wraps",
     ),
+    Case("tiled-loss", "tiled loss", tiled_loss=True, steps=2, options=ORIGINAL),
+    Case("tiled-loss-flat", "tiled loss", tiled_loss=True, options=FLAT, checkpoint="non-reentrant"),
 ]  # fmt: skip
 
 

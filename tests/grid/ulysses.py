@@ -27,6 +27,7 @@ CASES = [
         checkpoint="non-reentrant", path="generic", steps=2, micro_steps=2, clip=0.1, filled=((24, 9), (9, 24)),
     ),
     Rows("padding", "a rank with nothing but padding", config=SDPA, options=STINGY, steps=2, filled=_PADDING),
+    Rows("tiled-loss", "tiled loss", config=SDPA, options=STINGY, steps=2, tiled_loss=True, filled=_PADDING),
     Rows(
         "zero2", "over ZeRO-2", config=SDPA, options={"stage": 2},
         upstream="wrong upstream: gradients `sp_size` times too large, without tiles too",

@@ -65,6 +65,7 @@ _CASES = [
     Case("zero2-gemma2", "norms around the MLP", "gemma2", options=TWO),
     Case("zero2-mixtral", "experts", "mixtral", options=TWO),
     Case("zero2-apply-late", "apply after wrapping", options={**TWO, "apply": "wrapped"}),
+    Case("tiled-loss", "tiled loss", tiled_loss=True, steps=2, options=TWO),
 ]  # fmt: skip
 CASES = [replace(case, dtype=torch.float32) for case in _CASES]
 

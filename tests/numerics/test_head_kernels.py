@@ -6,6 +6,7 @@ told to, and say that they were asked.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import seqtile
 from numerics._heads import IGNORE, SCALINGS, TILED, assert_same, inputs, run, twin
+from numerics.test_generic_precision import assert_as_good
 from seqtile.ops import head_kernels
 from seqtile.ops.head_tile import LogitScaling
 from zoo import causal_lm, tokens
@@ -178,3 +180,23 @@ def test_unknown_names() -> None:
     for settings in ({"loss": "tiled", "loss_impl": "triton"}, {"loss_impl": "auto"}):
         with pytest.raises(seqtile.UserError, match="expected one of|give both or neither"):
             seqtile.apply(causal_lm("llama"), **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["liger", "cce"])
+def test_the_kernel_itself(impl: str) -> None:
+    package = {"liger": "liger_kernel", "cce": "cut_cross_entropy"}[impl]
+    if not torch.accelerator.is_available() or importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs an accelerator and {package}")
+    device = torch.accelerator.current_accelerator()
+    given = {
+        name: tensor.detach().to(device).requires_grad_(tensor.is_floating_point())
+        for name, tensor in inputs(1024, 128, 512, dtype=torch.bfloat16, bias=False).items()
+    }
+    true = {
+        name: tensor.detach().float().requires_grad_() if tensor.is_floating_point() else tensor
+        for name, tensor in given.items()
+    }
+    upstream = torch.tensor(0.375, device=device)
+    truth, plain = run(twin, true, upstream), run(twin, given, upstream)
+    assert_as_good(run(TILED, given, upstream, impl=impl), plain, truth)

@@ -222,3 +222,25 @@ def test_the_checker_notices_a_wrong_copy(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(host.Parked, "take", lambda self: take(self) * 1.0001)
     with pytest.raises(AssertionError):
         test_exact("llama")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator, to copy to the host and back")
+@pytest.mark.parametrize("settings", [{"offload": "memory:1GiB"}, {"offload": True}], ids=["ours", "transformers"])
+@pytest.mark.parametrize("policy", ["full", "attention-saved"])
+def test_on_a_device(settings: dict[str, Any], policy: str) -> None:
+    device = torch.accelerator.current_accelerator()
+    expected = None
+    for change in ({}, {**settings, "checkpoint": policy}):
+        model = causal_lm("llama", use_cache=False, attn_implementation="sdpa", num_hidden_layers=8).to(device)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if change:
+            seqtile.apply(model, blocks="none", **change)
+        for _ in range(2):  # the second step finds the memory of the first
+            ids = tokens(4, 128).to(device)
+            model.zero_grad()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        got = [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        expected = expected or got
+        torch.testing.assert_close(got, expected)  # not equal: an attention backward may add in another order

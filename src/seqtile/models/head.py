@@ -22,6 +22,8 @@ from torch.nn import functional as F
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.engines.flat import call_with_weights, named_weights
+from seqtile.engines.granularity import refuse_gathering_inside
+from seqtile.engines.zero3 import mark_leaf, unmark_leaf
 from seqtile.models.head_logits import LaterHead, LaterLogits, head_width
 from seqtile.models.instance import _Bare, _Note, _RefuseReplicas
 from seqtile.ops.head import linear_cross_entropy
@@ -145,9 +147,13 @@ class TiledLoss:
         )
         if marked:
             self.module.__dict__[_MARK] = self
+        head = self.module.get_output_embeddings()
+        if any(True for _ in head.children()):  # an adapter's parts run inside the tile loop
+            mark_leaf(head)
 
     def remove(self) -> None:
         """Put every attribute back; under another library's forward, do nothing from now on."""
+        unmark_leaf(self.module.get_output_embeddings())
         own = self.module.__dict__
         covered = own.get("forward") is not self
         self.active = not covered
@@ -287,6 +293,9 @@ class TiledLoss:
         def instead(rows: Tensor, *_: Any, **__: Any) -> Any:
             if had is _NOTHING and type(head).forward is nn.Linear.forward and _is_plain(head):
                 return plain(rows, head.weight, head.bias)
+
+            inner = ((part_name, part) for part_name, part in head.named_modules() if part_name)
+            refuse_gathering_inside(inner, block="the head", layer="")
 
             def weights() -> Mapping[str, Tensor]:
                 return {f"0.{name}": weight for name, weight in named_weights(head) if weight.requires_grad}
