@@ -158,6 +158,15 @@ def test_the_ratio_of_pairs_is_theirs_and_not_that_of_the_medians() -> None:
     assert grid.with_ratios(paired)[1]["time_ratio"] == 0.9
 
 
+def test_pairs_have_an_untiled_row_for_each_tile_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paired = [*rows()[:2], *({**row, "tile": "shards:2", "step_ms": 2 * row["step_ms"]} for row in rows()[:2])]
+    assert [row["time_ratio"] for row in grid.with_ratios(paired)] == [1.0, 1.1, 1.0, 1.1]
+    labels: list[str] = []
+    monkeypatch.setattr(plots, "_line", lambda axes, line, key, scale, style: labels.append(style["label"]))
+    plots.plot_grid(paired, tmp_path, "mlp")
+    assert labels[::2] == ["untiled", "fused, auto", "fused, shards:2"]
+
+
 def test_the_summary_says_when_untiled_did_not_fit() -> None:
     [line] = grid.summary(rows())
     assert "2,048 tokens" in line and "untiled did not run" in line

@@ -199,13 +199,17 @@ def run_grid(grid: Grid, output: Path, told: Callable[[str], None] = lambda _: N
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """Rows with ``time_ratio`` and ``peak_ratio`` to the untiled row of the same block, where there is one."""
+    """Rows with ``time_ratio`` and ``peak_ratio`` to the untiled row of the same block, where there is one.
+
+    Interleaved pairs have an untiled row for each tile rule; else one serves every rule.
+    """
     keys = ("hidden", "intermediate", "tokens", "checkpoint", "train", "dtype", "device")
     ran = [row for row in rows if row["method"] == "untiled" and "error" not in row]
-    untiled = {tuple(row[key] for key in keys): row for row in ran}
+    untiled = {tuple(row[key] for key in (*keys, *more)): row for row in ran for more in ((), ("tile",))}
     result = []
     for row in rows:
-        base = untiled.get(tuple(row[key] for key in keys))
+        block = tuple(row[key] for key in keys)
+        base = untiled.get((*block, row["tile"])) or untiled.get(block)
         row = dict(row)
         if base is not None and "error" not in row:
             row["time_ratio"] = row.get("ratio", row["step_ms"] / base["step_ms"])

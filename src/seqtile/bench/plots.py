@@ -36,8 +36,8 @@ def plot_grid(rows: Sequence[dict[str, Any]], directory: Path, stem: str) -> lis
         figure = Figure(figsize=(10.5, 4.0), layout="constrained")
         left, right = figure.subplots(1, 2)
         crosses = False
-        for number, (method, tile) in enumerate(dict.fromkeys((row["method"], row["tile"]) for row in mine)):
-            line = sorted((r for r in mine if (r["method"], r["tile"]) == (method, tile)), key=lambda r: r["tokens"])
+        for number, (method, tile) in enumerate(dict.fromkeys(_name(row) for row in mine)):
+            line = sorted((row for row in mine if _name(row) == (method, tile)), key=lambda row: row["tokens"])
             style = {
                 "color": COLOURS[method], "marker": MARKERS[number % len(MARKERS)], "markersize": 4.5,
                 "linewidth": 2.2 if method == "fused" else 1.4, "label": _label(method, tile, mine),
@@ -70,6 +70,11 @@ def plot_grid(rows: Sequence[dict[str, Any]], directory: Path, stem: str) -> lis
         figure.savefig(path, dpi=DPI)
         files.append(path)
     return files
+
+
+def _name(row: dict[str, Any]) -> tuple[str, str]:
+    """What a line stands for; no tile rule changes untiled."""
+    return row["method"], "" if row["method"] == "untiled" else row["tile"]
 
 
 def _label(method: str, tile: str, rows: Sequence[dict[str, Any]]) -> str:

@@ -93,7 +93,7 @@ def print_grid(rows: Sequence[Row]) -> None:
     for row in paired:
         told = ", ".join(f"{untiled:.0f}/{ours:.0f}" for untiled, ours in row["pairs_ms"])
         console.print(
-            f"{row['method']}, {row['tokens']:,} tokens, untiled/{row['method']} ms: {told}; "
+            f"{row['method']}, {row['tokens']:,} tokens, {row['tile']}, untiled/{row['method']} ms: {told}; "
             f"median ratio {row['ratio']:.3f}", highlight=False, soft_wrap=True,
         )  # fmt: skip
 
