@@ -162,7 +162,8 @@ def test_pairs_have_an_untiled_row_for_each_tile_rule(tmp_path: Path, monkeypatc
     paired = [*rows()[:2], *({**row, "tile": "shards:2", "step_ms": 2 * row["step_ms"]} for row in rows()[:2])]
     assert [row["time_ratio"] for row in grid.with_ratios(paired)] == [1.0, 1.1, 1.0, 1.1]
     labels: list[str] = []
-    monkeypatch.setattr(plots, "_line", lambda axes, line, key, scale, style: labels.append(style["label"]))
+    draw = plots._line
+    monkeypatch.setattr(plots, "_line", lambda *a: (labels.append(a[-1]["label"]), draw(*a))[1])
     plots.plot_grid(paired, tmp_path, "mlp")
     assert labels[::2] == ["untiled", "fused, auto", "fused, shards:2"]
 
