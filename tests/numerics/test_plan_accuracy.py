@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from seqtile.memory.anchors import count_anchor, leave_one_out, read_anchors
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "plan_accuracy.py"
 
 
@@ -48,3 +50,12 @@ def test_predicted_is_measured(cell: object) -> None:
     assert -0.005 * bound <= row["error"] <= 0.01 * bound
     assert row["tokens"] not in row["fake_lengths"]
     assert row["layers"] not in row["fake_layers"]
+
+
+def test_published_runs_are_predicted_without_their_own_constant() -> None:
+    """Each of the two comparable rows with the constant of the other, within 5 %."""
+    anchors = [count_anchor(row) for row in read_anchors() if row["fused_loss"] == "yes" and row["tiled_mlp"] == "no"]
+    assert len(anchors) == 2
+    for one in anchors:
+        assert leave_one_out(anchors, one) == pytest.approx(one.used, rel=0.05)
+        assert leave_one_out(anchors, one) != pytest.approx(one.used, abs=1e-9)  # its own constant would be exact

@@ -37,6 +37,7 @@ class Setup:
         optimizer: one of :data:`OPTIMIZERS`.
         attention: ``"flash"``, the shapes of FlashAttention, or Transformers' name of an attention function.
         batch: rows.
+        liger: the shapes of Liger's norm and SwiGLU kernels, on fake tensors only.
         device_type: of the device that the step is sized for; fake tensors themselves are on the CPU.
     """
 
@@ -51,6 +52,7 @@ class Setup:
     attention: str = "sdpa"
     batch: int = 1
     device_type: str = "cpu"
+    liger: bool = False
 
 
 class _StatesOnly(torch.optim.Optimizer):

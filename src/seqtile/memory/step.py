@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from seqtile._errors import UserError
 from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.memory.flash import register as register_flash
+from seqtile.memory.liger import use_shapes as use_liger_shapes
 from seqtile.memory.phases import decoder_layers, label_phases
 from seqtile.memory.setup import Built, Setup, make_optimizer
 from seqtile.memory.track import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, PartPeak, Tracker, Workspace, track
@@ -74,6 +75,8 @@ def build(config: Any, setup: Setup, device: str) -> Built:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its name changes in Transformers 5
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if setup.liger:
+        use_liger_shapes(model, tiled=setup.tile is not None)
     with _quiet():
         report = apply(model, tile=setup.tile if setup.tile is not None else "auto")
         if setup.tile is None:
