@@ -81,13 +81,13 @@ CASES = [
     Case("apply-late", "apply after wrapping", options={**LAYER, "apply": "wrapped"}),
     Case("apply-late-linear", "apply after wrapping", options={**LINEAR, "apply": "wrapped"}, refused=WRAP_THE_BLOCK),
     Case("tiled-loss", "tiled loss", tiled_loss=True, options=LAYER, steps=2),
-    Case("tiled-loss-head", "tiled loss, the head a unit of its own", tiled_loss=True, options={**LAYER, "head": True}),
+    Case("tiled-loss-head", "tiled loss", tiled_loss=True, options={**LAYER, "head": True}),
     Case(
         "tiled-loss-tied", "tiled loss", "qwen3", {"tie_word_embeddings": True}, tiled_loss=True, options=LAYER,
         checkpoint="non-reentrant",
     ),
     Case(
-        "tiled-loss-lora", "tiled loss, LoRA on the head", tiled_loss=True, options=LAYER,
+        "tiled-loss-lora", "tiled loss + LoRA", tiled_loss=True, options=LAYER,
         adapters=("lm_head", "q_proj"),
     ),
 ]  # fmt: skip

@@ -29,6 +29,10 @@ CASES = [
     Rows("padding", "a rank with nothing but padding", config=SDPA, options=STINGY, steps=2, filled=_PADDING),
     Rows("tiled-loss", "tiled loss", config=SDPA, options=STINGY, steps=2, tiled_loss=True, filled=_PADDING),
     Rows(
+        "tiled-loss-50", "tiled loss + attention saved, inputs on the host", config=SDPA, options=STINGY, steps=50,
+        clip=0.3, tiled_loss=True, checkpoint="non-reentrant", more={"checkpoint": "attention-saved", "offload": True},
+    ),
+    Rows(
         "zero2", "over ZeRO-2", config=SDPA, options={"stage": 2},
         upstream="wrong upstream: gradients `sp_size` times too large, without tiles too",
     ),

@@ -63,7 +63,7 @@ _CASES = [
     ),
     Case("tiled-loss", "tiled loss", tiled_loss=True, steps=2),
     Case("tiled-loss-checkpoint", "tiled loss", tiled_loss=True, checkpoint="non-reentrant", micro_steps=2),
-    Case("tiled-loss-lora", "tiled loss, LoRA on the head", tiled_loss=True, adapters=("lm_head", "q_proj")),
+    Case("tiled-loss-lora", "tiled loss + LoRA", tiled_loss=True, adapters=("lm_head", "q_proj")),
     Case("tiled-loss-sharded-before", "tiled loss", tiled_loss=True, options={**STINGY, "init": True}),
 ]  # fmt: skip
 CASES = [replace(case, dtype=torch.float32, options=case.options or STINGY) for case in _CASES]
