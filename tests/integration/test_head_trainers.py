@@ -118,7 +118,9 @@ def test_sft(directory: Path, tmp_path: Path, trl_is_silent: Callable[[], None])
     assert_one_trajectory(build, "entropy", "mean_token_accuracy")
 
 
-def test_trl_wins_where_its_trainer_is_built_later(directory: Path, tmp_path: Path) -> None:
+def test_trl_wins_where_its_trainer_is_built_later(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from trl import SFTConfig, SFTTrainer
 
     model = load(directory)
@@ -128,6 +130,8 @@ def test_trl_wins_where_its_trainer_is_built_later(directory: Path, tmp_path: Pa
     tokenizer = AutoTokenizer.from_pretrained(directory)
     quietly(lambda: SFTTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer))
     assert any("TRL's fused head was put over the tiled loss" in note for note in report.notes)
+    model(input_ids=torch.arange(1, 20).view(1, -1))
+    assert "stands over the tiled loss" in caplog.text
     again = seqtile.apply(model, loss="tiled")
     assert isinstance(model.forward, TiledLoss) and not any("TRL" in note for note in again.notes)
     seqtile.undo(model)

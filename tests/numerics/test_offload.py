@@ -189,6 +189,14 @@ def test_transformers_own_offload_where_it_works(monkeypatch: pytest.MonkeyPatch
     model.gradient_checkpointing_enable()
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     assert asked == [True, True, True]
+    # Its budget is the same: what transformers hands to the layers is asked first.
+    parked: list[str] = []
+    model._set_gradient_checkpointing(gradient_checkpointing_func=lambda *_: parked.append("by transformers"))
+    model.model.layers[0](torch.zeros(1, 3, HIDDEN, requires_grad=True))
+    assert parked == ["by transformers"]
+    monkeypatch.setattr(host, "available_bytes", lambda: 1)
+    with pytest.raises(seqtile.UserError, match="free on this host"):
+        model.model.layers[0](torch.zeros(2, 3, HIDDEN, requires_grad=True))
     seqtile.undo(model)
     assert "_activation_checkpointing_enable" not in model.__dict__
 

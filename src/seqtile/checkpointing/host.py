@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,14 +133,15 @@ class HostMemory:
         if len(self._outward) > IN_FLIGHT:
             current.wait_event(self._outward.popleft())
 
-    def check(self, each: int, count: int) -> None:
-        """Refuse a step whose ``count`` tensors of ``each`` bytes do not fit, before the first is copied.
+    def check(self, each: int, layers: Callable[[], int]) -> None:
+        """Refuse a step whose ``layers()`` tensors of ``each`` bytes do not fit, before the first is copied.
 
         Raises:
             UserError: with the sizes, and what to change.
         """
         if each <= self._checked:
             return
+        count = layers()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         free = available_bytes()
         room = self.budget or free // ranks

@@ -116,10 +116,9 @@ class Checkpointing:
         module = self.module
         on = bool(getattr(module, "is_gradient_checkpointing", False))
         module.__dict__[_MARK] = self
+        module.__dict__[_SETTER] = self
         if self.upstream:
             module.__dict__[_ENABLER] = self._enable_upstream
-        else:
-            module.__dict__[_SETTER] = self
         if on and not self.upstream:
             self._change(lambda former: former if _ours(former) else self.around(former))
         else:
@@ -133,7 +132,7 @@ class Checkpointing:
         if self.switched_on:
             self.module.gradient_checkpointing_disable()
         elif self.upstream:
-            _quietly_enable(self.module)
+            _quietly_enable(self.module)  # with the former function, the offload gone
         else:
             self._change(lambda former: former.keywords["_seqtile_former"] if _ours(former) else former)
 
@@ -168,7 +167,7 @@ class Checkpointing:
         """
         words = dict(getattr(former, "keywords", {}))
         base = getattr(former, "func", former)
-        if self.offload and base is not checkpoint:
+        if self.offload and not self.upstream and base is not checkpoint:
             raise UserError(
                 "both seqtile's offload and the offload of gradient_checkpointing_kwargs are on; drop one of them"
             )
@@ -192,7 +191,9 @@ class Checkpointing:
         first = next((value for value in args if isinstance(value, Tensor) and value.is_floating_point()), None)
         if first is None or not torch.is_grad_enabled():
             return base(function, *args, **words)
-        self.host.check(first.numel() * first.element_size() * (2 if self.attention else 1), self.layers())
+        self.host.check(first.numel() * first.element_size() * (2 if self.attention else 1), self.layers)
+        if self.upstream:
+            return base(function, *args, **words)  # which parks the input itself
         pack, unpack = _only(first, self.host)
         with saved_tensors_hooks(pack, unpack):
             return base(function, *args, **words)

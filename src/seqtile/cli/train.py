@@ -38,7 +38,10 @@ def command(
     ),
     resume: bool = typer.Option(False, "--resume", help="Continue the run in --output.", rich_help_panel=RUN),
     checkpoint: str = typer.Option(
-        None, "--from-checkpoint", help="With --resume: this one (checkpoint-N), marked whole or not.", metavar="NAME",
+        None,
+        "--from-checkpoint",
+        help="With --resume: this one (checkpoint-N), marked whole or not.",
+        metavar="NAME",
         rich_help_panel=RUN,
     ),  # fmt: skip
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier run.", rich_help_panel=RUN),

@@ -177,6 +177,8 @@ class TiledLoss:
         model = self.module
         if self.active and self.trl is not None and kwargs.pop("fused_lm_head", False):
             return self.trl.call(self, args, kwargs)
+        if self.active and self.covered_by:
+            self._tell(f"{self.covered_by} stands over the tiled loss and computes the loss; see report.notes")
         labels = kwargs.get("labels")
         if labels is None and args:
             names = list(self.__signature__.parameters)
