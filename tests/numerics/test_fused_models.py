@@ -491,7 +491,7 @@ def test_keep_decides_whether_dense_weights_stay(
     Quantised.asked = 0
     (got,) = torch.autograd.grad(mlp(x), x, upstream)
     assert Quantised.asked == calls
-    # Gate and up of a token are 1 KiB, tiles are of 34, 33 and 33: dense weights leave 64 of 160 KiB, which hold one tile;
+    # Gate and up of a token are 1 KiB, tiles of 34, 33 and 33: dense weights leave 64 of 160 KiB, which hold one tile;
     # 95 hold no dense weights, but two tiles.
     share = {0.5: 0.5, "memory:160KiB": 1 / 3, "memory:95KiB": 2 / 3}.get(keep, 0.0)
     assert kept == [pytest.approx(share)]
