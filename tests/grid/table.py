@@ -73,7 +73,8 @@ flash attention needs a CUDA device. What mixes documents *without* seqtile, in 
 - `attention_mask` beside `position_ids` (a mask of ones too), and `use_cache=True`: the boundaries are not looked for.
   TRL passes no mask when it packs, and `use_cache=False`; do so in a loop of your own.
 - `cu_seq_lens` without `position_ids`, except with flash attention.
-- Ulysses, except with flash attention: the mask is dropped. `seqtile train` refuses to pack then.
+- Ulysses drops the mask, and with flash attention crashes on `cu_seq_lens` (DeepSpeed 0.19.8). `seqtile train` refuses
+  to pack with `sp_size` above 1.
 - packing "wrapped" joins documents to one text on purpose.
 """
 

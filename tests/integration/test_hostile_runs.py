@@ -119,6 +119,14 @@ def test_refused_with_nothing_written(place: Path, model: Path, values: dict[str
     assert words in refused(place, capsys, recipe(place, model, **values))
 
 
+def test_a_model_that_needs_a_package_which_is_not_here(place: Path, model: Path, monkeypatch, capsys):
+    def without_it(*_: Any, **__: Any) -> None:
+        raise ImportError("the package for FlashAttention2 doesn't seem to be installed.\nMore lines.")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", without_it)
+    assert "which need a package (the package for Flash" in refused(place, capsys, recipe(place, model))
+
+
 @pytest.mark.parametrize("token", [10**9, 257, -1])
 def test_token_ids_that_the_model_does_not_have(place: Path, model: Path, token: int, capsys):
     rows: list[dict[str, Any]] = [{"input_ids": [1, 2, 3]}] * 3 + [{"input_ids": [1, token, 3]}]

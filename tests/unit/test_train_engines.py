@@ -27,6 +27,9 @@ def recipe_of(**values: Any) -> Any:
     return build_recipe({"model": "m", "dataset": "d", "max_length": 64, "nproc": 2, **values}, {})[0]
 
 
+FLASH = {"attn_implementation": "flash_attention_2"}
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -45,6 +48,10 @@ def recipe_of(**values: Any) -> Any:
         ({"engine": "zero3", "sp_size": 2, "packing": "bfd"}, "packed documents see each other"),
         ({"engine": "zero3", "sp_size": 2, "trainer": {"padding_free": True}}, "packed documents see each other"),
         ({"engine": "zero3", "sp_size": 2, "packing": True}, "packed documents see each other"),
+        (
+            {"engine": "zero3", "sp_size": 2, "packing": True, "model_kwargs": FLASH},
+            "crashes under flash attention; use 'packing: wrapped'",
+        ),
         ({"engine": "zero3", "sp_size": 2, "trainer": {"pad_to_multiple_of": 3}}, "multiple of sp_size 2"),
         ({"engine": "zero3", "trainer": {"parallelism_config": {}}}, "use 'sp_size' instead"),
         ({"engine": "zero3", "trainer": {"deepspeed": "x.json"}}, "use 'engine' instead"),
@@ -60,7 +67,6 @@ def test_refused_before_anything_is_loaded(values: dict[str, Any], words: str):
     "values",
     [
         {"sp_size": 2, "packing": "wrapped"},
-        {"sp_size": 2, "packing": "bfd", "model_kwargs": {"attn_implementation": "flash_attention_2"}},
         {"sp_size": 2, "nproc": 4},
     ],
 )

@@ -184,8 +184,13 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
     """``from_pretrained``, its many ways of saying no turned into one sentence."""
     try:
         return loader.from_pretrained(path, trust_remote_code=recipe.trust_remote_code, **kwargs)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, ImportError):
+            raise UserError(
+                f"cannot load the {what} of model {recipe.model!r}, which need a package ({reason}); install it, or "
+                "change what asks for it (model_kwargs, or the model's configuration)"
+            ) from None
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"model {recipe.model!r} runs code of its own; read that code, then allow it: "

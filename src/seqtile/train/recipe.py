@@ -293,13 +293,12 @@ def _check_engine(recipe: Recipe) -> None:
         )
     if recipe.trainer.get("pad_to_multiple_of", sp_size) % sp_size:
         raise UserError(f"trainer.pad_to_multiple_of has to be a multiple of sp_size {sp_size}; drop it")
-    # Ulysses drops attention masks, and only these read the documents' ends from position_ids.
-    packed = recipe.packing not in (None, False, "wrapped") or recipe.trainer.get("padding_free")
-    if packed and "flash" not in recipe.attention:
+    # Ulysses drops attention masks; where flash attention would read the documents' ends beside it, DeepSpeed 0.19 asks
+    # cu_seq_lens for a second dimension, which TRL's have not, and crashes.
+    if recipe.packing not in (None, False, "wrapped") or recipe.trainer.get("padding_free"):
         raise UserError(
-            f"packing (or padding_free) with sp_size {sp_size} would let packed documents see each other under "
-            f"{recipe.attention!r} attention; use 'packing: wrapped' or none, or set "
-            "'model_kwargs: {attn_implementation: flash_attention_2}'"
+            f"packing (or padding_free) with sp_size {sp_size} would let packed documents see each other, and crashes "
+            "under flash attention; use 'packing: wrapped' or none"
         )
 
 
