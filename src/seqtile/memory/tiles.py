@@ -15,6 +15,9 @@ from seqtile.tiling import BlockShape, head_sizes, parse_tile, sizes_within
 MOST_TILES = 4
 """Longest fake run, in tiles: each costs its operators once more."""
 
+MOST_HEAD_TILES = 12
+"""The same where only the head is tiled, which has far fewer operators a tile."""
+
 
 def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> int | None:
     """Tokens in the largest tile that a batch of ``tokens`` is cut into; None if every block runs untiled.
@@ -75,11 +78,11 @@ def other_lengths(setup: Setup, tokens: int, points: int = 2) -> tuple[int, ...]
     unit = math.lcm(*tiles)
     if unit > 4 * max(tiles):  # sizes that share nothing: the smaller one is then a little smaller than it should be
         unit = max(tiles)
-    count = min(max(tokens // unit, 3), MOST_TILES)
-    counts = [number for number in range(count + points, 1, -1) if number * unit != tokens and number <= count]
-    if len(counts) > points:
-        counts = [counts[0], *counts[-points + 1 :]]
-    extra = (number for number in range(count + 1, count + 3 + points) if number * unit != tokens)
-    while len(counts) < points:
-        counts.append(next(extra))
+    most = MOST_TILES if isinstance(setup.tile, int) else MOST_HEAD_TILES
+    top = min(max(tokens // unit, points + 1), most)
+    # The longest that is affordable, and the others not far below: a part's line may bend at short lengths.
+    counts: list[int] = []
+    for wanted in (top, *(max(2, top * (3 - number) // 3) for number in range(1, points))):
+        free = (n for n in range(wanted, wanted + 3 * points) if n not in counts and n * unit != tokens)
+        counts.append(next(free))
     return tuple(unit * number for number in sorted(counts))
