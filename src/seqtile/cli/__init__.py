@@ -13,7 +13,7 @@ import typer
 from seqtile import __version__
 from seqtile._errors import RunError, UserError
 
-COMMANDS = ("train", "plan", "verify", "bench", "doctor")
+COMMANDS = ("train", "plan", "probe", "verify", "bench", "doctor")
 """Commands in the order of ``--help``. Each is a module ``seqtile.cli.NAME`` with a function ``command``, or with an
 ``app`` of several."""
 

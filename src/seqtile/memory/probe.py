@@ -1,0 +1,221 @@
+"""One real step, phase by phase, beside what the plan said of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqtile._errors import UserError
+from seqtile.counting import Sample, count_live_bytes
+from seqtile.memory.kernels import cpu_workspace, flash2_workspace
+from seqtile.memory.lines import Prediction, predict
+from seqtile.memory.phases import HEAD, label_phases, part_of
+from seqtile.memory.setup import Setup, make_optimizer
+from seqtile.memory.step import OPTIMIZER_STEP, build, compute_loss, prepare_optimizer, update
+
+PHASES = ("forward", "loss", "backward", "optimiser")
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one way of running the step held.
+
+    Attributes:
+        name: ``"tiled"`` or ``"untiled"``.
+        standing: bytes of weights and optimiser states, there before the step.
+        peaks: bytes at the peak of forward, loss, backward and optimiser, standing ones included.
+        planned: the same as the plan has them.
+        timeline: live bytes after each operator; on an accelerator as counted, where the peaks are the allocator's.
+    """
+
+    name: str
+    standing: int
+    peaks: Mapping[str, int]
+    planned: Mapping[str, float]
+    timeline: tuple[Sample, ...]
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once."""
+        return max(self.peaks.values())
+
+    @property
+    def error(self) -> float:
+        """How far the planned peak is off, relative to the measured one."""
+        return max(self.planned.values()) / self.peak - 1
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Both sides of one real step.
+
+    Attributes:
+        tokens: of the row that ran.
+        asked: tokens that were asked for.
+        device_type: where it ran.
+        sides: tiled first; untiled unless it did not fit.
+        notes: what the reader should know.
+    """
+
+    tokens: int
+    asked: int
+    device_type: str
+    sides: tuple[Side, ...]
+    notes: tuple[str, ...]
+
+
+def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None) -> Probe:
+    """Run one real step of ``tokens`` tokens, tiled and untiled, with random weights, and compare with the plan.
+
+    On an accelerator the lengths double from 1,024 up to ``tokens`` until one does not fit; on the CPU the step runs
+    at ``tokens`` at once, if the machine's memory holds it by the plan.
+
+    Args:
+        config: Transformers' configuration.
+        setup: how the step runs.
+        tokens: tokens of the row.
+        snapshot: where PyTorch's memory snapshot of the tiled step goes; accelerators only.
+
+    Raises:
+        UserError: not even the smallest length fits.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    kind = device.type if device is not None else "cpu"
+    setup = replace(setup, device_type=kind)
+    notes = []
+    if kind == "cpu":
+        run_at = _within_memory(config, setup, tokens)
+        if snapshot is not None:
+            notes.append("no memory snapshot: the CPU's allocator keeps none")
+        tiled = _measure("tiled", config, setup, run_at, kind, None)
+    else:
+        run_at, tiled = _doubling(config, setup, tokens, kind, snapshot)
+    if run_at < tokens:
+        notes.append(f"{tokens:,} tokens do not fit here; this is {run_at:,}")
+    sides = [tiled]
+    try:
+        sides.append(_measure("untiled", config, replace(setup, tile=None), run_at, kind, None))
+    except torch.OutOfMemoryError:
+        notes.append("untiled ran out of memory")
+    return Probe(run_at, tokens, kind, tuple(sides), tuple(notes))
+
+
+def _within_memory(config: Any, setup: Setup, tokens: int) -> int:
+    """The longest of ``tokens``, half of it, ... that this machine's free memory holds untiled by the plan."""
+    import os
+
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**33
+    length = tokens
+    while length >= 64:
+        planned = predict(config, replace(setup, tile=None), length, workspace=cpu_workspace, device_type="cpu").peak
+        if planned < 0.8 * free:
+            return length
+        length //= 2
+    raise UserError(
+        f"this model does not fit {free / 2**30:.1f} GiB of free memory with 64 tokens; probe a smaller one"
+    )
+
+
+def _doubling(config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path | None) -> tuple[int, Side]:
+    length, best = min(1024, tokens), None
+    while True:
+        try:
+            best = (length, _measure("tiled", config, setup, length, kind, snapshot))
+        except torch.OutOfMemoryError:
+            break
+        if length >= tokens:
+            break
+        length = min(2 * length, tokens)
+    if best is None:
+        raise UserError(f"not even {length:,} tokens fit this device; ask `seqtile plan` what would")
+    return best
+
+
+def _measure(name: str, config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path | None) -> Side:
+    workspace = cpu_workspace if kind == "cpu" else flash2_workspace
+    planned = predict(config, setup, tokens, workspace=workspace, device_type=kind)
+    if snapshot is not None:
+        torch.cuda.memory._record_memory_history()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = _run(name, config, setup, tokens, kind, planned)
+    if snapshot is not None:
+        torch.cuda.memory._dump_snapshot(str(snapshot))
+        torch.cuda.memory._record_memory_history(enabled=None)
+    return found
+
+
+def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: Prediction) -> Side:
+    built = build(config, setup, kind)
+    weights = [weight for weight in built.model.parameters() if weight.requires_grad]
+    optimizer = make_optimizer(setup.optimizer, weights)
+    prepare_optimizer(optimizer, weights)
+    standing = _bytes(built.model, optimizer)
+    ids = torch.zeros(setup.batch, tokens, dtype=torch.long, device=kind)
+    with count_live_bytes(kind) as live:
+        with label_phases(live, built.model, built.blocks) as labels:
+            loss = compute_loss(built.model, setup, ids)
+            labels.begin_backward()
+            loss.backward()
+            del loss
+        with live.phase(OPTIMIZER_STEP):
+            update(optimizer, weights)
+    peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
+    for phase, row in live.phases.items():
+        where = phase_of(phase)
+        peaks[where] = max(peaks[where], standing + row.peak)
+    expected: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    for phase, terms in planned.parts.items():
+        where = phase_of(phase)
+        expected[where] = max(expected[where], sum(terms.values()))
+    return Side(name, standing, peaks, expected, tuple(live.timeline()))
+
+
+def phase_of(phase: str) -> str:
+    """Which of :data:`PHASES` a part of the step belongs to."""
+    if phase.startswith(OPTIMIZER_STEP):
+        return "optimiser"
+    if not phase.endswith("forward"):
+        return "backward"
+    return "loss" if part_of(phase) == HEAD else "forward"
+
+
+def _bytes(model: nn.Module, optimizer: Any) -> int:
+    tensors = [*model.parameters(), *model.buffers()]
+    for state in optimizer.state.values():
+        values = [one for value in state.values() for one in (value if isinstance(value, list) else [value])]
+        tensors += [one for one in values if isinstance(one, torch.Tensor)]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def plot_timeline(found: Probe, path: Path) -> None:
+    """Draw live bytes over the operators of the step, tiled and untiled."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+    axes = figure.subplots()
+    colours = {"untiled": "#222222", "tiled": "#d1495b"}
+    unit, word = (2**30, "GiB") if max(side.peak for side in found.sides) >= 2**30 else (2**20, "MiB")
+    for side in sorted(found.sides, key=lambda one: one.name, reverse=True):
+        last = side.timeline[-1].op or 1
+        where = [sample.op / last for sample in side.timeline]
+        held = [(side.standing + sample.live) / unit for sample in side.timeline]
+        label = f"{side.name}, peak {side.peak / unit:,.1f} {word}"
+        axes.plot(where, held, color=colours[side.name], linewidth=1.3, label=label)
+    standing = found.sides[0].standing / unit
+    axes.axhline(standing, color="#999999", linewidth=0.9, linestyle=":", label="weights and optimiser state")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("share of the step's operators")
+    axes.set_ylabel(f"{word} live")
+    axes.set_title(f"One step of {found.tokens:,} tokens on {found.device_type}", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)

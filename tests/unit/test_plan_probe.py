@@ -1,0 +1,56 @@
+"""``seqtile probe``: one real step beside its plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from seqtile.cli import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    AutoConfig.for_model(
+        "llama", hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, vocab_size=256,
+        max_position_embeddings=8192, pad_token_id=0,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    return tmp_path
+
+
+def test_every_phase_is_where_the_plan_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / "out"
+    arguments = ["--model", str(folder), "--max-length", "2048", "--tile", "512", "--out", str(out), "--json"]
+    assert main(["probe", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["device"]) == (2048, "cpu")
+    for side in ("tiled", "untiled"):
+        for name, phase in found[side]["phases"].items():
+            assert phase["planned_gib"] == pytest.approx(phase["measured_gib"], rel=0.01), (side, name)
+        # weights and two states of AdamW
+        assert found[side]["standing_gib"] == pytest.approx(3 * 4 * 1_115_264 / 2**30, rel=0.001)
+    assert found["tiled"]["peak_gib"] < 0.9 * found["untiled"]["peak_gib"]
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-length", "9000"], "beyond the 8,192 positions"),
+        (["--max-length", "8"], "at least 64"),
+        (["--tile", "many"], "not a tile rule"),
+        (["--optimizer", "adam"], "use one of"),
+        (["--attention", "flash"], "use one of sdpa"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = folder / "out"
+    assert main(["probe", "--model", str(folder), "--out", str(out), *arguments]) == 2
+    shown = capsys.readouterr()
+    assert words in shown.err
+    assert shown.err.count("\n") == 1
+    assert not out.exists()
