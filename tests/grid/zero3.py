@@ -52,7 +52,7 @@ _CASES = [
     Case("gemma2", "norms around the MLP", "gemma2", checkpoint="non-reentrant"),
     Case("opt", "linear layers in the decoder layer", "opt"),
     Case("mixtral", "experts", "mixtral", steps=2),
-    Case("sharded-before", "weights sharded before apply (zero.Init)", options={**STINGY, "init": True}),
+    Case("sharded-before", "weights sharded before apply (zero.Init)", path="fused", options={**STINGY, "init": True}),
     Case(
         "sharded-before-mixtral", "weights sharded before apply (zero.Init)", "mixtral",
         options={**STINGY, "init": True},

@@ -6,6 +6,7 @@ command that waits in front of the launcher; that one speaks for all.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -112,5 +113,14 @@ def _write(file: Path, text: str) -> None:
     unfinished.rename(file)
 
 
+def _end(code: int) -> NoReturn:
+    """End without Python's last clean-up: a library's thread may abort there (seen once under ZeRO-3: "terminate called
+    without an active exception"), and the launcher would then end the first process while it writes its report."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    _end(main(Path(sys.argv[1])))

@@ -14,6 +14,9 @@ Source: DeepSpeed 0.19, ``deepspeed/utils/z3_leaf_module.py`` and ``runtime/zero
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +36,19 @@ def is_registered(module: nn.Module) -> bool:
 def whole_shape(weight: Tensor) -> torch.Size:
     """Shape of a weight; of the whole one where ZeRO-3 has left an empty tensor in its place (``zero.Init``)."""
     return torch.Size(getattr(weight, "ds_shape", weight.shape))
+
+
+def gathered(weights: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Inside, weights that ``zero.Init`` has left in shards are whole; every rank has to come here.
+
+    Cost:
+        One gather of the weights that are in shards; nothing without any.
+    """
+    sharded = [weight for weight in weights if hasattr(weight, "ds_shape") and weight.numel() == 0]
+    if not sharded:
+        return nullcontext()
+    gather: AbstractContextManager[Any] = sys.modules["deepspeed"].zero.GatheredParameters(sharded)
+    return gather
 
 
 def is_marked(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_wrapped
-from seqtile.engines.zero3 import is_marked, mark_leaf
+from seqtile.engines.zero3 import gathered, is_marked, mark_leaf
 from seqtile.models.find import LOOKED_FOR, Candidate, Left, find_blocks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.models.layer import TiledLayer, TiledPair, TiledSum
@@ -252,17 +252,18 @@ def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, no
     weights = [weight for part in found.parts for weight in part.parameters()]
     sizes = [weight.element_size() for weight in weights if weight.is_floating_point()]
     x = torch.empty(0, dtype=torch.float32 if max(sizes, default=4) == 4 else torch.bfloat16, device="meta")
-    mlp = "experts run in the generic operator" if found.kind == "experts" else standing.fused(x.dtype)
-    fused = isinstance(mlp, FusedWeights) and path != "generic"
+    with gathered(standing.module.parameters()):
+        mlp = "experts run in the generic operator" if found.kind == "experts" else standing.fused(x.dtype)
+        fused = isinstance(mlp, FusedWeights) and path != "generic"
+        shape = replace(
+            setting.shape(x, [weight for weight in weights if weight.requires_grad], fused),
+            device_type=weights[0].device.type if weights else "cpu",
+        )
     if path == "fused" and not fused:
         raise UserError(f"path='fused' does not apply to {found.name}: {mlp}; use path='auto' or only=")
     for one in (own, standing):
         if one is not None:
             one.falls_back = fused
-    shape = replace(
-        setting.shape(x, [weight for weight in weights if weight.requires_grad], fused),
-        device_type=weights[0].device.type if weights else "cpu",
-    )
     if rule.kind == "memory":
         try:
             rule.tokens_per_tile(0, shape)
