@@ -39,6 +39,7 @@ FLASH = {"attn_implementation": "flash_attention_2"}
         ({"engine": "ddp", "nproc": 1}, "at least 2 processes"),
         ({"engine": "zero3", "compare": True}, "compare runs in one process"),
         ({"engine": "zero3", "loss_tile": 16}, "leave it out"),
+        ({"engine": "zero3", "lora": {"r": 4}, "checkpoint": "attention-saved"}, "drop checkpoint"),
         ({"engine": "zero2", "sp_size": 2}, "gradients 2 times too large.*use --engine zero3"),
         ({"engine": "ddp", "sp_size": 2}, "use --engine zero3"),
         ({"engine": "fsdp2", "sp_size": 2}, "use --engine zero3"),

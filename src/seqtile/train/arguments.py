@@ -133,12 +133,16 @@ def _sequence_split(recipe: Recipe) -> dict[str, Any]:
 
 
 def _checkpointing(recipe: Recipe, known: Any) -> dict[str, Any]:
-    """Non-reentrant activation checkpointing: under a reentrant one the tiles would be computed once more."""
+    """Non-reentrant activation checkpointing: under a reentrant one the tiles would be computed once more.
+
+    With adapters under ZeRO-3 TRL makes it reentrant, whatever it is told, and warns where it was told otherwise.
+    """
     name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
     given = [
         recipe.trainer[key] for key in (f"{name}_kwargs", "gradient_checkpointing_kwargs") if key in recipe.trainer
     ]
-    kwargs = {"use_reentrant": False, **(given[0] if given and isinstance(given[0], dict) else {})}
+    forced = recipe.lora is not None and recipe.engine == "zero3"
+    kwargs = {"use_reentrant": forced, **(given[0] if given and isinstance(given[0], dict) else {})}
     return {
         name: recipe.activation_checkpointing,
         f"{name}_kwargs": kwargs if recipe.activation_checkpointing else None,

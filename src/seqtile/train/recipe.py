@@ -275,6 +275,11 @@ def _check_engine(recipe: Recipe) -> None:
             "loss_tile does not gather the head's weight again in the backward under engine 'zero3'; leave it out: "
             "the trainer's own loss is in tiles of 4,096 tokens there"
         )
+    if recipe.lora and engine == "zero3" and recipe.checkpoint == "attention-saved":
+        raise UserError(
+            "checkpoint 'attention-saved' needs non-reentrant checkpoints, and with lora under engine 'zero3' "
+            "TRL makes them reentrant; drop checkpoint, or use --engine zero2 or fsdp2"
+        )
     if sp_size == 1:
         return
     if engine == "zero2":
