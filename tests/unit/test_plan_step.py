@@ -36,7 +36,7 @@ CASES = {
     "gpt2": setup(optimizer="sgd"),
     "opt": setup(optimizer="adamw-8bit"),
     "gemma3_text": setup(),
-    "mixtral, adapters": setup(lora=Lora(4), checkpoint=False),
+    "mixtral, adapters": setup(lora=Lora(4, ("q_proj", "v_proj")), checkpoint=False),
 }
 
 
@@ -45,7 +45,7 @@ def test_fake_and_real_run_the_same_operators_and_hold_the_same_bytes(case: str)
     config = config_of(case.partition(",")[0])
     made_up, real = fake_step(config, CASES[case], LENGTH), real_step(config, CASES[case], LENGTH)
     assert made_up.operators == real.operators
-    assert len(real.operators) > 500
+    assert len(real.operators) > 300
     assert {name: part.total for name, part in made_up.peaks.items()} == {
         name: part.total for name, part in real.peaks.items()
     }

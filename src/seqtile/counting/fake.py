@@ -28,7 +28,8 @@ def fake_tensors() -> Iterator[None]:
     * Transformers asks whether a tensor is fake and then builds its masks in full, with keys and values repeated for
       every query head; here it is told that none is.
     * Code that reads a number (is this batch packed? is every position attended to?) has none to read; it is
-      answered with "yes", which means one unpadded sequence per row.
+      answered with "yes", which means one unpadded sequence per row. "Is this number below that?" (drawn at random,
+      to drop a layer) is answered with "no".
     * The grouped product of experts knows its fake result in bf16 only; for other types it is worked out from that.
 
     Counters such as :func:`seqtile.counting.count_live_bytes` go inside this ``with``.
@@ -54,6 +55,9 @@ def make_fake(model: nn.Module) -> None:
                 own[name] = made[id(tensor)][1]
 
 
+_BELOW = "_seqtile_is_below"
+
+
 class _Answers(TorchDispatchMode):
     """Answers what a fake tensor cannot."""
 
@@ -63,11 +67,14 @@ class _Answers(TorchDispatchMode):
             low = [one.to(torch.bfloat16) if _is_floating(one) else one for one in args]
             return func(*low, **kwargs).to(args[0].dtype)
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         except DataDependentOutputException:
             if args[0].dtype is not torch.bool:
                 raise
-            return True
+            return not hasattr(args[0], _BELOW)
+        if func is torch.ops.aten.lt.Scalar and result.dim() == 0:
+            setattr(result, _BELOW, True)
+        return result
 
 
 def _is_floating(one: Any) -> bool:

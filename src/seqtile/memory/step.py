@@ -67,6 +67,7 @@ def build(config: Any, setup: Setup, device: str) -> Built:
         with torch.device(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(config, dtype=setup.dtype, attn_implementation=attention).train()
+        model.tie_weights()  # Transformers 5.0 leaves weights on the meta device untied
     except (ValueError, TypeError, ImportError, KeyError) as error:
         raise UserError(f"the model cannot be built from its configuration: {str(error).splitlines()[0]}") from None
     if setup.lora is not None:
