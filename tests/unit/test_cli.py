@@ -242,3 +242,12 @@ def test_the_model_read_is_never_the_output(model: Path, dataset: Path, capsys):
                         "--overwrite"], capsys)  # fmt: skip
     assert "which this run reads" in sentence
     assert snapshot(model) == before
+
+
+def test_ctrl_c_is_answered(monkeypatch, capsys):
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("seqtile.train.recipe.read_recipe", pressed)
+    assert main(["train", "--recipe", "any.yaml"]) == 130
+    assert capsys.readouterr().err == "seqtile: interrupted; nothing more was saved\n"

@@ -60,14 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"seqtile: {_rank()}{error}", file=sys.stderr)
         return RUN_ERROR
-    except KeyboardInterrupt:
-        print("seqtile: interrupted; nothing more was saved", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output (head, less) has gone; what is still buffered has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except SystemExit as error:
+    except (SystemExit, KeyboardInterrupt) as error:
+        # Typer makes an exit of Ctrl-C, and says nothing.
+        if isinstance(error, KeyboardInterrupt) or isinstance(
+            getattr(error.__context__, "__cause__", None), KeyboardInterrupt
+        ):
+            print("seqtile: interrupted; nothing more was saved", file=sys.stderr)
+            return INTERRUPTED
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 0
 
