@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, VBLoRAConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -128,6 +128,39 @@ def test_dropout(config: dict[str, Any], checkpoint: bool) -> None:
     assert_same(tiled, plain)
     torch.manual_seed(4)
     assert not torch.equal(step(models[0])[0], plain[0])  # it does drop
+
+
+def test_a_vector_bank_that_every_layer_shares() -> None:
+    """VB-LoRA: one module under a name in each linear layer."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        config = VBLoRAConfig(r=4, target_modules=ALL, vector_length=8, num_vectors=16)
+        return get_peft_model(causal_lm("llama", torch.float64), config).double()
+
+    compare(make)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpoint"])
+def test_adapters_invoked_by_a_token_run_untiled_and_say_so(checkpoint: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """aLoRA is on from a token of each sequence; a tile does not know where that is."""
+
+    def make() -> nn.Module:
+        model = adapted(task_type="CAUSAL_LM", alora_invocation_tokens=[int(tokens()[0, 4])])
+        model.enable_input_require_grads()
+        return checkpointed(model, checkpoint)
+
+    tiled, untiled = make(), make()
+    seqtile.apply(tiled, tile=5)
+    assert_same(step(tiled), step(untiled))
+    assert "layers.0.mlp runs untiled: PEFT hands its adapters one entry per sequence (alora_offsets)" in caplog.text
+
+
+def test_an_adapter_per_row_runs_untiled() -> None:
+    model, names = two_adapters().eval(), {"adapter_names": ["other", "default"]}
+    expected = model(tokens(), **names).logits
+    seqtile.apply(model, tile=5)
+    torch.testing.assert_close(model(tokens(), **names).logits, expected)
 
 
 def two_adapters() -> PeftModel:

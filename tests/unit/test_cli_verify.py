@@ -150,13 +150,22 @@ def test_bad_input_ends_with_2(config: Path, flags: list[str], words: str, capsy
     assert shown.err.splitlines()[-1].startswith("seqtile: ")
 
 
+def test_no_column_is_cut_off(config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert verify(config) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "mlp.gate_proj" in line)
+    assert len(row.split()) == 6 and 0 < float(row.split()[-1]) < 1
+
+
 def test_a_config_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert verify(tmp_path) == 2
     assert "cannot make a causal language model" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text("{")
-    assert verify(tmp_path / "config.json") == 2
-    assert "cannot load the configuration" in capsys.readouterr().err
+    for text, reason in (("{", "JSON"), ('{"model_type": "llama", "hidden_size": "x"}', "'hidden_size' expected int")):
+        (tmp_path / "config.json").write_text(text)
+        assert verify(tmp_path / "config.json") == 2
+        shown = capsys.readouterr().err
+        assert "cannot load the configuration" in shown and reason in shown
 
 
 def test_code_of_the_models_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -350,3 +350,16 @@ def test_an_mlp_that_takes_the_residual_too(architecture: str) -> None:
     assert seqtile.apply(model, tile=5).tiled == 2
     _, got = gradients(model, ids)
     assert_same_gradients(got, expected)
+
+
+def test_an_activation_with_weights_and_constants_of_its_own() -> None:
+    """Apertus: xIELU trains two scalars and keeps constants in buffers, which are no statistics over tokens."""
+    from transformers.models.apertus.modeling_apertus import ApertusConfig, ApertusMLP
+
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([ApertusMLP(ApertusConfig(hidden_size=8, intermediate_size=24))]), torch.randn(2, 13, 8)
+    weights = [*model.parameters()]
+    assert len(weights) == 4
+    expected = torch.autograd.grad(model[0](x).pow(2).sum(), weights)
+    assert seqtile.apply(model, tile=5).tiled == 1
+    torch.testing.assert_close(torch.autograd.grad(model[0](x).pow(2).sum(), weights), expected)

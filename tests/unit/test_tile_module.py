@@ -168,6 +168,28 @@ def test_apply_on_the_model_around_it_leaves_it() -> None:
     assert seqtile.undo(model) == 2
 
 
+class Shared(nn.Module):
+    """One linear layer under two names, and its weight in a third place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.third = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second, self.third.weight = self.first, self.first.weight
+
+    def forward(self, x):
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def test_a_layer_under_two_names_stays_a_parameter() -> None:
+    module, x = Shared().double(), _random(2, 13, 8)
+    expected, weights = _run(module, x), list(module.parameters())
+    seqtile.tile_module(module, tile=5)
+    for _ in range(2):  # the second step trains what the first left there
+        for one, other in zip(_run(module, x), expected, strict=True):
+            CHECK(one, other)
+        assert all(one is other for one, other in zip(module.parameters(), weights, strict=True))
+
+
 class Mixing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

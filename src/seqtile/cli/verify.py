@@ -123,6 +123,7 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
     """Two tables and the verdict."""
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
 
     from seqtile.cli.show import size
@@ -131,7 +132,7 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
     table = Table(box=box.SIMPLE_HEAVY, title="seqtile verify", title_justify="left", pad_edge=False)
     table.add_column("gradients of", min_width=max(map(len, result.groups)))
     for name in ("number", "difference", "untiled error", "tiled error", "of allowed"):
-        table.add_column(name, justify="right")
+        table.add_column(name.replace(" ", "\n"), justify="right")
     for name, group in result.groups.items():
         errors = [_number(error) for error in (group.untiled_error, group.tiled_error)]
         table.add_row(name, str(group.parameters), _number(group.l2), *errors, f"{group.score:.2f}")
@@ -139,6 +140,8 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
         most = max(result.with_dropout, key=lambda one: one.score)
         row = (str(len(result.with_dropout)), _number(most.l2), "-", "-", f"{most.score:.2f}")
         table.add_row("all, dropout on", *row)
+    needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    console.width = max(console.width, needed)  # else the last column is what a narrow terminal lacks
     console.print(table)
     truth = f"; errors: against {result.reference}" if result.reference else ""
     console.print(f"difference: tiled against untiled{truth}; relative, the largest of each kind", soft_wrap=True)

@@ -30,9 +30,25 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def call_with_weights(module: nn.Module, weights: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
-    """``torch.func.functional_call``, which also replaces weights that are attributes of the instance."""
+    """``torch.func.functional_call``, which also replaces weights that are attributes of the instance.
+
+    A module that several names lead to is visited once. ``functional_call`` would visit it once per name and put its
+    own stand-in back as what it had found: the parameter would be gone (seen in torch 2.13).
+    """
     with _attributes(module, weights):
-        return functional_call(module, dict(weights), arguments)
+        return functional_call(module, _in_every_place(module, weights), arguments, tie_weights=False)
+
+
+def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``weights``, and each again where another module holds the same parameter."""
+    places = {
+        f"{prefix}.{name}".lstrip("."): weight
+        for prefix, part in module.named_modules()
+        for name, weight in part._parameters.items()
+        if weight is not None
+    }
+    replaced = {places[name]: weight for name, weight in weights.items() if name in places}
+    return {**weights, **{name: replaced[weight] for name, weight in places.items() if weight in replaced}}
 
 
 def _is_flat_view(value: Tensor) -> bool:

@@ -32,6 +32,7 @@ def read_config(model: str, trust_remote_code: bool = False) -> Any:
     Raises:
         UserError: none of them.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if model in NAMED:
@@ -52,8 +53,9 @@ def read_config(model: str, trust_remote_code: bool = False) -> Any:
             return AutoConfig.from_pretrained(
                 str(path) if path.exists() else model, trust_remote_code=trust_remote_code
             )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = lines[-1].strip() if isinstance(error, StrictDataclassError) else lines[0]
         raise UserError(
             f"cannot read the configuration of model {model!r} ({reason}); give a config.json, a model directory, "
             "or a Hub id and a network"

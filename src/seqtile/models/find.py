@@ -90,7 +90,7 @@ def find_blocks(model: nn.Module, *, everything: bool = False) -> tuple[list[Can
         candidate = _classify(name, module, parent)
         class_name = type(module).__name__
         if candidate is None:
-            if why := _unread(module):
+            if why := _unread(name, module):
                 left.append(Left(name, class_name, why))
             continue
         if not everything and _NOT_LANGUAGE.search(name):
@@ -122,7 +122,7 @@ def _with(candidate: Candidate, why: str) -> Candidate:
 
 
 def _classify(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | None:
-    if re.search(r"attn|attention", f"{name.rpartition('.')[2]} {type(module).__name__}", re.IGNORECASE):
+    if _is_attention(name, module):
         return None
     layer = name.rpartition(".")[0]
     if (widths := mlp_widths(module)) is not None:
@@ -142,8 +142,14 @@ def _classify(name: str, module: nn.Module, parent: nn.Module | None) -> Candida
     return None
 
 
-def _unread(module: nn.Module) -> str:
+def _is_attention(name: str, module: nn.Module) -> bool:
+    return bool(re.search(r"attn|attention", f"{name.rpartition('.')[2]} {type(module).__name__}", re.IGNORECASE))
+
+
+def _unread(name: str, module: nn.Module) -> str:
     """Why a layer with linear layers like an MLP's is none; "" where nothing resembles one."""
+    if _is_attention(name, module) or linear_widths(module) is not None:  # the latter has an adapter's two inside
+        return ""
     if type(module).forward in (nn.Module.forward, nn.Sequential.forward) or len(list(module.children())) < 2:
         return ""
     for width in (linear_widths, _half_widths):
@@ -196,7 +202,9 @@ def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
         widths = linear_widths(child)
         if widths is not None:
             linears.append(widths)
-        elif any(True for _ in child.buffers()) or (any(True for _ in child.parameters()) and not _row_wise(child)):
+        elif any(True for _ in child.parameters()) and not _row_wise(child):
+            return None
+        elif any(True for _ in child.buffers()) and not _is_activation(child):
             return None  # a buffer may be a running statistic over tokens
     if any(True for _ in module.parameters(recurse=False)) or len(linears) not in (2, 3):
         return None
@@ -215,6 +223,11 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
             yield from _parts(child)
         else:
             yield child
+
+
+def _is_activation(module: nn.Module) -> bool:
+    """Whether it is one of Transformers' activations; those with buffers (xIELU) hold constants in them."""
+    return type(module).__module__ == "transformers.activations"
 
 
 def _row_wise(module: nn.Module) -> bool:

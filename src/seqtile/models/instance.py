@@ -7,8 +7,9 @@ They live in the instance's ``__dict__``: the class is untouched, no parameter i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,6 +146,9 @@ class Installed:
                 return call(list(tiles))
             return call_with_weights(_Bare(parts), aliases, (call, list(tiles)))
 
+        if handed := _handed_per_sequence(parts):
+            self._tell_untiled(f"PEFT hands its adapters one entry per sequence ({handed}), which tiles do not keep")
+            return call(list(tensors))
         x, setting = tensors[0], self.setting
         mlp = self._choose(x.dtype, other_arguments)
         tokens = x.shape[:-1].numel()
@@ -174,6 +178,11 @@ class Installed:
             self.told.add(mlp)
             logger.warning("%s now runs the generic operator: %s", type(self.module).__name__, mlp)
         return None
+
+    def _tell_untiled(self, why: str) -> None:
+        if why not in self.told:
+            self.told.add(why)
+            logger.warning("%s runs untiled: %s", self.setting.name, why)
 
     plainly: Callable[..., Any] | None = None
     """Runs the tiles in the operators' place, as (run, tensors, sizes, whether they would be fused): for ``verify``."""
@@ -214,7 +223,8 @@ class TiledForward(Installed):
         self.check()
         original = self.original
         if hasattr(self.module, "parametrizations"):
-            self._tell_parametrized()
+            # PEFT's target_parameters sets weights for the length of a call: a recompute would miss them.
+            self._tell_untiled("its weights are parametrised around it; call seqtile.apply after get_peft_model")
             return original(*args, **kwargs)
         place = _Places(args, kwargs)
         if not place.names:
@@ -230,14 +240,12 @@ class TiledForward(Installed):
     def fused(self, dtype: torch.dtype) -> FusedWeights | str:
         return fused_weights(self.module, dtype)
 
-    def _tell_parametrized(self) -> None:
-        """PEFT's ``target_parameters`` sets weights for the length of a call: a recompute would miss them."""
-        if "parametrized" not in self.told:
-            self.told.add("parametrized")
-            logger.warning(
-                "%s runs untiled: its weights are parametrised around it; call seqtile.apply after get_peft_model",
-                self.setting.name,
-            )
+
+def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:
+    """The argument of that kind which a hook of PEFT's adds to the adapters' calls, or ""."""
+    hooks = (hook for part in parts for module in part.modules() for hook in module._forward_pre_hooks.values())
+    words = (word for hook in hooks if isinstance(hook, partial) for word in hook.keywords)
+    return next((word for word in words if word in ("adapter_names", "alora_offsets")), "")
 
 
 class _Bare(nn.Module):

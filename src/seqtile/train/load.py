@@ -182,10 +182,14 @@ def _revision(recipe: Recipe) -> dict[str, Any]:
 
 def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> Any:
     """``from_pretrained``, its many ways of saying no turned into one sentence."""
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         return loader.from_pretrained(path, trust_remote_code=recipe.trust_remote_code, **kwargs)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
+        # A value of a wrong type or size in config.json: the last line says which.
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = lines[-1].strip() if isinstance(error, StrictDataclassError) else lines[0]
         if isinstance(error, ImportError):
             raise UserError(
                 f"cannot load the {what} of model {recipe.model!r}, which need a package ({reason}); install it, or "
