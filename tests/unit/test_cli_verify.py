@@ -150,7 +150,7 @@ def test_bad_input_ends_with_2(config: Path, flags: list[str], words: str, capsy
     assert shown.err.splitlines()[-1].startswith("seqtile: ")
 
 
-def test_no_column_is_cut_off(config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_column_is_cut(config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     assert verify(config) == 0
     (row,) = (line for line in capsys.readouterr().out.splitlines() if "mlp.gate_proj" in line)
