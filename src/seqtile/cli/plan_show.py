@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from seqtile.memory.advise import explain, next_step, not_modelled, recipe
+from seqtile.memory.advise import explain, next_step, not_modelled, recipe, recipe_lacks
 from seqtile.memory.flops import EFFICIENCY
 from seqtile.memory.plan import Bounds, Estimate, Planner
 from seqtile.memory.shapes import NAMED
@@ -39,7 +39,7 @@ def show_plan(
     """Print the plan, write what was asked for."""
     chosen = recipe(planner, estimate.tokens)
     if recipe_file is not None:
-        _write_recipe(chosen, Path(recipe_file).expanduser())
+        _write_recipe(chosen, recipe_lacks(planner.request), Path(recipe_file).expanduser())
     if plot_file is not None:
         from seqtile.memory.plot import plot_lengths
 
@@ -51,7 +51,7 @@ def show_plan(
     request = planner.request
     device = request.device
     console.print(
-        f"{request.model}: {planner.counts.weights / 1e9:.2f}B weights, {planner.counts.trained / 1e9:.2f}B train; "
+        f"{request.model}: {_count(planner.counts.weights)} weights, {_count(planner.counts.trained)} train; "
         f"{request.gpus} x {device.name} ({device.memory / GIB:.1f} GiB), {request.engine}"
     )
     console.print(_table(planner, estimate))
@@ -81,6 +81,10 @@ def _table(planner: Planner, estimate: Estimate) -> Table:
         row = [bound, f"{getattr(estimate.device, bound) / GIB:,.1f}", f"{getattr(estimate.host, bound) / GIB:,.1f}"]
         table.add_row(*(Text(word, style="bold" if bound == "expected" else "") for word in row))
     return table
+
+
+def _count(weights: int) -> str:
+    return f"{weights / 1e9:.2f}B" if weights >= 10**8 else f"{weights / 1e6:.1f}M"
 
 
 def _gib(value: float) -> str:
@@ -143,6 +147,7 @@ def _object(planner: Planner, estimate: Estimate, longest: int, limit: str, chos
         "limited_by": limit,
         "next": None if better is None else {"flags": better.flags, "max_length": better.length, "why": better.why},
         "recipe": chosen,
+        "recipe_lacks": recipe_lacks(request),
         "flops": work.total,
         "step_seconds": None if tflops is None else work.seconds(tflops, request.sp_size),
         "efficiency": EFFICIENCY,
@@ -154,10 +159,11 @@ def _bounds(bounds: Bounds) -> dict[str, float]:
     return {"low": bounds.low / GIB, "expected": bounds.expected / GIB, "high": bounds.high / GIB}
 
 
-def _write_recipe(chosen: dict[str, Any], path: Path) -> None:
+def _write_recipe(chosen: dict[str, Any], lacks: list[str], path: Path) -> None:
     import yaml
 
     header = "# Chosen by seqtile plan; run it with: seqtile train --recipe THIS_FILE --dataset FILE_OR_ID\n"
     if chosen["model"] in NAMED:
         header += "# 'model' names a shape only: put the path or Hub id of your model there\n"
+    header += "".join(f"# set by yourself: {one}\n" for one in lacks)
     path.write_text(header + yaml.safe_dump(chosen, sort_keys=False), encoding="utf-8")

@@ -118,6 +118,14 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
     return lines
 
 
+def recipe_lacks(request: Request) -> list[str]:
+    """What was planned and no recipe key sets."""
+    found = [f"offload of {name} (the engine's own configuration)" for name in request.offload if name != "checkpoints"]
+    if request.qlora:
+        found.append("the 4-bit model (model_kwargs: quantization_config)")
+    return found
+
+
 def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     """The choices as a recipe that ``seqtile train`` takes."""
     request, setup = planner.request, planner.resolved(tokens)
