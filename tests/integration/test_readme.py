@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import torch
 
 import tiny_run
 from seqtile.cli import main
+from seqtile.train.verify import check
 from zoo import causal_lm, tokens
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("readme")
     (folder / "PATH").mkdir()
     tiny_run.save_model(folder / "PATH", max_position_embeddings=131072)
-    shutil.copytree(folder / "PATH", folder / "PATH_OR_ID")
+    for name in ("PATH_OR_ID", "PATH_OR_CONFIG"):
+        shutil.copytree(folder / "PATH", folder / name)
+    config = json.loads((folder / "PATH" / "config.json").read_text(encoding="utf-8"))
+    (folder / "CONFIG").mkdir()
+    (folder / "CONFIG" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**18}))
     rows = [{"messages": [{"role": "user", "content": row["text"]}]} for row in tiny_run.text_rows()]
     tiny_run.write_jsonl(folder / "chat.jsonl", rows)
-    tiny_run.write_jsonl(folder / "FILE_OR_ID", tiny_run.text_rows())
+    for name in ("FILE_OR_ID", "FILE"):
+        tiny_run.write_jsonl(folder / name, tiny_run.text_rows())
     (folder / "recipe.yaml").write_text("model: PATH\ndataset: chat.jsonl\noutput: out\nmax_length: 64\nsteps: 2\n")
     return folder
 
@@ -50,13 +57,21 @@ def _make(target: str, *words: str) -> None:
 
 def test_the_readme_has_commands() -> None:
     assert {"make demo", "make test"} <= set(COMMANDS)
-    assert sum(command.startswith("seqtile train") for command in COMMANDS) == 4
+    assert sum(command.startswith("seqtile train") for command in COMMANDS) == 5
+    assert sum(command.startswith("seqtile verify") for command in COMMANDS) == 2
+    assert sum(command.startswith("seqtile plan") for command in COMMANDS) == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``make`` itself only up to what it would run: test_train_demo and this very suite are what it runs."""
+    """``make`` only up to what it would run: test_train_demo and this very suite are what it runs. Engines only up to
+    the launch: tests/distributed launches them."""
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("seqtile.train.launch.launch", lambda recipe, **_: 0)
+    monkeypatch.setattr(
+        "seqtile.train.launch.launch_check",
+        lambda recipe: check(recipe.model_copy(update={"engine": "single", "nproc": None})),
+    )
     words = command.split()
     if words[0] == "make":
         return _make(words[1])
@@ -66,7 +81,7 @@ def test_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert all(re.search(rf"^{extra} = |\"{extra}>=", metadata, re.M) for extra in extras)  # test_wheel installs
         return None
     assert words[0] == "seqtile", f"the README has a command that no test runs: {command}"
-    if "--recipe" not in words:
+    if words[1] == "train" and "--recipe" not in words:
         output = folder / f"output-{len(words)}"
         words += ["--steps", "1", "--output", str(output)]
     assert main(words[1:]) == (2 if "--resume" in words else 0)  # the recipe's run is finished: nothing to resume
@@ -88,6 +103,7 @@ def test_python_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = tokens()
     names: dict[str, Any] = {
         "model": causal_lm("llama"), "batch": {"input_ids": ids, "labels": ids}, "SFTTrainer": SFTTrainer,
+        "my_module": torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)),
     }  # fmt: skip
     lines = 0
     for language, text in BLOCKS:
