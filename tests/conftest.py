@@ -8,6 +8,7 @@ offline switches keep clients in.
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import random
 import socket
@@ -19,8 +20,10 @@ from typing import Any
 
 import pytest
 
-ENVIRONMENT_BEFORE = dict(os.environ)
-"""What the tests were started with, for the one test that has to install packages."""
+_BEFORE = "SEQTILE_TESTS_ENVIRONMENT"
+ENVIRONMENT_BEFORE: dict[str, str] = json.loads(os.environ.get(_BEFORE, "null")) or dict(os.environ)
+"""What the tests were started with, for the one test that has to install packages; pytest's workers are told."""
+os.environ[_BEFORE] = json.dumps(ENVIRONMENT_BEFORE)
 
 _CACHE = tempfile.TemporaryDirectory(prefix="seqtile-tests-")
 _NO_PROXY_HERE = "http://127.0.0.1:9"  # the discard port of this machine: nothing listens there
