@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -43,8 +45,10 @@ def test_the_table_covers_what_it_says() -> None:
     ],
     ids=str,
 )
-def test_predicted_is_measured(cell: object) -> None:
+def test_predicted_is_measured(cell: Any) -> None:
     """Within 1 % and no more than 0.5 % too low; twice that with experts, whose routing no shape tells."""
+    if cell.lora and cell.model in plan_accuracy.EXPERTS and version("peft").startswith("0.19."):
+        pytest.skip("PEFT 0.19 reads 'all-linear' letter by letter on models with experts")
     row = plan_accuracy.run_cell(cell)
     bound = 2 if row["model"] in plan_accuracy.EXPERTS else 1
     assert -0.005 * bound <= row["error"] <= 0.01 * bound

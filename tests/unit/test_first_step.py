@@ -35,6 +35,7 @@ def test_it_looks_once_and_says_why_not(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_run_looks_at_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl", reason="trl is not installed: it comes with seqtile[train]")
     seen: list[bool] = []
 
     def look(model: nn.Module) -> list[str]:

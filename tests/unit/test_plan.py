@@ -67,6 +67,7 @@ def terms(planner: Planner, tokens: int = 16384) -> Estimate:
 
 
 def test_the_command_answers_in_one_object(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: it comes with seqtile[train]")
     recipe, plot = tmp_path / "recipe.yaml", tmp_path / "plot.png"
     arguments = ["plan", "--model", str(folder), "--device", "1.5GiB", "--host-memory", "1TiB", "--max-length", "16384"]
     assert main([*arguments, "--json", "--recipe", str(recipe), "--plot", str(plot)]) == 0
@@ -250,5 +251,6 @@ def test_named_shapes_have_the_published_size(name: str, billions: float) -> Non
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read_config(name))
+    model.tie_weights()  # Transformers 5.0 leaves weights on the meta device untied
     assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
     assert name in NAMED

@@ -21,6 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_phase_is_where_the_plan_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: it comes with seqtile[train]")
     out = folder / "out"
     arguments = ["--model", str(folder), "--max-length", "2048", "--tile", "512", "--out", str(out), "--json"]
     assert main(["probe", *arguments]) == 0

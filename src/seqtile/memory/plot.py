@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
+from seqtile._errors import UserError
 from seqtile.memory.plan import Planner
 
 GIB = 2**30
@@ -15,8 +17,15 @@ COLOURS = {
 }  # fmt: skip
 
 
+def require_matplotlib() -> None:
+    """Raise a :class:`UserError` where plots cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        raise UserError("a plot needs matplotlib; install it with: pip install 'seqtile[train]'")
+
+
 def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
     """Write the plot: stacked terms over lengths up to a quarter beyond ``tokens``, and the device's line."""
+    require_matplotlib()
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MultipleLocator
 

@@ -16,6 +16,7 @@ from seqtile.counting import Sample, count_live_bytes
 from seqtile.memory.kernels import cpu_workspace, flash2_workspace
 from seqtile.memory.lines import Prediction, predict
 from seqtile.memory.phases import HEAD, label_phases, part_of
+from seqtile.memory.plot import require_matplotlib
 from seqtile.memory.setup import Setup, make_optimizer
 from seqtile.memory.step import OPTIMIZER_STEP, build, compute_loss, prepare_optimizer, update
 
@@ -197,6 +198,7 @@ def _bytes(model: nn.Module, optimizer: Any) -> int:
 
 def plot_timeline(found: Probe, path: Path) -> None:
     """Draw live bytes over the operators of the step, tiled and untiled."""
+    require_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 4.2), layout="constrained")
