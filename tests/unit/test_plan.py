@@ -14,10 +14,10 @@ from transformers import AutoConfig
 
 from seqtile.cli import main
 from seqtile.counting import count_products
-from seqtile.memory.advise import next_step
+from seqtile.memory.advise import explain, next_step, recipe
 from seqtile.memory.devices import DEVICES, Device, find_device
 from seqtile.memory.engines import CONSTANTS, STATE_BYTES, on_device
-from seqtile.memory.plan import Estimate, Planner
+from seqtile.memory.plan import WORTH, Estimate, Planner, choose
 from seqtile.memory.request import Request
 from seqtile.memory.setup import OPTIMIZERS, Lora, make_optimizer
 from seqtile.memory.shapes import NAMED, read_config
@@ -68,9 +68,9 @@ def terms(planner: Planner, tokens: int = 16384) -> Estimate:
 
 def test_the_command_answers_in_one_object(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: it comes with seqtile[train]")
-    recipe, plot = tmp_path / "recipe.yaml", tmp_path / "plot.png"
+    written, plot = tmp_path / "recipe.yaml", tmp_path / "plot.png"
     arguments = ["plan", "--model", str(folder), "--device", "1.5GiB", "--host-memory", "1TiB", "--max-length", "16384"]
-    assert main([*arguments, "--json", "--recipe", str(recipe), "--plot", str(plot)]) == 0
+    assert main([*arguments, "--json", "--recipe", str(written), "--plot", str(plot)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {
         "fits", "peak_device_gib", "peak_host_gib", "peak_at", "terms", "max_length", "limited_by", "recipe",
@@ -81,7 +81,7 @@ def test_the_command_answers_in_one_object(folder: Path, tmp_path: Path, capsys:
     assert found["fits"] is (peak["expected"] <= 1.5)
     assert sum(found["terms"]["device_gib"].values()) == pytest.approx(peak["expected"])
     assert sum(found["terms"]["host_gib"].values()) == pytest.approx(found["peak_host_gib"]["expected"])
-    assert build_recipe(read_recipe(recipe), {"dataset": "rows.jsonl"})[0].max_length == 16384
+    assert build_recipe(read_recipe(written), {"dataset": "rows.jsonl"})[0].max_length == 16384
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -106,7 +106,10 @@ BAD = [
     (["--optimizer", "adam"], "use one of adamw"),
     (["--offload", "optimizer"], "--engine zero3 or fsdp2"),
     (["--offload", "brains"], "use some of checkpoints"),
-    (["--offload", "checkpoints", "--no-checkpoint"], "nothing to move"),
+    (["--offload", "checkpoints", "--checkpoint", "none"], "nothing to move"),
+    (["--checkpoint", "some"], "use one of auto, layer"),
+    (["--checkpoint", "attention-saved", "--attention", "eager"], "plain products"),
+    (["--checkpoint", "attention-saved", "--lora", "4", "--engine", "zero3"], "use fsdp2"),
     (["--tile", "many"], "not a tile rule"),
     (["--attention", "linear"], "use one of flash"),
     (["--lora", "r=none"], "expected a rank"),
@@ -171,6 +174,53 @@ def test_offloaded_checkpoints_leave_all_but_those_in_flight(planner: Planner) -
     assert off.device.expected < on.device.expected
 
 
+# layers, bf16 output of [tokens, hidden], fp32 log-sum-exp of [tokens, heads]
+KEPT_BYTES = 4 * 16384 * (2 * 256 + 4 * 4)
+
+
+def test_attention_is_saved_where_that_fits_and_pays(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "recipe.yaml"
+    arguments = ["plan", "--model", str(folder), "--device", "4GiB", "--max-length", "16384"]
+    assert main([*arguments, "--json", "--recipe", str(written)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    saved = found["attention_saved"]
+    assert (found["checkpoint"], saved["chosen"]) == ("attention-saved", True)
+    assert found["terms"]["device_gib"]["kept attention outputs"] == KEPT_BYTES / 2**30
+    # no more than what is kept and its share of fragmentation; a recompute that runs no attention may hold less
+    assert 0 < saved["more_gib"] <= 1.1 * KEPT_BYTES / 2**30
+    assert saved["saves"] > WORTH
+    assert found["peak_device_gib"]["high"] <= 4
+    assert build_recipe(read_recipe(written), {"dataset": "rows.jsonl"})[0].checkpoint == "attention-saved"
+
+
+def test_attention_is_not_saved_where_that_does_not_fit_or_pay(planner: Planner) -> None:
+    longest, _ = planner.longest()
+    for tokens, words in ((longest, "does not fit"), (16384, "not at the high one"), (256, "less than the 3%")):
+        estimate = planner.estimate(tokens)
+        chosen, same, saving = choose(planner, estimate)
+        assert (chosen, same, saving.chosen) == (planner, estimate, False)
+        assert words in saving.why
+        assert "checkpoint" not in recipe(chosen, tokens)
+
+
+def test_attention_that_cannot_be_saved_is_said(planner: Planner) -> None:
+    _, _, saving = choose(other(planner, attention="eager"), terms(planner))
+    assert not saving.chosen
+    assert "plain products" in saving.why
+
+
+def test_a_saved_attention_is_not_computed_again_and_goes_to_the_host(planner: Planner) -> None:
+    saved = other(planner, checkpoint="attention-saved", offload=("checkpoints",))
+    # forward, recompute and 2.5 for the backward; without the recompute
+    assert saved.work(16384).attention / planner.work(16384).attention == pytest.approx(3.5 / 4.5)
+    found = terms(saved)
+    assert found.host_terms["kept attention outputs"] == KEPT_BYTES
+    assert found.terms.get("kept attention outputs", 0.0) <= KEPT_BYTES / 4 * CONSTANTS["in flight"].expected
+    assert any(line.startswith("attention-saved: ") for line in explain(saved, found))
+
+
 def test_shards_divide_what_stands(sharded: Planner) -> None:
     weights = sharded.counts.weights
     found = terms(sharded).terms
@@ -221,8 +271,8 @@ def test_states_in_formulas_are_those_of_the_optimiser(name: str) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, Lora(4)], ids=["full", "adapters"])
-@pytest.mark.parametrize("checkpoint", [True, False])
-def test_operations_are_those_that_are_counted(folder: Path, lora: Lora | None, checkpoint: bool) -> None:
+@pytest.mark.parametrize("checkpoint", ["layer", "attention-saved", "none"])
+def test_operations_are_those_that_are_counted(folder: Path, lora: Lora | None, checkpoint: str) -> None:
     """Attention's own kernel is not a matrix product, so that a short row is counted without it."""
     request = request_of(folder, lora=lora, checkpoint=checkpoint, tile=None, precision="float32")
     built = build(request.config, replace(request.setup(), loss="full"), "cpu")

@@ -33,6 +33,7 @@ CASES = {
     "llama": setup(),
     "llama, untiled, full loss": setup(tile=None, loss="full", checkpoint=False),
     "qwen3, adapters": setup(lora=Lora(4), optimizer="sgd-momentum"),
+    "qwen3, attention saved": setup(attention_saved=True),
     "gpt2": setup(optimizer="sgd"),
     "opt": setup(optimizer="adamw-8bit"),
     "gemma3_text": setup(),

@@ -114,7 +114,7 @@ class Checkpointing:
 
     def install(self) -> None:
         module = self.module
-        on = bool(getattr(module, "is_gradient_checkpointing", False))
+        on = _is_on(module)
         module.__dict__[_MARK] = self
         module.__dict__[_SETTER] = self
         if self.upstream:
@@ -265,6 +265,12 @@ def _transformers_offloads(module: Any) -> bool:
     """Whether this version of transformers offloads layer inputs, and can here: it pins memory."""
     enable = getattr(type(module), _ENABLER, None)
     return enable is not None and "offload" in inspect.signature(enable).parameters and torch.accelerator.is_available()
+
+
+def _is_on(module: Any) -> bool:
+    """Whether checkpointing is on; the property has another name since Transformers 5, and the old one warns."""
+    new = getattr(module, "is_activation_checkpointing", None)
+    return bool(getattr(module, "is_gradient_checkpointing", False) if new is None else new)
 
 
 def _quietly_enable(module: Any) -> None:

@@ -24,7 +24,7 @@ def command(
     attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),
     tile: str = typer.Option("auto", help="Tile rule of the MLP, or none."),
     loss: str = typer.Option("tiled", help="tiled or full."),
-    checkpoint: bool = typer.Option(True, help="Activation checkpointing."),
+    checkpoint: str = typer.Option("auto", help="Activation checkpoints: auto, layer, attention-saved or none."),
     batch_size: int = typer.Option(1, help="Rows per rank.", metavar="N"),
     explain: bool = typer.Option(False, "--explain", help="Why each setting."),
     json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
@@ -60,10 +60,10 @@ def command(
     from seqtile.memory.plan import plan as make_plan
 
     with show.status(json, "running the step on shapes"):
-        planner, estimate, longest, limit = make_plan(request, max_length)
+        planner, estimate, longest, limit, saving = make_plan(request, max_length)
     show.show_plan(
         planner, estimate, longest, limit, as_json=json, reasons=explain, recipe_file=recipe, plot_file=plot,
-        asked=max_length,
+        asked=max_length, saving=saving,
     )  # fmt: skip
 
 

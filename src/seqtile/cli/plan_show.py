@@ -16,7 +16,7 @@ from rich.text import Text
 
 from seqtile.memory.advise import explain, next_step, not_modelled, recipe, recipe_lacks
 from seqtile.memory.flops import EFFICIENCY
-from seqtile.memory.plan import Bounds, Estimate, Planner
+from seqtile.memory.plan import Bounds, Estimate, Planner, Saving
 from seqtile.memory.shapes import NAMED
 
 GIB = 2**30
@@ -34,7 +34,7 @@ def status(quiet: bool, words: str) -> Iterator[None]:
 
 def show_plan(
     planner: Planner, estimate: Estimate, longest: int, limit: str, *, as_json: bool, reasons: bool,
-    recipe_file: str | None, plot_file: str | None, asked: int | None,
+    recipe_file: str | None, plot_file: str | None, asked: int | None, saving: Saving | None,
 ) -> None:  # fmt: skip
     """Print the plan, write what was asked for."""
     chosen = recipe(planner, estimate.tokens)
@@ -45,7 +45,7 @@ def show_plan(
 
         plot_lengths(planner, max(longest, estimate.tokens), Path(plot_file).expanduser())
     if as_json:
-        print(json.dumps(_object(planner, estimate, longest, limit, chosen)))
+        print(json.dumps(_object(planner, estimate, longest, limit, chosen, saving)))
         return
     console = Console(highlight=False, soft_wrap=True, markup=False)
     request = planner.request
@@ -56,6 +56,8 @@ def show_plan(
     )
     console.print(_table(planner, estimate))
     _print_verdict(console, planner, estimate, longest, limit, asked)
+    if saving is not None:
+        console.print(f"attention-saved: {saving.why}.")
     if reasons:
         for line in explain(planner, estimate):
             console.print(f"  {line}")
@@ -126,7 +128,9 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _object(planner: Planner, estimate: Estimate, longest: int, limit: str, chosen: dict[str, Any]) -> dict[str, Any]:
+def _object(
+    planner: Planner, estimate: Estimate, longest: int, limit: str, chosen: dict[str, Any], saving: Saving | None
+) -> dict[str, Any]:
     request = planner.request
     work = planner.work(estimate.tokens)
     tflops = request.device.tflops
@@ -146,6 +150,15 @@ def _object(planner: Planner, estimate: Estimate, longest: int, limit: str, chos
         "sure_length": planner.sure(),
         "limited_by": limit,
         "next": None if better is None else {"flags": better.flags, "max_length": better.length, "why": better.why},
+        "checkpoint": request.checkpoint,
+        "attention_saved": None
+        if saving is None
+        else {
+            "chosen": saving.chosen,
+            "more_gib": None if saving.more is None else saving.more / GIB,
+            "saves": saving.share,
+            "why": saving.why,
+        },
         "recipe": chosen,
         "recipe_lacks": recipe_lacks(request),
         "flops": work.total,

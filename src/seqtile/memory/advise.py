@@ -8,6 +8,7 @@ from typing import Any
 from seqtile._errors import UserError
 from seqtile.memory.plan import Estimate, Planner
 from seqtile.memory.request import Request
+from seqtile.memory.track import KEPT
 
 NOT_MODELLED = (
     "allocator fragmentation and driver context beyond the stated bounds",
@@ -73,11 +74,11 @@ def _changes(request: Request) -> list[tuple[str, dict[str, Any], str]]:
         found.append(("--loss tiled", {"loss": "tiled"}, "no [tokens, vocabulary] logits"))
     if request.attention in ("sdpa", "eager"):
         found.append(("--attention flash", {"attention": "flash"}, "no mask, no repeated keys and values"))
-    if not request.checkpoint:
-        found.append(("--checkpoint", {"checkpoint": True}, "a layer keeps its input only"))
+    if request.checkpoint != "layer":
+        found.append(("--checkpoint layer", {"checkpoint": "layer"}, "a layer keeps its input only"))
     if request.tile is None:
         found.append(("--tile auto", {"tile": "auto"}, "no [tokens, intermediate] tensors"))
-    if "checkpoints" not in request.offload and request.checkpoint:
+    if "checkpoints" not in request.offload and request.checkpoint != "none":
         moved = tuple(dict.fromkeys([*request.offload, "checkpoints"]))
         found.append((f"--offload {','.join(moved)}", {"offload": moved}, "layer inputs live on the host"))
     if request.sharded and "optimizer" not in request.offload:
@@ -100,15 +101,24 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
     lines = []
     if request.tile is not None:
         words = f"tiles of {setup.tile:,} tokens" if isinstance(setup.tile, int) else "no tiles at this length"
-        why = "MLP intermediates exist for one tile at a time; large tiles rewrite the weights' gradients less often"
+        why = "MLP intermediates exist for one tile at a time"
+        if request.lora is None:
+            why += "; large tiles rewrite the weights' gradients less often"
         lines.append(f"tile {request.tile}: {words}. {why}.")
     if request.loss == "tiled":
         whole = 14 * planner.counts.vocabulary * planner.local(estimate.tokens) / 2**30
         lines.append(f"loss tiled: {setup.loss_tile:,} tokens of logits at a time; whole, they take {whole:,.0f} GiB.")
     kept = terms.get("checkpointed hidden states", 0.0) / 2**30
-    if request.checkpoint:
+    if request.checkpoint != "none":
         place = "in flight, the rest on the host" if "checkpoints" in request.offload else "on the device"
-        lines.append(f"activation checkpointing: each layer keeps its input only, {kept:,.1f} GiB {place}.")
+        only = " only" if request.checkpoint == "layer" else ""
+        lines.append(f"activation checkpointing: each layer keeps its input{only}, {kept:,.1f} GiB {place}.")
+        if request.checkpoint == "attention-saved":
+            outputs = terms.get(KEPT, 0.0) / 2**30
+            lines.append(
+                f"attention-saved: each layer keeps attention's output and log-sum-exp, {outputs:,.1f} GiB {place}; "
+                "attention's kernel runs forward once, not twice."
+            )
     if request.attention in ("flash", "flash3"):
         lines.append("flash attention: nothing of [tokens, tokens] is built.")
     if request.sharded:
@@ -135,7 +145,9 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
         found["tile"] = request.tile
     if request.loss == "tiled":
         found["loss_tile"] = setup.loss_tile
-    found["activation_checkpointing"] = request.checkpoint
+    found["activation_checkpointing"] = request.checkpoint != "none"
+    if request.checkpoint == "attention-saved":
+        found["checkpoint"] = request.checkpoint
     if "checkpoints" in request.offload:
         found["offload"] = True
     if request.lora is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from seqtile.memory.devices import GIB
 from seqtile.memory.request import Request
 from seqtile.memory.structure import Counts
-from seqtile.memory.track import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS
+from seqtile.memory.track import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS
 
 BUFFERS = "engine buffers"
 CONTEXT = "context and allocator"
@@ -117,24 +117,26 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
 
 
 def offload_checkpoints(terms: dict[str, float], layers: int, in_flight: float) -> float:
-    """Take checkpointed hidden states off the device but for those in flight; returns the bytes that moved."""
-    held = terms.get(CHECKPOINTS, 0.0)
-    stays = min(held, in_flight * held / max(1, layers))
-    terms[CHECKPOINTS] = stays
-    return held - stays
+    """Take what checkpoints keep off the device but for what is in flight; returns the bytes that moved."""
+    moved = 0.0
+    for name in {CHECKPOINTS, KEPT} & terms.keys():
+        held = terms[name]
+        terms[name] = min(held, in_flight * held / max(1, layers))
+        moved += held - terms[name]
+    return moved
 
 
-def on_host(request: Request, counts: Counts, checkpoints: float) -> dict[str, float]:
+def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float]) -> dict[str, float]:
     """Bytes on the host of one node, all its ranks together, without the processes themselves.
 
     Args:
         request: engine and settings.
         counts: of the whole model.
-        checkpoints: bytes of one rank's checkpointed hidden states.
+        checkpoints: bytes that one rank's checkpoints keep, by what they are for.
     """
     found: dict[str, float] = {}
     if "checkpoints" in request.offload:
-        found[CHECKPOINTS] = checkpoints * request.gpus
+        found.update((name, held * request.gpus) for name, held in checkpoints.items() if held)
     if "optimizer" in request.offload:
         states = STATE_BYTES[request.optimizer] + (4.0 if request.engine == "zero3" else 0.0)
         found[OPTIMIZER] = states * counts.trained

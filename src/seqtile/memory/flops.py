@@ -36,16 +36,17 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     """Operations of a step of ``tokens`` tokens per row.
 
     Each weight costs 2 a token forward, 2 for the input's gradient, 2 for its own where it trains; a checkpoint
-    computes decoder layers once more but for their last product, and attention's kernel once more. A causal attention
-    costs ``2 * tokens**2 * heads * width`` forward and 2.5 times that backward (FlashAttention recomputes its scores).
+    computes decoder layers once more but for their last product, and attention's kernel once more unless its output
+    is kept. A causal attention costs ``2 * tokens**2 * heads * width`` forward and 2.5 times that backward
+    (FlashAttention recomputes its scores).
     """
     rows = request.batch * tokens
     inside = counts.active - counts.vocabulary * counts.hidden
     own = 2 if request.lora is None else 0
-    again = 2 if request.checkpoint else 0
+    again = 0 if request.checkpoint == "none" else 2
     # Early stop: the last product of each layer is not computed again, unless an adapter on it saves its input.
     spared = again * counts.largest_product if request.lora is None else 0
     head = counts.vocabulary * counts.hidden
     products = rows * (inside * (4 + own + again) - spared * counts.layers + head * (4 + own))
     one = 2.0 * request.batch * tokens**2 * counts.heads * counts.head_width * counts.layers
-    return Work(products, one * (1 + 2.5 + (1 if request.checkpoint else 0)))
+    return Work(products, one * (1 + 2.5 + (1 if request.checkpoint == "layer" else 0)))

@@ -12,16 +12,19 @@ from seqtile.memory.flops import Work, count_work
 from seqtile.memory.kernels import flash2_workspace, flash3_workspace
 from seqtile.memory.lines import Lines, fit_lines
 from seqtile.memory.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST
-from seqtile.memory.request import Request, check_request, check_split
+from seqtile.memory.request import Request, attention_cannot_be_saved, check_request, check_split
 from seqtile.memory.setup import Setup
 from seqtile.memory.shapes import max_positions
 from seqtile.memory.step import build
 from seqtile.memory.structure import Counts, Depths, count_weights, find_depths
 from seqtile.memory.tiles import head_tile, largest_tile, other_lengths, resolve
-from seqtile.memory.track import CHECKPOINTS, GRADIENTS, KERNELS, OPTIMIZER, WEIGHTS
+from seqtile.memory.track import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
 
 MODEL_ERROR = 0.01
 """Largest error of the counted bytes, as measured on the CPU (docs/planning.md)."""
+
+WORTH = 0.03
+"""Share of a step that keeping attention's output must save to be chosen: below, a step varies by as much anyway."""
 
 HOST_PROCESS = "host processes"
 
@@ -60,6 +63,23 @@ class Estimate:
     terms: Mapping[str, float]
     host_terms: Mapping[str, float]
     square: bool
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Whether activation checkpoints keep attention's output, and why.
+
+    Attributes:
+        chosen: whether they do.
+        more: bytes on the device that it adds to the expected peak; None where that was not looked at.
+        share: of the step's operations that it saves.
+        why: in words.
+    """
+
+    chosen: bool
+    more: float | None
+    share: float
+    why: str
 
 
 class Planner:
@@ -125,7 +145,8 @@ class Planner:
                 if bound not in best or total > best[bound][0]:
                     best[bound] = (total, phase, found, moved)
         total, phase, found, _ = best["expected"]
-        kept = max(terms.get(CHECKPOINTS, 0.0) for terms in lines.at(local).values())
+        parts = lines.at(local).values()
+        kept = {name: max(terms.get(name, 0.0) for terms in parts) for name in (CHECKPOINTS, KEPT)}
         host_terms = on_host(self.request, self.counts, kept)
         processes = CONSTANTS["host process"]
         counted_host = sum(host_terms.values())
@@ -157,6 +178,11 @@ class Planner:
             host is None or estimate.host.expected <= host
         )
 
+    def surely_fits(self, estimate: Estimate) -> bool:
+        """Whether the high estimate is there too."""
+        host = self.request.host_memory
+        return estimate.device.high <= self.request.device.memory and (host is None or estimate.host.high <= host)
+
     def sure(self) -> int:
         """The longest row that fits at the high estimate too, from the fake runs there are."""
         lines = next(iter(self._lines.values()))
@@ -164,10 +190,7 @@ class Planner:
         low, high = 0, (max_positions(self.request.config) or 2**26) // grain + 1
         while high - low > max(1, low // 512):
             middle = (low + high) // 2
-            estimate = self.estimate(middle * grain, lines)
-            host = self.request.host_memory
-            enough = estimate.device.high <= self.request.device.memory and (host is None or estimate.host.high <= host)
-            low, high = (middle, high) if enough else (low, middle)
+            low, high = (middle, high) if self.surely_fits(self.estimate(middle * grain, lines)) else (low, middle)
         return _round(low * grain, grain)
 
     def longest(self) -> tuple[int, str]:
@@ -257,13 +280,54 @@ def _round(tokens: int, grain: int) -> int:
     return tokens
 
 
-def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Estimate, int, str]:
+def choose(planner: Planner, estimate: Estimate) -> tuple[Planner, Estimate, Saving]:
+    """Whether to keep attention's output: where it saves :data:`WORTH` of the step and the high estimate fits.
+
+    Args:
+        planner: with checkpoints that keep layer inputs only.
+        estimate: of the length that is planned.
+
+    Returns:
+        The planner to go on with, its estimate, and why.
+    """
+    request, tokens = planner.request, estimate.tokens
+    kept = replace(request, checkpoint="attention-saved")
+    before = planner.work(tokens).total
+    share = 1 - count_work(kept, planner.counts, tokens).total / before
+    refusal = attention_cannot_be_saved(request)
+    if refusal is not None:
+        return planner, estimate, Saving(False, None, share, refusal)
+    if share < WORTH:
+        why = f"would save {share:.1%} of the step, less than the {WORTH:.0%} that count; not chosen"
+        return planner, estimate, Saving(False, None, share, why)
+    other = Planner(kept)
+    found = other.estimate(tokens)
+    more = found.device.expected - estimate.device.expected
+    words = f"{max(more, 0.0) / 2**30:,.2f} GiB more"
+    if found.host.expected > estimate.host.expected:
+        words += f" and {(found.host.expected - estimate.host.expected) / 2**30:,.2f} GiB more on the host"
+    if other.surely_fits(found):
+        return other, found, Saving(True, more, share, f"{words}, saves {share:.0%} of the step; fits, chosen")
+    if other.fits(found):
+        beyond = "fits at the expected estimate, not at the high one; --checkpoint attention-saved takes it"
+    elif found.device.expected > request.device.memory:
+        over = (found.device.expected - request.device.memory) / 2**30
+        beyond = f"does not fit, {over:,.2f} GiB too much on the device"
+    else:
+        beyond = "does not fit into the host's memory"
+    return planner, estimate, Saving(False, more, share, f"{words}, would save {share:.0%} of the step; {beyond}")
+
+
+def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Estimate, int, str, Saving | None]:
     """Plan ``request``: its planner, the estimate at ``max_length`` or at the longest that fits, that, and its limit.
+
+    Last comes what was decided about attention's output, where the request leaves it to the plan.
 
     Raises:
         UserError: a setting that cannot run, or nothing that fits.
     """
-    planner = Planner(request, max_length)
+    auto = request.checkpoint == "auto"
+    planner = Planner(replace(request, checkpoint="layer") if auto else request, max_length)
     longest, limit = planner.longest()
     if max_length is None and longest == 0:
         short: Any = planner.estimate(128 * request.sp_size)
@@ -273,4 +337,10 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
             f"tokens, most of it {limit.partition(': ')[2]}; shard it (--engine zero3 --gpus 8), train adapters "
             "(--lora r=16) or take a larger device"
         )
-    return planner, planner.estimate(max_length or longest), longest, limit
+    estimate = planner.estimate(max_length or longest)
+    if not auto:
+        return planner, estimate, longest, limit, None
+    chosen, estimate, saving = choose(planner, estimate)
+    if saving.chosen:
+        longest, limit = chosen.longest()
+    return chosen, estimate, longest, limit, saving

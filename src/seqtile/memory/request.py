@@ -19,6 +19,7 @@ SHARDED = ("fsdp2", "zero3")
 OFFLOADS = ("checkpoints", "optimizer", "weights")
 ATTENTIONS = ("flash", "flash3", "sdpa", "eager")
 LOSSES = ("tiled", "full")
+CHECKPOINTINGS = ("auto", "layer", "attention-saved", "none")
 PRECISIONS = ("mixed", "bfloat16", "float32")
 
 
@@ -41,7 +42,8 @@ class Request:
         attention: one of :data:`ATTENTIONS`.
         tile: tile rule, or None.
         loss: ``"tiled"`` or ``"full"``.
-        checkpoint: activation checkpointing.
+        checkpoint: what activation checkpoints keep, of :data:`CHECKPOINTINGS`: layer inputs, attention's output too,
+            or no checkpoints; ``"auto"`` chooses between the first two at the planned length.
         precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
         batch: rows per rank.
     """
@@ -60,7 +62,7 @@ class Request:
     attention: str = "flash"
     tile: int | str | None = "auto"
     loss: str = "tiled"
-    checkpoint: bool = True
+    checkpoint: str = "layer"
     precision: str = "mixed"
     batch: int = 1
 
@@ -77,7 +79,8 @@ class Request:
         return Setup(
             dtype=dtype,
             autocast=self.precision == "mixed" and (frozen or not self.sharded),
-            checkpoint=self.checkpoint,
+            checkpoint=self.checkpoint != "none",
+            attention_saved=self.checkpoint == "attention-saved",
             tile=self.tile,
             loss=self.loss,  # type: ignore[arg-type]
             lora=self.lora,
@@ -86,6 +89,15 @@ class Request:
             batch=self.batch,
             device_type="cuda",
         )
+
+
+def attention_cannot_be_saved(request: Request) -> str | None:
+    """Why activation checkpoints cannot keep attention's output, and what to do; None if they can."""
+    if request.attention == "eager":
+        return "needs an attention kernel, and eager attention is plain products; use --attention flash or sdpa"
+    if request.lora is not None and request.engine == "zero3":
+        return "needs non-reentrant checkpoints, and TRL makes them reentrant for adapters under zero3; use fsdp2"
+    return None
 
 
 def check_request(request: Request, max_length: int | None) -> None:
@@ -97,7 +109,7 @@ def check_request(request: Request, max_length: int | None) -> None:
     for name, value, known in (
         ("engine", request.engine, ENGINES), ("attention", request.attention, ATTENTIONS),
         ("loss", request.loss, LOSSES), ("precision", request.precision, PRECISIONS),
-        ("optimizer", request.optimizer, tuple(OPTIMIZERS)),
+        ("optimizer", request.optimizer, tuple(OPTIMIZERS)), ("checkpoint", request.checkpoint, CHECKPOINTINGS),
     ):  # fmt: skip
         if value not in known:
             raise UserError(f"{name} {value!r} is not known here; use one of {', '.join(known)}")
@@ -118,7 +130,10 @@ def check_request(request: Request, max_length: int | None) -> None:
             f"offload of {' and '.join(moved)} is the engine's, and engine {request.engine!r} has none; "
             "add --engine zero3 or fsdp2"
         )
-    if "checkpoints" in request.offload and not request.checkpoint:
+    refusal = attention_cannot_be_saved(request) if request.checkpoint == "attention-saved" else None
+    if refusal is not None:
+        raise UserError(f"checkpoint 'attention-saved' {refusal}")
+    if "checkpoints" in request.offload and request.checkpoint == "none":
         raise UserError("offload of checkpoints without activation checkpointing has nothing to move; drop one")
     if request.qlora and request.lora is None:
         raise UserError("qlora trains adapters; give their rank too, such as --lora r=16")

@@ -30,6 +30,7 @@ class Setup:
         dtype: of the weights.
         autocast: products in bf16 while the weights stay what they are.
         checkpoint: activation checkpointing, non-reentrant.
+        attention_saved: the checkpoints keep attention's output.
         tile: tile rule of :func:`seqtile.apply`; None runs the model untiled.
         loss: ``"tiled"``, the head and its loss over tiles of tokens, or ``"full"``, the model's own.
         loss_tile: tokens per tile of the head.
@@ -44,6 +45,7 @@ class Setup:
     dtype: torch.dtype = torch.bfloat16
     autocast: bool = False
     checkpoint: bool = True
+    attention_saved: bool = False
     tile: int | str | None = "auto"
     loss: Literal["tiled", "full"] = "tiled"
     loss_tile: int = 4096

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
+from seqtile.checkpointing.attention import is_attention
 from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.memory.flash import register as register_flash
 from seqtile.memory.liger import use_shapes as use_liger_shapes
@@ -82,9 +83,12 @@ def build(config: Any, setup: Setup, device: str) -> Built:
         report = apply(model, tile=setup.tile if setup.tile is not None else "auto")
         if setup.tile is None:
             undo(model)
-        if setup.loss == "tiled":
+        more: dict[str, Any] = {"loss": "tiled", "loss_tile": setup.loss_tile} if setup.loss == "tiled" else {}
+        if setup.attention_saved:
+            more["checkpoint"] = "attention-saved"
+        if more:
             how: dict[str, Any] = {"blocks": "none"} if setup.tile is None else {"tile": setup.tile}
-            apply(model, **how, loss="tiled", loss_tile=setup.loss_tile)
+            apply(model, **how, **more)
     return Built(model, report.blocks, report.left, list(report.notes))
 
 
@@ -152,6 +156,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         weight.register_post_accumulate_grad_hook(lambda weight: live.file(weight.grad, GRADIENTS))
         for weight in weights
     ]
+    live.keeps = is_attention if setup.attention_saved else None
     live.watching = True
     try:
         with label_phases(live, model, built.blocks, layers=True) as labels:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter
 
 from seqtile.counting.live import LiveBytes, LiveTensor
 from seqtile.counting.watch import Watch, name_of
@@ -19,6 +20,7 @@ WEIGHTS = "weights"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimiser state"
 CHECKPOINTS = "checkpointed hidden states"
+KEPT = "kept attention outputs"
 KERNELS = "inside kernels"
 
 Workspace = Callable[[str, tuple[Any, ...], dict[str, Any]], int]
@@ -41,6 +43,7 @@ class Tracker(LiveBytes):
     Attributes:
         peaks: for each phase its peak, with what the running kernel takes inside itself.
         operators: names of all operators in order.
+        keeps: tells the operators whose results an activation checkpoint keeps; they are filed as :data:`KEPT`.
         square: whether a tensor with two dimensions of ``tokens`` was seen.
         kernels: how often each operator with a workspace ran, by (name, shapes).
     """
@@ -51,6 +54,7 @@ class Tracker(LiveBytes):
         self.operators: list[str] = []
         self.square = False
         self.watching = False
+        self.keeps: Callable[[Any], bool] | None = None
         self._workspace, self._tokens = workspace, tokens
 
     def file(self, tensor: Tensor, what: str) -> None:
@@ -64,6 +68,10 @@ class Tracker(LiveBytes):
         super()._see(func, args, kwargs, result)
         if not self.watching:
             return
+        if self.keeps is not None and self.keeps(func):
+            for tensor in tree_iter(result):
+                if isinstance(tensor, Tensor):
+                    self.file(tensor, KEPT)
         name = name_of(func)
         if not name.startswith("prim::") and name != "aten::detach":  # fake tensors are asked and aliased more often
             self.operators.append(name)
