@@ -41,7 +41,7 @@ def selected(request: pytest.FixtureRequest) -> dict[str, tuple[str, ...]]:
     chosen: dict[str, list[str]] = {}
     for item in request.session.items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if "engine" in parameters and not _missing(parameters["launch"], parameters["engine"]):
+        if {"launch", "engine"} <= parameters.keys() and not _missing(parameters["launch"], parameters["engine"]):
             chosen.setdefault(parameters["launch"], []).append(f"{parameters['engine']}:{parameters['case']}")
     return {launch: tuple(names) for launch, names in chosen.items()}
 
