@@ -126,6 +126,18 @@ def test_what_cannot_keep_attention_is_refused() -> None:
         model_with(reentrant=True, checkpoint="attention-saved")
 
 
+def test_what_is_refused_last_leaves_the_model_as_it_was() -> None:
+    model = model_with(reentrant=True)
+    seqtile.apply(model, tile=8, loss="tiled", loss_tile=4)
+    standing = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    with pytest.raises(seqtile.UserError, match="needs the non-reentrant"):
+        seqtile.apply(model, tile=5, loss="tiled", loss_tile=3, checkpoint="attention-saved")
+    for name, module in model.named_modules():
+        assert {key: module.__dict__.get(key) for key in ("forward", "_seqtile_loss", "_seqtile_checkpointing")} == {
+            key: standing[name].get(key) for key in ("forward", "_seqtile_loss", "_seqtile_checkpointing")
+        }
+
+
 def test_nothing_found_to_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")
     report = seqtile.apply(model, blocks="none", checkpoint="attention-saved")

@@ -251,6 +251,17 @@ def test_a_head_that_was_saved_with_the_adapter() -> None:
 
 
 @TIED
+def test_autocast_keeps_no_cast_of_a_trained_head_per_tile() -> None:
+    model = causal_lm("llama", tie_word_embeddings=False)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    ids, loss = tokens(BATCH, LENGTH), loss_only(model, tile=1)
+    with torch.autocast("cpu", torch.bfloat16), births() as born:
+        output = loss(input_ids=ids, labels=ids)
+        assert output.loss.requires_grad
+        assert born.alive().count((VOCABULARY, HIDDEN)) == 1  # the gradient's sum
+
+
+@TIED
 def test_dropout_in_the_heads_adapter_is_drawn_once() -> None:
     """The gradient comes from the very mask of the forward: a step against it lowers the loss as it says."""
     model, ids = causal_lm("llama", tie_word_embeddings=False), tokens(1, LENGTH)
@@ -292,6 +303,28 @@ def test_a_model_that_does_more_with_its_logits_runs_untiled(caplog: pytest.LogC
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
         "Shifted needs its logits (subtracted from): the loss runs untiled"
     ]
+
+
+@pytest.mark.parametrize("how", ["item", "method"])
+def test_a_model_that_writes_into_its_logits(how: str) -> None:
+    """Chameleon masks its image tokens so."""
+    model, ids = causal_lm("llama"), tokens(BATCH, LENGTH)
+
+    class Written(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, labels: Tensor, **kwargs: Any) -> Any:
+            logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+            if how == "item":
+                logits[:, :, [3, 4]] = torch.finfo(logits.dtype).min
+            else:
+                logits.mul_(0.5)
+            logits = 2.0 * torch.tanh(logits / 2.0)
+            return {"loss": self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)}
+
+    model.__class__ = Written
+    expected = torch.autograd.grad(model(ids, ids)["loss"], model.lm_head.weight)[0]
+    loss_only(model)
+    got = torch.autograd.grad(model(input_ids=ids, labels=ids)["loss"], model.lm_head.weight)[0]
+    torch.testing.assert_close(got, expected)
 
 
 def test_a_loss_function_of_the_users_own(caplog: pytest.LogCaptureFixture) -> None:

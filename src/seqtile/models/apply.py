@@ -95,8 +95,8 @@ def apply(
     rest.check(model)
     if blocks == "none":
         with rest.replacing(model), replacing(model):
-            pass
-        return _finish(Report((), (), 0, parse_keep(keep, 1), weakref.ref(model), *rest.install(model)))
+            done = rest.install(model)
+        return _finish(Report((), (), 0, parse_keep(keep, 1), weakref.ref(model), *done))
     found, left = find_blocks(model, everything=only is not None)
     found, left = _without_own(model, found, left)
     chosen = [block for block in found if only is None or _matches(only, block)]
@@ -107,7 +107,8 @@ def apply(
     keeping = with_free_memory(parse_keep(keep, len(chosen)), model, len(chosen))
     with rest.replacing(model), replacing(model):
         tiled = [_tile(model, block, rule, keeping, blocks != "mlp", path) for block in chosen]
-    return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), *rest.install(model)))
+        done = rest.install(model)
+    return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), *done))
 
 
 def _finish(report: Report) -> Report:

@@ -233,6 +233,8 @@ class TiledLoss:
             logits: Any, labels: Any, vocab_size: Any = None, num_items_in_batch: Any = None, ignore_index: int = -100,
             shift_labels: Any = None, **rest: Any,
         ) -> Tensor:  # fmt: skip
+            if isinstance(logits, LaterLogits) and logits.written is not None:
+                logits = logits.written
             if not isinstance(logits, LaterLogits):
                 return former(
                     logits, labels, vocab_size, num_items_in_batch=num_items_in_batch, ignore_index=ignore_index,

@@ -30,6 +30,7 @@ class LaterLogits:
     ) -> None:  # fmt: skip
         self.hidden, self.vocabulary = hidden, vocabulary
         self._make, self._before, self._after = make, before, after
+        self.written: Tensor | None = None  # the real logits, once something was written into them
 
     @property
     def scaling(self) -> LogitScaling:
@@ -55,13 +56,15 @@ class LaterLogits:
 
     def real(self, why: str) -> Tensor:
         """The logits themselves, for something that this class does not know."""
+        if self.written is not None:
+            return self.written
         product = self._make(self.hidden, why)
         if self._after is None:
             return product if self._before == 1.0 else product * self._before
         return torch.tanh(product * self._before) * self._after
 
     def _times(self, factor: Any) -> Any:
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or self.written is not None:
             return self.real("multiplied by a tensor") * factor
         if self._after is None:
             return self._with(self._before * factor, None)
@@ -83,7 +86,9 @@ class LaterLogits:
         return self.real("divided by a tensor") / divisor
 
     def tanh(self) -> Any:
-        return self._with(self._before, 1.0) if self._after is None else self.real("a second tanh").tanh()
+        if self._after is None and self.written is None:
+            return self._with(self._before, 1.0)
+        return self.real("a second tanh").tanh()
 
     def float(self) -> LaterLogits:
         """The loss is computed in fp32 in any case."""
@@ -111,10 +116,17 @@ class LaterLogits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.real(name), name)
+        real = self.real(name)
+        if name.endswith("_"):  # writes in place, perhaps as a statement whose result nobody takes
+            self.written = real
+        return getattr(real, name)
 
     def __getitem__(self, key: Any) -> Tensor:
         return self.real("indexed")[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.written = self.real("written to")
+        self.written[key] = value
 
     def __add__(self, other: Any) -> Tensor:
         return self.real("added to") + other

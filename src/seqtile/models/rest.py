@@ -80,6 +80,7 @@ class Rest:
         try:
             yield
         except UserError:
+            remove_rest(model)  # what was installed before something was refused
             for loss in losses:
                 loss.install()
             for policy in policies:

@@ -324,7 +324,8 @@ def hand_out(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
     # A mean over no token has an infinite upstream gradient; nothing counts, so nothing flows.
     factor = torch.where(ctx.any, upstream / ctx.divisor, 0)
     if dx is not None:
-        dx = dx * factor if keep else dx.mul_(factor)
+        # With a dimension: a device rounds a factor that has none to the states' dtype first (8 bits in bf16).
+        dx = torch.mul(dx, factor.reshape(1), out=torch.empty_like(dx) if keep else dx)
     return [dx, *(None if total is None else total.scaled(factor, keep=keep) for total in sums)]
 
 

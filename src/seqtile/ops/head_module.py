@@ -6,7 +6,8 @@ forward runs, from the gradient that the loss leaves in the place of the tile's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -89,8 +90,20 @@ class _Plan:
                 name: weight.detach().requires_grad_(need)
                 for name, weight, need in zip(self.names, weights, needs[1:], strict=True)
             }
-            y = self.run(leaf, aliases)
+            with _uncached():
+                y = self.run(leaf, aliases)
         return y, [tensor for tensor in (leaf, *aliases.values()) if tensor.requires_grad]
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Autocast without its cache: every tile's leaves are new to it, and it would hold a cast of each until it ends."""
+    former = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(former)
 
 
 class _Total(torch.autograd.Function):
