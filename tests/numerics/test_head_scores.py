@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from numerics._blocks import random
 from numerics._heads import IGNORE, SCALINGS, VOCABULARY, inputs, last_tile_dropped
 from seqtile.ops import head_tile
+from seqtile.ops.head_module import module_logprobs
 from seqtile.ops.head_scores import token_logprobs
+from seqtile.ops.head_tile import Objective
 
 ALL: dict[str, Any] = dict(entropy=True, argmax=True, top_k=3, log_sum_squares=True, mean_logit=True)
 
@@ -88,3 +90,15 @@ def test_entropy_can_be_asked_for_without_a_gradient_of_the_log_probabilities() 
     scores.entropy.sum().backward()  # type: ignore[union-attr]
     reference = twin(tensors, SCALINGS["plain"])["entropy"].sum()
     torch.testing.assert_close(tensors["weight"].grad, torch.autograd.grad(reference, tensors["weight"])[0])
+
+
+def test_a_head_that_runs_as_a_module_finds_the_same() -> None:
+    call = inputs(bias=False)
+    hidden, weight, labels = call["hidden"], call["weight"], call["labels"]
+    wanted: dict[str, Any] = {name: True for name in ("entropy", "argmax", "log_sum_squares", "mean_logit")}
+    expected = token_logprobs(hidden, weight, labels, ignore_index=IGNORE, **wanted)
+    sizes = (20, hidden.shape[0] - 20)
+    aim = Objective(ignore_index=IGNORE)
+    got = module_logprobs(lambda x, _: x @ weight.detach().t(), hidden, labels, dict, sizes, aim)
+    for name in ("log_probs", *wanted):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name))

@@ -59,21 +59,23 @@ def module_logprobs(
     run: Run, hidden: Tensor, targets: Tensor, weights: Callable[[], Mapping[str, Tensor]], sizes: Sequence[int],
     aim: Objective,
 ) -> TokenScores:  # fmt: skip
-    """Log-probabilities, entropy and the most likely token under any head; each tile is recomputed in the backward."""
+    """Everything but ``top_k`` of :class:`TokenScores` under any head; each tile is recomputed in the backward."""
 
     def score(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         y, labels = run(tiles[0], aliases), tiles[1].squeeze(-1)
         valid, target = aim.targets(labels)
         wide = torch.promote_types(y.dtype, torch.float32)
-        log_p = aim.scaling.on(y.to(wide)).log_softmax(-1)
+        z = aim.scaling.on(y.to(wide))
+        log_p = z.log_softmax(-1)
         log_probs = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
         entropy = -(log_p.exp() * log_p).sum(-1)
-        found = (log_probs, entropy, log_p.detach().argmax(-1))
+        fixed = log_p.detach()
+        found = (log_probs, entropy, fixed.argmax(-1), (2 * fixed).logsumexp(-1), z.detach().mean(-1))
         return tuple(torch.where(valid, value, 0).unsqueeze(-1) for value in found)
 
     parts = run_in_tiles(score, (hidden, targets.to(hidden.device).unsqueeze(-1)), sizes, weights)
-    log_probs, entropy, argmax = (part.squeeze(-1) for part in parts)
-    return TokenScores(log_probs=log_probs, entropy=entropy, argmax=argmax)
+    log_probs, entropy, argmax, squares, mean = (part.squeeze(-1) for part in parts)
+    return TokenScores(log_probs, entropy, argmax, log_sum_squares=squares, mean_logit=mean)
 
 
 class _Plan:
