@@ -7,6 +7,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_LOWEST ?= .venv-lowest
+VENV_AXOLOTL ?= .venv-axolotl
+VENV_MS_SWIFT ?= .venv-ms-swift
 TORCH ?= -r constraints/torch.txt
 ARGS ?=
 PYTEST_ARGS ?=
@@ -23,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo gpu bench-cpu test test-fast test-highest test-lowest lint wheel clean distclean
+.PHONY: help setup demo gpu bench-cpu test test-fast test-highest test-lowest test-frameworks docs lint wheel clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,14 +44,22 @@ bench-cpu: $(VENV)/.ready  ## the CPU claim: interleaved pairs against untiled, 
 test: test-highest test-lowest  ## every test, then the core tests with the lowest supported versions
 
 test-highest: $(VENV)/.ready  ## every test, with the highest supported versions
-	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not distributed" $(PYTEST_ARGS)
+	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not distributed and not frameworks" $(PYTEST_ARGS)
 	$(VENV)/bin/python -m pytest -m distributed $(PYTEST_ARGS)
 
 test-lowest: $(VENV_LOWEST)/.ready  ## the core tests, with the lowest supported versions
 	$(VENV_LOWEST)/bin/python $(PYTEST_SIDE_BY_SIDE) $(CORE) $(PYTEST_ARGS)
 
+# The frameworks pin other versions than ours, so that each has an environment of its own (about 4 and 2 GB).
+test-frameworks: $(VENV)/.ready $(VENV_AXOLOTL)/.ready $(VENV_MS_SWIFT)/.ready  ## real axolotl and ms-swift runs with the plugins
+	SEQTILE_AXOLOTL=$(abspath $(VENV_AXOLOTL)) SEQTILE_MS_SWIFT=$(abspath $(VENV_MS_SWIFT)) \
+	    $(VENV)/bin/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
+
+docs: $(VENV)/.ready  ## the documentation's site, in site/; warnings are errors
+	$(VENV)/bin/python -m mkdocs build --strict --quiet
+
 test-fast: $(VENV)/.ready  ## the quick tests, in less than three minutes
-	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not slow and not distributed and not gpu" $(PYTEST_ARGS)
+	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not slow and not distributed and not gpu and not frameworks" $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready  ## ruff and mypy
 	$(VENV)/bin/ruff check .
@@ -59,11 +69,11 @@ wheel: $(VENV)/.ready  ## dist/seqtile-*.whl
 	$(VENV)/bin/python -m build --wheel
 
 clean:  ## remove what was built, and caches
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environments too
-	rm -rf $(VENV) $(VENV_LOWEST)
+	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_AXOLOTL) $(VENV_MS_SWIFT)
 
 # A stamp is newer than what it was made from, or the environment is made again on top of the old one.
 $(VENV)/.ready: pyproject.toml constraints/torch.txt constraints/highest.txt
@@ -71,6 +81,12 @@ $(VENV)/.ready: pyproject.toml constraints/torch.txt constraints/highest.txt
 
 $(VENV_LOWEST)/.ready: pyproject.toml constraints/torch.txt constraints/lowest.txt
 	$(call make_environment,$(VENV_LOWEST),constraints/lowest.txt,test)
+
+$(VENV_AXOLOTL)/.ready: pyproject.toml constraints/torch.txt constraints/axolotl.txt
+	$(call make_framework,$(VENV_AXOLOTL),constraints/axolotl.txt)
+
+$(VENV_MS_SWIFT)/.ready: pyproject.toml constraints/torch.txt constraints/ms-swift.txt
+	$(call make_framework,$(VENV_MS_SWIFT),constraints/ms-swift.txt)
 
 # DeepSpeed compiles C++ on first use. Without a compiler and Python's headers it is left out, and its tests are skipped
 # with that reason.
@@ -87,5 +103,15 @@ $(PYTHON) is %d.%d: install one, then say make PYTHON=python3.12" % sys.version_
 @$(PYTHON) -m venv $(1)
 @$(1)/bin/python -m pip install --quiet $(TORCH)
 @$(1)/bin/python -m pip install --quiet --constraint $(2) --editable ".[$(3)]"
+@touch $@
+endef
+
+# $(1) the environment, $(2) the framework's version. DeepSpeed's set-up reads the torch that is installed already.
+define make_framework
+@echo "Setting up $(1): this happens once and takes a few minutes."
+@$(PYTHON) -m venv $(1)
+@$(1)/bin/python -m pip install --quiet $(TORCH) setuptools wheel ninja
+@$(1)/bin/python -m pip install --quiet --no-build-isolation --requirement $(2)
+@$(1)/bin/python -m pip install --quiet --editable .
 @touch $@
 endef
