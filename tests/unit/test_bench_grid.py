@@ -49,6 +49,7 @@ def words(**changes: Any) -> dict[str, Any]:
         (["bench", "mlp", "--tokens", "8K"], "'8K' is no number of tokens"),
         (["bench", "mlp", "--tokens", "0"], "'0' is no number of tokens"),
         (["bench", "mlp", "--tiles", "shards:0"], "not a tile rule"),
+        (["bench", "mlp", "--tiles", "memory:1B"], "--tiles memory:1B"),
         (["bench", "mlp", "--methods", "fast"], "'fast' is unknown"),
         (["bench", "mlp", "--methods", ","], "is empty"),
         (["bench", "mlp", "--checkpoint", "maybe"], "no, yes, both"),
@@ -120,7 +121,8 @@ def test_pairs_run_each_tile_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     monkeypatch.setattr(grid, "run_pairs", run_pairs)
     given = words(tiles="shards:2,shards:4", methods="untiled,generic", checkpoint="no", tokens="8", pairs=5)
-    grid.run_grid(grid.build_grid(**given), tmp_path / "rows.jsonl")
+    asked, groups = grid.resolve(grid.build_grid(**given), CPU)
+    grid.run_grid(asked, groups, CPU, tmp_path / "rows.jsonl")
     assert ran == ["shards:2", "shards:4"]
 
 

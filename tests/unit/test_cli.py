@@ -104,6 +104,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--steps", "0"], "steps"),
         (["--engine", "fsdp3"], "'fsdp2', 'zero2' or 'zero3'"),
         (["--lora", "r=0"], "lora.r"),
+        (["--lora", "9999999"], "lora.r"),
         (["--lora", "rank=4"], "lora.rank"),
         (["--use_tiled_mlp", "false", "--tile", "64"], "keep one"),
         (["--use_tiled_mlp", "true", "--tiled_mlp_num_shards", "0"], "at least 1"),

@@ -150,6 +150,18 @@ def test_bad_input_ends_with_2(config: Path, flags: list[str], words: str, capsy
     assert shown.err.splitlines()[-1].startswith("seqtile: ")
 
 
+def test_a_crash_is_not_taken_for_a_difference(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr("seqtile.train.verify.check", crash)
+    assert verify(config) == 70
+    shown = capsys.readouterr()
+    assert shown.out == "" and "ZeroDivisionError: planted" in shown.err
+
+
 def test_no_column_is_cut(config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     assert verify(config) == 0

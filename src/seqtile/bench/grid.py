@@ -10,7 +10,7 @@ from typing import Any
 from seqtile._errors import UserError
 from seqtile.bench.cell import DTYPES, METHODS, OURS, SHAPES, TRAIN, Cell, run_cell, run_child, run_pairs
 from seqtile.bench.environment import append_rows, stamp
-from seqtile.tiling import parse_keep, parse_tile
+from seqtile.tiling import LIVE_WIDTHS, BlockShape, parse_keep, parse_tile
 
 DEFAULT_METHODS = ("untiled", "generic", "fused", "tile-checkpoint", "liger", "deepspeed")
 CPU_SHAPE = (512, 1408)
@@ -134,7 +134,7 @@ def resolve(grid: Grid, found: Row) -> tuple[Grid, list[list[Cell]]]:
         found: :func:`seqtile.bench.environment.environment` of a child process.
 
     Raises:
-        UserError: the device that was named is not here.
+        UserError: the device that was named is not here, or a tile rule's budget does not hold one token.
     """
     device = grid.device or found["device_type"]
     if device not in ("cpu", found["device_type"]):
@@ -144,8 +144,16 @@ def resolve(grid: Grid, found: Row) -> tuple[Grid, list[list[Cell]]]:
     hidden, intermediate = grid.shape or (CPU_SHAPE if on_cpu else SHAPES["llama-8b"])
     lengths = grid.tokens or (CPU_TOKENS if on_cpu else TOKENS)
     dtype = grid.dtype or ("float32" if on_cpu else "bfloat16")
+    itemsize = 4 if dtype == "float32" else 2
     groups = []
     for train in grid.train:
+        weights = 3 * hidden * intermediate if train == "full" else 0
+        block = BlockShape(hidden, intermediate, itemsize, weights, itemsize, device, LIVE_WIDTHS)
+        for rule in grid.tiles:
+            try:
+                parse_tile(rule).tile_sizes(max(lengths), block)
+            except ValueError as error:
+                raise UserError(f"--tiles {rule}: {error}") from None
         for checkpoint in grid.checkpoint:
             for tokens in lengths:
                 cells = []
@@ -161,21 +169,32 @@ def resolve(grid: Grid, found: Row) -> tuple[Grid, list[list[Cell]]]:
     return grid, groups
 
 
-def run_grid(grid: Grid, output: Path, told: Callable[[str], None] = lambda _: None) -> list[Row]:
+def look_around() -> Row:
+    """What a child process finds here: devices and versions.
+
+    Raises:
+        UserError: no child process can run.
+    """
+    found = run_child("environment", {})
+    if "error" in found:
+        raise UserError(f"cannot start a measurement: {found['error']}")
+    return found
+
+
+def run_grid(
+    grid: Grid, groups: list[list[Cell]], found: Row, output: Path, told: Callable[[str], None] = lambda _: None
+) -> list[Row]:
     """Run every cell; each row is written to ``output`` as it comes.
 
     Args:
-        grid: what to measure.
+        grid, groups: what to measure, by :func:`resolve`.
+        found: by :func:`look_around`.
         output: file of JSON lines.
         told: hears what runs next.
 
     Returns:
         The rows.
     """
-    found = run_child("environment", {})
-    if "error" in found:
-        raise UserError(f"cannot start a measurement: {found['error']}")
-    grid, groups = resolve(grid, found)
     rows: list[Row] = []
 
     def add(row: Row) -> None:

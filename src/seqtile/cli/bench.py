@@ -73,7 +73,7 @@ def mlp(
     out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
 ) -> None:  # fmt: skip
     """One MLP block, forward and backward: methods x tokens x tile rules, every cell in a process of its own."""
-    from seqtile.bench.grid import build_grid, run_grid, summary
+    from seqtile.bench.grid import build_grid, look_around, resolve, run_grid, summary
     from seqtile.bench.plots import plot_grid
     from seqtile.cli import bench_show as show
 
@@ -81,9 +81,11 @@ def mlp(
         shape=shape, hidden=hidden, intermediate=intermediate, tokens=tokens, tiles=tiles, methods=methods,
         checkpoint=checkpoint, train=train, dtype=dtype, device=device, repeats=repeats, pairs=pairs, keep=keep,
     )  # fmt: skip
+    found = look_around()
+    grid, groups = resolve(grid, found)
     directory, stem = show.fresh(out, "mlp")
     with show.Status() as status:
-        rows = run_grid(grid, directory / f"{stem}.jsonl", status.say)
+        rows = run_grid(grid, groups, found, directory / f"{stem}.jsonl", status.say)
     show.print_grid(rows)
     show.print_files([directory / f"{stem}.jsonl", *plot_grid(rows, directory, stem)])
     show.print_summary(summary(rows))

@@ -6,10 +6,13 @@ import json
 import logging
 import math
 import sys
+import traceback
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from seqtile._errors import RunError, UserError
 
 if TYPE_CHECKING:
     from seqtile.train.recipe import Recipe
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 DIFFERS = 1
+NO_ANSWER = 70  # EX_SOFTWARE of sysexits.h: a script must not take a crash for "gradients differ"
 
 
 def command(
@@ -40,7 +44,7 @@ def command(
     """Compare one tiled forward and backward with an untiled one.
 
     Exit code 0: the same gradients. 1: a gradient is further off than the untiled run's own error allows; its
-    parameter is named. 2: bad input.
+    parameter is named. 2: bad input. 70: the comparison itself failed.
     """
     from seqtile.train.recipe import parse_lora
 
@@ -61,7 +65,16 @@ def command(
 
     recipe = check_recipe({key: value for key, value in given.items() if value is not None})
     quiet()
-    result = check(recipe)
+    try:
+        result = check(recipe)
+    except UserError:
+        raise
+    except RunError as error:
+        print(f"seqtile: {error}", file=sys.stderr)
+        raise typer.Exit(NO_ANSWER) from None
+    except Exception:  # noqa: BLE001 (whatever it was, it is shown, and no answer)
+        traceback.print_exc()
+        raise typer.Exit(NO_ANSWER) from None
     if as_json:
         print(json.dumps(as_object(recipe, result), allow_nan=False))
     else:

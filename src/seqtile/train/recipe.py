@@ -73,7 +73,7 @@ class LoraRecipe(CheckedModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    r: int = Field(16, ge=1)
+    r: int = Field(16, ge=1, le=65536)
     alpha: float | None = Field(None, gt=0, description="scale; twice the rank when not given")
     dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: str | tuple[str, ...] = "all-linear"
