@@ -1,0 +1,1 @@
+"""seqtile in the tools that people already use."""

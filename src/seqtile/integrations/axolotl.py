@@ -1,0 +1,211 @@
+"""axolotl's plugin: ``plugins: [seqtile.integrations.axolotl.SeqtilePlugin]`` in its YAML.
+
+It reads axolotl's own keys (``tiled_mlp``, ``tiled_mlp_num_shards``, ``tiled_mlp_use_original_mlp``) and ours, the
+arguments of :func:`seqtile.apply`, under ``seqtile:``. axolotl patches the MLP's class when it finds ``tiled_mlp`` set
+right after the plugins' ``pre_model_load`` and before it builds the model. So the key is taken out of the
+configuration there and put back once the model is loaded: nothing of axolotl's is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin, PluginManager  # type: ignore[import-not-found]
+from axolotl.utils.logging import get_logger  # type: ignore[import-not-found]
+from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, model_validator
+
+from seqtile._errors import UserError
+
+LOG = get_logger("axolotl.seqtile")  # axolotl shows INFO of loggers below its own name only
+
+_BLOCK_KEYS = ("tile", "only", "blocks", "path", "keep")
+
+# What else computes the MLP, the loss, or decides what activation checkpoints keep.
+_MLP_KERNELS = ("liger_glu_activation", "lora_mlp_kernel", "use_kernels", "use_scattermoe", "use_sonicmoe")
+_LOSSES = ("liger_fused_linear_cross_entropy", "liger_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy",
+           "flash_attn_cross_entropy", "use_eaft")  # fmt: skip
+_CHECKPOINTS = ("activation_offloading", "selective_checkpointing")
+
+
+class SeqtileSettings(BaseModel):
+    """The arguments of :func:`seqtile.apply`, with its defaults; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tile: StrictInt | StrictStr | None = None
+    only: str | list[str] | None = None
+    blocks: str | None = None
+    path: str | None = None
+    keep: float | str | None = None
+    loss: str | None = None
+    loss_tile: StrictInt | StrictStr | None = None
+    loss_impl: str | None = None
+    checkpoint: str | None = None
+    offload: bool | str | None = None
+
+
+class SeqtileArgs(BaseModel):
+    """What the plugin adds to axolotl's configuration; axolotl merges it with its own classes."""
+
+    seqtile: SeqtileSettings | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_parallel_sizes(cls, data: Any) -> Any:
+        """Both names of the number of ranks that share a row are axolotl's; one value for both."""
+        old, new = data.get("sequence_parallel_degree"), data.get("context_parallel_size")
+        if old is not None and new is not None and old != new:
+            raise UserError(
+                f"sequence_parallel_degree: {old} and context_parallel_size: {new} are two names of one number; "
+                "give context_parallel_size alone"
+            )
+        return data
+
+    @model_validator(mode="after")
+    def check_seqtile(self) -> Any:
+        """Refuse before anything is loaded what :func:`seqtile.apply` would refuse, and what excludes it."""
+        from seqtile.models.apply import check_settings
+        from seqtile.models.rest import Rest
+
+        cfg = {**self.__dict__, "seqtile": self.seqtile.model_dump() if self.seqtile else None}
+        given = apply_arguments(cfg)
+        check_settings(given.get("tile", "auto"), given.get("path", "auto"), given.get("keep", 0.0), 1)
+        Rest.parse(
+            given.get("loss"), given.get("loss_tile", "auto"), given.get("loss_impl", "torch"),
+            given.get("checkpoint"), given.get("offload", False),
+        )  # fmt: skip
+        check_conflicts(cfg, given)
+        return self
+
+
+def apply_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of :func:`seqtile.apply` that a configuration asks for; empty: nothing to do.
+
+    Args:
+        cfg: axolotl's configuration, or anything with its keys.
+
+    Raises:
+        UserError: two keys that contradict each other.
+    """
+    given = {key: value for key, value in (cfg.get("seqtile") or {}).items() if value is not None}
+    if cfg.get("tiled_mlp") is False:
+        if idle := [f"seqtile.{key}" for key in _BLOCK_KEYS if key in given]:
+            raise UserError(
+                f"tiled_mlp: false tiles no MLP, so {', '.join(idle)} would be ignored; leave one of them out"
+            )
+        return {**given, "blocks": "none"} if given else {}
+    if cfg.get("tiled_mlp") and given.get("blocks") == "none":
+        raise UserError("tiled_mlp: true and seqtile.blocks: none contradict each other; leave one of them out")
+    shards = cfg.get("tiled_mlp_num_shards")
+    if shards is not None:
+        if "tile" in given:
+            raise UserError(
+                f"tiled_mlp_num_shards: {shards} and seqtile.tile: {given['tile']} both say how long a tile is; "
+                "give one of them"
+            )
+        if shards < 1:
+            raise UserError(f"tiled_mlp_num_shards: {shards}: expected a number of tiles from 1")
+        given["tile"] = f"shards:{shards}"
+    if cfg.get("tiled_mlp_use_original_mlp") is False:
+        if given.get("path", "fused") != "fused":
+            raise UserError(
+                f"tiled_mlp_use_original_mlp: false asks for seqtile's own operator, seqtile.path: {given['path']} for "
+                "another; leave one of them out"
+            )
+        given["path"] = "fused"
+    return given
+
+
+def check_conflicts(cfg: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse settings of axolotl that do the same job as what ``given`` asks of :func:`seqtile.apply`.
+
+    Raises:
+        UserError: there is one; it names both keys.
+    """
+    if given.get("path") == "fused":
+        for key in _on(cfg, _MLP_KERNELS):
+            itself = " (axolotl switches it on with LoRA unless it is given)" if key == "lora_mlp_kernel" else ""
+            raise UserError(
+                f"tiled_mlp_use_original_mlp: false replaces the MLP that {key}{itself} replaces too; "
+                f"set {key}: false, or leave tiled_mlp_use_original_mlp (seqtile.path) out"
+            )
+    if given.get("loss"):
+        for key in _on(cfg, _LOSSES):
+            raise UserError(
+                f"seqtile.loss: tiled and {key} both compute the loss; set {key}: false or drop seqtile.loss"
+            )
+    if given.get("checkpoint") or given.get("offload"):
+        ours = "seqtile.offload" if given.get("offload") else "seqtile.checkpoint"
+        others = _on(cfg, _CHECKPOINTS)
+        if isinstance(cfg.get("gradient_checkpointing"), str):
+            others.append(f"gradient_checkpointing: {cfg['gradient_checkpointing']}")
+        fsdp = cfg.get("fsdp_config")
+        if fsdp and (fsdp.get if isinstance(fsdp, Mapping) else lambda key: getattr(fsdp, key, None))(
+            "activation_checkpointing"
+        ):
+            others.append("fsdp_config.activation_checkpointing")
+        for key in others:
+            raise UserError(f"{ours} and {key} both decide what activation checkpoints keep; leave one of them out")
+
+
+def _on(cfg: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:
+    return [key for key in keys if cfg.get(key)]
+
+
+class SeqtilePlugin(BasePlugin):
+    """Tiles the model after every adapter and plugin, before the engine wraps it."""
+
+    _taken: Any = None
+
+    def register(self, cfg: dict[str, Any]) -> None:
+        """Write our defaults into the configuration as given, where axolotl's other plugins look for them."""
+        if cfg.get("tiled_mlp_use_original_mlp") is None:
+            cfg["tiled_mlp_use_original_mlp"] = True
+        recompute = cfg.get("gradient_checkpointing") is True and not cfg.get("activation_offloading")
+        if recompute and cfg.get("gradient_checkpointing_kwargs") is None:
+            # axolotl's default is the reentrant checkpoint, which runs each block once more.
+            cfg["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+
+    def get_input_args(self) -> str:
+        """The class that admits ``seqtile:`` to the configuration."""
+        return f"{__name__}.SeqtileArgs"
+
+    def pre_model_load(self, cfg: Any) -> None:
+        """Take ``tiled_mlp`` out of axolotl's sight before it patches the MLP's class."""
+        self._taken, cfg["tiled_mlp"] = cfg.get("tiled_mlp"), None
+
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        """Tile the model, adapters included; says what was done through axolotl's logger.
+
+        Raises:
+            UserError: axolotl tiles the MLPs too, a plugin comes after, or :func:`seqtile.apply` refuses.
+        """
+        import seqtile
+
+        cfg["tiled_mlp"] = self._taken
+        given = apply_arguments(cfg)
+        if not given and self._taken is False:
+            LOG.info("seqtile: tiled_mlp: false, nothing was changed")
+            return
+        if own := next((type(m).__name__ for m in model.modules() if hasattr(m, "_tiled_mlp_dist_impl")), ""):
+            raise UserError(
+                f"axolotl's own tiled MLP runs {own} already, and this plugin could not keep it off; take tiled_mlp "
+                "out of the configuration and give seqtile.tile"
+            )
+        self._check_last()
+        report = seqtile.apply(model, **given)
+        LOG.info("seqtile: %s", report)
+        for left in report.left:
+            LOG.info("seqtile left %s (%s) alone: %s", left.name, left.class_name, left.why)
+
+    def _check_last(self) -> None:
+        """Refuse a plugin that would change the loaded model after us: it could take the tiles off unseen."""
+        plugins = list(PluginManager.get_instance().plugins.values())
+        after = plugins[plugins.index(self) + 1 :] if self in plugins else []
+        for plugin in after:
+            if type(plugin).post_model_load is not BasePlugin.post_model_load:
+                raise UserError(
+                    f"{type(plugin).__name__} changes the model after it was tiled; put "
+                    f"{__name__}.SeqtilePlugin last in plugins:"
+                )

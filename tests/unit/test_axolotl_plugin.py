@@ -1,0 +1,180 @@
+"""The plugin's contract with axolotl, against stand-ins; the real one runs in ``make test-frameworks``."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import axolotl_standin as standin
+import seqtile
+
+SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=1)  # fmt: skip
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    yield standin.install(monkeypatch)
+    if hasattr(LlamaMLP, "_tiled_mlp_dist_impl"):
+        del LlamaMLP._tiled_mlp_dist_impl
+
+
+def build() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["gate_proj", "up_proj", "down_proj"]))
+
+
+def load(raw: dict[str, Any], *plugins: Any, adapt: Any = lambda model: model) -> tuple[Any, nn.Module]:
+    cfg = standin.load_config(raw, *plugins)
+    return cfg, standin.load_model(cfg, build, adapt)
+
+
+def test_tiled_mlp_means_ours(ours: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "axolotl.seqtile"):
+        cfg, model = load({"tiled_mlp": True, "tiled_mlp_num_shards": 4}, ours.SeqtilePlugin())
+    assert not hasattr(LlamaMLP, "_tiled_mlp_dist_impl"), "axolotl's own patch ran too"
+    assert cfg.tiled_mlp is True  # put back: the configuration that is saved says what ran
+    assert "tiled 2 of 2 MLPs (LlamaMLP), 4 tiles, fused" in caplog.text
+    assert seqtile.undo(model) == 2
+
+
+def test_without_the_plugin_axolotls_own_patch_runs(ours: Any) -> None:
+    load({"tiled_mlp": True})
+    assert hasattr(LlamaMLP, "_tiled_mlp_dist_impl")
+
+
+def test_adapters_are_tiled(ours: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "axolotl.seqtile"):
+        _, model = load({"seqtile": {"tile": 8}}, ours.SeqtilePlugin(), adapt=with_lora)
+    assert "tiled 2 of 2 MLPs (LlamaMLP), 8 tokens per tile, fused" in caplog.text
+    assert seqtile.undo(model) == 2
+
+
+def test_a_second_model_is_tiled_too(ours: Any) -> None:
+    """The reference model of DPO is loaded with the same configuration."""
+    cfg, _ = load({"tiled_mlp": True}, ours.SeqtilePlugin())
+    assert seqtile.undo(standin.load_model(cfg, build, lambda model: model)) == 2
+    assert not hasattr(LlamaMLP, "_tiled_mlp_dist_impl")
+
+
+def test_tiled_mlp_false_leaves_the_blocks_alone(ours: Any, caplog: pytest.LogCaptureFixture) -> None:
+    _, model = load({"tiled_mlp": False}, ours.SeqtilePlugin())
+    assert seqtile.undo(model) == 0
+    with caplog.at_level(logging.INFO, "axolotl.seqtile"):
+        _, model = load({"tiled_mlp": False, "seqtile": {"loss": "tiled"}}, ours.SeqtilePlugin())
+    assert "loss of LlamaForCausalLM tiled" in caplog.text
+    assert not any("forward" in part.__dict__ for part in model.modules() if isinstance(part, LlamaMLP))
+
+
+@pytest.mark.parametrize(
+    ("cfg", "given"),
+    [
+        ({}, {}),
+        ({"tiled_mlp": True}, {}),
+        ({"tiled_mlp": True, "tiled_mlp_num_shards": 4}, {"tile": "shards:4"}),
+        ({"tiled_mlp_use_original_mlp": False}, {"path": "fused"}),
+        ({"seqtile": {"tile": 4096, "keep": 0.5, "offload": "memory:1GiB"}},
+         {"tile": 4096, "keep": 0.5, "offload": "memory:1GiB"}),
+        ({"tiled_mlp": False, "tiled_mlp_num_shards": 4, "seqtile": {"offload": True}},
+         {"offload": True, "blocks": "none"}),
+        ({"seqtile": {"only": ["*.layers.0.*"], "loss": "tiled", "loss_tile": 512, "checkpoint": "attention-saved"}},
+         {"only": ["*.layers.0.*"], "loss": "tiled", "loss_tile": 512, "checkpoint": "attention-saved"}),
+    ],
+)  # fmt: skip
+def test_keys_become_arguments(ours: Any, cfg: dict[str, Any], given: dict[str, Any]) -> None:
+    assert ours.apply_arguments(standin.load_config(cfg, ours.SeqtilePlugin())) == given
+
+
+REFUSED = [
+    ({"tiled_mlp_use_original_mlp": False, "liger_glu_activation": True}, "liger_glu_activation"),
+    ({"tiled_mlp_use_original_mlp": False, "lora_mlp_kernel": True}, "lora_mlp_kernel"),
+    ({"tiled_mlp_use_original_mlp": False, "use_scattermoe": True}, "use_scattermoe"),
+    ({"tiled_mlp_use_original_mlp": False, "seqtile": {"path": "generic"}}, "seqtile.path: generic"),
+    ({"tiled_mlp": True, "tiled_mlp_num_shards": 4, "seqtile": {"tile": 512}}, "both say how long a tile is"),
+    ({"tiled_mlp": True, "tiled_mlp_num_shards": 0}, "expected a number of tiles from 1"),
+    ({"tiled_mlp": True, "seqtile": {"blocks": "none", "loss": "tiled"}}, "contradict each other"),
+    ({"tiled_mlp": False, "seqtile": {"tile": 512}}, "seqtile.tile would be ignored"),
+    ({"seqtile": {"tyle": 512}}, "tyle"),
+    ({"seqtile": {"tile": "half"}}, "half"),
+    ({"seqtile": {"keep": 2.0}}, "keep"),
+    ({"seqtile": {"loss_tile": 512}}, "changes nothing without loss='tiled'"),
+    ({"seqtile": {"loss": "tiled"}, "cut_cross_entropy": True}, "both compute the loss"),
+    ({"seqtile": {"loss": "tiled"}, "chunked_cross_entropy": True}, "both compute the loss"),
+    ({"seqtile": {"offload": True}, "activation_offloading": "legacy"}, "activation_offloading"),
+    ({"seqtile": {"offload": True}, "gradient_checkpointing": "offload"}, "gradient_checkpointing: offload"),
+    ({"seqtile": {"checkpoint": "full"}, "fsdp_config": {"activation_checkpointing": True}}, "fsdp_config"),
+    ({"sequence_parallel_degree": 4, "context_parallel_size": 8}, "two names of one number"),
+]
+
+
+@pytest.mark.parametrize(("cfg", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_refused(ours: Any, cfg: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        standin.load_config(cfg, ours.SeqtilePlugin())
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["liger_glu_activation", "lora_mlp_kernel"])
+def test_another_kernels_mlp_is_tiled_as_it_is(ours: Any, key: str) -> None:
+    cfg = standin.load_config({"tiled_mlp": True, key: True}, ours.SeqtilePlugin())
+    assert "path" not in ours.apply_arguments(cfg)
+
+
+@pytest.mark.parametrize("key", ["sequence_parallel_degree", "context_parallel_size"])
+def test_both_names_of_the_parallel_size(ours: Any, key: str) -> None:
+    assert standin.load_config({"tiled_mlp": True, key: 8}, ours.SeqtilePlugin())[key] == 8
+
+
+def test_axolotls_own_patch_that_ran_all_the_same_is_refused(ours: Any) -> None:
+    standin.patch_tiled_mlp()
+    with pytest.raises(seqtile.UserError, match="axolotl's own tiled MLP runs LlamaMLP already"):
+        load({"tiled_mlp": True}, ours.SeqtilePlugin())
+
+
+def test_a_plugin_that_changes_the_model_afterwards_is_refused(ours: Any) -> None:
+    class Later(standin.BasePlugin):
+        def post_model_load(self, cfg: Any, model: Any) -> None: ...
+
+    with pytest.raises(seqtile.UserError, match="put seqtile.integrations.axolotl.SeqtilePlugin last in plugins:"):
+        load({"tiled_mlp": True}, ours.SeqtilePlugin(), Later())
+    standin.PluginManager.get_instance().plugins.clear()
+    _, model = load({"tiled_mlp": True}, Later(), ours.SeqtilePlugin(), standin.BasePlugin())
+    assert seqtile.undo(model) == 2
+
+
+def test_checkpoints_are_not_reentrant_unless_asked_for(ours: Any) -> None:
+    """axolotl's default runs each block once more."""
+    kwargs = {"use_reentrant": True}
+    for raw, want in [
+        ({"gradient_checkpointing": True}, {"use_reentrant": False}),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}, kwargs),
+        ({"gradient_checkpointing": True, "activation_offloading": "legacy"}, None),
+        ({}, None),
+    ]:
+        assert standin.load_config(raw, ours.SeqtilePlugin()).gradient_checkpointing_kwargs == want
+
+
+def test_settings_are_the_arguments_of_apply(ours: Any) -> None:
+    arguments = [p.name for p in inspect.signature(seqtile.apply).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert list(ours.SeqtileSettings.model_fields) == arguments
+
+
+def test_hooks_have_axolotls_names_and_parameters(ours: Any) -> None:
+    own = {name: value for name, value in vars(ours.SeqtilePlugin).items() if inspect.isfunction(value)}
+    hooks = {name: value for name, value in own.items() if not name.startswith("_")}
+    assert {"register", "get_input_args", "pre_model_load", "post_model_load"} <= set(hooks)
+    for name, hook in hooks.items():
+        assert list(inspect.signature(hook).parameters) == list(
+            inspect.signature(getattr(standin.BasePlugin, name)).parameters
+        )
