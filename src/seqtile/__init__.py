@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from seqtile._errors import UserError as UserError
     from seqtile.counting import count_live_bytes as count_live_bytes
     from seqtile.counting import count_products as count_products
+    from seqtile.integrations.callback import TilingCallback as TilingCallback
     from seqtile.models.apply import applied as applied
     from seqtile.models.apply import apply as apply
     from seqtile.models.apply import undo as undo
@@ -29,6 +30,7 @@ _HOMES = {
     "Block": "seqtile.models.report",
     "LogitScaling": "seqtile.ops.head_tile",
     "Report": "seqtile.models.report",
+    "TilingCallback": "seqtile.integrations.callback",
     "TokenScores": "seqtile.ops.head_scores",
     "UserError": "seqtile._errors",
     "VerifyResult": "seqtile.verification",

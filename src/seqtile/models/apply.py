@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from seqtile._errors import UserError
+from seqtile.checkpointing.install import standing_checkpointing
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import gathered, is_marked, mark_leaf
 from seqtile.models.find import LOOKED_FOR, Candidate, Left, find_blocks
+from seqtile.models.head import standing_losses
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.models.layer import TiledLayer, TiledPair, TiledSum
 from seqtile.models.report import Block, Report
@@ -198,6 +200,16 @@ def _standing(model: nn.Module) -> list[Installed]:
     """The tiled forwards of a model, also where accelerate put a hook's forward around one."""
     forwards = [module.__dict__.get(name) for module in model.modules() for name in ("forward", "_old_forward")]
     return [one for one in forwards if isinstance(one, Installed)]
+
+
+def tiled_names(model: nn.Module) -> set[str]:
+    """Qualified names that :func:`apply` gave the blocks it tiled, of those whose tiles still run."""
+    return {one.setting.name for one in _standing(model) if not _is_own(one)}
+
+
+def carries(model: nn.Module) -> bool:
+    """Whether anything of :func:`apply` is on ``model``: tiled blocks, the tiled loss, a checkpoint policy."""
+    return bool(tiled_names(model) or standing_losses(model) or standing_checkpointing(model))
 
 
 @contextmanager

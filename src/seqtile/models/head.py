@@ -135,10 +135,14 @@ class TiledLoss:
     @property
     def covered_by(self) -> str:
         """What was put over this forward and computes the loss without asking it, or ""."""
-        forward = self.module.__dict__.get("forward")
         from seqtile.models.head_trl import TrlHead
 
-        return "TRL's fused head" if forward is not self and TrlHead.of(forward) else ""
+        forward = self.module.__dict__.get("forward")
+        while forward is not None and forward is not self:
+            if TrlHead.of(forward):
+                return "TRL's fused head"
+            forward = getattr(forward, "__wrapped__", None)  # accelerate puts autocast around it
+        return ""
 
     def install(self, marked: bool = True) -> None:
         """Put it on the model; unmarked, ``undo`` does not find it."""

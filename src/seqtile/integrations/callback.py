@@ -1,0 +1,231 @@
+"""A callback for transformers' Trainer and for every trainer built on it, TRL's among them."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
+from seqtile.models.apply import apply, carries, tiled_names
+from seqtile.models.report import Report
+
+logger = first_rank_logger(__name__)
+
+GIB = 2**30
+TRAINING, OPTIMIZER, EVALUATION = "forward_backward", "optimizer", "evaluation"
+
+
+class TilingCallback(TrainerCallback):
+    """Tile the trainer's model, and log what was tiled and where the memory peaks are.
+
+    ``Trainer(..., callbacks=[seqtile.TilingCallback(tile=8192)])``. The model is tiled when the trainer has been
+    built: after TRL has put adapters on it, before training wraps it for an engine. A model that carries no tiling
+    when training starts is tiled then: one that ``model_init`` makes anew for every run, or the one of a trainer that
+    was given this callback later. So is ``trainer.ref_model``, except under DeepSpeed.
+
+    The trainer's logs (``state.log_history``, the console, everything in ``report_to``) gain
+
+    * ``seqtile``: the report, in the first log of a run;
+    * ``seqtile/forward_backward_peak_allocated_gib``, ``.../optimizer_...``, ``.../evaluation_...``: the allocator's
+      peak in each part since the last log, on this process' accelerator. Forward and backward are one part, since no
+      event lies between them;
+    * ``seqtile/peak_resident_gib`` on a CPU, where no allocator counts: the most that the process ever held.
+
+    Garbage is collected and the allocator's cache emptied when training begins, so that what building the trainer
+    left behind is no part of the first step, and once more at the first step if an evaluation came before it. Later
+    steps take the blocks of those before, and emptying would only cost time.
+
+    Args:
+        report: what :func:`seqtile.apply` returned, where the model was tiled by hand: it is logged and nothing is
+            tiled.
+        **settings: keyword arguments of :func:`seqtile.apply`.
+
+    Attributes:
+        report: what was tiled last, or None before the trainer is built.
+
+    Cost:
+        Two reads of the allocator's counters per step. They are reset in between; where the trainer measures memory
+        itself (``skip_memory_metrics=False``), the peaks are left to it.
+
+    Raises:
+        UserError: as :func:`seqtile.apply`, when the trainer is built; when training starts, if another library
+            replaced what was tiled since.
+    """
+
+    def __init__(self, report: Report | None = None, /, **settings: Any) -> None:
+        try:
+            inspect.signature(apply).bind(None, **settings)
+        except TypeError as error:
+            raise TypeError(f"TilingCallback takes what seqtile.apply takes: {error}") from None
+        if report is not None and (settings or not isinstance(report, Report)):
+            raise UserError(
+                f"TilingCallback got {type(report).__name__} and the settings {sorted(settings)}; give either the "
+                "report of seqtile.apply, or settings for the callback to tile with"
+            )
+        self.report = report
+        self._settings, self._by_hand = settings, report is not None
+        self._news: dict[str, Any] = {}
+        self._peaks: _Peaks | None = None
+        self._at_start = self._collects_again = False
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """The trainer has been built."""
+        _go_first(self)
+        if not self._by_hand:
+            self.report = apply(model, **self._settings)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """The engine has wrapped the model; nothing has run."""
+        trainer = _go_first(self)
+        if self.report is None or not (self._by_hand or carries(model)):
+            self.report = apply(model, **self._settings)
+        self._refuse_what_is_lost(model, self.report)
+        told = [str(self.report)]
+        if not self._by_hand and trainer is not None:
+            told += self._tile_reference(trainer)
+        self._news = {"seqtile": "; ".join(told)}
+        logger.info("%s", self._news["seqtile"])
+        _collect(args.device)
+        self._at_start, self._collects_again = True, False
+        self._peaks = _Peaks(args.device) if args.skip_memory_metrics else None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Before the first micro-batch of a step."""
+        if self._collects_again:
+            _collect(args.device)
+        self._at_start = self._collects_again = False
+        self._end_of("")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Every micro-batch of the step has been through backward."""
+        self._end_of(TRAINING)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The weights are new."""
+        self._end_of(OPTIMIZER)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A batch has been evaluated."""
+        self._collects_again = self._at_start
+        self._end_of(EVALUATION)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """The trainer logs: in its history already, not yet at those whom it reports to."""
+        if self._peaks is not None:
+            self._news.update(self._peaks.take())
+        if logs is not None and state.log_history:
+            logs.update(self._news)
+            state.log_history[-1].update(self._news)
+            self._news = {}
+
+    def _end_of(self, phase: str) -> None:
+        if self._peaks is not None:
+            self._peaks.end_of(phase)
+
+    def _tile_reference(self, trainer: Trainer) -> list[str]:
+        """Tile the model that DPO or GRPO compares with, which is built after :meth:`on_init_end`."""
+        reference = getattr(trainer, "ref_model", None)
+        if not isinstance(reference, nn.Module) or carries(reference):
+            return []
+        if trainer.is_deepspeed_enabled:
+            return ["the reference model is not tiled: DeepSpeed holds it already"]
+        only_blocks = {name: self._settings[name] for name in _OF_BLOCKS if name in self._settings}
+        if only_blocks.get("blocks") == "none":
+            return []
+        try:
+            return [f"reference model: {apply(reference, **only_blocks)}"]
+        except UserError as error:
+            return [f"the reference model is not tiled: {error}"]
+
+    def _refuse_what_is_lost(self, model: nn.Module, report: Report) -> None:
+        """Raise if something that was tiled would not run in tiles any more."""
+        standing = tiled_names(model)
+        lost = [block.name for block in report.blocks if block.name not in standing]
+        if lost:
+            raise UserError(
+                f"{len(lost)} of {report.tiled} tiled blocks would run untiled ({lost[0]} among them): another library "
+                "replaced their forward after they were tiled, or the report is another model's; with "
+                "use_liger_kernel=True pass liger_kernel_config={'swiglu': False, 'geglu': False}"
+            )
+        if self._settings.get("loss") is None:
+            return
+        over = [note for note in report.notes if "over the tiled loss" in note]
+        if over:
+            raise UserError(
+                "loss='tiled' has no effect in this trainer: it puts TRL's fused head, which builds no whole logits "
+                "either, over the model after the callback has run; leave loss out, or build the trainer without this "
+                "callback, call report = seqtile.apply(trainer.model, loss='tiled', ...) and "
+                "trainer.add_callback(seqtile.TilingCallback(report))"
+            )
+
+
+_OF_BLOCKS = ("tile", "only", "blocks", "path")
+
+
+def _go_first(callback: TrainerCallback) -> Trainer | None:
+    """Put ``callback`` before the trainer's others, so that those that report see what it adds to a log.
+
+    Returns:
+        The trainer, or None if another program calls. No event hands it over, so it is read from the stack of calls.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        trainer = frame.f_locals.get("self")
+        if isinstance(trainer, Trainer):
+            callbacks = trainer.callback_handler.callbacks
+            if callback in callbacks:
+                callbacks.remove(callback)
+                callbacks.insert(0, callback)
+            return trainer
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _collect(device: torch.device) -> None:
+    gc.collect()
+    if device.type != "cpu":
+        getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
+
+
+class _Peaks:
+    """The most bytes in use in each part of a step, since they were last taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.found = device, dict[str, int]()
+        self.counted = device.type != "cpu"
+        try:
+            self.end_of("")
+        except (AttributeError, RuntimeError):  # a device whose allocator does not count
+            self.counted = False
+
+    def end_of(self, phase: str) -> None:
+        """What was in use since the last call was for ``phase``; ``""`` is of no interest."""
+        if not self.counted:
+            return
+        peak = torch.accelerator.max_memory_allocated(self.device)
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        if phase:
+            self.found[phase] = max(peak, self.found.get(phase, 0))
+
+    def take(self) -> dict[str, float]:
+        """For a log, in GiB; forgets them."""
+        found, self.found = self.found, {}
+        if self.device.type == "cpu":
+            return _resident()
+        return {f"seqtile/{phase}_peak_allocated_gib": round(peak / GIB, 4) for phase, peak in found.items()}
+
+
+def _resident() -> dict[str, float]:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return {}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"seqtile/peak_resident_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB, 4)}

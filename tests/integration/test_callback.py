@@ -1,0 +1,315 @@
+"""``seqtile.TilingCallback`` in the real trainers: the same losses, and what it logs."""
+
+from __future__ import annotations
+
+import gc
+import json
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import seqtile
+import tiny_run
+from seqtile.models.apply import tiled_names
+
+STEPS = 20
+COMMON: dict[str, Any] = dict(
+    max_steps=STEPS, per_device_train_batch_size=2, learning_rate=0.1, optim="sgd", logging_steps=1, save_strategy="no",
+    report_to="none", use_cpu=True, disable_tqdm=True, seed=3,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the trainers have to say about their own defaults
+        yield
+
+
+def rows(count: int = 16) -> Dataset:
+    ids = [list(range(1 + row, 33 + row)) for row in range(count)]
+    return Dataset.from_dict({"input_ids": ids, "labels": ids})
+
+
+def plain(directory: Path, out: Path, *callbacks: Any, **more: Any) -> Trainer:
+    model = {} if "model_init" in more else {"model": AutoModelForCausalLM.from_pretrained(directory)}
+    named = {name: more.pop(name) for name in ("model_init",) if name in more}
+    arguments = TrainingArguments(str(out), **{**COMMON, **more})
+    return Trainer(
+        **model, **named, args=arguments, train_dataset=rows(), eval_dataset=rows(4), callbacks=list(callbacks)
+    )
+
+
+def sft(directory: Path, out: Path, *callbacks: Any, **more: Any) -> Any:
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    return SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(directory),
+        args=SFTConfig(str(out), max_length=64, **{"bf16": False, **COMMON, **more}),
+        train_dataset=Dataset.from_list(tiny_run.text_rows(16)),
+        processing_class=AutoTokenizer.from_pretrained(directory),
+        peft_config=LoraConfig(r=4, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"),
+        callbacks=list(callbacks),
+    )
+
+
+def dpo(directory: Path, out: Path, *callbacks: Any) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
+    words = tiny_run.SENTENCES
+    pairs = [{"prompt": words[i], "chosen": words[i + 3], "rejected": words[i + 9]} for i in range(8)]
+    return DPOTrainer(
+        AutoModelForCausalLM.from_pretrained(directory),
+        args=DPOConfig(str(out), max_length=64, bf16=False, **COMMON),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=AutoTokenizer.from_pretrained(directory),
+        callbacks=list(callbacks),
+    )
+
+
+def grpo(directory: Path, out: Path, *callbacks: Any) -> Any:
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [sum(token % 7 for token in ids) / 10 for ids in completion_ids]
+
+    return GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(directory),
+        reward_funcs=reward,
+        args=GRPOConfig(str(out), num_generations=2, max_completion_length=6, beta=0.1, bf16=False, **COMMON),
+        train_dataset=Dataset.from_dict({"prompt": tiny_run.SENTENCES[:8]}),
+        processing_class=AutoTokenizer.from_pretrained(directory),
+        callbacks=list(callbacks),
+    )
+
+
+def reward_model(directory: Path, out: Path, *callbacks: Any) -> Any:
+    from trl import RewardConfig, RewardTrainer
+
+    words = tiny_run.SENTENCES
+    pairs = [{"chosen": f"{words[i]} {words[i + 3]}", "rejected": f"{words[i]} {words[i + 9]}"} for i in range(8)]
+    torch.manual_seed(0)  # the score's weights
+    return RewardTrainer(
+        AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1),
+        args=RewardConfig(str(out), max_length=64, bf16=False, **COMMON),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=AutoTokenizer.from_pretrained(directory),
+        callbacks=list(callbacks),
+    )
+
+
+def history(trainer: Any) -> list[dict[str, Any]]:
+    return [log for log in trainer.state.log_history if "loss" in log]
+
+
+def weights(trainer: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
+
+
+TRAINERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "Trainer": (plain, ()),
+    "SFT": (sft, ("mean_token_accuracy",)),
+    "DPO": (dpo, ("rewards/margins",)),
+    "GRPO": (grpo, ("kl", "reward")),
+    "reward": (reward_model, ("accuracy", "margin")),
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_one_loss_trajectory(name: str, directory: Path, tmp_path: Path) -> None:
+    build, also = TRAINERS[name]
+    untiled = build(directory, tmp_path)
+    untiled.train()
+    callback = seqtile.TilingCallback(tile=16)
+    tiled = build(directory, tmp_path, callback)
+    assert tiled_names(tiled.model) == tiled_names(untiled.model) | {block.name for block in callback.report.blocks}
+    assert len(callback.report.blocks) == 2
+    tiled.train()
+    expected, got = history(untiled), history(tiled)
+    assert len(expected) == len(got) == STEPS and expected[0]["loss"] != expected[-1]["loss"]
+    for key in ("loss", "grad_norm", *also):
+        # The order of sums differs by tile; twenty steps of plain SGD add it up to ten times what one is allowed.
+        torch.testing.assert_close(
+            torch.tensor([log[key] for log in got]), torch.tensor([log[key] for log in expected]), rtol=1.3e-5,
+            atol=1e-5, msg=lambda text, key=key: f"{key}: {text}",
+        )  # fmt: skip
+    torch.testing.assert_close(weights(tiled), weights(untiled), rtol=1.3e-5, atol=1e-5)
+    assert got[0]["seqtile"].startswith("tiled 2 of 2 MLPs (LlamaMLP), 16 tokens per tile")
+    assert [key for log in got[1:] for key in log if "seqtile" in key] == ["seqtile/peak_resident_gib"] * (STEPS - 1)
+    assert 0.05 < got[-1]["seqtile/peak_resident_gib"] < 1000
+    assert ("reference model: tiled 2 of 2" in got[0]["seqtile"]) == (name in ("DPO", "GRPO"))
+
+
+class Told(TrainerCallback):
+    """Stands where those in ``report_to`` stand: before the user's callbacks."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def test_what_is_reported_to_hears_it(directory: Path, tmp_path: Path) -> None:
+    told = Told()
+    trainer = plain(directory, tmp_path, told, seqtile.TilingCallback(tile=16), max_steps=2)
+    trainer.train()
+    assert "tiled 2 of 2" in told.logs[0]["seqtile"] and "seqtile/peak_resident_gib" in told.logs[1]
+    json.dumps(trainer.state.log_history)  # saved beside every checkpoint
+
+
+def test_resumed_with_checkpointing(directory: Path, tmp_path: Path) -> None:
+    more = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "gradient_checkpointing": True}
+    whole = plain(directory, tmp_path / "whole", seqtile.TilingCallback(tile=16), **more)
+    whole.train()
+    again = plain(directory, tmp_path / "whole", seqtile.TilingCallback(tile=16), **more)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert [log["loss"] for log in history(again)] == [log["loss"] for log in history(whole)]
+    assert ["seqtile" in log for log in history(again)] == [True, False, False, True, False, False]
+    untiled = plain(directory, tmp_path / "untiled", **more)
+    untiled.train()
+    torch.testing.assert_close(weights(again), weights(untiled), rtol=1.3e-5, atol=1e-5)
+
+
+def test_a_model_per_run(directory: Path, tmp_path: Path) -> None:
+    callback = seqtile.TilingCallback(tile=16, loss="tiled")
+    trainer = plain(
+        directory, tmp_path, callback, max_steps=2, model_init=lambda: AutoModelForCausalLM.from_pretrained(directory)
+    )
+    first = trainer.model
+    for _ in range(2):
+        trainer.train()
+        assert trainer.model is not first and len(tiled_names(trainer.model)) == 2
+        first = trainer.model
+    assert "loss of LlamaForCausalLM tiled" in str(callback.report)
+
+
+def test_evaluated_predicted_and_trained_twice(directory: Path, tmp_path: Path) -> None:
+    trainer = plain(directory, tmp_path, seqtile.TilingCallback(tile=16), max_steps=2)
+    before = trainer.evaluate()["eval_loss"]
+    assert before == pytest.approx(plain(directory, tmp_path).evaluate()["eval_loss"], rel=1e-5)
+    trainer.train()
+    model = trainer.model
+    trainer.train()
+    assert trainer.model is model and len(tiled_names(model)) == 2
+    assert sum("seqtile" in log for log in history(trainer)) == 1  # the state begins anew
+    assert trainer.evaluate()["eval_loss"] < before
+    assert trainer.predict(rows(2)).predictions.shape == (2, 32, 257)
+
+
+def test_added_to_a_trainer_that_is_built(directory: Path, tmp_path: Path) -> None:
+    trainer = plain(directory, tmp_path, max_steps=1)
+    trainer.add_callback(seqtile.TilingCallback(tile=16))
+    trainer.train()
+    assert len(tiled_names(trainer.model)) == 2 and "tiled 2 of 2" in history(trainer)[0]["seqtile"]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_tiled_loss_in_trl(directory: Path, tmp_path: Path, bf16: bool) -> None:
+    refused = sft(directory, tmp_path, seqtile.TilingCallback(tile=16, loss="tiled"), max_steps=1, bf16=bf16)
+    with pytest.raises(seqtile.UserError, match="loss='tiled' has no effect in this trainer"):
+        refused.train()
+    trainer = sft(directory, tmp_path, max_steps=1, bf16=bf16)  # as the message says
+    report = seqtile.apply(trainer.model, loss="tiled", tile=16)
+    trainer.add_callback(seqtile.TilingCallback(report))
+    trainer.train()
+    assert "loss of LlamaForCausalLM tiled" in history(trainer)[0]["seqtile"]
+
+
+def test_what_another_library_replaced_is_noticed(directory: Path, tmp_path: Path) -> None:
+    trainer = plain(directory, tmp_path, seqtile.TilingCallback(tile=16, blocks="mlp"), max_steps=1)
+    mlp = trainer.model.model.layers[1].mlp
+    mlp.forward = type(mlp).forward.__get__(mlp)
+    with pytest.raises(seqtile.UserError, match="1 of 2 tiled blocks would run untiled .model.layers.1.mlp"):
+        trainer.train()
+
+
+def test_bad_settings(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="takes what seqtile.apply takes: got an unexpected keyword argument 'tiles'"):
+        seqtile.TilingCallback(tiles=8)
+    with pytest.raises(seqtile.UserError, match="tile='many'"):
+        plain(directory, tmp_path, seqtile.TilingCallback(tile="many"))
+    report = seqtile.apply(AutoModelForCausalLM.from_pretrained(directory))
+    with pytest.raises(seqtile.UserError, match="got Report and the settings .'tile'.; give either"):
+        seqtile.TilingCallback(report, tile=8)
+    with pytest.raises(seqtile.UserError, match="got int and"):
+        seqtile.TilingCallback(8)  # type: ignore[arg-type]
+
+
+def test_garbage_is_gone_when_the_first_step_begins(directory: Path, tmp_path: Path) -> None:
+    class Garbage:
+        """A cycle, as a trainer's construction leaves them."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    found: dict[str, bool] = {}
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            found["at the start"] = left() is None
+
+        def on_evaluate(self, *_: Any, **__: Any) -> None:
+            nonlocal left
+            left = weakref.ref(Garbage())
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            nonlocal left
+            found[f"step {state.global_step}"] = left() is None
+            left = weakref.ref(Garbage())
+
+    trainer = plain(directory, tmp_path, Watch(), seqtile.TilingCallback(), max_steps=2, eval_on_start=True)
+    left = weakref.ref(Garbage())
+    gc.disable()
+    try:
+        trainer.train()
+    finally:
+        gc.enable()
+    assert found == {"at the start": True, "step 0": True, "step 1": False}
+
+
+class Allocator:
+    """Stands for an accelerator's counters."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+
+    def max_memory_allocated(self, *_: Any) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self, *_: Any) -> None:
+        self.peak = 0
+
+
+def test_the_peak_of_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    from seqtile.integrations.callback import _Peaks
+
+    allocator = Allocator()
+    for name in ("max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.accelerator, name, getattr(allocator, name))
+    peaks = _Peaks(torch.device("meta"))
+    for phase, gib in (("a", 2), ("b", 1), ("", 9), ("a", 1), ("b", 3)):
+        allocator.peak = gib << 30
+        peaks.end_of(phase)
+    assert peaks.take() == {"seqtile/a_peak_allocated_gib": 2.0, "seqtile/b_peak_allocated_gib": 3.0}
+    assert peaks.take() == {}
