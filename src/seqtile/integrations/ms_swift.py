@@ -1,0 +1,147 @@
+"""ms-swift: ``swift sft --external_plugins .../seqtile_plugin.py --use_tiled_mlp true`` trains with tiles of ours.
+
+ms-swift imports a plugin while it builds its arguments, after the command line has been split into what it knows and
+the rest (which it refuses), and before it loads the model. The plugin looks up that call, takes its two flags out of
+the rest, and adds a callback to this run's arguments. No class or function of ms-swift is changed. The callback tiles
+the model when the trainer has been built: adapters are in it by then, and no engine (DDP, FSDP, DeepSpeed) has
+wrapped it, which happens in ``train()``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seqtile._errors import UserError
+
+if TYPE_CHECKING:
+    from seqtile.integrations.callback import TilingCallback
+
+NAME = "seqtile"
+"""What ``--callbacks`` knows it by."""
+
+SHARDS = 4
+"""Tiles per batch where nothing else is said, as in ms-swift's pull request 7090."""
+
+VARIABLE = "SEQTILE_TILE"
+"""Environment variable with any rule of :func:`seqtile.apply`; it switches tiling on by itself."""
+
+PLUGIN = Path(__file__).parent / "plugins" / "seqtile_plugin.py"
+"""The file for ``--external_plugins``. ms-swift puts its folder first on ``sys.path``, so it lies in one of its own."""
+
+_YES, _NO = ("true", "1", "yes", "y", "t"), ("false", "0", "no", "n", "f")
+
+
+def register() -> None:
+    """Make ``--callbacks seqtile`` known, and switch it on if this run's command line or environment asks for it.
+
+    Called by the plugin file, that is while ms-swift builds its arguments.
+
+    Raises:
+        UserError: the settings contradict each other, or a value is wrong.
+    """
+    from swift.callbacks import callbacks_map  # type: ignore[import-not-found]
+
+    arguments = _local("_import_external_plugins", "self")
+    rest = _local("parse_args_into_dataclasses", "remaining_args")
+    variable = os.environ.get(VARIABLE)
+    tile = variable or f"shards:{SHARDS}"
+    if hasattr(arguments, "callbacks"):  # else inference, whose checkpoint names the plugin, or a dataloader's process
+        wanted = settings(arguments, rest if rest is not None else [], variable)
+        if wanted is None:
+            _log("the seqtile plugin is loaded and tiles nothing: add --use_tiled_mlp true")
+        elif NAME not in arguments.callbacks:
+            arguments.callbacks.append(NAME)
+        tile = wanted or tile
+    callbacks_map[NAME] = partial(make_callback, tile=tile)
+
+
+def _local(function: str, name: str) -> Any:
+    """A local variable of the nearest caller of that name, None if there is no such caller."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == function and name in frame.f_locals:
+            return frame.f_locals[name]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def settings(arguments: Any, rest: list[str], variable: str | None) -> str | None:
+    """The tile rule that a run asks for, None if it asks for none.
+
+    Args:
+        arguments: ms-swift's arguments; where they have the two flags themselves, these are read and switched off, so
+            that only one of the two tilings runs.
+        rest: the part of the command line that ms-swift does not know; our flags are taken out of it.
+        variable: the value of ``SEQTILE_TILE``.
+
+    Raises:
+        UserError: as :func:`register`.
+    """
+    from seqtile.models.apply import check_settings
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--use_tiled_mlp", nargs="?", const="true")
+    parser.add_argument("--tiled_mlp_num_shards")
+    ours, rest[:] = parser.parse_known_args(rest)
+    use = _truth(ours.use_tiled_mlp)
+    shards = ours.tiled_mlp_num_shards
+    if hasattr(arguments, "use_tiled_mlp"):
+        use = True if arguments.use_tiled_mlp else use
+        shards = getattr(arguments, "tiled_mlp_num_shards", None) or shards
+        arguments.use_tiled_mlp = False
+    named = NAME in arguments.callbacks
+    if use is False:
+        if named or variable:
+            other = f"--callbacks {NAME}" if named else f"{VARIABLE}={variable}"
+            raise UserError(f"--use_tiled_mlp false and {other} contradict each other: leave one of them out")
+        return None
+    if shards is not None and variable:
+        raise UserError(f"--tiled_mlp_num_shards {shards} and {VARIABLE}={variable} both size the tiles: give one")
+    if not (use or named or variable):
+        if shards is not None:
+            raise UserError(f"--tiled_mlp_num_shards {shards} has no effect by itself: add --use_tiled_mlp true")
+        return None
+    tile = variable or f"shards:{SHARDS if shards is None else shards}"
+    try:
+        check_settings(tile, "auto", 0.0, 1)
+    except UserError as error:
+        if shards is None:
+            raise UserError(f"{VARIABLE}={variable}: {error}") from None
+        raise UserError(f"--tiled_mlp_num_shards {shards}: expected a number of tiles, 1 or more") from None
+    return tile
+
+
+def _truth(word: str | None) -> bool | None:
+    if word is None:
+        return None
+    if word.lower() not in _YES + _NO:
+        raise UserError(f"--use_tiled_mlp {word}: expected true or false")
+    return word.lower() in _YES
+
+
+def make_callback(args: Any, trainer: Any, *, tile: str) -> TilingCallback:
+    """The callback as ms-swift makes its own, from the training arguments and the trainer that is being built."""
+    from torch.utils import checkpoint
+
+    from seqtile.integrations.callback import TilingCallback
+    from seqtile.ops import generic
+
+    # Its trainer replaces torch's checkpoint by one that is reentrant whatever it is asked for, in the whole process.
+    if generic.checkpoint is not getattr(checkpoint, "_old_checkpoint", generic.checkpoint):
+        raise UserError("ms-swift has trained in this process before seqtile was loaded: start a new Python process")
+    return TilingCallback(tile=tile)
+
+
+def _log(text: str) -> None:
+    """Through ms-swift's own logger, which writes on the first process only."""
+    logging.getLogger("swift").info(text)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{PLUGIN}\n")

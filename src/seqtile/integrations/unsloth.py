@@ -1,0 +1,170 @@
+"""The option strings of Unsloth's tiled MLP, with seqtile's tiles behind them.
+
+Written from what Unsloth's options mean (``unsloth_zoo`` 2026.10); nothing of it is imported. Its "GB" are 2**30 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from seqtile._errors import UserError
+from seqtile.checkpointing.host import available_bytes
+from seqtile.models.apply import apply, check_settings, free_bytes
+from seqtile.models.find import find_blocks
+from seqtile.models.module import tile_module
+
+_GIB = 2**30
+_OPTIONS = '"arctic", "target", "target:1", "target:1GB", "auto" or "shards:4"; "target:1:mlp,*.ffn" names modules too'
+
+
+def patch_tiled_mlp(
+    model: nn.Module, patch_options_str: str = "arctic", *, modules: Sequence[str | nn.Module] | None = None
+) -> nn.Module:
+    """Tile the MLPs of ``model``, in place: the line ``patch_tiled_mlp(model, "target:1")`` as it stands.
+
+    Args:
+        model: any model, before or after adapters, before an engine wraps it.
+        patch_options_str: how long a tile is.
+
+            * ``"arctic"`` (``"1"`` is the same): ``ceil(tokens / hidden)`` tiles, tokens counted over the whole batch.
+            * ``"target:1"``, ``"target:1GB"``: the largest tile whose working set takes at most 1 GiB.
+            * ``"target"``: half of the memory that is free now on the model's device, host memory for a CPU.
+            * ``"auto"``: the rule of :func:`seqtile.apply`.
+            * ``"shards:4"``: 4 tiles; one per token where there are fewer tokens.
+
+            ``"target:1:mlp,*.ffn"`` is ``modules=["mlp", "*.ffn"]``.
+        modules: what to tile: suffixes of qualified names, patterns with ``*`` or ``?`` (both without regard to case),
+            or the modules themselves. Without it, every position-wise block outside vision and audio towers, whatever
+            its name. A module that is no MLP of a known shape is tiled by :func:`seqtile.tile_module`.
+
+    Returns:
+        ``model``. What was tiled is logged by ``seqtile``, and :func:`seqtile.undo` takes it off.
+
+    Raises:
+        UserError: an option is wrong (a target that is no number too), nothing matches, or a module mixes tokens.
+    """
+    tile, named = _read(patch_options_str, model)
+    if named and modules is not None:
+        raise UserError(f"patch_options_str={patch_options_str!r} and modules= both name modules: give one of them")
+    wanted = named if modules is None else list(modules)
+    if not wanted and modules is None:
+        apply(model, tile=tile)
+        return model
+    chosen = _named(model, wanted)
+    blocks = {block.name for block in find_blocks(model, everything=True)[0]}
+    inside = [name for name in chosen if any(name != b and f"{name}.".startswith(f"{b}.") for b in blocks)]
+    own = [name for name in chosen if name not in blocks and name not in inside]
+    for name in own:
+        if held := next((block for block in sorted(blocks) if not name or block.startswith(f"{name}.")), None):
+            raise UserError(f"modules= names {name or 'the whole model'}, which is more than an MLP: name {held}")
+    if chosen_blocks := [name for name in chosen if name in blocks]:
+        apply(model, tile=tile, only=chosen_blocks)
+    for name in own:
+        if not any(other != name and name.startswith(f"{other}.") for other in own):
+            tile_module(model.get_submodule(name), tile=tile)
+    return model
+
+
+def patch_mlp(
+    mlp_module: nn.Module,
+    target_arctic: bool | None = None,
+    target_gb: float | None = None,
+    *,
+    num_shards: int | None = None,
+) -> nn.Module:
+    """Tile one MLP, in place.
+
+    Args:
+        mlp_module: maps ``[..., tokens, hidden]`` to tokens in the same order, each by itself.
+        target_arctic: True, or nothing given at all: ``ceil(tokens / hidden)`` tiles. False without ``target_gb``: the
+            target is half of the free memory.
+        target_gb: GiB that one tile's working set may take. The intermediate size is read from the weights.
+        num_shards: this many tiles, one per token where there are fewer tokens.
+
+    Returns:
+        ``mlp_module``.
+
+    Raises:
+        UserError: two of them are given, a value is wrong, or the module mixes tokens.
+    """
+    given = [name for name, on in (
+        ("target_arctic=True", target_arctic is True), (f"target_gb={target_gb!r}", target_gb is not None),
+        (f"num_shards={num_shards!r}", num_shards is not None),
+    ) if on]  # fmt: skip
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} each size the tiles: give one of them")
+    if num_shards is not None:
+        option = f"shards:{num_shards}"
+    elif target_gb is not None:
+        option = f"target:{target_gb}"
+    else:
+        option = "target" if target_arctic is False else "arctic"
+    tile, _ = _read(option, mlp_module)
+    tile_module(mlp_module, tile=tile)
+    return mlp_module
+
+
+def _read(option: str, model: nn.Module) -> tuple[str, list[str]]:
+    """The rule of :func:`seqtile.apply` that an option string stands for, and the modules that it names."""
+    if not isinstance(option, str):
+        raise UserError(f"patch_options_str={option!r}: got {type(option).__name__}, expected {_OPTIONS}")
+    word, *values = option.strip().split(":")
+    word = word.lower()
+    if word == "shards" and len(values) == 1:
+        check_settings(option, "auto", 0.0, 1)
+        return option, []
+    if word in ("arctic", "1", "auto") and not values:
+        return "auto" if word == "auto" else "arctic", []
+    if word == "target" and len(values) <= 2:
+        named = [name for name in values[1].split(",") if name] if len(values) == 2 else []
+        if len(values) == 2 and not named:
+            raise UserError(f"patch_options_str={option!r} names no module after its last colon: expected {_OPTIONS}")
+        return f"memory:{_bytes(option, values[0]) if values and values[0] else _half_of_free(model)}", named
+    raise UserError(f"patch_options_str={option!r}: expected {_OPTIONS}")
+
+
+def _bytes(option: str, text: str) -> int:
+    number = text.strip().lower().removesuffix("gib").removesuffix("gb")
+    try:
+        size = float(number) * _GIB
+    except ValueError:
+        size = math.nan
+    if not 1 <= size < math.inf:
+        raise UserError(f"patch_options_str={option!r}: {text!r} is no memory in GB: expected a number above 0")
+    return int(size)
+
+
+def _half_of_free(model: nn.Module) -> int:
+    free = free_bytes(model) or available_bytes()
+    if not free:
+        raise UserError('"target" needs the free memory, which this device does not tell: give it, as in "target:4"')
+    return free // 2
+
+
+def _named(model: nn.Module, wanted: Sequence[str | nn.Module]) -> list[str]:
+    """Qualified names of what is wanted.
+
+    Raises:
+        UserError: one of them matches nothing.
+    """
+    names = [name for name, _ in model.named_modules()]
+    chosen: list[str] = []
+    for one in wanted:
+        if isinstance(one, nn.Module):
+            hits = [name for name, module in model.named_modules() if module is one]
+        elif "*" in one or "?" in one:
+            hits = [name for name in names if fnmatchcase(name.lower(), one.lower())]
+        else:
+            hits = [name for name in names if name and name.lower().endswith(one.lower())]
+        if not hits:
+            what = f"a {type(one).__name__} that is not in the model" if isinstance(one, nn.Module) else repr(one)
+            some = ", ".join(names[1:6])
+            raise UserError(f"modules= holds {what}, which matches no module; its names look like {some}")
+        chosen += [name for name in hits if name not in chosen]
+    if not chosen:
+        raise UserError("modules=[] names nothing to tile: leave it out to tile every MLP")
+    return chosen

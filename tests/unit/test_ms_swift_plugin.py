@@ -1,0 +1,112 @@
+"""The plugin for ms-swift against a stand-in, which tests/frameworks compares with what it stands for."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import swift_stand_in as swift
+from seqtile import UserError
+from seqtile.integrations import ms_swift
+
+PLUGIN = str(ms_swift.PLUGIN)
+ON = ["--use_tiled_mlp", "true"]
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    swift.install(monkeypatch)
+    monkeypatch.delenv(ms_swift.VARIABLE, raising=False)
+
+
+def rule(*argv: str, kind: type = swift.SftArguments) -> str | None:
+    """The tile rule that a command line leads to, None if nothing is switched on."""
+    arguments = swift.parse(kind, ["--external_plugins", PLUGIN, *argv])
+    return swift.callbacks_map["seqtile"].keywords["tile"] if "seqtile" in arguments.callbacks else None
+
+
+@pytest.mark.parametrize(("argv", "expected"), [
+    ([], None), (["--use_tiled_mlp", "false", "--tiled_mlp_num_shards", "4"], None),
+    (ON, "shards:4"), (["--use_tiled_mlp"], "shards:4"), (["--use_tiled_mlp=True"], "shards:4"),
+    ([*ON, "--tiled_mlp_num_shards", "9"], "shards:9"), (["--callbacks", "seqtile"], "shards:4"),
+    (["--callbacks", "other", "seqtile", *ON], "shards:4"),
+])  # fmt: skip
+def test_flags(argv: list[str], expected: str | None) -> None:
+    assert rule(*argv) == expected
+
+
+@pytest.mark.parametrize("argv", [[], ON, ["--callbacks", "seqtile"]])
+def test_the_variable_takes_any_rule_and_switches_on(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ms_swift.VARIABLE, "memory:1GiB")
+    assert rule(*argv) == "memory:1GiB"
+
+
+def test_other_callbacks_stay_and_ours_is_added_once() -> None:
+    argv = ["--external_plugins", PLUGIN, "--callbacks", "lisa", "seqtile", *ON]
+    assert swift.parse(swift.SftArguments, argv).callbacks == ["lisa", "seqtile"]
+
+
+def test_unknown_flags_are_still_refused() -> None:
+    with pytest.raises(ValueError, match=r"remaining_argv: \['--use_tiled_mlpp', 'true'\]"):
+        rule(*ON, "--use_tiled_mlpp", "true")
+
+
+def test_a_version_with_the_flags_does_not_run_its_own() -> None:
+    argv = ["--external_plugins", PLUGIN, *ON, "--tiled_mlp_num_shards", "8"]
+    arguments = swift.parse(swift.TiledArguments, argv)
+    assert not arguments.use_tiled_mlp and arguments.callbacks == ["seqtile"]
+    assert swift.callbacks_map["seqtile"].keywords["tile"] == "shards:8"
+    assert rule(*ON, kind=swift.TiledArguments) == "shards:4"
+    assert rule(kind=swift.TiledArguments) is None
+
+
+def test_inference_loads_the_plugin_and_knows_no_flag() -> None:
+    swift.parse(swift.InferArguments, ["--external_plugins", PLUGIN])
+    with pytest.raises(ValueError, match="remaining_argv"):
+        swift.parse(swift.InferArguments, ["--external_plugins", PLUGIN, *ON])
+
+
+@pytest.mark.parametrize(("argv", "variable", "said"), [
+    (["--use_tiled_mlp", "maybe"], None, "expected true or false"),
+    (["--tiled_mlp_num_shards", "4"], None, "add --use_tiled_mlp true"),
+    ([*ON, "--tiled_mlp_num_shards", "0"], None, "expected a number of tiles"),
+    ([*ON, "--tiled_mlp_num_shards", "four"], None, "expected a number of tiles"),
+    ([*ON, "--tiled_mlp_num_shards", "4"], "auto", "both size the tiles"),
+    (["--use_tiled_mlp", "false"], "auto", "contradict each other"),
+    (["--use_tiled_mlp", "false", "--callbacks", "seqtile"], None, "contradict each other"),
+    ([], "a lot", "SEQTILE_TILE=a lot: .* is not a tile rule"),
+])  # fmt: skip
+def test_conflicts(argv: list[str], variable: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if variable:
+        monkeypatch.setenv(ms_swift.VARIABLE, variable)
+    with pytest.raises(UserError, match=said):
+        rule(*argv)
+
+
+def test_the_callback_is_made_as_ms_swift_makes_its_own() -> None:
+    rule(*ON)
+    callback = swift.callbacks_map["seqtile"](SimpleNamespace(), SimpleNamespace())
+    from seqtile import TilingCallback
+
+    assert isinstance(callback, TilingCallback)
+
+
+def test_a_process_whose_checkpoints_ms_swift_has_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.utils.checkpoint
+
+    rule(*ON)
+    former = torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr(torch.utils.checkpoint, "_old_checkpoint", former, raising=False)
+    swift.callbacks_map["seqtile"](None, None)  # ours was loaded before
+    monkeypatch.setattr("seqtile.ops.generic.checkpoint", lambda *_, **__: None)
+    with pytest.raises(UserError, match="start a new Python process"):
+        swift.callbacks_map["seqtile"](None, None)
+
+
+def test_the_plugin_file_is_found_and_lies_alone() -> None:
+    said = subprocess.run([sys.executable, "-m", "seqtile.integrations.ms_swift"], capture_output=True, text=True)
+    assert (said.returncode, said.stdout.strip()) == (0, PLUGIN), said.stderr
+    # ms-swift puts the folder first on sys.path: a module beside it would hide one of the same name, as unsloth.
+    assert [file.name for file in Path(PLUGIN).parent.glob("*.py")] == ["seqtile_plugin.py"]

@@ -1,0 +1,163 @@
+"""Unsloth's option strings: what each means here, and the cases that went wrong in the original."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import seqtile
+from seqtile.integrations.unsloth import patch_mlp, patch_tiled_mlp
+from seqtile.models.instance import TiledForward
+from zoo import causal_lm
+
+CHECK = torch.testing.assert_close
+
+
+class Gated(nn.Module):
+    """A gated MLP without a config, three times as wide as its hidden size."""
+
+    def __init__(self, hidden: int = 16, share: float = 0.0) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, 3 * hidden)
+        self.down_proj, self.dropout = nn.Linear(3 * hidden, hidden), nn.Dropout(share)
+
+    def forward(self, x):
+        return self.down_proj(self.dropout(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class Odd(nn.Module):
+    """Position-wise and no MLP of a known shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.rows: list[int] = []
+
+    def forward(self, x):
+        self.rows.append(x.numel() // 16)
+        return torch.tanh(x * self.scale) + x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn, self.Odd, self.visual = Gated(), Odd(), nn.ModuleDict({"mlp": Gated()})
+
+    def forward(self, x):
+        return self.visual["mlp"](self.Odd(self.ffn(x)))
+
+
+def tiled(model: nn.Module) -> dict[str, str]:
+    """Qualified name and rule of all that is tiled."""
+    forwards = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+    return {name: str(f.setting.rule) for name, f in forwards.items() if isinstance(f, TiledForward)}
+
+
+def run(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients, with an upstream gradient that is not 1."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    (y * torch.arange(1.0, 1 + y.shape[-1], dtype=y.dtype)).sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 16), (1, 1, 16), (3, 5, 16), (2, 0, 16), (33, 16)])
+@pytest.mark.parametrize("option", ["arctic", "target:0.00001", "shards:7", "auto"])
+def test_gradients_equal_untiled(option: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain = Model().double()
+    model = copy.deepcopy(plain)
+    assert patch_tiled_mlp(model, option, modules=["ffn", "mlp", "odd"]) is model
+    assert set(tiled(model)) == {"ffn", "Odd", "visual.mlp"}
+    x = torch.randn(*shape, dtype=torch.float64)
+    for ours, theirs in zip(run(model, x), run(plain, x), strict=True):
+        CHECK(ours, theirs)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("words", [{}, {"target_arctic": True}, {"target_arctic": False}, {"target_gb": 1e-5},
+                                   {"num_shards": 64}])  # fmt: skip
+def test_one_mlp(words: dict[str, object], share: float) -> None:
+    torch.manual_seed(0)
+    plain = Gated(share=share).double()
+    module = copy.deepcopy(plain)
+    assert patch_mlp(module, **words) is module
+    x = torch.randn(2, 29, 16, dtype=torch.float64)
+    if share:  # the mask of a tile is drawn anew, so only the recompute can be checked: it draws the same one
+        assert torch.autograd.gradcheck(lambda x: seeded(module, x), x.requires_grad_(), fast_mode=True)
+        return
+    for ours, theirs in zip(run(module, x), run(plain, x), strict=True):
+        CHECK(ours, theirs)
+
+
+def seeded(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    return module(x)
+
+
+@pytest.mark.parametrize(("option", "rule"), [
+    ("arctic", "arctic"), ("1", "arctic"), ("ARCTIC", "arctic"), ("auto", "auto"), ("shards:4", "shards:4"),
+    ("target:1", f"memory:{2**30}"), ("target:1GB", f"memory:{2**30}"), ("target:1.5gib", f"memory:{3 * 2**29}"),
+])  # fmt: skip
+def test_what_an_option_means(option: str, rule: str) -> None:
+    model = causal_lm("llama")
+    patch_tiled_mlp(model, option)
+    assert set(tiled(model).values()) == {rule}
+    assert seqtile.undo(model) == len(model.model.layers)
+
+
+def test_target_without_a_number_is_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seqtile.integrations.unsloth.available_bytes", lambda: 6 * 2**30)
+    model = causal_lm("llama")
+    patch_tiled_mlp(model, "target")
+    assert set(tiled(model).values()) == {f"memory:{3 * 2**30}"}
+
+
+def test_a_count_of_shards_is_a_request() -> None:
+    module = Odd()
+    patch_mlp(module, num_shards=4)
+    module.rows.clear()  # what the probe asked for
+    with torch.no_grad():
+        module(torch.randn(1, 9, 16))
+        module(torch.randn(1, 2, 16))
+    assert module.rows == [3, 2, 2, 2, 1, 1]
+
+
+def test_the_intermediate_size_is_read_from_the_weights() -> None:
+    model = Model()
+    patch_tiled_mlp(model, "target:0.001", modules=["ffn"])
+    setting = model.ffn.forward.setting
+    assert (setting.hidden, setting.intermediate) == (16, 48)  # not 4 * hidden
+
+
+def test_names_in_the_option_string() -> None:
+    model = Model()
+    patch_tiled_mlp(model, "target:1:FFN,visual.*")
+    assert set(tiled(model)) == {"ffn", "visual.mlp"}
+    left_to_the_finder = Model()
+    patch_tiled_mlp(left_to_the_finder, "target:1")
+    assert set(tiled(left_to_the_finder)) == {"ffn"}  # the vision tower's needs its name
+
+
+@pytest.mark.parametrize(("option", "words", "said"), [
+    ("target:a lot", {}, "is no memory in GB"), ("target:-1", {}, "is no memory in GB"),
+    ("target:nan", {}, "is no memory in GB"), ("target:0", {}, "is no memory in GB"),
+    ("target:1:", {}, "names no module"), ("4", {}, 'expected "arctic"'), ("0", {}, 'expected "arctic"'),
+    ("shards:0", {}, "is not a tile rule"), (4, {}, "got int"), ("target:0.0000001", {}, "give at least"),
+    ("target:1:ffn", {"modules": ["ffn"]}, "both name modules"), ("arctic", {"modules": ["attn"]}, "matches no module"),
+    ("arctic", {"modules": []}, "names nothing"), ("arctic", {"modules": [nn.ReLU()]}, "a ReLU that is not in"),
+    ("arctic", {"modules": ["visual"]}, "name visual.mlp"),
+])  # fmt: skip
+def test_wrong_options_are_refused(option: str, words: dict[str, object], said: str) -> None:
+    model = Model()
+    with pytest.raises(seqtile.UserError, match=said):
+        patch_tiled_mlp(model, option, **words)
+    assert not tiled(model)
+
+
+def test_two_sizes_are_refused() -> None:
+    with pytest.raises(seqtile.UserError, match="each size the tiles"):
+        patch_mlp(Gated(), True, 1.0)
+    with pytest.raises(seqtile.UserError, match="no memory in GB"):
+        patch_mlp(Gated(), target_gb="plenty")
