@@ -75,7 +75,7 @@ def exact_dtype(architecture: str) -> torch.dtype:
 
 def causal_lm(architecture: str, dtype: torch.dtype = torch.float32, **config: object) -> nn.Module:
     """A tiny causal language model in training mode, without dropout unless ``config`` asks for it."""
-    settings = {**_BASE, **ARCHITECTURES[architecture], **config}
+    settings = {**_BASE, **ARCHITECTURES.get(architecture, {}), **config}
     for name in ("attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         settings.setdefault(name, 0.0)
     torch.manual_seed(0)

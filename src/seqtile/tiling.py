@@ -302,3 +302,30 @@ def parse_keep(keep: float | str, blocks: int) -> KeepRule:
     if not 0.0 <= keep <= 1.0:
         raise ValueError(f"keep={keep}: got a share outside 0.0 to 1.0; {expected}")
     return KeepRule("share", float(keep))
+
+
+def projection_sizes(tokens: int) -> tuple[int, ...]:
+    """Tiles of the projections around head-wise attention: 1/32 of the tokens, 128 to 8,192, each.
+
+    So what a tile takes stays small beside the hidden states, and weight gradients are read and written few times.
+    """
+    limit = min(max(tokens // 32, 128), 8192)
+    return equal_sizes(tokens, -(-tokens // limit)) if tokens else ()
+
+
+def head_passes(tokens: int, per_group: int, groups: int) -> int:
+    """Key-value heads per pass of ``heads="auto"``: as many as keep a device busy, all of them where that is no fewer.
+
+    A kernel is busy from about 1,024 blocks of 128 queries; below that, passes would cost time and there is little to
+    save.
+
+    Args:
+        tokens: tokens of the batch on this rank.
+        per_group: query heads per key-value head.
+        groups: key-value heads.
+    """
+    return min(groups, max(1, -(-BUSY_QUERIES // max(1, tokens * per_group))))
+
+
+BUSY_QUERIES = 128 * 1024
+"""Queries, over all heads, that keep the largest devices busy."""

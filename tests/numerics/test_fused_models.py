@@ -473,14 +473,14 @@ def test_keep_decides_whether_dense_weights_stay(
     for name in ("gate", "up", "down"):
         layer = getattr(mlp, name)
         setattr(mlp, name, Quantised(layer.in_features, layer.out_features).requires_grad_(False))
-    plain = fuse._projection
+    plain = fuse.projection_of
 
     def packed(name: str, layer: nn.Module, dtype: torch.dtype | None = None) -> Projection | str:
         if not isinstance(layer, Quantised):
             return plain(name, layer, dtype)
         return Projection(Packed(layer.dense, (layer.out_features, layer.in_features)), layer.bias)
 
-    monkeypatch.setattr(fuse, "_projection", packed)
+    monkeypatch.setattr(fuse, "projection_of", packed)
     kept: list[float] = []
     run = instance.fused_mlp
     monkeypatch.setattr(instance, "fused_mlp", lambda *a, **k: kept.append(k["keep"]) or run(*a, **k))

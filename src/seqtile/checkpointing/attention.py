@@ -9,7 +9,9 @@ Source: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,26 +20,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from seqtile.checkpointing.host import HostMemory, Parked
-
-_FUSED = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward",
-    "_efficient_attention_forward",
-)
-
-
-def is_attention(op: Any) -> bool:
-    """Whether an operator is a fused attention forward."""
-    space, _, name = op.name().partition("::") if hasattr(op, "name") else ("", "", "")
-    name = name.partition(".")[0]
-    if space == "aten":
-        return name in _FUSED
-    # FlashAttention's own operators, also under the hashed namespaces of downloaded kernels.
-    return "flash_attn" in space and "backward" not in name and "bwd" not in name
+from seqtile.ops.attention_calls import Kept, is_attention, keeping, kept_now
 
 
 class AttentionSaved:
@@ -55,42 +38,56 @@ class AttentionSaved:
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         self.calls += 1
+        kept = Kept()
         forward, recompute = create_selective_checkpoint_contexts(self._policy)
-        if self.host is None:
-            return forward, recompute
-        away = _Away(self.host, forward)
-        return _After(forward, away.park), _Before(recompute, away.fetch)
+        away = _Away(self.host, forward, kept)
+        return _Forward(forward, kept, away, self), _Recompute(recompute, kept, away)
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count what is kept."""
+        self.saved += 1
+        self.saved_bytes += sum(t.numel() * t.element_size() for t in tensors)
 
     def _policy(self, context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        if not is_attention(op):
+        kept = kept_now()
+        if not is_attention(op) or (kept is not None and kept.computing):
             return CheckpointPolicy.PREFER_RECOMPUTE
         output = getattr(context, "op_output", None)
         if not getattr(context, "is_recompute", False):
-            self.saved += 1
-            tensors = [t for t in tree_iter(output) if isinstance(t, Tensor)]
-            self.saved_bytes += sum(t.numel() * t.element_size() for t in tensors)
+            self.add(t for t in tree_iter(output) if isinstance(t, Tensor))
         return CheckpointPolicy.MUST_SAVE
 
 
 class _Away:
-    """The kept results of one layer, moved out of PyTorch's store and back into it."""
+    """The kept results of one layer, moved out of PyTorch's store and head-wise attention's, and back into them."""
 
-    def __init__(self, host: HostMemory, mode: Any) -> None:
-        self.host, self.mode = host, mode
+    def __init__(self, host: HostMemory | None, mode: Any, kept: Kept) -> None:
+        self.host, self.mode, self.kept = host, mode, kept
         self.parked: list[tuple[Any, Parked]] = []
+        self.outputs: list[tuple[Any, list[Any]]] = []
 
     def park(self) -> None:
+        if self.host is None:
+            return
         for wrapper in tree_iter(list(_values(self.mode.storage))):
             value = getattr(wrapper, "val", None)
             if isinstance(value, Tensor) and value.dim() > 2:
                 self.parked.append((wrapper, self.host.park(value)))
                 wrapper.val = None
+        for done in self.kept.outputs:
+            away = [self.host.park(t) if t.dim() > 2 else t for t in (done.whole, *done.tensors)]
+            self.outputs.append((done, away))
+        self.kept.outputs.clear()
 
     def fetch(self) -> None:
         for wrapper, parked in self.parked:
             wrapper.val = parked.take()
             wrapper.version = wrapper.val._version
+        for done, away in self.outputs:
+            whole, *tensors = [one.take() if isinstance(one, Parked) else one for one in away]
+            self.kept.outputs.append(replace(done, whole=whole, tensors=tensors))
         self.parked.clear()
+        self.outputs.clear()
 
 
 def _values(tree: Any) -> Any:
@@ -104,29 +101,41 @@ def _values(tree: Any) -> Any:
         yield tree
 
 
-class _After:
-    """A context manager with something to do at its end."""
+class _Forward:
+    """PyTorch's context of the forward, with a place for head-wise attention's outputs."""
 
-    def __init__(self, inner: Any, action: Any) -> None:
-        self.inner, self.action = inner, action
+    def __init__(self, inner: Any, kept: Kept, away: _Away, saved: AttentionSaved) -> None:
+        self.inner, self.kept, self.away, self.saved = inner, kept, away, saved
 
     def __enter__(self) -> Any:
+        self.keeping = keeping(self.kept, replaying=False)
+        self.keeping.__enter__()
         return self.inner.__enter__()
 
     def __exit__(self, *reason: Any) -> Any:
         result = self.inner.__exit__(*reason)
+        self.keeping.__exit__(*reason)
         if reason[0] is None:
-            self.action()
+            for done in self.kept.outputs:
+                self.saved.add((done.whole, *done.tensors))
+            self.away.park()
         return result
 
 
-class _Before(_After):
-    """The same with something to do at its beginning."""
+class _Recompute:
+    """The same of the recompute."""
+
+    def __init__(self, inner: Any, kept: Kept, away: _Away) -> None:
+        self.inner, self.kept, self.away = inner, kept, away
 
     def __enter__(self) -> Any:
         with torch.no_grad():
-            self.action()
+            self.away.fetch()
+        self.keeping = keeping(self.kept, replaying=True)
+        self.keeping.__enter__()
         return self.inner.__enter__()
 
     def __exit__(self, *reason: Any) -> Any:
-        return self.inner.__exit__(*reason)
+        result = self.inner.__exit__(*reason)
+        self.keeping.__exit__(*reason)
+        return result

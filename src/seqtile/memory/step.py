@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
-from seqtile.checkpointing.attention import is_attention
 from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.memory.flash import register as register_flash
 from seqtile.memory.liger import use_shapes as use_liger_shapes
@@ -22,6 +21,7 @@ from seqtile.memory.phases import decoder_layers, label_phases
 from seqtile.memory.setup import Built, Setup, make_optimizer
 from seqtile.memory.track import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, PartPeak, Tracker, Workspace, track
 from seqtile.models.apply import apply, undo
+from seqtile.ops.attention_calls import is_attention
 from seqtile.ops.head_tile import BLOCK_ELEMENTS
 from seqtile.ops.sums import LOW, products_sum_in_fp32
 

@@ -18,6 +18,7 @@ from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import gathered, is_marked, mark_leaf
 from seqtile.models.find import LOOKED_FOR, Candidate, Left, find_blocks
 from seqtile.models.head import standing_losses
+from seqtile.models.heads import find_for, install_heads, parse_heads
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.models.layer import TiledLayer, TiledPair, TiledSum
 from seqtile.models.report import Block, Report
@@ -41,6 +42,7 @@ def apply(
     loss_impl: str = "torch",
     checkpoint: str | None = None,
     offload: bool | str = False,
+    heads: int | str | None = None,
 ) -> Report:
     """Run every position-wise block of ``model`` over tiles of tokens, in place.
 
@@ -58,7 +60,7 @@ def apply(
         blocks: ``"mlp+norm"``: the norm before the MLP runs in the tile too, so that no copy of the whole hidden
             states is made in its precision; ``"mlp"``: only what the tile needs; ``"auto"``: ``"mlp+norm"``. A norm
             or dropout after the MLP is in the tile in any case, since its input would be recomputed otherwise.
-            ``"none"``: no block, for ``loss``, ``checkpoint`` and ``offload`` alone.
+            ``"none"``: no block, for ``loss``, ``checkpoint``, ``offload`` and ``heads`` alone.
         path: ``"auto"``: the fused operator where the block is an MLP of plain linear layers (LoRA included), decided
             at each call, else the generic one; ``"generic"``; or ``"fused"``, an error where it does not apply.
         keep: memory to spare for speed: the share of the tiles (0.0 to 1.0) that keep gate and up, 11 units down to
@@ -75,6 +77,10 @@ def apply(
             checkpointing on; None leaves it as it is, and with ``offload`` means ``"full"``.
         offload: the layers' checkpointed inputs wait for the backward in host memory, with ``"attention-saved"``
             attention's output too; ``"memory:64GiB"`` bounds what they may take there (else what the host has free).
+        heads: key-value heads per pass: attention runs for that many, and the query heads that read them, at a time,
+            forward and backward, with the norm and the projections before it in tiles of tokens. ``"auto"``: as few
+            as keep a device busy at the length of the batch, all at once where that is all of them; None: attention
+            is left alone. Attention modules of unknown form are left alone in any case and named in the report.
 
     Returns:
         A :class:`Report`: what was tiled, what was left alone and why.
@@ -91,14 +97,17 @@ def apply(
     _one_of("blocks", blocks, _BLOCKS)
     rule, _ = check_settings(tile, path, keep, 1)
     rest = Rest.parse(loss, loss_tile, loss_impl, checkpoint, offload)
+    heads = parse_heads(heads)
     if blocks == "none":
-        _check_alone(rest, tile != "auto" or only is not None or bool(keep) or path != "auto")
+        given = tile != "auto" or only is not None or bool(keep) or path != "auto"
+        _check_alone(bool(rest) or heads is not None, given)
     refuse_wrapped(model)
     rest.check(model)
+    attention, untouched = find_for(model, heads)
     if blocks == "none":
         with rest.replacing(model), replacing(model):
-            done = rest.install(model)
-        return _finish(Report((), (), 0, parse_keep(keep, 1), weakref.ref(model), *done))
+            done = install_heads(model, heads, attention, untouched), *rest.install(model)
+        return _finish(Report((), tuple(untouched), 0, parse_keep(keep, 1), weakref.ref(model), *done))
     found, left = find_blocks(model, everything=only is not None)
     found, left = _without_own(model, found, left)
     chosen = [block for block in found if only is None or _matches(only, block)]
@@ -109,7 +118,8 @@ def apply(
     keeping = with_free_memory(parse_keep(keep, len(chosen)), model, len(chosen))
     with rest.replacing(model), replacing(model):
         tiled = [_tile(model, block, rule, keeping, blocks != "mlp", path) for block in chosen]
-        done = rest.install(model)
+        done = install_heads(model, heads, attention, untouched), *rest.install(model)
+    left += untouched
     return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), *done))
 
 
@@ -118,9 +128,9 @@ def _finish(report: Report) -> Report:
     return report
 
 
-def _check_alone(rest: Rest, given: bool) -> None:
-    if not rest:
-        raise UserError("blocks='none' leaves nothing to do; give loss, checkpoint or offload too")
+def _check_alone(something: bool, given: bool) -> None:
+    if not something:
+        raise UserError("blocks='none' leaves nothing to do; give loss, checkpoint, offload or heads too")
     if given:
         raise UserError("blocks='none' tiles no block, so tile, only, path and keep would be ignored; leave them out")
 

@@ -122,7 +122,7 @@ def _with(candidate: Candidate, why: str) -> Candidate:
 
 
 def _classify(name: str, module: nn.Module, parent: nn.Module | None) -> Candidate | None:
-    if _is_attention(name, module):
+    if looks_like_attention(name, module):
         return None
     layer = name.rpartition(".")[0]
     if (widths := mlp_widths(module)) is not None:
@@ -142,13 +142,13 @@ def _classify(name: str, module: nn.Module, parent: nn.Module | None) -> Candida
     return None
 
 
-def _is_attention(name: str, module: nn.Module) -> bool:
+def looks_like_attention(name: str, module: nn.Module) -> bool:
     return bool(re.search(r"attn|attention", f"{name.rpartition('.')[2]} {type(module).__name__}", re.IGNORECASE))
 
 
 def _unread(name: str, module: nn.Module) -> str:
     """Why a layer with linear layers like an MLP's is none; "" where nothing resembles one."""
-    if _is_attention(name, module) or linear_widths(module) is not None:  # the latter has an adapter's two inside
+    if looks_like_attention(name, module) or linear_widths(module) is not None:  # an adapter's two are inside
         return ""
     if type(module).forward in (nn.Module.forward, nn.Sequential.forward) or len(list(module.children())) < 2:
         return ""

@@ -47,11 +47,11 @@ def fused_weights(module: nn.Module, dtype: torch.dtype | None = None) -> FusedW
         return formula
     first = []
     for name in formula.first:
-        projection = _projection(name, getattr(module, name), dtype)
+        projection = projection_of(name, getattr(module, name), dtype)
         if isinstance(projection, str):
             return projection
         first.append(projection)
-    down = _projection(formula.down, getattr(module, formula.down), dtype)
+    down = projection_of(formula.down, getattr(module, formula.down), dtype)
     if isinstance(down, str):
         return down
     dtypes = {weight.dtype for part in (*first, down) if isinstance(weight := part.weight, Tensor)}
@@ -64,7 +64,7 @@ def fused_weights(module: nn.Module, dtype: torch.dtype | None = None) -> FusedW
 
 def fused_sequence(up: nn.Module, function: Callable[[Tensor], Tensor], down: nn.Module) -> FusedWeights | str:
     """The same for layers that their caller runs one after another, ``down(function(up(x)))``; see OPT."""
-    one, other = _projection("the first linear layer", up), _projection("the second linear layer", down)
+    one, other = projection_of("the first linear layer", up), projection_of("the second linear layer", down)
     if isinstance(one, str) or isinstance(other, str):
         return one if isinstance(one, str) else str(other)
     if isinstance(function, nn.Module) and (heard(function) or any(True for _ in function.parameters())):
@@ -100,7 +100,7 @@ def _unusable(weight: Tensor) -> str:
     return ""
 
 
-def _projection(name: str, layer: nn.Module, dtype: torch.dtype | None = None) -> Projection | str:
+def projection_of(name: str, layer: nn.Module, dtype: torch.dtype | None = None) -> Projection | str:
     """A plain linear layer, or one with a LoRA adapter, by its live tensors; or why it is neither."""
     if heard(layer) or "forward" in layer.__dict__:
         return f"a hook listens to {name}"
@@ -148,7 +148,7 @@ def _adapted(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | s
     kind = type(layer)
     if (kind.__module__, kind.__name__) not in _ADAPTED:
         return f"{name} is a {kind.__module__}.{kind.__name__}"
-    base = _projection(name, layer.base_layer, dtype)
+    base = projection_of(name, layer.base_layer, dtype)
     if isinstance(base, str):
         return base
     if layer.merged:
@@ -161,7 +161,7 @@ def _adapted(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | s
     adapter = active[0]
     if layer.lora_variant.get(adapter) is not None or layer.use_dora.get(adapter):
         return f"{name}: its adapter is a variant of LoRA"
-    down, up = (_projection(f"{name}'s adapter", side[adapter]) for side in (layer.lora_A, layer.lora_B))
+    down, up = (projection_of(f"{name}'s adapter", side[adapter]) for side in (layer.lora_A, layer.lora_B))
     if isinstance(down, str) or isinstance(up, str):
         return down if isinstance(down, str) else str(up)
     if up.bias is not None or down.bias is not None:

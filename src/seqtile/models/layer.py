@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -25,12 +25,52 @@ from seqtile.models.neighbours import Neighbours
 from seqtile.ops.fused import FusedWeights
 
 
+@dataclass(frozen=True)
+class NormedAttention:
+    """An attention module of a layer that runs the norm before it in its own operator.
+
+    Attributes:
+        norm: name of the norm, or "" where its output is read elsewhere.
+        attention: name of the attention module.
+    """
+
+    norm: str
+    attention: str
+
+    def stand_ins(self, layer: nn.Module) -> dict[str, Callable[..., Any]]:
+        """What the view calls in place of both; empty where there is no such norm or somebody listens to it."""
+        if not self.norm:
+            return {}
+        norm, attention = getattr(layer, self.norm), getattr(layer, self.attention)
+        head_wise = attention.__dict__.get("forward")
+        if heard(norm) or is_wrapped(norm) or torch.compiler.is_compiling() or not hasattr(head_wise, "heads"):
+            return {}
+
+        def attend(*args: Any, **words: Any) -> Any:
+            head_wise.norm = norm
+            return attention(*args, **words)
+
+        return {self.norm: _pass_through, self.attention: attend}
+
+    def view(self, layer: nn.Module) -> nn.Module | None:
+        """The layer with both replaced, or None."""
+        stand_ins = self.stand_ins(layer)
+        if not stand_ins:
+            return None
+        view = _view(layer, [], Counter())
+        view.__dict__["_modules"] = {**layer._modules, **stand_ins}
+        return view
+
+
 class TiledLayer(Installed):
     """``forward`` of one decoder layer: block, norm or dropout run in one tile."""
 
     def __init__(self, layer: nn.Module, setting: Setting, neighbours: Neighbours, inline: bool) -> None:
         super().__init__(layer, setting)
         self.neighbours, self.inline = neighbours, inline
+
+    attention: NormedAttention | None = None
+    """Attention of the same layer that runs its norm itself."""
 
     def note(self) -> str:
         return f"tile={self.setting.rule} over {', '.join(self.names)}"
@@ -54,10 +94,13 @@ class TiledLayer(Installed):
         listeners = [name for name, p in members if isinstance(p, nn.Module) and (heard(p) or is_wrapped(p))]
         if listeners:
             self._tell(listeners)
-            return self.original(*args, **kwargs)
+            alone = self.attention.view(layer) if self.attention else None
+            return self.original(*args, **kwargs) if alone is None else type(alone).forward(alone, *args, **kwargs)
         applied: Counter[str] = Counter()
         view = _view(layer, self._shares, applied)
         stand_ins = self._stand_ins(layer, applied)
+        if self.attention is not None:
+            stand_ins |= self.attention.stand_ins(layer)
         view.__dict__["_modules"] = {**layer._modules, **stand_ins}
         for name in stand_ins.keys() & view.__dict__.keys():
             view.__dict__[name] = stand_ins[name]

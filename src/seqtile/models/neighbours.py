@@ -80,6 +80,34 @@ def find_neighbours(layer: nn.Module, name: str) -> Neighbours:
     return Neighbours(before, near.members, after, near.dropout)
 
 
+def find_norm_before(layer: nn.Module, name: str) -> str:
+    """The norm that is called right before the child ``name`` and that nothing else reads: ``h = self.NORM(h)`` and
+    then ``h, ... = self.NAME(..., h, ...)``; "" where the source does not show it plainly."""
+    layer_class: Any = type(layer)
+    tree = _source(layer_class)
+    if tree is None:
+        return ""
+    reads, found = _reads(tree), []
+    for body in _bodies(tree):
+        for one, other in pairwise(body):
+            if not isinstance(other, ast.Assign) or len(other.targets) > 1 or not isinstance(other.value, ast.Call):
+                continue
+            call, target = other.value, other.targets[0]
+            if _self_attribute(call.func) != name:
+                continue
+            first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
+            before = _assigned_call(one)
+            variable = before[0] if before else ""
+            named = [n for n in ast.walk(call) if isinstance(n, ast.Name) and n.id == variable]
+            words = {word.arg: word.value for word in call.keywords}
+            given = words.get("hidden_states") or (call.args[0] if call.args else None)
+            rebound = isinstance(first, ast.Name) and first.id == variable
+            if before and rebound and len(named) == 1 and given is named[0]:
+                found.append(_only(layer, _child_called(before[1])))
+    plain = len(found) == reads.count(name) == 1 and found[0] and reads.count(found[0]) == 1
+    return found[0] if plain and not _calls_itself(layer, reads) else ""
+
+
 def _calls_itself(layer: nn.Module, reads: list[str]) -> bool:
     """Whether the forward uses methods of its class, which may read any child."""
     return any(inspect.isroutine(getattr(type(layer), name, None)) for name in reads)

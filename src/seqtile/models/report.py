@@ -56,6 +56,7 @@ class Report:
         left: what was left alone and why.
         found: number of blocks that were found, tiled or not.
         keep: rule for the tiles that keep gate and up.
+        heads: what was done to attention, or "".
         loss: what was done to the loss, or "".
         checkpointing: what activation checkpoints keep and where, or "".
     """
@@ -65,6 +66,7 @@ class Report:
     found: int
     keep: KeepRule
     _model: weakref.ref[nn.Module] = field(repr=False, compare=False)
+    heads: str = ""
     loss: str = ""
     checkpointing: str = ""
 
@@ -103,7 +105,7 @@ class Report:
         what = " and ".join(dict.fromkeys(words[kind] for _, kind in kinds))
         tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))
         paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
-        done = [words for words in (self.loss, self.checkpointing) if words]
+        done = [words for words in (self.heads, self.loss, self.checkpointing) if words]
         if not self.blocks:
             return "; ".join([*done, *self.notes])
         return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *self.notes])

@@ -43,6 +43,10 @@ class RandomState:
         else:
             self._module().set_rng_state(state, self._device)
 
+    def restore(self) -> None:
+        """Let the stream go on from here."""
+        self._set(self._state)
+
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Draw the forward's numbers again; afterwards the stream goes on as if nothing had been drawn."""
