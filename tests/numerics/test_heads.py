@@ -15,6 +15,7 @@ import seqtile
 from seqtile.models import heads as heads_of_models
 from seqtile.models.heads import HeadWise
 from seqtile.ops import heads as operator
+from seqtile.ops.attention_groups import Groups
 from seqtile.tiling import head_passes
 from zoo import assert_same_gradients, causal_lm, exact_dtype, gradients, tokens
 
@@ -197,12 +198,12 @@ def test_a_second_backward_and_a_second_derivative() -> None:
 
 def test_a_lost_group_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with("llama")
-    real = operator.Groups.backward
+    real = Groups.backward
 
     def drop_last(self: Any, parts: Any, into: Any, weights: Any, done: Any, gradient_of: Any) -> None:
         real(self, parts, into, weights, done, lambda cut: gradient_of(cut) * (cut.start == 0))
 
-    monkeypatch.setattr(operator.Groups, "backward", drop_last)
+    monkeypatch.setattr(Groups, "backward", drop_last)
     with pytest.raises(AssertionError):
         assert_exact(model, tokens(2, LENGTH))
 

@@ -26,7 +26,8 @@ from seqtile.models.heads_find import PROJECTIONS, Attention, HeadShape, View, b
 from seqtile.models.heads_find import no_hidden_states as nothing_like
 from seqtile.models.instance import Installed
 from seqtile.models.layer import NormedAttention, TiledLayer
-from seqtile.ops.heads import Cut, Groups, HeadWeights, cut_heads, head_wise, in_groups
+from seqtile.ops.attention_groups import Cut, Groups, cut_heads, in_groups
+from seqtile.ops.heads import HeadWeights, head_wise
 from seqtile.ops.replay import Autocast
 from seqtile.tiling import head_passes, projection_sizes
 

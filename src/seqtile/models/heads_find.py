@@ -23,7 +23,7 @@ from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
 from seqtile.models.find import Left, linear_widths, looks_like_attention
 from seqtile.models.neighbours import find_norm_before
-from seqtile.ops.heads import Cut
+from seqtile.ops.attention_groups import Cut
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _COUNTS = {"num_heads": 0, "num_attention_heads": 0, "n_heads": 0, "num_key_value_heads": 1, "num_kv_heads": 1}
