@@ -27,6 +27,11 @@ def command(
     engine: str = typer.Option(None, help="single (default), ddp, fsdp2, zero2 or zero3.", metavar="NAME"),
     nproc: int = typer.Option(None, help="Processes of the engine (default one per accelerator).", metavar="N"),
     sp_size: int = typer.Option(None, help="Processes that share one sequence (zero3).", metavar="N"),
+    fit: bool = typer.Option(None, "--fit", help="Choose tiles, checkpoints and offload that fit these devices."),
+    fit_memory: str = typer.Option(None, help="The same for devices of this size.", metavar="SIZE"),
+    on_oom: str = typer.Option(
+        None, help="Out of memory: stop (default) or retry, with smaller tiles.", metavar="WHAT"
+    ),
     steps: int = typer.Option(None, help="Optimiser steps (default one pass over the data).", metavar="N"),
     learning_rate: float = typer.Option(
         None, help="Peak learning rate (default 2e-5, with --lora 2e-4).", metavar="RATE"
@@ -72,6 +77,8 @@ def command(
         "engine": engine,
         "nproc": nproc,
         "sp_size": sp_size,
+        "fit": fit if fit_memory is None else f"memory:{fit_memory}",
+        "on_oom": on_oom,
         "steps": steps,
         "learning_rate": learning_rate,
         "seed": seed,
@@ -94,7 +101,13 @@ def command(
     for note in notes:
         logging.getLogger("seqtile").warning(note)
     how: dict[str, Any] = {"resume": resume, "checkpoint": checkpoint, "overwrite": overwrite}
-    if chosen.engine == "single" or {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
+    launched = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
+    if launched and chosen.on_oom == "retry" and chosen.engine != "single":
+        raise recipes.UserError(
+            "--on-oom retry starts the processes again, which a launcher of your own does not let it; start them with "
+            f"seqtile train --engine {chosen.engine}, or drop it"
+        )
+    if chosen.engine == "single" or launched:
         run(chosen, **how)
         return
     from seqtile.cli import show
@@ -106,7 +119,7 @@ def command(
 def run(recipe: Any, **how: Any) -> None:
     """Train in this process, alone or as one of several that a launcher started, and show what comes of it.
 
-    ``how`` is ``resume``, ``checkpoint`` and ``overwrite``, as :func:`seqtile.train.run.train` takes them.
+    ``how`` is ``resume``, ``checkpoint``, ``overwrite`` and ``retries``, as :func:`seqtile.train.run.train` takes them.
     """
     from seqtile.cli import show
     from seqtile.train.ranks import is_first

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -35,7 +35,7 @@ def main(folder: Path) -> int:
     rank = os.environ.get("RANK", "0")
     signal.signal(signal.SIGTERM, _terminate)
     _write(folder / f"{rank}.pid", str(os.getpid()))
-    code, message, together = 0, "", True
+    code, message, together, more = 0, "", True, dict[str, Any]()
     try:
         _train(folder)
     except typer.Exit as stopped:
@@ -44,11 +44,12 @@ def main(folder: Path) -> int:
         code, message, together = 2, " ".join(str(error).split()), False
     except RunError as error:
         code, message, together = 1, str(error), False
+        more = {name: getattr(error, name) for name in ("retry", "done") if getattr(error, name, None)}
     except KeyboardInterrupt:
         code, together = 130, False
     except _Terminated:
         code, together = 143, False
-    _write(folder / f"{rank}.end", json.dumps({"code": code, "message": message, "together": together}))
+    _write(folder / f"{rank}.end", json.dumps({"code": code, "message": message, "together": together, **more}))
     # A run that all ranks stopped in order has succeeded, as the launcher sees it; else it has to end the others.
     return 0 if together else code
 

@@ -9,7 +9,7 @@ from typing import Any
 from seqtile._errors import UserError
 from seqtile.memory.engines import BUFFERS, CONSTANTS, CONTEXT, offload_checkpoints, on_device, on_host
 from seqtile.memory.flops import Work, count_work
-from seqtile.memory.kernels import flash2_workspace, flash3_workspace
+from seqtile.memory.kernels import cpu_workspace, flash2_workspace, flash3_workspace
 from seqtile.memory.lines import Lines, fit_lines
 from seqtile.memory.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST
 from seqtile.memory.request import Request, attention_cannot_be_saved, check_request, check_split
@@ -94,7 +94,8 @@ class Planner:
         self.counts: Counts = count_weights(request.config, built.model)
         check_split(request, self.counts)
         self.depths: Depths = find_depths(request.config, built.model)
-        self.workspace = flash3_workspace if request.attention == "flash3" else flash2_workspace
+        flash = flash3_workspace if request.attention == "flash3" else flash2_workspace
+        self.workspace = cpu_workspace if request.device_type == "cpu" else flash
         self._lines: dict[Setup, Lines] = {}
 
     def share(self, other: Planner) -> None:
@@ -108,8 +109,9 @@ class Planner:
     def resolved(self, tokens: int) -> Setup:
         """The setup with the tiles that a rank's part of ``tokens`` is cut into."""
         rows = self.local(tokens) * self.request.batch
-        tile = largest_tile(self.built, self.setup, rows, "cuda") if self.setup.tile is not None else None
-        head = head_tile(self.built, self.setup, rows, "cuda")
+        kind = self.request.device_type
+        tile = largest_tile(self.built, self.setup, rows, kind) if self.setup.tile is not None else None
+        head = self.request.loss_tile or head_tile(self.built, self.setup, rows, kind)
         return resolve(replace(self.setup, loss_tile=head), rows, tile)
 
     def lines(self, tokens: int) -> Lines:

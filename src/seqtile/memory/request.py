@@ -46,6 +46,9 @@ class Request:
             or no checkpoints; ``"auto"`` chooses between the first two at the planned length.
         precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
         batch: rows per rank.
+        keep: share of the tiles that keep gate and up.
+        loss_tile: tokens per tile of the head; None is the rule that ``"auto"`` follows.
+        device_type: of the device, which ``tile="auto"`` asks for.
     """
 
     model: str
@@ -65,6 +68,9 @@ class Request:
     checkpoint: str = "layer"
     precision: str = "mixed"
     batch: int = 1
+    keep: float = 0.0
+    loss_tile: int | None = None
+    device_type: str = "cuda"
 
     @property
     def sharded(self) -> bool:
@@ -87,7 +93,8 @@ class Request:
             optimizer=self.optimizer,
             attention=self.attention if self.attention in ("sdpa", "eager") else "flash",
             batch=self.batch,
-            device_type="cuda",
+            keep=self.keep,
+            device_type=self.device_type,
         )
 
 

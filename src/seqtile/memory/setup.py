@@ -38,6 +38,7 @@ class Setup:
         optimizer: one of :data:`OPTIMIZERS`.
         attention: ``"flash"``, the shapes of FlashAttention, or Transformers' name of an attention function.
         batch: rows.
+        keep: share of the tiles that keep gate and up.
         liger: the shapes of Liger's norm and SwiGLU kernels, on fake tensors only.
         device_type: of the device that the step is sized for; fake tensors themselves are on the CPU.
     """
@@ -53,6 +54,7 @@ class Setup:
     optimizer: str = "adamw"
     attention: str = "sdpa"
     batch: int = 1
+    keep: float = 0.0
     device_type: str = "cpu"
     liger: bool = False
 

@@ -80,14 +80,14 @@ def build(config: Any, setup: Setup, device: str) -> Built:
     if setup.liger:
         use_liger_shapes(model, tiled=setup.tile is not None)
     with _quiet():
-        report = apply(model, tile=setup.tile if setup.tile is not None else "auto")
+        report = apply(model, tile=setup.tile if setup.tile is not None else "auto", keep=setup.keep)
         if setup.tile is None:
             undo(model)
         more: dict[str, Any] = {"loss": "tiled", "loss_tile": setup.loss_tile} if setup.loss == "tiled" else {}
         if setup.attention_saved:
             more["checkpoint"] = "attention-saved"
         if more:
-            how: dict[str, Any] = {"blocks": "none"} if setup.tile is None else {"tile": setup.tile}
+            how: dict[str, Any] = {"blocks": "none"} if setup.tile is None else {"tile": setup.tile, "keep": setup.keep}
             apply(model, **how, **more)
     return Built(model, report.blocks, report.left, list(report.notes))
 

@@ -62,7 +62,8 @@ def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
         UserError: bad input, found here or by a process that was started.
         RunError: a process could not go on.
     """
-    from seqtile.train.run import locate, require_packages
+    from seqtile.train.checkpoints import newest_whole
+    from seqtile.train.run import fitted, locate, require_packages
 
     require_packages()
     recipe = _counted(recipe)
@@ -71,15 +72,29 @@ def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
 
         check_split(recipe)
     recipe, start = locate(recipe, resume=resume, checkpoint=checkpoint, overwrite=overwrite)
-    with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
-        folder = Path(name)
-        how = {"resume": resume, "checkpoint": start.name if start else None, "overwrite": overwrite}
-        command = _write_orders(recipe, folder, how)
-        config = config_of(recipe.engine)
-        say(f"engine {recipe.engine}, {recipe.nproc} processes, by accelerate with {config}:")
-        say(config.read_text(encoding="utf-8").rstrip())
-        say(shlex.join(["accelerate", "launch", *command[3:]]))
-        return _Launch(recipe, command, folder).wait()
+    recipe = fitted(recipe, start, say)
+    config = config_of(recipe.engine)
+    say(f"engine {recipe.engine}, {recipe.nproc} processes, by accelerate with {config}:")
+    say(config.read_text(encoding="utf-8").rstrip())
+    retries: list[dict[str, Any]] = []
+    while True:
+        with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
+            folder = Path(name)
+            how = {"resume": start is not None, "checkpoint": start.name if start else None, "overwrite": overwrite}
+            command = _write_orders(recipe, folder, {**how, "retries": retries})
+            say(shlex.join(["accelerate", "launch", *command[3:]]))
+            run = _Launch(recipe, command, folder)
+            try:
+                return run.wait()
+            except RunError as error:
+                retry, done = run.retry()
+                start, _ = newest_whole(Path(str(recipe.output)))
+                if retry is None or start is None or run.signalled:
+                    raise
+                failed = str(error)
+        recipe, overwrite = recipe.model_copy(update=retry["recipe"]), False
+        retries = [*done, {**retry, "how": f"from {start.name}"}]
+        say(failed)
 
 
 def launch_check(recipe: Recipe) -> VerifyResult:
@@ -252,6 +267,18 @@ class _Launch:
                 if self._deadline == math.inf and not self._failed():
                     sys.stderr.write(line.decode(errors="replace"))
                     sys.stderr.flush()
+
+    @property
+    def signalled(self) -> bool:
+        """Whether the user has asked it to stop."""
+        return bool(self._signals)
+
+    def retry(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+        """After an out-of-memory: what the first rank that had it would go on with, and what was before."""
+        for _, end in sorted(self._ends().items()):
+            if end.get("retry"):
+                return end["retry"], end.get("done", [])
+        return None, []
 
     def _pids(self) -> list[int]:
         ended = self._ends()

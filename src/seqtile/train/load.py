@@ -43,7 +43,7 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         transformers.AutoModelForCausalLM,
         path,
         recipe,
-        **{"config": config, "dtype": _dtype(recipe), **_attention(recipe), **recipe.model_kwargs},
+        **{"config": config, "dtype": weights_dtype(recipe), **_attention(recipe), **recipe.model_kwargs},
     )
     return model, tokenizer
 
@@ -70,9 +70,9 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
         raise UserError(f"{recipe.max_length:,} tokens are beyond the {limit:,} positions of {recipe.model!r}")
     maker = transformers.AutoModelForCausalLM
     if not is_config and not (file.is_dir() and not _has_weights(file)):
-        return _load("weights", maker, path, recipe, config=config, dtype=_dtype(recipe))
+        return _load("weights", maker, path, recipe, config=config, dtype=weights_dtype(recipe))
     torch.manual_seed(recipe.seed)
-    dtype = _dtype(recipe)
+    dtype = weights_dtype(recipe)
     try:
         model: PreTrainedModel = maker.from_config(
             config, dtype=config.dtype if dtype == "auto" else dtype, trust_remote_code=recipe.trust_remote_code
@@ -108,11 +108,11 @@ def check_positions(config: PretrainedConfig, recipe: Recipe) -> None:
         )
 
 
-def check_split(recipe: Recipe) -> None:
-    """Refuse a model whose attention cannot be split over ``sp_size`` processes, from its configuration alone.
+def load_config(recipe: Recipe) -> Any:
+    """The model's configuration alone, with the recipe's scaled positions.
 
     Raises:
-        UserError: the heads do not divide, or it would lose a mask that its attention needs.
+        UserError: not there, unreachable, needs code of its own, or too few positions for ``max_length``.
     """
     if recipe.model == DEMO:
         config: Any = demo.build_config()
@@ -120,7 +120,18 @@ def check_split(recipe: Recipe) -> None:
         import transformers
 
         config = _load("configuration", transformers.AutoConfig, _existing(recipe.model), recipe, **_revision(recipe))
-    text, size = config.get_text_config(), recipe.sp_size
+        _scale_positions(config, recipe)
+    check_positions(config, recipe)
+    return config
+
+
+def check_split(recipe: Recipe) -> None:
+    """Refuse a model whose attention cannot be split over ``sp_size`` processes, from its configuration alone.
+
+    Raises:
+        UserError: the heads do not divide, or it would lose a mask that its attention needs.
+    """
+    text, size = load_config(recipe).get_text_config(), recipe.sp_size
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     if heads % size or (groups % size and size % groups):
@@ -211,7 +222,7 @@ def _attention(recipe: Recipe) -> dict[str, Any]:
     return {"attn_implementation": recipe.attention} if recipe.sp_size > 1 else {}
 
 
-def _dtype(recipe: Recipe) -> Any:
+def weights_dtype(recipe: Recipe) -> Any:
     """Weights in fp32, which train with bf16 products on an accelerator; a frozen base in bf16 there."""
     import torch
 

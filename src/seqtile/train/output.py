@@ -33,6 +33,8 @@ MAY_CHANGE = (
     "loss_tile",
     "checkpoint",
     "offload",
+    "fit",
+    "on_oom",
 )
 """What a resumed run may set otherwise: the length, what is written, and how it is computed, not what is learnt."""
 
@@ -141,6 +143,9 @@ def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> 
     given = {key: value for key, value in {**file_values, **flag_values}.items() if value is not None}
     base = {key: value for key, value in started.items() if key not in ("tile", "tiled_mlp") or not _tiling(given)}
     recipe, notes = build_recipe(base, given)
+    if recipe.fit:
+        recipe = recipe.model_copy(update={"fit": False})
+        notes.append("fit chooses for a new run; --resume goes on with the settings that this one has")
     wanted = resolve(recipe).model_dump(mode="json")
     for key, value in wanted.items():
         if key not in MAY_CHANGE and value != started[key]:

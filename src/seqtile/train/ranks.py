@@ -109,6 +109,25 @@ def check_engine(accelerator: Any, recipe: Recipe) -> None:
         raise UserError(f"asked for sp_size {recipe.sp_size}, but accelerate splits sequences over {split}")
 
 
+def check_same_recipe(accelerator: Any, recipe: Recipe) -> None:
+    """Refuse ranks with different settings; under a launcher of the user's each has read, or chosen, its own.
+
+    Raises:
+        UserError: names the setting and the rank.
+    """
+    if accelerator.num_processes == 1:
+        return
+    from accelerate.utils import gather_object
+
+    mine = recipe.model_dump(mode="json")
+    for rank, other in enumerate(gather_object([mine])):
+        for key in (key for key in mine if other[key] != mine[key]):
+            raise UserError(
+                f"rank {rank} would train with {key} {other[key]!r} and rank {accelerator.process_index} with "
+                f"{mine[key]!r}; start all with the same settings (a fit needs --fit-memory where devices differ)"
+            )
+
+
 def _count(processes: int) -> str:
     return f"{processes} process" + ("es" if processes > 1 else "")
 

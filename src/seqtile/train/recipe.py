@@ -17,13 +17,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from seqtile._errors import UserError
 from seqtile.tiling import parse_bytes, parse_keep, parse_tile
 from seqtile.train.files import write_whole
-from seqtile.train.values import CheckedModel, shown
+from seqtile.train.values import NAMED_MODEL_KEYS, CheckedModel, parse_bool, shown
 from seqtile.train.yaml_file import read_yaml
 
 DEMO = "demo"
 """Model and dataset of the embedded default."""
 
 RECIPE_FILE = "recipe.yaml"
+
+TRL_LOSS_TILE = 4096
+"""Tokens per tile of the trainer's own head."""
 
 ENGINES = ("single", "ddp", "fsdp2", "zero2", "zero3")
 
@@ -56,16 +59,6 @@ NAMED_TRAINER_KEYS = {
     "parallelism_config": "sp_size",
 }
 """Trainer arguments that have a name of their own in the recipe; giving both would let one be ignored."""
-
-
-NAMED_MODEL_KEYS = {
-    "trust_remote_code": "trust_remote_code",
-    "dtype": "dtype",
-    "torch_dtype": "dtype",
-    "config": "model",
-    "rope_scaling": "rope_scaling",
-}
-"""The same for arguments of ``from_pretrained``."""
 
 
 class LoraRecipe(CheckedModel):
@@ -123,6 +116,9 @@ class Recipe(CheckedModel):
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     trainer: dict[str, Any] = Field(default_factory=dict)
 
+    fit: bool | str = Field(False, description="choose what the length needs; 'memory:16GiB' for devices of that size")
+    on_oom: Literal["stop", "retry"] = "stop"
+
     compare: bool | None = None
     report: bool = True
 
@@ -144,6 +140,13 @@ class Recipe(CheckedModel):
         if isinstance(offload, str) and not (offload.startswith("memory:") and parse_bytes(offload[7:])):
             raise ValueError(f"got offload {offload!r}, expected true, false or a bound such as 'memory:64GiB'")
         return offload
+
+    @field_validator("fit")
+    @classmethod
+    def _known_fit(cls, fit: bool | str) -> bool | str:
+        if isinstance(fit, str) and not (fit.startswith("memory:") and parse_bytes(fit[7:])):
+            raise ValueError(f"got fit {fit!r}, expected true, false or each device's memory, such as 'memory:16GiB'")
+        return fit
 
     @field_validator("trainer")
     @classmethod
@@ -244,8 +247,14 @@ def resolve(recipe: Recipe) -> Recipe:
             "checkpoint and offload say what activation checkpoints keep and where, but the recipe says "
             "'activation_checkpointing: false'; drop one of the two"
         )
+    if recipe.on_oom == "retry" and not recipe.tiled_mlp:
+        raise UserError("on_oom 'retry' goes on with smaller tiles, but the recipe says not to tile; keep one")
+    if recipe.on_oom == "retry" and recipe.trainer.get("auto_find_batch_size"):
+        raise UserError("on_oom 'retry' and trainer.auto_find_batch_size both answer an out-of-memory; keep one")
     _check_engine(recipe)
     filled: dict[str, Any] = {"compare": bool(recipe.compare)}
+    if recipe.on_oom == "retry" and recipe.engine != "zero3":
+        filled["loss_tile"] = recipe.loss_tile or TRL_LOSS_TILE  # ours, which can become smaller
     if recipe.is_demo:
         filled["learning_rate"] = recipe.learning_rate or 3e-3
         if recipe.engine != "zero3":
@@ -322,16 +331,6 @@ def parse_lora(text: str) -> dict[str, Any]:
     if not pairs or not all(key.strip() and value.strip() for key, _, value in pairs):
         raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16,alpha=32,dropout=0.05'")
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def parse_bool(value: Any, name: str) -> bool:
-    """True or false in the spellings that YAML and other trainers' flags use."""
-    if isinstance(value, bool):
-        return value
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    if str(value).strip().lower() not in words:
-        raise UserError(f"got {name} {value!r}, expected true or false")
-    return words[str(value).strip().lower()]
 
 
 def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dict[str, Any]:

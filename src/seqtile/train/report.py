@@ -52,6 +52,7 @@ def numbers(outcome: Outcome) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "tiling": None if outcome.tiling is None else str(outcome.tiling),
+        "retries": list(outcome.retries),
         "steps": outcome.step,
         "step_seconds": outcome.step_seconds,
         "peak_allocated_bytes": outcome.peak_bytes,

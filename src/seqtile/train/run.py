@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seqtile._errors import UserError
+from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
 from seqtile.train import demo
 from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, resolve, save_recipe
@@ -39,6 +39,7 @@ class Outcome:
         stopped_by: the signal that ended the run early, or None.
         comparison: tiled against untiled on one batch, if the recipe asked for it.
         report: directory of plots and numbers, if the recipe asked for it.
+        retries: what was gone on with after each out-of-memory.
     """
 
     recipe: Recipe
@@ -51,6 +52,7 @@ class Outcome:
     stopped_by: signal.Signals | None
     comparison: Comparison | None
     report: Path | None = None
+    retries: tuple[dict[str, Any], ...] = ()
 
 
 def train(
@@ -60,6 +62,7 @@ def train(
     checkpoint: str | None = None,
     overwrite: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
+    retries: Sequence[dict[str, Any]] = (),
 ) -> Outcome:
     """Train what ``recipe`` says and save it.
 
@@ -72,22 +75,87 @@ def train(
         checkpoint: with ``resume``, the name of another checkpoint there, marked whole or not.
         overwrite: replace an earlier run in ``recipe.output``.
         callbacks: for progress displays.
+        retries: what the command in front has gone on with before, after an out-of-memory.
 
     Raises:
         UserError: bad input, in one sentence.
-        RunError: the loss or the gradient stopped being a number.
+        RunError: the loss or the gradient stopped being a number, or a step is out of memory.
     """
-    from seqtile.train.output import clear_output
-    from seqtile.train.ranks import check_engine, is_first, join_launch
-    from seqtile.train.same_run import check_same_run, describe_run
+    from seqtile.train.checkpoints import newest_whole
+    from seqtile.train.ranks import join_launch
+    from seqtile.train.retry import OutOfMemory, release, said
 
     require_packages()
     recipe = resolve(join_launch(recipe))
     recipe, start = locate(recipe, resume=resume, checkpoint=checkpoint, overwrite=overwrite)
+    recipe = fitted(recipe, start, logger.info)
+    done = list(retries)
+    while True:
+        try:
+            return _attempt(recipe, start, overwrite, callbacks, done)
+        except OutOfMemory as error:
+            if error.retry is None or recipe.engine != "single":
+                raise
+            retry, before = error.retry, error.done
+        # Here the error is gone, and with it the model and the trainer that its frames held.
+        release()
+        start, _ = newest_whole(Path(str(recipe.output)))
+        if start is None:
+            raise RunError(f"out of memory, and no whole checkpoint in {recipe.output} to go on from")
+        recipe, overwrite = recipe.model_copy(update=retry["recipe"]), False
+        done = [*before, {**retry, "how": f"from {start.name}"}]
+        logger.warning("%s", said(done[-1]))
+
+
+def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None]) -> Recipe:
+    """``recipe`` with what it leaves to be chosen; a run that goes on keeps what it has.
+
+    Raises:
+        UserError: nothing fits.
+    """
+    from seqtile.train.fit import fit
+
+    if not recipe.fit:
+        return recipe
+    if start is not None:
+        return recipe.model_copy(update={"fit": False})
+    found = fit(recipe)
+    for line in found.why:
+        tell(line)
+    return found.recipe
+
+
+def _attempt(
+    recipe: Recipe,
+    start: Path | None,
+    overwrite: bool,
+    callbacks: Sequence[TrainerCallback],
+    retries: Sequence[dict[str, Any]],
+) -> Outcome:
+    """One try, from ``start`` or from the beginning.
+
+    Raises:
+        OutOfMemory: it was one too few; what is known of it, and what to go on with.
+    """
+    from seqtile.train.checkpoints import read_mark
+    from seqtile.train.out_of_memory import is_out_of_memory
+    from seqtile.train.output import clear_output
+    from seqtile.train.ranks import check_engine, check_same_recipe, is_first
+    from seqtile.train.retry import OutOfMemory
+    from seqtile.train.same_run import check_same_run, describe_run
+
     output = Path(str(recipe.output))
-    trainer, tiling = _build(recipe, output)
+    try:
+        trainer, tiling = _build(recipe, output)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(f"out of memory while the model was loaded: {str(error).splitlines()[0]}") from None
     check_engine(trainer.accelerator, recipe)
+    check_same_recipe(trainer.accelerator, recipe)
     trainer.run = describe_run(recipe, trainer)
+    mark = read_mark(start) if start is not None and not retries else None
+    trainer.run["retries"] = list(retries) if mark is None else mark.run.get("retries", [])
     if start is not None:
         logger.info("resuming from %s", start)
         for note in check_same_run(trainer.run, start, recipe, trainer, tiling):
@@ -137,7 +205,6 @@ def require_packages() -> None:
 
 def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
-    from seqtile.models.apply import apply
     from seqtile.models.head import find_causal_lm
     from seqtile.train.arguments import adapter_config, trainer_arguments
     from seqtile.train.data import check_ids, load_rows
@@ -145,6 +212,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     from seqtile.train.load import causal_model, load_model
     from seqtile.train.packing import check_packing
     from seqtile.train.ranks import mend_on_cpu
+    from seqtile.train.retry import install
 
     documents = False
     rows = None
@@ -158,9 +226,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
         rows = demo.load_rows(tokenizer, recipe.max_length)
     embeddings: Any = model.get_input_embeddings()
     check_ids(rows, embeddings.num_embeddings, recipe.dataset)
-    tiling = apply(model, **recipe.tiling) if recipe.tiled_mlp else None
-    if tiling is None and any(recipe.checkpoints.values()):
-        apply(model, blocks="none", **recipe.checkpoints)
+    tiling = install(model, recipe)
     if recipe.loss_tile:
         find_causal_lm(model)  # before the trainer is built, which takes longer
     mend_on_cpu(recipe)
@@ -218,15 +284,27 @@ def _run(
 ) -> Outcome:
     from seqtile.train.first_step import CheckFirstStep
     from seqtile.train.interrupt import StopOnSignal
+    from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.ranks import CheckModel, is_first
     from seqtile.train.report import write_report
+    from seqtile.train.retry import Step
 
     stop, clock = StopOnSignal(), _clock()
     checks = [CheckModel(trainer, recipe), *([CheckFirstStep()] if tiling else [])]
     for callback in (*checks, clock, *callbacks, stop):
         trainer.add_callback(callback)
+    trainer.step = Step(trainer, recipe, tiling, output)
+    failed: Exception | None = None
     with stop.listening():
-        trainer.train_all(checkpoint)
+        try:
+            trainer.train_all(checkpoint)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = error
+    if failed is not None:
+        raise trainer.step.end(failed)
+    recipe, tiling = trainer.step.recipe, trainer.step.tiling
     if stop.received is None:
         trainer.save_result(output)
     outcome = Outcome(
@@ -239,6 +317,7 @@ def _run(
         peak_bytes=_peak_bytes(),
         stopped_by=stop.received,
         comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
+        retries=tuple(trainer.run["retries"]),
     )
     if not recipe.report or not is_first() or outcome.stopped_by is not None:
         return outcome

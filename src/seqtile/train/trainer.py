@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -15,6 +15,9 @@ from trl import SFTTrainer
 from seqtile._errors import RunError
 from seqtile._log import first_rank_logger
 from seqtile.train.checkpoints import MARK, RESULT, Mark, newest_whole, rotate, set_aside, write_mark
+
+if TYPE_CHECKING:
+    from seqtile.train.retry import Step
 
 logger = first_rank_logger(__name__)
 
@@ -28,15 +31,20 @@ class Trainer(SFTTrainer):
     Attributes:
         run: what :func:`seqtile.train.same_run.describe_run` says; goes into every mark.
         all_done: the checkpoint to continue from has every step; load it and train none.
+        step: says where the steps are, and does one again that was out of memory; None leaves that to nobody.
+        running_tokens: tokens of the micro-batch that was begun last, on this rank.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.run: dict[str, Any] = {}
         self.all_done = False
+        self.step: Step | None = None
+        self.running_tokens = 0
         # Transformers counts torsos as checkpoints, and deletes before the new one is whole.
         self._limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._saved_step = -1
+        self.loaded = False
         self._losses: list[torch.Tensor] = []
         self._batches: list[torch.Tensor] = []
         self._norm: Any = None
@@ -44,6 +52,7 @@ class Trainer(SFTTrainer):
 
     def train_all(self, checkpoint: Path | None) -> None:
         """Train, from ``checkpoint`` on if there is one."""
+        self.loaded = checkpoint is not None
         with suppress(_NothingToTrain):
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
@@ -56,6 +65,19 @@ class Trainer(SFTTrainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             write_mark(output, Mark(step=self.state.global_step), only=RESULT)
+
+    def begin(self) -> None:
+        """Before the first step: with retries a checkpoint to go on from.
+
+        To save or load shards, PyTorch makes an optimiser's states by a step of zeros, which it counts: before the
+        first step there are none.
+        """
+        save = self.step is not None and self.step.recipe.on_oom == "retry" and not self.loaded
+        if save:
+            self._save_checkpoint(self.model, None)
+        if (save or self.loaded) and not self.is_deepspeed_enabled:
+            optimizer: Any = self.optimizer
+            getattr(optimizer, "optimizer", optimizer).state.clear()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
@@ -85,7 +107,16 @@ class Trainer(SFTTrainer):
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; its loss is looked at when the step is complete."""
-        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.running_tokens = inputs["input_ids"].numel()
+        if self.step is not None and self.step.in_place:
+            run = super().training_step
+            call = (model, inputs, *args)
+            done = self.step.run(call, not self._batches, lambda one: run(*one, **kwargs))
+            loss = done.pop()
+            if done:  # done again: the losses that were logged of the former try are taken back
+                loss, self._losses = loss + sum(done) - sum(self._losses), done
+        else:
+            loss = super().training_step(model, inputs, *args, **kwargs)
         self._losses.append(loss.detach())
         self._batches.append(inputs["input_ids"])
         return loss
@@ -172,6 +203,8 @@ class _Checks(TrainerCallback):
         state.compute_steps(args, state.max_steps)
         if self.trainer.all_done:
             raise _NothingToTrain
+        if state.global_step == 0:
+            self.trainer.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.trainer.check_step()

@@ -16,6 +16,15 @@ from seqtile._errors import UserError
 LARGEST = 2**32 - 1
 """No count of tokens, steps or rows is larger, and generators take no larger seed."""
 
+NAMED_MODEL_KEYS = {
+    "trust_remote_code": "trust_remote_code",
+    "dtype": "dtype",
+    "torch_dtype": "dtype",
+    "config": "model",
+    "rope_scaling": "rope_scaling",
+}
+"""Arguments of ``from_pretrained`` that have a name of their own in the recipe."""
+
 _SCALARS = {int, float, bool, str, types.NoneType}
 
 
@@ -87,3 +96,13 @@ def _alternatives(annotation: Any) -> set[Any]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return set().union(*(_alternatives(part) for part in typing.get_args(annotation)))
     return {annotation}
+
+
+def parse_bool(value: Any, name: str) -> bool:
+    """True or false in the spellings that YAML and other trainers' flags use."""
+    if isinstance(value, bool):
+        return value
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if str(value).strip().lower() not in words:
+        raise UserError(f"got {name} {value!r}, expected true or false")
+    return words[str(value).strip().lower()]

@@ -1,0 +1,246 @@
+"""What an out-of-memory was doing: the part of the step, the block, and the largest tensors that were live.
+
+All of it is read when it has happened: from the traceback, from the tensors that Python still holds, and from one hook
+on each decoder layer, which notes whose gradient came last (two calls of Python per layer and step).
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile.memory.phases import causal_model, decoder_layers
+from seqtile.tiling import parse_bytes
+
+SHOWN_TENSORS = 6
+
+_SAID = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
+_ASKED = re.compile(r"tried to allocate\s+([0-9.]+\s*[a-z]+)", re.IGNORECASE)
+_OPTIMIZER_STEPS = ("step", "_clip_grad_norm", "clip_grad_norm_", "_get_grad_norm")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that an allocation failed: an accelerator's, PyTorch's on the CPU, or Python's own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _SAID)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it happened.
+
+    Attributes:
+        phase: ``"forward"``, ``"loss"``, ``"backward"`` or ``"optimiser"``; ``""`` outside of a step.
+        block: qualified name of the innermost module that is known, or ``""``.
+        step: the optimiser step that was to be done, from 1.
+        asked: bytes that could not be had; 0 where the error does not say.
+        tokens: tokens of the micro-batch on this rank; 0 outside of one.
+        tile: tokens of the largest tile that it was cut into; None if it ran untiled.
+    """
+
+    phase: str
+    block: str
+    step: int
+    asked: int = 0
+    tokens: int = 0
+    tile: int | None = None
+
+    def __str__(self) -> str:
+        inside = f" of {self.block}" if self.block else ""
+        where = f"in the {self.phase}{inside}" if self.phase else "outside of a step"
+        return f"at step {self.step}, {where}" if self.phase else where
+
+
+class Whereabouts:
+    """Notes which decoder layer's gradient came last, and knows each layer's output weakly."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layer = ""
+        self.outputs: dict[str, weakref.ref[Tensor]] = {}
+        for name in decoder_layers(model):
+            model.get_submodule(name).register_forward_hook(partial(self._leave, name))
+
+    def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if not isinstance(first, Tensor) or not first.requires_grad or torch._C._current_graph_task_id() != -1:
+            return  # no backward will come, or this is a recompute inside of one
+        self.layer = ""
+        self.outputs[name] = weakref.ref(first)
+        first.register_hook(partial(self._arrive, name))
+
+    def _arrive(self, name: str, _: Tensor) -> None:
+        self.layer = name
+
+
+def find_place(error: BaseException, model: nn.Module, whereabouts: Whereabouts | None, step: int) -> Place:
+    """Read phase and block off the traceback of ``error``."""
+    plain = causal_model(model)
+    names = {id(module): name for name, module in plain.named_modules() if name}
+    backbone = getattr(plain, "base_model", plain)
+    inside = {id(module) for module in backbone.modules()} if backbone is not plain else set()
+    phase, block, in_head, in_tile, in_step = "", "", False, False, False
+    for frame in _frames(error):
+        code = frame.f_code
+        owner = frame.f_locals.get("self")
+        place = code.co_filename.replace("\\", "/")
+        in_step = in_step or code.co_name == "training_step"
+        if code.co_name == "training_step":
+            phase = phase or "loss"  # until something of the backbone is met
+        elif code.co_name == "backward" and in_step and phase != "optimiser":
+            phase, block, in_head = "backward", "", False
+        elif code.co_name in _OPTIMIZER_STEPS and _is_optimizing(place):
+            phase, block = "optimiser", ""
+        if "/seqtile/ops/" in place:
+            in_tile, in_head = True, in_head or "/seqtile/ops/head" in place
+        if phase and isinstance(owner, nn.Module) and id(owner) in names:
+            block = names[id(owner)]
+            in_head = id(owner) not in inside and bool(inside)
+            if phase == "loss" and id(owner) in inside:
+                phase = "forward"
+    head = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
+    if phase == "backward" and not block and whereabouts is not None:
+        block = names.get(id(head), "") if in_head or not whereabouts.layer else whereabouts.layer
+        if in_tile and not in_head and whereabouts.layer:
+            block = _tiled_block(plain, whereabouts.layer)
+    elif phase == "loss":
+        block = block or names.get(id(head), "")
+    return Place(phase, block, step, _asked(error))
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    """Of the traceback, outermost first."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _is_optimizing(file: str) -> bool:
+    return any(part in file for part in ("/torch/optim/", "/accelerate/", "/deepspeed/", "/trainer.py", "clip_grad"))
+
+
+def _tiled_block(model: nn.Module, layer: str) -> str:
+    """The module of ``layer`` that runs in tiles: its own name, or the layer's where parts of it share a tile."""
+    from seqtile.models.instance import Installed
+
+    for name, module in model.get_submodule(layer).named_modules():
+        if name and isinstance(module.__dict__.get("forward"), Installed):
+            return f"{layer}.{name}"
+    return layer
+
+
+def _asked(error: BaseException) -> int:
+    found = _ASKED.search(str(error))
+    if not found:
+        return 0
+    return parse_bytes(found[1].replace("bytes", "").replace("byte", ""))
+
+
+def largest_tensors(error: BaseException, model: Any, optimizer: Any, whereabouts: Whereabouts | None) -> list[str]:
+    """The largest tensors that Python can still reach, equal ones of all layers as one, and the sums by kind.
+
+    What only a kernel or the autograd engine holds, and never was an object of Python's, is not among them.
+    """
+    plain = causal_model(model)
+    names = {id(module): name for name, module in plain.named_modules() if name}
+    known: dict[int, tuple[str, str]] = {}
+    parameters = {id(weight): name for name, weight in plain.named_parameters()}
+    for name, weight in [*plain.named_parameters(), *plain.named_buffers()]:
+        _label(known, weight, "weights", name)
+        _label(known, weight.grad if weight.is_leaf else None, "gradients", f"gradient of {name}")
+    for weight, states in getattr(getattr(optimizer, "optimizer", optimizer), "state", {}).items():
+        for value in states.values() if isinstance(states, dict) else ():
+            what = f"optimiser state of {parameters[id(weight)]}" if id(weight) in parameters else "optimiser state"
+            _label(known, value, "optimiser state", what)
+    for name, ref in whereabouts.outputs.items() if whereabouts is not None else ():
+        _label(known, ref(), "activations", f"output of {name}")
+    for frame in reversed([*_frames(error)]):
+        owner = frame.f_locals.get("self")
+        place = names.get(id(owner), frame.f_code.co_name if "/seqtile/ops/" in frame.f_code.co_filename else "")
+        for variable, value in frame.f_locals.items() if place else ():
+            _label(known, value, "activations", f"{variable} in {place}")
+    groups: Counter[tuple[str, tuple[int, ...], torch.dtype]] = Counter()
+    examples: dict[Any, str] = {}
+    counts: Counter[Any] = Counter()
+    kinds: Counter[str] = Counter()
+    for key, nbytes, tensor in _reachable(_device(plain)):
+        kind, name = known.get(key, ("activations", "a saved or temporary tensor"))
+        group = (re.sub(r"\.\d+(?=\.|$)", ".*", name), tuple(tensor.shape), tensor.dtype)
+        groups[group] += nbytes
+        counts[group] += 1
+        examples[group] = name
+        kinds[kind] += nbytes
+    lines = []
+    for group, nbytes in groups.most_common(SHOWN_TENSORS):
+        count = counts[group]
+        many = f"{count} x {group[0]}" if count > 1 else examples[group]
+        kind = str(group[2]).removeprefix("torch.")
+        lines.append(f"{_size(nbytes):>12}  {many}, {' x '.join(map(str, group[1])) or 'a number'} {kind}")
+    return [*lines, "in all: " + ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in kinds.most_common())]
+
+
+def _label(known: dict[int, tuple[str, str]], value: Any, kind: str, name: str) -> None:
+    if isinstance(value, Tensor):
+        storage = _storage(value)
+        if storage is not None:
+            known.setdefault(storage._cdata, (kind, name))
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """What holds the numbers of ``tensor`` on this rank; None for those that hold none."""
+    try:
+        return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _reachable(device_type: str) -> Iterator[tuple[int, int, Tensor]]:
+    """Every storage on the device that an object of Python's holds: its key, its bytes, and the largest view of it."""
+    found: dict[int, tuple[int, Tensor]] = {}
+    for one in gc.get_objects():
+        if not issubclass(type(one), Tensor):  # isinstance would ask objects that load themselves when they are asked
+            continue
+        tensor = getattr(one, "_local_tensor", one)
+        if tensor.device.type != device_type or (storage := _storage(tensor)) is None:
+            continue
+        before = found.get(storage._cdata)
+        if before is None or before[1].numel() < tensor.numel():
+            found[storage._cdata] = (storage.nbytes(), tensor)
+    return ((key, nbytes, tensor) for key, (nbytes, tensor) in found.items())
+
+
+def _device(model: nn.Module) -> str:
+    return next((weight.device.type for weight in model.parameters()), "cpu")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
+
+
+def device_memory(model: nn.Module) -> tuple[str, int]:
+    """What the device has, in words, and its free bytes (0 where it does not say)."""
+    from seqtile.checkpointing.host import available_bytes
+
+    kind = _device(model)
+    if kind == "cpu":
+        free = available_bytes()
+        return f"this host has {_size(free)} free", free
+    module = torch.get_device_module(kind)
+    try:
+        free, total = module.mem_get_info()
+        held, cached = module.memory_allocated(), module.memory_reserved()
+    except (AttributeError, RuntimeError):
+        return "", 0
+    words = f"{_size(held)} in tensors, {_size(cached - held)} cached by the allocator, {_size(free)} free"
+    return f"the device has {_size(total)}: {words}", free

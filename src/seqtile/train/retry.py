@@ -1,0 +1,268 @@
+"""After an out-of-memory: say what it was, or go on with settings that hold less.
+
+In one process a step is done again where it stands, if it had not reached the optimiser: its gradients are dropped, the
+random numbers are put back, and all its micro-batches run again. What the optimiser had begun cannot be taken back, and
+ranks that wait for the failed one cannot be asked: then the run goes on from its last checkpoint, which may be the one
+of step 0.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from seqtile._errors import RunError, UserError
+from seqtile._log import first_rank_logger
+from seqtile.memory.choose import changes, tighter, would_avoid
+from seqtile.memory.phases import causal_model
+from seqtile.memory.setup import Built, Setup
+from seqtile.memory.tiles import largest_tile
+from seqtile.train.checkpoints import newest_whole
+from seqtile.train.fit import can_offload, request_of, settings_of, updates_of
+from seqtile.train.head import tile_head
+from seqtile.train.out_of_memory import Place, Whereabouts, device_memory, find_place, is_out_of_memory, largest_tensors
+from seqtile.train.recipe import RECIPE_FILE, Recipe, save_recipe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from seqtile.models.report import Report
+
+logger = first_rank_logger(__name__)
+
+MOST_RETRIES = 8
+"""Of one run; the settings come to their end before, unless the rows grow."""
+
+IN_PLACE = ("forward", "loss", "backward")
+
+
+class OutOfMemory(RunError):
+    """A run that is out of memory.
+
+    Attributes:
+        retry: what to go on with, as :func:`next_retry` says it; None where nothing is left or nothing was asked for.
+        done: what the run had gone on with before.
+    """
+
+    def __init__(self, message: str, retry: dict[str, Any] | None = None, done: Sequence[dict[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.retry, self.done = retry, list(done)
+
+
+def next_retry(recipe: Recipe, place: Place, done: int) -> dict[str, Any] | None:
+    """What to go on with: where it failed and the recipe's keys that change; None where nothing smaller is left."""
+    if recipe.on_oom != "retry" or not place.phase or done >= MOST_RETRIES:
+        return None
+    before = now = _settings(recipe, place)
+    while (after := tighter(now, can_offload=can_offload())) is not None:
+        keys = updates_of(after, recipe)
+        if any(getattr(recipe, key) != value for key, value in keys.items()):
+            return {"step": place.step, "phase": place.phase, "block": place.block, "recipe": keys,
+                    "changed": changes(before, after)}  # fmt: skip
+        now = after
+    return None
+
+
+def _settings(recipe: Recipe, place: Place) -> Any:
+    """What the failed micro-batch ran with, as numbers."""
+    tokens = place.tokens or recipe.max_length * recipe.batch_size
+    settings = settings_of(recipe, place.tile or tokens)
+    tile = min(settings.tile, tokens) if isinstance(settings.tile, int) else settings.tile
+    return replace(settings, tile=tile, loss_tile=min(settings.loss_tile, tokens))
+
+
+class Step:
+    """Watches the steps of one trainer: where they are, and how to do one again.
+
+    Attributes:
+        recipe: with the settings that the steps have now.
+        tiling: what is tiled now.
+    """
+
+    def __init__(self, trainer: Any, recipe: Recipe, tiling: Report | None, output: Path) -> None:
+        self.recipe, self.tiling = recipe, tiling
+        self._trainer, self._output = trainer, output
+        # Compiled layers would be cut in two by a hook.
+        compiled = bool(getattr(trainer.args, "torch_compile", False))
+        self._whereabouts = None if compiled else Whereabouts(causal_model(trainer.model))
+        self._checkpoints = recipe.activation_checkpointing
+        self._calls: list[Any] = []
+        self._before: dict[str, Any] = {}
+
+    @property
+    def retries(self) -> list[dict[str, Any]]:
+        """What the run has gone on with, in order; every checkpoint's mark has it."""
+        return list(self._trainer.run.get("retries", []))
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a failed step can be done again here."""
+        return self.recipe.on_oom == "retry" and self.recipe.engine == "single"
+
+    def run(self, call: Any, first: bool, step: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
+        """``[step(call)]``; or, with this optimiser step done again in smaller tiles, all its micro-batches' losses.
+
+        Args:
+            call: one micro-batch.
+            first: whether it begins an optimiser step.
+            step: forward and backward of a micro-batch.
+        """
+        if first:
+            self._calls, self._before = [], _remember(self._trainer)
+        self._calls.append(call)
+        todo = [call]
+        while True:
+            try:
+                return [step(one) for one in todo]
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                place = self.find(error)
+                retry = next_retry(self.recipe, place, len(self.retries)) if place.phase in IN_PLACE else None
+                if retry is None:
+                    raise
+            # Here the error is gone, and with it the frames that held the failed step's tensors.
+            self._go_on(retry)
+            todo = self._calls
+
+    def find(self, error: BaseException) -> Place:
+        """Where ``error`` happened, with the batch that was running."""
+        trainer = self._trainer
+        place = find_place(error, trainer.model, self._whereabouts, trainer.state.global_step + 1)
+        tokens = trainer.running_tokens
+        return replace(place, tokens=tokens, tile=self._tile(tokens))
+
+    def end(self, error: BaseException) -> OutOfMemory:
+        """What to raise in the place of ``error``: everything that is known of it, and what to go on with."""
+        trainer, place = self._trainer, self.find(error)
+        retry = next_retry(self.recipe, place, len(self.retries))
+        memory, _ = device_memory(trainer.model)
+        tensors = largest_tensors(error, trainer.model, trainer.optimizer, self._whereabouts)
+        live = ["largest live tensors:", *(f"  {line}" for line in tensors), *([memory] if memory else [])]
+        error.__traceback__ = error.__context__ = error.__cause__ = None  # frames that hold the failed step's tensors
+        release()
+        if retry is not None:
+            return OutOfMemory(said({**retry, "how": "from the last checkpoint"}), retry, self.retries)
+        checkpoint, _ = newest_whole(self._output)
+        return OutOfMemory(explain(self.recipe, place, live, checkpoint, len(self.retries)), None, self.retries)
+
+    def _tile(self, tokens: int) -> int | None:
+        if self.tiling is None or not tokens:
+            return None
+        model = causal_model(self._trainer.model)
+        weight = next(model.parameters())
+        setup = Setup(dtype=weight.dtype, autocast=bool(self._trainer.args.bf16))
+        return largest_tile(Built(model, self.tiling.blocks), setup, tokens, weight.device.type)
+
+    def _go_on(self, retry: dict[str, Any]) -> None:
+        trainer, retry = self._trainer, {**retry, "how": "in place"}
+        trainer.model.zero_grad(set_to_none=True)
+        release()
+        self.recipe = self.recipe.model_copy(update=retry["recipe"])
+        switch = {"checkpoint": "full"} if self.recipe.activation_checkpointing and not self._checkpoints else {}
+        self.tiling = install(causal_model(trainer.model), self.recipe, **switch)
+        if self.recipe.loss_tile:
+            tile_head(causal_model(trainer.model), self.recipe.loss_tile)
+        trainer.run["retries"] = [*self.retries, retry]
+        trainer.run["tiling"] = {key: self.recipe.model_dump(mode="json")[key] for key in trainer.run.get("tiling", {})}
+        if trainer.args.should_save:
+            save_recipe(self.recipe, self._output / RECIPE_FILE)
+        _restore(trainer, self._before)
+        logger.warning("%s", said(retry))
+
+
+def said(retry: dict[str, Any]) -> str:
+    """One sentence for the log."""
+    inside = f" of {retry['block']}" if retry["block"] else ""
+    where = f"at step {retry['step']}, in the {retry['phase']}{inside}"
+    return f"out of memory {where}: going on {retry['how']} with {retry['changed']}"
+
+
+def install(model: Any, recipe: Recipe, **switch: Any) -> Report | None:
+    """Tile the blocks of ``model`` as the recipe says, and install its checkpoints; ``switch`` is more of the same."""
+    from seqtile.models.apply import apply
+
+    tiling = apply(model, **{**recipe.tiling, **switch}) if recipe.tiled_mlp else None
+    if tiling is None and any({**recipe.checkpoints, **switch}.values()):
+        apply(model, blocks="none", **{**recipe.checkpoints, **switch})
+    return tiling
+
+
+def release() -> None:
+    """Give the allocator back what the failed step held."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.get_device_module().empty_cache()
+
+
+def _remember(trainer: Any) -> dict[str, Any]:
+    """What a step changes before its optimiser: random numbers, and the trainer's sums of this step."""
+    import numpy
+
+    device = torch.get_device_module().get_rng_state() if torch.accelerator.is_available() else None
+    metrics = {mode: {name: list(values) for name, values in found.items()} for mode, found in trainer._metrics.items()}
+    return {
+        "python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state(),
+        "device": device, "metrics": metrics, "tokens": trainer._total_train_tokens,
+    }  # fmt: skip
+
+
+def _restore(trainer: Any, before: dict[str, Any]) -> None:
+    import numpy
+
+    random.setstate(before["python"])
+    numpy.random.set_state(before["numpy"])
+    torch.set_rng_state(before["torch"])
+    if before["device"] is not None:
+        torch.get_device_module().set_rng_state(before["device"])
+    for mode, found in trainer._metrics.items():
+        found.clear()
+        found.update({name: list(values) for name, values in before["metrics"].get(mode, {}).items()})
+    trainer._total_train_tokens = before["tokens"]
+
+
+def explain(recipe: Recipe, place: Place, live: list[str], checkpoint: Path | None, retried: int) -> str:
+    """Everything that is known of an out-of-memory that ends the run."""
+    asked = f": {place.asked / 2**30:,.2f} GiB could not be had" if place.asked else ""
+    lines = [f"out of memory {place}{asked}", *live]
+    if place.phase:
+        lines += _by_plan(recipe, place)
+    if retried:
+        lines.append(f"{retried} of at most {MOST_RETRIES} retries were made; nothing smaller is left to go on with")
+    if checkpoint is None:
+        lines.append("no checkpoint was saved before")
+    else:
+        lines.append(f"the last whole checkpoint is {checkpoint}: go on from it with other settings and --resume")
+    return "\n".join(lines)
+
+
+def _by_plan(recipe: Recipe, place: Place) -> list[str]:
+    """What the plan says of the recipe, and which setting would have been enough."""
+    tokens = -(-max(place.tokens, recipe.max_length * recipe.batch_size) // recipe.batch_size)
+    from seqtile.memory.plan import Planner
+
+    try:
+        request = request_of(recipe)
+        estimate = Planner(request, recipe.max_length).estimate(tokens)
+        settings = _settings(recipe, place)
+        avoided = would_avoid(request, settings, tokens, max(1, place.asked), can_offload=can_offload())
+    except (UserError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
+        return [f"what the plan says is not known: {(str(error).splitlines() or [type(error).__name__])[0]}"]
+    device, gib = estimate.device, 2**30
+    lines = [
+        f"the plan for rows of {tokens:,} tokens: {device.expected / gib:,.2f} GiB ({device.low / gib:,.2f} to "
+        f"{device.high / gib:,.2f}) of {request.device.memory / gib:,.2f} GiB, most in the {estimate.peak_at}"
+    ]
+    if avoided is not None:
+        lines.append(f"this would have avoided it: {avoided}; --on-oom retry does that by itself")
+    else:
+        lines.append(
+            "by the plan no tiles, checkpoints or offload would have been enough: shorter rows (--max-length), "
+            "adapters (--lora 16) or more devices; seqtile plan says what buys length"
+        )
+    return lines

@@ -1,0 +1,151 @@
+"""A run that is out of memory says what it was doing, or goes on, to the losses and weights of one that was not."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny_run
+from oom_faults import PHASES, Fault
+from seqtile._errors import RunError
+from seqtile.memory import choose
+from seqtile.train import retry
+from seqtile.train.checkpoints import newest_whole, numbered
+from seqtile.train.out_of_memory import Place
+from seqtile.train.recipe import build_recipe, read_recipe
+from seqtile.train.run import Outcome, train
+
+STEPS = 4
+FAILED = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", tiny_run.text_rows())
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "SMALLEST_TILE", 2)
+
+
+DROPPING = {"lora": {"r": 2, "dropout": 0.3}}
+CONSTANT = {"lr_scheduler_type": "constant"}
+
+
+def run(model: Path, dataset: Path, output: Path, *faults: Fault, resume: bool = False, **values: Any) -> Outcome:
+    defaults = dict(max_length=tiny_run.LENGTH, tile=32, loss_tile=32, steps=STEPS, save_steps=2, learning_rate=1e-2,
+                    gradient_accumulation=2)  # fmt: skip
+    paths = {"model": str(model), "dataset": str(dataset), "output": str(output)}
+    recipe, _ = build_recipe({**defaults, **paths, **values}, {})
+    return train(recipe, resume=resume, callbacks=faults)
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(output.glob("*model.safetensors")))
+
+
+@pytest.fixture(scope="module", params=[{}, DROPPING], ids=["full", "lora with dropout"])
+def reference(request: Any, model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that nothing happened to, whose tiles are smaller from step :data:`FAILED` on: saved and resumed there."""
+    output, values = tmp_path_factory.mktemp("reference") / "out", {**request.param, "report": False}
+    run(model, dataset, output, steps=FAILED - 1, trainer=CONSTANT, **values)
+    values |= {"tile": 8, "loss_tile": 8, "trainer": CONSTANT}
+    return request.param, run(model, dataset, output, resume=True, **values).losses, weights(output)
+
+
+@pytest.mark.parametrize("phase", ["forward", "loss", "backward", "recompute"])
+def test_a_step_is_done_again_in_place(
+    model: Path, dataset: Path, tmp_path: Path, reference: Any, phase: str, caplog: Any
+):
+    values, losses, expected = reference
+    fault = Fault(phase, FAILED, micro=2)
+    outcome = run(model, dataset, tmp_path / "out", fault, on_oom="retry", trainer=CONSTANT, **values)
+    told = phase if phase != "recompute" else "backward"
+    block = {"loss": "lm_head", "backward": "model.layers.1"}.get(phase, "model.layers.1.self_attn")
+    place = f"out of memory at step 3, in the {told} of {block}"
+    assert f"{place}: going on in place with tile: 8, loss_tile: 8" in caplog.text
+    for name, tensor in weights(tmp_path / "out").items():
+        assert torch.equal(tensor, expected[name]), name
+    # The mean that is logged of the failed step is put right by a sum and a difference of fp32 numbers.
+    torch.testing.assert_close(torch.tensor(outcome.losses), torch.tensor(losses), rtol=1e-6, atol=0)
+    saved = read_recipe(tmp_path / "out" / "recipe.yaml")
+    assert (saved["tile"], saved["loss_tile"]) == (8, 8)
+    (again,) = json.loads((tmp_path / "out" / "report" / "report.json").read_text())["retries"]
+    assert (again["step"], again["phase"], again["how"]) == (3, told, "in place")
+
+
+def test_what_the_optimiser_has_begun_is_done_again_from_the_checkpoint(
+    model: Path, dataset: Path, tmp_path: Path, reference: Any, caplog: Any
+):
+    values, losses, expected = reference
+    outcome = run(model, dataset, tmp_path / "out", Fault("optimiser", FAILED), on_oom="retry", trainer=CONSTANT,
+                  **values)  # fmt: skip
+    assert "in the optimiser: going on from checkpoint-2 with tile: 8, loss_tile: 8" in caplog.text
+    assert outcome.losses == losses
+    for name, tensor in weights(tmp_path / "out").items():
+        assert torch.equal(tensor, expected[name]), name
+    (again,) = outcome.retries
+    assert (again["step"], again["phase"], again["how"]) == (3, "optimiser", "from checkpoint-2")
+
+
+def test_the_first_step_goes_on_from_a_checkpoint_of_step_0(model: Path, dataset: Path, tmp_path: Path, caplog: Any):
+    small = {**DROPPING, "tile": 8, "loss_tile": 8, "steps": 2, "report": False}
+    whole = run(model, dataset, tmp_path / "whole", **small)
+    fault = Fault("optimiser", 1)
+    found = run(model, dataset, tmp_path / "out", fault, on_oom="retry", **{**small, "tile": 32, "loss_tile": 32})
+    assert "going on from checkpoint-0" in caplog.text and found.losses == whole.losses
+    for name, tensor in weights(tmp_path / "out").items():
+        assert torch.equal(tensor, weights(tmp_path / "whole")[name]), name
+
+
+def test_it_ends_where_nothing_smaller_is_left(model: Path, dataset: Path, tmp_path: Path):
+    with pytest.raises(RunError) as caught:
+        run(model, dataset, tmp_path / "out", Fault("forward", FAILED, times=99), on_oom="retry")
+    assert "2 of at most 8 retries were made; nothing smaller is left" in str(caught.value)
+    assert newest_whole(tmp_path / "out")[0] == tmp_path / "out" / "checkpoint-2"
+    assert read_recipe(tmp_path / "out" / "recipe.yaml")["tile"] == 2
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_it_says_what_it_was_doing_and_keeps_the_checkpoint(
+    model: Path, dataset: Path, tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(retry, "_by_plan", lambda recipe, place: [f"the plan of {place.tokens} tokens"])  # seconds
+    with pytest.raises(RunError) as caught:
+        run(model, dataset, tmp_path / "out", Fault(phase, FAILED))
+    first, _, rest = str(caught.value).partition("\n")
+    block = {"forward": " of model.layers.1.self_attn", "loss": " of lm_head", "backward": " of model.layers.1"}
+    asked = "1,048,576.00 GiB could not be had"
+    assert first == f"out of memory at step 3, in the {phase}{block.get(phase, '')}: {asked}"
+    assert "  0.05 MiB  4 x optimiser state of model.layers.*.mlp.gate_proj.weight, 96 x 32 float32\n" in rest
+    # 36,416 weights in fp32, and two states of each.
+    sums = re.search(r"in all: optimiser state 0.31 MiB, weights 0.16 MiB, .*", rest)
+    assert sums and "activations 0." in sums[0] and ("gradients" in sums[0]) == (phase in ("backward", "optimiser"))
+    assert re.search(r"\nthe plan of \d\d tokens\n", rest)
+    assert f"the last whole checkpoint is {tmp_path / 'out' / 'checkpoint-2'}" in rest
+    assert [step for step, _ in numbered(tmp_path / "out")] == [2]
+
+
+def test_it_says_what_the_plan_had_said_and_what_would_have_avoided_it(
+    model: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(choose, "SMALLEST_TILE", 64)
+    values = {"model": str(model), "dataset": str(dataset), "max_length": 256, "loss_tile": 64, "tile": 256}
+    recipe, _ = build_recipe(values, {})
+    asked = 2**18  # one of the four buffers of 256 x 96 numbers that a tile holds takes 2**16 + 2**15 bytes
+    said = retry.explain(recipe, Place("backward", "model.layers.1.mlp", 3, asked, 256, 256), [], None, 0)
+    assert re.search(r"\nthe plan for rows of 256 tokens: 0.75 GiB \(0.45 to 1.25\) of [\d,.]+ GiB, most in the ", said)
+    assert "\nthis would have avoided it: tile: 64 (0.00 GiB less by the plan); --on-oom retry" in said
+    assert said.endswith("no checkpoint was saved before")

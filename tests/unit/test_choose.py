@@ -1,0 +1,213 @@
+"""``--fit``: the first settings of one order that fit, and what a run that is out of memory goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tiny_run
+from seqtile import UserError
+from seqtile.cli import main
+from seqtile.memory import choose as module
+from seqtile.memory.choose import LADDER, Settings, choose, tighter
+from seqtile.memory.devices import Device
+from seqtile.memory.plan import Bounds
+from seqtile.memory.request import Request
+from seqtile.train import fit as fits
+from seqtile.train.output import resumed_recipe
+from seqtile.train.recipe import Recipe, build_recipe, read_recipe, resolve
+
+GIB = 2**30
+TAKES = {("none", False): 100, ("attention-saved", False): 60, ("layer", False): 40, ("attention-saved", True): 30,
+         ("layer", True): 20}  # fmt: skip
+"""GiB of a model that is made up; tiles take 8 more at 8,192 tokens, and keep 10."""
+
+
+class Planned:
+    """A planner whose numbers can be read off :data:`TAKES`."""
+
+    share_saved, spread = 0.2, 2
+
+    def __init__(self, request: Any, tokens: int | None = None) -> None:
+        self.request, self.counts = request, None
+        self.built = SimpleNamespace(blocks=[SimpleNamespace(path="fused")])
+
+    def share(self, other: Any) -> None: ...
+
+    def local(self, tokens: int) -> int:
+        return tokens
+
+    def resolved(self, tokens: int) -> Any:
+        return SimpleNamespace(tile=8192 if tokens > 8192 else None, loss_tile=2048)
+
+    def work(self, tokens: int) -> Any:
+        return SimpleNamespace(total=1.0)
+
+    def estimate(self, tokens: int) -> Any:
+        request = self.request
+        tile = 8192 if request.tile == "auto" else request.tile
+        takes = TAKES[request.checkpoint, "checkpoints" in request.offload] + tile / 1024 + 10 * request.keep
+        return SimpleNamespace(
+            device=Bounds(*(GIB * (takes + more) for more in (-self.spread, 0, self.spread))),
+            peak_at="head",
+            square=False,
+        )
+
+    def fits(self, estimate: Any) -> bool:
+        return bool(estimate.device.expected <= self.request.device.memory)
+
+    def surely_fits(self, estimate: Any) -> bool:
+        return bool(estimate.device.high <= self.request.device.memory)
+
+    def longest(self) -> tuple[int, str]:
+        return 4096, "device memory: logits"
+
+
+@pytest.fixture(autouse=True)
+def _made_up(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "folder" not in request.fixturenames:
+        monkeypatch.setattr(module, "Planner", Planned)
+        monkeypatch.setattr(module, "count_work", lambda *_: SimpleNamespace(total=1 - Planned.share_saved))
+
+
+def ask(memory: float, tokens: int = 65536, given: Any = None, can_offload: bool = True) -> Any:
+    request = Request(model="m", config=None, device=Device("it", int(memory * GIB), None, ""))
+    return choose(request, tokens, given or {}, can_offload=can_offload)
+
+
+@pytest.mark.parametrize(
+    ("memory", "checkpoint", "offload", "tile", "keep"),
+    [
+        (200, "none", False, 8192, 1.0), (116, "none", False, 8192, 0.5), (110, "none", False, 8192, 0.0),
+        (109, "attention-saved", False, 8192, 1.0), (69, "layer", False, 8192, 1.0),
+        (49, "attention-saved", True, 8192, 0.5), (39, "layer", True, 8192, 0.5), (30, "layer", True, 8192, 0.0),
+        (29, "layer", True, 2048, 0.0), (23, "layer", True, 512, 0.0),
+    ],
+)  # fmt: skip
+def test_the_cheapest_that_fits(memory: float, checkpoint: str, offload: bool, tile: int, keep: float):
+    found = ask(memory)
+    assert found.sure and found.settings == Settings(checkpoint, offload, tile, found.settings.loss_tile, keep)
+    assert {"tile", "loss_tile", "checkpoint", "offload", "keep"} >= found.reasons.keys() >= {"tile", "checkpoint"}
+    assert found == replace(ask(memory), planner=found.planner, estimate=found.estimate)
+
+
+def test_what_only_the_expected_estimate_fits_is_taken_with_the_tiles_of_auto(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Planned, "spread", 20)
+    found = ask(40)
+    assert not found.sure and found.settings == Settings("layer", True, 8192, 2048)
+    found = ask(22)
+    assert not found.sure and found.settings.tile == 2048  # at 8,192 tokens it takes 28
+
+
+def test_nothing_that_fits_is_one_sentence_with_the_longest_that_would():
+    with pytest.raises(UserError, match=r"tightest settings: 20.50 GiB of 19.00 GiB .*: --max-length 4096, or more"):
+        ask(19)
+
+
+def test_what_is_given_stays_and_says_so():
+    found = ask(200, given={"checkpoint": "layer", "tile": 1024, "keep": 0.0})
+    assert found.settings == Settings("layer", False, 1024, 2048, 0.0)
+    assert {name for name, why in found.reasons.items() if why == "as given"} == {"checkpoint", "tile", "keep"}
+    with pytest.raises(UserError, match="do not fit"):
+        ask(30, given={"checkpoint": "none"})
+
+
+def test_without_an_accelerator_nothing_is_moved_to_the_host():
+    assert ask(43, can_offload=False).settings == Settings("layer", False, 512, 128, 0.0)
+    assert not ask(43, can_offload=False).settings.offload
+
+
+def test_a_short_row_is_left_untiled():
+    assert ask(200, tokens=4096).settings.tile is None
+
+
+def down(settings: Settings, can_offload: bool) -> Iterator[Settings]:
+    one: Settings | None = settings
+    while (one := tighter(one, can_offload=can_offload) if one else None) is not None:
+        yield one
+
+
+def test_a_run_out_of_memory_goes_on_with_smaller_tiles_then_with_what_the_ladder_has():
+    chain = [*down(Settings("attention-saved", False, 8192, 2048, 0.5), True)]
+    assert chain == [
+        Settings("attention-saved", False, 2048, 512), Settings("attention-saved", False, 512, 128),
+        Settings("attention-saved", False, 128, 128), Settings("layer", False, 128, 128),
+        Settings("layer", True, 128, 128),
+    ]  # fmt: skip
+    assert [*down(Settings("layer", False, 128, 64), False)] == []
+    assert {(rung.checkpoint, rung.offload) for rung in LADDER} >= {(one.checkpoint, one.offload) for one in chain}
+
+
+# From here on the plan is real.
+
+TINY = dict(max_length=64, tile="auto", steps=1)
+
+
+def recipe_of(folder: Path, **values: Any) -> Recipe:
+    paths = {"model": str(folder / "model"), "dataset": str(folder / "rows.jsonl"), "output": str(folder / "out")}
+    return resolve(build_recipe({**TINY, **paths, **values}, {})[0])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fit")
+    tiny_run.save_model(folder / "model")
+    tiny_run.write_jsonl(folder / "rows.jsonl", tiny_run.text_rows())
+    return folder
+
+
+def test_train_fit_says_why_saves_what_it_chose_and_a_resume_does_not_choose_again(folder: Path, capfd: Any):
+    words = ["train", "--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--max-length", "64",
+             "--steps", "1", "--output", str(folder / "out"), "--fit-memory", "1.5GiB"]  # fmt: skip
+    assert main(words) == 0
+    errors = capfd.readouterr().err
+    assert "fit: rows of 64 tokens on the memory given with 1.50 GiB: 0.75 GiB expected, 1.2" in errors
+    for line in ("fit: tile auto: tiles of this size would not lower the peak", "fit: checkpoint none: nothing is comp",
+                 "fit: offload false: not needed", "fit: loss_tile 64: the rule of auto"):  # fmt: skip
+        assert line in errors, errors
+    saved = read_recipe(folder / "out" / "recipe.yaml")
+    chosen = {key: saved[key] for key in ("fit", "tile", "activation_checkpointing", "checkpoint", "loss_tile", "keep")}
+    assert chosen == {"fit": False, "tile": "auto", "activation_checkpointing": False, "checkpoint": None,
+                      "loss_tile": 64, "keep": 0.0}  # fmt: skip
+    resumed, notes = resumed_recipe({}, {"output": str(folder / "out"), "fit": True, "steps": 2})
+    assert not resumed.fit and notes == [
+        "fit chooses for a new run; --resume goes on with the settings that this one has"
+    ]
+    assert not resumed.activation_checkpointing
+
+
+def test_fit_refuses_before_anything_is_written(folder: Path, capsys: Any):
+    words = ["train", "--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--max-length", "64",
+             "--output", str(folder / "none")]  # fmt: skip
+    for more, said in (
+        (["--fit-memory", "300MiB"], "do not fit the memory given by the plan, with the tightest settings: 0."),
+        (["--fit-memory", "much"], "got fit 'memory:much', expected true, false or each device's memory"),
+        (["--on-oom", "pray"], "recipe key 'on_oom': got 'pray'; input should be 'stop' or 'retry'"),
+        (["--on-oom", "retry", "--tiled-mlp", "false"], "on_oom 'retry' goes on with smaller tiles, but the recipe"),
+        (["--fit", "--engine", "zero2", "--nproc", "2"], "no plan knows engine 'zero2'; use one of single, ddp"),
+    ):
+        assert main([*words, *more]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.strip().count("\n") == 0, error
+    assert not (folder / "none").exists()
+
+
+def test_a_plan_is_asked_what_the_run_does(folder: Path):
+    request = fits.request_of(recipe_of(folder, lora={"r": 4}, batch_size=3, trainer={"optim": "adamw_bnb_8bit"}), GIB)
+    found = {name: getattr(request, name) for name in ("batch", "optimizer", "attention", "tile", "loss", "checkpoint")}
+    assert found == {"batch": 3, "optimizer": "adamw-8bit", "attention": "sdpa", "tile": "auto", "loss": "tiled",
+                     "checkpoint": "layer"}  # fmt: skip
+    assert request.lora and request.lora.r == 4 and request.device.memory == GIB and request.gpus == 1
+    whole = fits.request_of(recipe_of(folder, tiled_mlp=False, tile=None, activation_checkpointing=False))
+    assert (whole.tile, whole.checkpoint) == (None, "none") and whole.device.memory > GIB / 4
+    kept = fits.request_of(recipe_of(folder, keep=0.5, tile="shards:2", checkpoint="attention-saved"))
+    assert (kept.keep, kept.tile, kept.checkpoint) == (0.5, "shards:2", "attention-saved")
+    eight_bit = {"model_kwargs": {"quantization_config": {"load_in_8bit": True}}}
+    for odd, said in (({"trainer": {"optim": "lomo"}}, "optimiser 'lomo'"), (eight_bit, "quantization_config")):
+        with pytest.raises(UserError, match=said):
+            fits.request_of(recipe_of(folder, **odd), GIB)
