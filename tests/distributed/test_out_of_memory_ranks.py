@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def values(folder: Path) -> dict[str, Any]:
             "trainer": {"lr_scheduler_type": "constant"}}  # fmt: skip
 
 
+@cache
 def alone(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     """One process that takes both ranks' rows in each step, and to which nothing happens."""
     output = folder / "alone"
