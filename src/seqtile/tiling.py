@@ -74,7 +74,7 @@ class TileRule:
 
     Attributes:
         kind: ``"auto"``, ``"tokens"``, ``"shards"``, ``"arctic"`` or ``"memory"``.
-        value: tokens, tiles or bytes; 0 where the kind needs none.
+        value: tokens, tiles or bytes; for ``"auto"`` how many times its tokens go into one tile; else 0.
     """
 
     kind: str
@@ -90,7 +90,7 @@ class TileRule:
             return max(1, math.ceil(tokens / math.ceil(tokens / shape.hidden)))
         if self.kind == "memory":
             return tokens_within(self.value, shape)
-        return auto_tokens(shape)
+        return auto_tokens(shape) * max(1, self.value)
 
     def tile_sizes(self, tokens: int, shape: BlockShape) -> tuple[int, ...]:
         """Sizes of the tiles of a batch of ``tokens``, in order; empty when the batch is to run untiled.

@@ -16,6 +16,7 @@ from zoo import causal_lm, exact_dtype, tokens
 WORLD = 2
 RATE = 0.5
 """Learning rate of plain SGD, large enough that a wrong gradient or a wrong clip shows in the weights."""
+REST = "mlp+norm+projections"
 FEW = 4
 """Steps whose gradients and weights are compared one by one."""
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from grid.cases import WORLD, Case
+from grid.cases import REST, WORLD, Case
 from grid.training import Parallel
 
 CASES = [
@@ -55,6 +55,8 @@ CASES = [
     Case("lora-checkpoint", "LoRA", adapters=("gate_proj", "up_proj"), checkpoint="non-reentrant", path="generic"),
     Case("lora-no-input-gradient", "LoRA", adapters=("up_proj", "down_proj"), input_gradients=False),
     Case("gemma2", "norms around the MLP", "gemma2", checkpoint="non-reentrant"),
+    Case("rows", "rest of the layer", blocks=REST, checkpoint="non-reentrant", steps=2),
+    Case("rows-lora", "rest of the layer", blocks=REST, adapters=("q_proj", "o_proj"), input_gradients=False),
     Case("opt", "linear layers in the decoder layer", "opt"),
     Case("mixtral", "experts", "mixtral", steps=2, options={"find_unused_parameters": True}),
     Case("apply-late", "apply after wrapping", options={"apply": "wrapped"}),

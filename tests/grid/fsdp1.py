@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from grid.cases import WORLD, Case, named
+from grid.cases import REST, WORLD, Case, named
 from grid.training import Parallel
 
 ORIGINAL, FLAT = {"use_orig_params": True}, {"use_orig_params": False}
@@ -71,6 +71,8 @@ CASES = [
     Case("lora", "LoRA", options=ORIGINAL, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
     Case("lora-generic", "LoRA", options=ORIGINAL, adapters=("gate_proj", "up_proj"), path="generic"),
     Case("gemma2", "norms around the MLP", "gemma2", options=ORIGINAL, checkpoint="non-reentrant"),
+    Case("rows", "rest of the layer", blocks=REST, options=ORIGINAL, checkpoint="non-reentrant"),
+    Case("rows-flat", "rest of the layer", blocks=REST, options=FLAT),
     Case("opt", "linear layers in the decoder layer", "opt", options=ORIGINAL),
     Case("mixtral", "experts", "mixtral", options=ORIGINAL),
     Case(

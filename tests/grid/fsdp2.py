@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from grid.cases import WORLD, Case, named
+from grid.cases import REST, WORLD, Case, named
 from grid.training import Parallel
 
 LAYER, BLOCK, LINEAR, ROOT = ({"unit": unit} for unit in ("layer", "block", "linear", "root"))
@@ -76,6 +76,8 @@ CASES = [
     ),
     Case("gemma2", "norms around the MLP", "gemma2", options=LAYER, checkpoint="non-reentrant"),
     Case("gemma2-block", "norms around the MLP", "gemma2", options=BLOCK),
+    Case("rows", "rest of the layer", blocks=REST, options=LAYER, checkpoint="non-reentrant"),
+    Case("rows-lora", "rest of the layer", blocks=REST, options=LAYER, adapters=("q_proj", "o_proj")),
     Case("opt", "linear layers in the decoder layer", "opt", options=LAYER),
     Case("mixtral", "experts", "mixtral", options=LAYER),
     Case("apply-late", "apply after wrapping", options={**LAYER, "apply": "wrapped"}),

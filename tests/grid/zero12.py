@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grid.cases import RATE, WORLD, Case, named
+from grid.cases import RATE, REST, WORLD, Case, named
 from grid.training import Parallel
 
 ONE, TWO = ({"stage": stage} for stage in (1, 2))
@@ -63,6 +63,7 @@ _CASES = [
         path="generic", checkpoint="non-reentrant",
     ),
     Case("zero2-gemma2", "norms around the MLP", "gemma2", options=TWO),
+    Case("zero2-rows", "rest of the layer", blocks=REST, options=TWO, checkpoint="non-reentrant"),
     Case("zero2-mixtral", "experts", "mixtral", options=TWO),
     Case("zero2-apply-late", "apply after wrapping", options={**TWO, "apply": "wrapped"}),
     Case("tiled-loss", "tiled loss", tiled_loss=True, steps=2, options=TWO),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from grid import zero12
-from grid.cases import WORLD, Case
+from grid.cases import REST, WORLD, Case
 from seqtile.engines.zero3 import is_marked, is_registered
 
 STINGY = {
@@ -50,6 +50,8 @@ _CASES = [
     Case("lora-generic", "LoRA", adapters=("gate_proj", "up_proj"), path="generic", checkpoint="non-reentrant"),
     Case("lora-no-input-gradient", "LoRA", adapters=("up_proj", "down_proj"), input_gradients=False, steps=2),
     Case("gemma2", "norms around the MLP", "gemma2", checkpoint="non-reentrant"),
+    Case("rows", "rest of the layer", blocks=REST, checkpoint="non-reentrant", steps=2),
+    Case("rows-lora", "rest of the layer", blocks=REST, adapters=("q_proj", "o_proj"), input_gradients=False),
     Case("opt", "linear layers in the decoder layer", "opt"),
     Case("mixtral", "experts", "mixtral", steps=2),
     Case("sharded-before", "weights sharded before apply (zero.Init)", path="fused", options={**STINGY, "init": True}),

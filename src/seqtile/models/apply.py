@@ -23,6 +23,7 @@ from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.models.layer import TiledLayer, TiledPair, TiledSum
 from seqtile.models.report import Block, Report
 from seqtile.models.rest import Rest, remove_rest
+from seqtile.models.rowwise import ROWS_AUTO, TiledRows, find_rows, tile_rows, words_for
 from seqtile.ops.fused import FusedWeights
 from seqtile.tiling import KeepRule, TileRule, parse_keep, parse_tile
 
@@ -60,7 +61,9 @@ def apply(
         blocks: ``"mlp+norm"``: the norm before the MLP runs in the tile too, so that no copy of the whole hidden
             states is made in its precision; ``"mlp"``: only what the tile needs; ``"auto"``: ``"mlp+norm"``. A norm
             or dropout after the MLP is in the tile in any case, since its input would be recomputed otherwise.
-            ``"none"``: no block, for ``loss``, ``checkpoint``, ``offload`` and ``heads`` alone.
+            ``"mlp+norm+projections"``: also the other norms of those layers and the one before the head, and
+            attention's projections, each in tiles of its own. ``"none"``: no block, for ``loss``,
+            ``checkpoint``, ``offload`` and ``heads`` alone.
         path: ``"auto"``: the fused operator where the block is an MLP of plain linear layers (LoRA included), decided
             at each call, else the generic one; ``"generic"``; or ``"fused"``, an error where it does not apply.
         keep: memory to spare for speed: the share of the tiles (0.0 to 1.0) that keep gate and up, 11 units down to
@@ -118,9 +121,19 @@ def apply(
     keeping = with_free_memory(parse_keep(keep, len(chosen)), model, len(chosen))
     with rest.replacing(model), replacing(model):
         tiled = [_tile(model, block, rule, keeping, blocks != "mlp", path) for block in chosen]
+        rows = _tile_rows(model, chosen, rule, blocks, whole=len(chosen) == len(found))
         done = install_heads(model, heads, attention, untouched), *rest.install(model)
     left += untouched
-    return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), *done))
+    return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), *done, rows))
+
+
+def _tile_rows(model: nn.Module, chosen: list[Candidate], rule: TileRule, blocks: str, whole: bool) -> str:
+    """Tile what ``blocks`` says of the rest of the layers; what that was, in words."""
+    if blocks != "mlp+norm+projections":
+        return ""
+    rows = find_rows(model, chosen, whole=whole)
+    tile_rows(rows, ROWS_AUTO if rule.kind == "auto" else rule)
+    return words_for(rows)
 
 
 def _finish(report: Report) -> Report:
@@ -135,7 +148,7 @@ def _check_alone(something: bool, given: bool) -> None:
         raise UserError("blocks='none' tiles no block, so tile, only, path and keep would be ignored; leave them out")
 
 
-_BLOCKS = ("auto", "mlp", "mlp+norm", "none")
+_BLOCKS = ("auto", "mlp", "mlp+norm", "mlp+norm+projections", "none")
 _PATHS = ("auto", "fused", "generic")
 
 
@@ -198,12 +211,13 @@ def replacing(model: nn.Module, *, own: bool = False) -> Iterator[None]:
 
 
 def undo(model: nn.Module) -> int:
-    """Take every tiled ``forward`` off ``model`` and restore each attribute; returns how many came off."""
+    """Take every tiled ``forward`` off ``model`` and restore each attribute; returns how many blocks' came off."""
     remove_rest(model)
     standing = _standing(model)
     for one in standing:
         one.remove()
-    return sum(isinstance(one, TiledForward) or (isinstance(one, TiledLayer) and one.inline) for one in standing)
+    blocks = [one for one in standing if not isinstance(one, TiledRows)]
+    return sum(isinstance(one, TiledForward) or (isinstance(one, TiledLayer) and one.inline) for one in blocks)
 
 
 def _standing(model: nn.Module) -> list[Installed]:

@@ -59,6 +59,7 @@ class Report:
         heads: what was done to attention, or "".
         loss: what was done to the loss, or "".
         checkpointing: what activation checkpoints keep and where, or "".
+        rows: how many norms and projections run in tiles of their own, or "".
     """
 
     blocks: tuple[Block, ...]
@@ -69,6 +70,7 @@ class Report:
     heads: str = ""
     loss: str = ""
     checkpointing: str = ""
+    rows: str = ""
 
     @property
     def tiled(self) -> int:
@@ -105,7 +107,8 @@ class Report:
         what = " and ".join(dict.fromkeys(words[kind] for _, kind in kinds))
         tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))
         paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
-        done = [words for words in (self.heads, self.loss, self.checkpointing) if words]
+        rows = self.rows and f"{self.rows} in tiles of their own"
+        done = [words for words in (rows, self.heads, self.loss, self.checkpointing) if words]
         if not self.blocks:
             return "; ".join([*done, *self.notes])
         return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *self.notes])

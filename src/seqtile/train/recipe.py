@@ -91,7 +91,7 @@ class Recipe(CheckedModel):
     tiled_mlp: bool = True
     tile: int | str = "auto"
     only: tuple[str, ...] | None = None
-    blocks: Literal["auto", "mlp", "mlp+norm"] = "auto"
+    blocks: Literal["auto", "mlp", "mlp+norm", "mlp+norm+projections"] = "auto"
     keep: float | str = 0.0
     loss_tile: int | None = Field(None, ge=1, description="tokens per tile of the head; None leaves it to TRL")
     activation_checkpointing: bool = True

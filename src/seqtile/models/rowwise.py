@@ -1,0 +1,114 @@
+"""The rest of a layer that treats every token by itself: norms outside the MLP's tile, and attention's projections.
+
+A norm written in Python keeps its input and the normalised states in fp32 until its backward; in tiles it keeps its
+input, which the residual connection holds anyway. A projection keeps its input alone, so that tiles free nothing there,
+unless an adapter casts the input or drops parts of it: then each projection keeps a copy of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from seqtile.engines.zero3 import mark_leaf, whole_shape
+from seqtile.models.find import Candidate, linear_widths, looks_like_attention
+from seqtile.models.instance import Setting, TiledForward
+from seqtile.models.probe import mixes_tokens
+from seqtile.tiling import KeepRule, TileRule
+
+LEAN = ("torch.", "liger_kernel.", "apex.")
+"""Packages whose norms keep their input and one number per token, so that tiles would free nothing."""
+
+
+ROWS_AUTO = TileRule("auto", 4)
+"""Longer tiles than a frozen MLP's: what runs in them is short, and each tile costs its kernels' start."""
+
+
+class TiledRows(TiledForward):
+    """``forward`` of a norm or a projection, over tiles of tokens, by the generic operator."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A norm or a projection to tile: its name, the module, and the widths of its input and output."""
+
+    name: str
+    module: nn.Module
+    hidden: int
+    width: int
+
+    @property
+    def is_norm(self) -> bool:
+        return linear_widths(self.module) is None
+
+
+def find_rows(model: nn.Module, blocks: Sequence[Candidate], *, whole: bool) -> list[Rows]:
+    """Norms and projections of the layers around ``blocks`` that no tile of theirs holds.
+
+    Args:
+        model: the model, its blocks tiled already.
+        blocks: position-wise blocks; their layers are looked through.
+        whole: also norms beside the list of layers, such as the one before the head.
+    """
+    found: dict[str, Rows] = {}
+    modules = dict(model.named_modules())
+    hidden = {block.layer: block.hidden for block in blocks if block.layer}
+    inside = tuple(f"{block.name}." for block in blocks if block.name)
+    around = {layer.rpartition(".")[0].rpartition(".")[0]: width for layer, width in hidden.items()} if whole else {}
+    taken = {
+        f"{block.layer}.{name}".lstrip(".")
+        for block in blocks
+        for name in (block.neighbours.before, *block.neighbours.members, block.neighbours.after,
+                     block.neighbours.closing)
+        if name
+    }  # fmt: skip
+    proved: dict[object, bool] = {}
+
+    def is_norm(module: nn.Module, width: int) -> bool:
+        key = type(module), width
+        shapes = [tuple(whole_shape(weight)) for weight in module.parameters()]
+        if "norm" not in type(module).__name__.lower() or type(module).__module__.startswith(LEAN):
+            return False
+        if not shapes or any(shape != (width,) for shape in shapes) or any(True for _ in module.children()):
+            return False
+        if key not in proved:
+            proved[key] = not (mixes_tokens(module, "mlp", width) or "").startswith("not ")
+        return proved[key]
+
+    for name, module in modules.items():
+        if name in taken or name.startswith(inside) or "forward" in module.__dict__:
+            continue
+        parent = name.rpartition(".")[0]
+        width = around.get(parent) or next(
+            (wide for layer, wide in hidden.items() if name.startswith(f"{layer}.")), None
+        )
+        if width is None:
+            continue
+        if is_norm(module, width):
+            found[name] = Rows(name, module, width, width)
+        elif (
+            (widths := linear_widths(module)) is not None
+            and width in widths
+            and looks_like_attention(parent, modules[parent])
+        ):
+            found[name] = Rows(name, module, *widths)
+    return list(found.values())
+
+
+def tile_rows(rows: Iterable[Rows], rule: TileRule) -> None:
+    """Install the tiled forwards."""
+    for one in rows:
+        setting = Setting(rule, KeepRule("share", 0.0, 1), "generic", one.hidden, one.width, name=one.name)
+        tiled = TiledRows(one.module, setting)
+        tiled.install()
+        tiled.check()
+        mark_leaf(one.module)
+
+
+def words_for(rows: Sequence[Rows]) -> str:
+    """``"33 norms and 128 projections"``, or ""."""
+    norms = sum(one.is_norm for one in rows)
+    counts = [(norms, "norm"), (len(rows) - norms, "projection")]
+    return " and ".join(f"{count} {what}{'s' * (count > 1)}" for count, what in counts if count)
