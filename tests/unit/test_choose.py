@@ -19,7 +19,9 @@ from seqtile.memory.devices import Device
 from seqtile.memory.plan import Bounds
 from seqtile.memory.request import Request
 from seqtile.train import fit as fits
+from seqtile.train import launch
 from seqtile.train.output import resumed_recipe
+from seqtile.train.ranks import check_same_recipe
 from seqtile.train.recipe import Recipe, build_recipe, read_recipe, resolve
 
 GIB = 2**30
@@ -211,3 +213,39 @@ def test_a_plan_is_asked_what_the_run_does(folder: Path):
     for odd, said in (({"trainer": {"optim": "lomo"}}, "optimiser 'lomo'"), (eight_bit, "quantization_config")):
         with pytest.raises(UserError, match=said):
             fits.request_of(recipe_of(folder, **odd), GIB)
+
+
+def test_the_choice_is_made_once_before_the_processes_start(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    read: list[dict[str, Any]] = []
+
+    def wait(self: Any) -> int:
+        read.append(read_recipe(self._folder / "recipe.yaml"))
+        return 0
+
+    monkeypatch.setattr(launch._Launch, "wait", wait)
+    words = ["train", "--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--max-length", "64",
+             "--output", str(tmp_path / "out"), "--engine", "ddp", "--nproc", "2", "--fit-memory", "4GiB"]  # fmt: skip
+    assert main(words) == 0
+    assert [(one["fit"], one["activation_checkpointing"], one["loss_tile"]) for one in read] == [(False, False, 64)]
+    assert "fit: rows of 64 tokens on 2 x the memory given with 4.00 GiB" in capfd.readouterr().err
+
+
+def test_ranks_with_different_settings_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    mine, other = recipe_of(folder), recipe_of(folder, tile=16)
+    both = [mine.model_dump(mode="json"), other.model_dump(mode="json")]
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda _: both)
+    for rank, recipe in enumerate((mine, other)):
+        with pytest.raises(UserError, match=rf"rank {1 - rank} would train with tile .* and rank {rank} with "):
+            check_same_recipe(SimpleNamespace(num_processes=2, process_index=rank), recipe)
+
+
+def test_a_launcher_of_the_users_own_cannot_start_ranks_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    words = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--output", "out"]
+    assert main(["train", *words, "--engine", "ddp", "--on-oom", "retry"]) == 2
+    assert "start them with seqtile train --engine ddp, or drop it" in capsys.readouterr().err

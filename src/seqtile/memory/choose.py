@@ -116,10 +116,10 @@ def choose(request: Request, tokens: int, given: Mapping[str, Any], *, can_offlo
     Raises:
         UserError: nothing fits; names the longest row that would.
     """
-    first = Planner(replace(request, checkpoint="layer", keep=0.0), tokens)
+    tile = None if request.tile is None else given.get("tile", "auto")
+    first = Planner(replace(request, checkpoint="layer", keep=0.0, tile=tile, loss_tile=given.get("loss_tile")), tokens)
     resolved = first.resolved(tokens)
-    tile = resolved.tile if isinstance(resolved.tile, int) else None
-    top = Settings("layer", False, tile, resolved.loss_tile)
+    top = Settings("layer", False, resolved.tile if isinstance(resolved.tile, int) else None, resolved.loss_tile)
     tried: list[_Tried] = []
     possible: Chosen | None = None
     for rung, settings in _rungs(request, first, top, tokens, given, can_offload):

@@ -68,8 +68,15 @@ class Whereabouts:
     def __init__(self, model: nn.Module) -> None:
         self.layer = ""
         self.outputs: dict[str, weakref.ref[Tensor]] = {}
-        for name in decoder_layers(model):
+        self._hooks = [
             model.get_submodule(name).register_forward_hook(partial(self._leave, name))
+            for name in decoder_layers(model)
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output

@@ -130,6 +130,11 @@ class Step:
             self._go_on(retry)
             todo = self._calls
 
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        if self._whereabouts is not None:
+            self._whereabouts.close()
+
     def find(self, error: BaseException) -> Place:
         """Where ``error`` happened, with the batch that was running."""
         trainer = self._trainer

@@ -302,6 +302,7 @@ def _run(
             if not is_out_of_memory(error):
                 raise
             failed = error
+    trainer.step.close()
     if failed is not None:
         raise trainer.step.end(failed)
     recipe, tiling = trainer.step.recipe, trainer.step.tiling
