@@ -30,6 +30,7 @@ class DictDefault(dict):
 class BasePlugin:
     """Every hook that axolotl calls, with its parameters."""
 
+    def __init__(self): ...
     def register(self, cfg): ...
     def on_config_validation_error(self, cfg): ...
     def get_input_args(self): ...
@@ -71,6 +72,12 @@ class PluginManager:
         return PluginManager._instance
 
 
+class FSDPConfig(BaseModel):
+    """The one key of it that the plugin reads."""
+
+    activation_checkpointing: bool | None = None
+
+
 class AxolotlInputConfig(BaseModel):
     """The keys that the plugin reads, with their defaults."""
 
@@ -83,7 +90,7 @@ class AxolotlInputConfig(BaseModel):
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
     activation_offloading: str | bool | None = False
     selective_checkpointing: dict[str, Any] | bool | None = None
-    fsdp_config: dict[str, Any] | None = None
+    fsdp_config: FSDPConfig | None = None
     lora_mlp_kernel: bool | None = None
     use_kernels: bool | None = None
     chunked_cross_entropy: bool | None = None

@@ -68,6 +68,15 @@ def test_a_second_model_is_tiled_too(ours: Any) -> None:
     assert not hasattr(LlamaMLP, "_tiled_mlp_dist_impl")
 
 
+def test_the_trainers_logs_say_what_was_tiled(ours: Any) -> None:
+    plugin = ours.SeqtilePlugin()
+    cfg, model = load({"tiled_mlp": True}, plugin)
+    standin.load_model(cfg, build, lambda model: model)  # a reference model
+    (callback,) = plugin.add_callbacks_pre_trainer(cfg, model)
+    assert callback.report._model() is model
+    assert plugin.add_callbacks_pre_trainer(cfg, build()) == []
+
+
 def test_tiled_mlp_false_leaves_the_blocks_alone(ours: Any, caplog: pytest.LogCaptureFixture) -> None:
     _, model = load({"tiled_mlp": False}, ours.SeqtilePlugin())
     assert seqtile.undo(model) == 0
@@ -108,6 +117,7 @@ REFUSED = [
     ({"seqtile": {"tyle": 512}}, "tyle"),
     ({"seqtile": {"tile": "half"}}, "half"),
     ({"seqtile": {"keep": 2.0}}, "keep"),
+    ({"seqtile": {"heads": 0}}, "heads"),
     ({"seqtile": {"loss_tile": 512}}, "changes nothing without loss='tiled'"),
     ({"seqtile": {"loss": "tiled"}, "cut_cross_entropy": True}, "both compute the loss"),
     ({"seqtile": {"loss": "tiled"}, "chunked_cross_entropy": True}, "both compute the loss"),

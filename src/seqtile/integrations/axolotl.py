@@ -8,6 +8,7 @@ configuration there and put back once the model is loaded: nothing of axolotl's 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +17,10 @@ from axolotl.utils.logging import get_logger  # type: ignore[import-not-found]
 from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, model_validator
 
 from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
 
-LOG = get_logger("axolotl.seqtile")  # axolotl shows INFO of loggers below its own name only
+# axolotl shows INFO of loggers below its own name only; before the processes know each other, it shows every rank's.
+LOG = get_logger(first_rank_logger("axolotl.seqtile").name)
 
 _BLOCK_KEYS = ("tile", "only", "blocks", "path", "keep")
 
@@ -43,6 +46,7 @@ class SeqtileSettings(BaseModel):
     loss_impl: str | None = None
     checkpoint: str | None = None
     offload: bool | str | None = None
+    heads: StrictInt | StrictStr | None = None
 
 
 class SeqtileArgs(BaseModel):
@@ -66,15 +70,17 @@ class SeqtileArgs(BaseModel):
     def check_seqtile(self) -> Any:
         """Refuse before anything is loaded what :func:`seqtile.apply` would refuse, and what excludes it."""
         from seqtile.models.apply import check_settings
+        from seqtile.models.heads import parse_heads
         from seqtile.models.rest import Rest
 
-        cfg = {**self.__dict__, "seqtile": self.seqtile.model_dump() if self.seqtile else None}
+        cfg = {key: value.model_dump() if isinstance(value, BaseModel) else value for key, value in vars(self).items()}
         given = apply_arguments(cfg)
         check_settings(given.get("tile", "auto"), given.get("path", "auto"), given.get("keep", 0.0), 1)
         Rest.parse(
             given.get("loss"), given.get("loss_tile", "auto"), given.get("loss_impl", "torch"),
             given.get("checkpoint"), given.get("offload", False),
         )  # fmt: skip
+        parse_heads(given.get("heads"))
         check_conflicts(cfg, given)
         return self
 
@@ -140,10 +146,7 @@ def check_conflicts(cfg: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         others = _on(cfg, _CHECKPOINTS)
         if isinstance(cfg.get("gradient_checkpointing"), str):
             others.append(f"gradient_checkpointing: {cfg['gradient_checkpointing']}")
-        fsdp = cfg.get("fsdp_config")
-        if fsdp and (fsdp.get if isinstance(fsdp, Mapping) else lambda key: getattr(fsdp, key, None))(
-            "activation_checkpointing"
-        ):
+        if (cfg.get("fsdp_config") or {}).get("activation_checkpointing"):
             others.append("fsdp_config.activation_checkpointing")
         for key in others:
             raise UserError(f"{ours} and {key} both decide what activation checkpoints keep; leave one of them out")
@@ -156,7 +159,10 @@ def _on(cfg: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:
 class SeqtilePlugin(BasePlugin):
     """Tiles the model after every adapter and plugin, before the engine wraps it."""
 
-    _taken: Any = None
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: Any = None
+        self._tiled: list[tuple[weakref.ref[Any], Any]] = []  # the model that is trained, and DPO's reference
 
     def register(self, cfg: dict[str, Any]) -> None:
         """Write our defaults into the configuration as given, where axolotl's other plugins look for them."""
@@ -198,6 +204,13 @@ class SeqtilePlugin(BasePlugin):
         LOG.info("seqtile: %s", report)
         for left in report.left:
             LOG.info("seqtile left %s (%s) alone: %s", left.name, left.class_name, left.why)
+        self._tiled.append((weakref.ref(model), report))
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        """What was tiled and where memory peaks, in the trainer's logs and everything that it reports to."""
+        from seqtile.integrations.callback import TilingCallback
+
+        return [TilingCallback(report) for tiled, report in self._tiled if tiled() is model]
 
     def _check_last(self) -> None:
         """Refuse a plugin that would change the loaded model after us: it could take the tiles off unseen."""
