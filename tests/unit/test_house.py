@@ -35,6 +35,8 @@ ORDER: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
 )
 
+DEVICE_NAMES = frozenset({"cuda", "npu", "xpu", "mps", "hip", "rocm", "hpu", "nvidia", "ascend"})
+
 HEAVY = ("torch", "numpy", "transformers", "accelerate", "trl", "datasets", "peft", "matplotlib")
 NOT_FOR_THE_LIBRARY = (*HEAVY, "pydantic", "typer", "rich", "yaml")
 
@@ -109,7 +111,7 @@ def device_names(root: Path) -> list[str]:
         for node in ast.walk(tree):
             name = {ast.Name: "id", ast.Attribute: "attr", ast.Constant: "value", ast.alias: "name"}.get(type(node))
             value = getattr(node, name) if name and id(node) not in prose else None
-            if isinstance(value, str) and "cuda" in value.lower():
+            if isinstance(value, str) and DEVICE_NAMES & set(re.split(r"[^a-z]+", value.lower())):
                 found.append(f"{file}:{node.lineno}: {value}")  # type: ignore[attr-defined]
     return found
 

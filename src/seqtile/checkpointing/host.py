@@ -7,6 +7,7 @@ is a plain copy, so that the same path is tested there.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections import deque
@@ -39,7 +40,7 @@ class Parked:
         if stream is None:
             return tensor.clone()
         # Strides are kept: with others, a recompute would run other operators than the forward did.
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=can_pin())
         current = torch.accelerator.current_stream(tensor.device)
         stream.wait_stream(current)
         with stream:
@@ -153,6 +154,15 @@ class HostMemory:
                 "leave offload out"
             )
         self._checked = each
+
+
+@functools.cache
+def can_pin() -> bool:
+    """Whether the accelerator's backend has pinned memory; without it copies are right, and the device waits."""
+    try:
+        return torch.empty(1, pin_memory=True).is_pinned()
+    except RuntimeError:  # NotImplementedError is one
+        return False
 
 
 def available_bytes() -> int:

@@ -311,7 +311,10 @@ class _Allocator:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or accelerator.type != device.type:
             return None
-        return cls(torch.accelerator.current_device_index() if device.index is None else device.index)
+        try:
+            return cls(torch.accelerator.current_device_index() if device.index is None else device.index)
+        except RuntimeError:  # this backend's allocator keeps no statistics: bytes of tensors are counted, as on a CPU
+            return None
 
     def take(self) -> int:
         """Peak above the start since the last call."""

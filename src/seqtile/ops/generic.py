@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from seqtile.ops.replay import TileStates
 from seqtile.ops.rows import Cuts, Outputs
 
 Run = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]
@@ -129,6 +130,7 @@ def _run_with_gradient(
     source = _Source(cuts, _Save.apply(gradients, saved, len(rows), *rows, *live.values()), rows, saved)
     output = Outputs(cuts)
     anchor = rows[0].new_empty(0)
+    random = TileStates(anchor.device)
 
     def run_tile(index: int, _: Tensor) -> Any:
         tiles = source.tiles(index)
@@ -139,7 +141,8 @@ def _run_with_gradient(
         )
         for number, tile in zip(wanted, entered[: len(wanted)], strict=True):
             tiles[number] = tile
-        return run(tiles, dict(zip(trained, entered[len(wanted) :], strict=True)))
+        with random.of(index):
+            return run(tiles, dict(zip(trained, entered[len(wanted) :], strict=True)))
 
     try:
         for index in range(len(cuts)):

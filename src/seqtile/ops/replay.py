@@ -58,6 +58,32 @@ class RandomState:
             self._set(before)
 
 
+class TileStates:
+    """The generator's state at every tile, for devices whose state PyTorch's checkpoint does not keep.
+
+    It keeps that of devices whose module has ``_initialized``; ``torch.mps`` has not (2.13).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        here = torch.accelerator.current_accelerator()
+        ours = here is not None and here.type == device.type
+        self._device = device
+        self._keeps = ours and not getattr(torch.get_device_module(device), "_initialized", False)
+        self._states: dict[int, RandomState] = {}
+
+    @contextmanager
+    def of(self, index: int) -> Iterator[None]:
+        """Around one tile: keeps the state in the forward, draws the same numbers in every recompute."""
+        if not self._keeps:
+            yield
+        elif index in self._states:
+            with self._states[index].replayed():
+                yield
+        else:
+            self._states[index] = RandomState(self._device)
+            yield
+
+
 @dataclass(frozen=True)
 class Autocast:
     """Autocast as it stood when the forward began."""
