@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ WORLD = 2
 RATE = 0.5
 """Learning rate of plain SGD, large enough that a wrong gradient or a wrong clip shows in the weights."""
 REST = "mlp+norm+projections"
+TEMPERATURE = 0.7
+"""Of scored tokens."""
 FEW = 4
 """Steps whose gradients and weights are compared one by one."""
 
@@ -35,6 +38,7 @@ class Case:
         path: operator, as ``seqtile.apply`` takes it.
         blocks: as ``seqtile.apply`` takes it.
         tiled_loss: head and loss in tiles too, cut by the same rule.
+        scored: the loss is made of log-probabilities and entropies that TRL's trainers ask for.
         more: further arguments of ``seqtile.apply``.
         checkpoint: ``""``, ``"non-reentrant"`` or ``"reentrant"``: activation checkpointing of the decoder layers.
         steps: optimiser steps.
@@ -59,6 +63,7 @@ class Case:
     path: str = "auto"
     blocks: str = "auto"
     tiled_loss: bool = False
+    scored: bool = False
     more: dict[str, Any] = field(default_factory=dict)
     checkpoint: str = ""
     steps: int = 1
@@ -77,6 +82,10 @@ class Case:
         """The model before tiling and before the engine, the same on every rank."""
         dtype = dtype or self.dtype or exact_dtype(self.architecture)
         model = causal_lm(self.architecture, dtype, use_cache=False, **self.config)
+        if self.scored:
+            from trl.trainer.utils import add_fused_lm_head
+
+            add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
         if self.adapters:
             from peft import LoraConfig, get_peft_model
 
@@ -104,6 +113,10 @@ class Case:
         ids = self.batch(rank, number)
         if self.lengths[rank] < 2:
             return model(input_ids=ids).logits.square().sum() * self.lengths[rank]
+        if self.scored:
+            scores = model(input_ids=ids, labels=ids, fused_lm_head=True)
+            weight = 1.0 + torch.arange(scores.log_probs.shape[1]) % 3  # each token has an upstream gradient of its own
+            return (0.1 * scores.entropy - weight * scores.log_probs).mean()
         return model(input_ids=ids, labels=ids).loss
 
 
@@ -123,9 +136,21 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def _scored_from_logits(model: nn.Module) -> Callable[..., Any]:
+    """Answers as TRL's head does; which itself does not look at an adapter of the head, and is refused with one."""
+
+    def call(input_ids: Tensor, labels: Tensor, fused_lm_head: bool) -> Any:
+        log_p = (model(input_ids=input_ids).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+        found = log_p.gather(-1, labels[:, 1:].unsqueeze(-1)).squeeze(-1)
+        return SimpleNamespace(log_probs=found, entropy=-(log_p.exp() * log_p).sum(-1))
+
+    return call
+
+
 def train_alone(case: Case, dtype: torch.dtype | None = None) -> Trained:
     """One process, untiled: the mean over ranks and micro steps of the same losses."""
     model = case.model(dtype)
+    call = _scored_from_logits(model) if case.scored else model
     optimizer = torch.optim.SGD(named(model).values(), lr=RATE)
     history, losses = [], []
     for step in range(case.steps):
@@ -133,7 +158,7 @@ def train_alone(case: Case, dtype: torch.dtype | None = None) -> Trained:
         losses.append(0.0)
         for micro in range(case.micro_steps):
             for rank in range(WORLD):
-                loss = case.loss(model, rank, step * case.micro_steps + micro) / (WORLD * case.micro_steps)
+                loss = case.loss(call, rank, step * case.micro_steps + micro) / (WORLD * case.micro_steps)
                 loss.backward()
                 losses[-1] += loss.item()
         history.append({name: p.grad.clone() for name, p in named(model).items() if p.grad is not None})

@@ -92,6 +92,15 @@ CASES = [
         "tiled-loss-lora", "tiled loss + LoRA", tiled_loss=True, options=LAYER,
         adapters=("lm_head", "q_proj"),
     ),
+    Case("scores", "token scores (TRL)", tiled_loss=True, scored=True, options=LAYER, dtype=torch.float32),
+    Case(
+        "scores-head", "token scores (TRL)", tiled_loss=True, scored=True, options={**LAYER, "head": True},
+        dtype=torch.float32, steps=2,
+    ),
+    Case(
+        "scores-head-lora", "token scores (TRL)", tiled_loss=True, scored=True, options={**LAYER, "head": True},
+        dtype=torch.float32, adapters=("lm_head", "q_proj"),
+    ),
 ]  # fmt: skip
 
 

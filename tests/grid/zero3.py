@@ -67,6 +67,9 @@ _CASES = [
     Case("tiled-loss-checkpoint", "tiled loss", tiled_loss=True, checkpoint="non-reentrant", micro_steps=2),
     Case("tiled-loss-lora", "tiled loss + LoRA", tiled_loss=True, adapters=("lm_head", "q_proj")),
     Case("tiled-loss-sharded-before", "tiled loss", tiled_loss=True, options={**STINGY, "init": True}),
+    Case("scores", "token scores (TRL)", tiled_loss=True, scored=True, steps=2),
+    Case("scores-checkpoint", "token scores (TRL)", tiled_loss=True, scored=True, checkpoint="non-reentrant"),
+    Case("scores-lora", "token scores (TRL)", tiled_loss=True, scored=True, adapters=("lm_head", "q_proj")),
 ]  # fmt: skip
 CASES = [replace(case, dtype=torch.float32, options=case.options or STINGY) for case in _CASES]
 

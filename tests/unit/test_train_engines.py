@@ -38,7 +38,6 @@ FLASH = {"attn_implementation": "flash_attention_2"}
         ({"engine": "single"}, "one process, got nproc 2"),
         ({"engine": "ddp", "nproc": 1}, "at least 2 processes"),
         ({"engine": "zero3", "compare": True}, "compare runs in one process"),
-        ({"engine": "zero3", "loss_tile": 16}, "leave it out"),
         ({"engine": "zero3", "lora": {"r": 4}, "checkpoint": "attention-saved"}, "drop checkpoint"),
         ({"engine": "zero2", "sp_size": 2}, "gradients 2 times too large.*use --engine zero3"),
         ({"engine": "ddp", "sp_size": 2}, "use --engine zero3"),
@@ -79,7 +78,7 @@ def test_the_demo_under_an_engine_leaves_out_what_the_engine_cannot_do():
     for engine in ENGINES[1:]:
         demo = resolve(build_recipe({"engine": engine, "nproc": 2}, {})[0])
         assert not demo.compare
-        assert demo.loss_tile == (None if engine == "zero3" else 512)
+        assert demo.loss_tile == 512
 
 
 @pytest.mark.parametrize(
@@ -245,7 +244,7 @@ def test_examples_of_llama_hold_what_they_promise(name: str):
     recipe = resolve(build_recipe({**read_recipe(EXAMPLES / "llama3-8b" / f"{name}.yaml"), "dataset": "d"}, {})[0])
     assert (recipe.engine, recipe.tiled_mlp, recipe.sp_size) == (name, True, 8 if name == "zero3" else 1)
     arguments = trainer_arguments(recipe, Path("out"), documents=False)
-    assert recipe.loss_tile == (None if name == "zero3" else 4096)
+    assert recipe.loss_tile == 4096
     assert arguments.loss_type == "nll"  # TRL computes this one in tiles
     assert arguments.gradient_checkpointing_kwargs["offload"] is True
     assert (EXAMPLES / "llama3-8b" / f"{name}.sh").stat().st_mode & 0o100

@@ -280,17 +280,28 @@ class TiledLoss:
         self, head: nn.Module, hidden: Tensor, targets: Tensor, scaling: LogitScaling, ignore_index: int, **wanted: Any
     ) -> TokenScores:
         """Per-token scores through the same head."""
+        names: list[str] = []
 
-        def plain(rows: Tensor, weight: Tensor, bias: Tensor | None) -> TokenScores:
-            return token_logprobs(
-                rows, weight, targets, bias=bias, scaling=scaling, ignore_index=ignore_index, tile=self.rule,
-                **wanted,
+        # What leaves the head's module is a tuple of tensors: engines hang on them what gathers the weight again before
+        # its backward, and look into nothing else. Copies, since FSDP2 warns of a module that returns views.
+        def tensors(scores: TokenScores) -> tuple[Tensor, ...]:
+            found = {name: value for name, value in vars(scores).items() if value is not None}
+            names[:] = found
+            return tuple(value.clone() for value in found.values())
+
+        def plain(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+            return tensors(
+                token_logprobs(
+                    rows, weight, targets, bias=bias, scaling=scaling, ignore_index=ignore_index, tile=self.rule,
+                    **wanted,
+                )
             )  # fmt: skip
 
-        def module(rows: Tensor, call: Any, weights: Any, sizes: Any) -> TokenScores:
-            return module_logprobs(call, rows, targets, weights, sizes, Objective(scaling, ignore_index))
+        def module(rows: Tensor, call: Any, weights: Any, sizes: Any) -> tuple[Tensor, ...]:
+            return tensors(module_logprobs(call, rows, targets, weights, sizes, Objective(scaling, ignore_index)))
 
-        return self.inside(head, hidden, plain, module)
+        found = self.inside(head, hidden, plain, module)
+        return TokenScores(**dict(zip(names, found, strict=True)))
 
     def inside(self, head: nn.Module, hidden: Tensor, plain: Callable[..., Any], module: Callable[..., Any]) -> Any:
         """Call the head with another forward, so that hooks and engines around it act once for all tiles."""

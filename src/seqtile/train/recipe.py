@@ -257,8 +257,7 @@ def resolve(recipe: Recipe) -> Recipe:
         filled["loss_tile"] = recipe.loss_tile or TRL_LOSS_TILE  # ours, which can become smaller
     if recipe.is_demo:
         filled["learning_rate"] = recipe.learning_rate or 3e-3
-        if recipe.engine != "zero3":
-            filled["loss_tile"] = recipe.loss_tile or 512
+        filled["loss_tile"] = recipe.loss_tile or 512
         if recipe.compare is None:
             filled["compare"] = recipe.tiled_mlp and recipe.engine == "single"
         if recipe.steps is None and recipe.epochs is None:
@@ -279,11 +278,6 @@ def _check_engine(recipe: Recipe) -> None:
         raise UserError("engine 'ddp' needs at least 2 processes, got nproc 1; give more, or --engine single")
     if engine != "single" and recipe.compare:
         raise UserError(f"compare runs in one process, got engine {engine!r}; drop compare, or use --engine single")
-    if recipe.loss_tile and engine == "zero3":
-        raise UserError(
-            "loss_tile does not gather the head's weight again in the backward under engine 'zero3'; leave it out: "
-            "the trainer's own loss is in tiles of 4,096 tokens there"
-        )
     if recipe.lora and engine == "zero3" and recipe.checkpoint == "attention-saved":
         raise UserError(
             "checkpoint 'attention-saved' needs non-reentrant checkpoints, and with lora under engine 'zero3' "
