@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -102,6 +103,11 @@ CASES = [
         dtype=torch.float32, adapters=("lm_head", "q_proj"),
     ),
 ]  # fmt: skip
+
+
+def start() -> None:
+    """Once per process: what FSDP2 says of a module that returns a view fails the case."""
+    warnings.filterwarnings("error", "FSDP2-wrapped module", UserWarning)
 
 
 class Fsdp2(Parallel):
