@@ -174,6 +174,25 @@ def test_on_a_model() -> None:
     assert ASKED == ["liger"]
 
 
+@pytest.mark.usefixtures("installed")
+def test_a_head_that_is_more_than_its_weight() -> None:
+    """By name refused, also where the adapter comes after seqtile.apply; "auto" runs the module in plain PyTorch."""
+    from peft import LoraConfig, get_peft_model
+
+    model, ids = causal_lm("llama", tie_word_embeddings=False), tokens()
+    seqtile.apply(model, blocks="none", loss="tiled", loss_impl="liger")
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"]))
+    for call in (
+        lambda: model(input_ids=ids, labels=ids),
+        lambda: seqtile.apply(model, blocks="none", loss="tiled", loss_impl="cce"),
+    ):
+        with pytest.raises(seqtile.UserError, match="plain linear head, but the head is peft.tuners"):
+            call()
+    assert not ASKED
+    seqtile.apply(model, blocks="none", loss="tiled", loss_impl="auto")
+    assert model(input_ids=ids, labels=ids).logits is None and not ASKED
+
+
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="expected one of 'torch', 'liger', 'cce', 'auto'"):
         TILED(**inputs(), impl="triton")

@@ -38,6 +38,20 @@ _MARK = "_seqtile_loss"
 _CHANGED = ("forward", "extra_repr", "_replicate_for_data_parallel", _MARK)
 
 
+def check_kernel(head: nn.Module, impl: str) -> None:
+    """Refuse another package's kernel by name for a head that is more than its weight.
+
+    Raises:
+        UserError: ``impl`` would be ignored: the head runs as a module, in plain PyTorch.
+    """
+    if impl not in ("torch", "auto") and type(head).forward is not nn.Linear.forward:
+        kind = f"{type(head).__module__}.{type(head).__name__}"
+        raise UserError(
+            f"loss_impl={impl!r} takes the weight of a plain linear head, but the head is {kind} (an adapter, a "
+            "quantised or another layer), which runs as a module; use loss_impl='torch' or 'auto'"
+        )
+
+
 def find_causal_lm(model: nn.Module) -> tuple[str, nn.Module]:
     """The module whose forward computes the loss, below whatever wraps it.
 
@@ -271,6 +285,7 @@ class TiledLoss:
             )  # fmt: skip
 
         def module(hidden: Tensor, call: Any, weights: Any, sizes: Any) -> Tensor:
+            check_kernel(head, self.impl)  # again: the adapter may have come after seqtile.apply
             aim = Objective(scaling, ignore_index)
             return module_cross_entropy(call, hidden, targets, weights(), sizes, aim, count)
 

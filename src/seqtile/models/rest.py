@@ -16,7 +16,7 @@ from seqtile.checkpointing.install import (
     remove_checkpointing,
     standing_checkpointing,
 )
-from seqtile.models.head import find_causal_lm, install_loss, remove_loss, standing_losses
+from seqtile.models.head import check_kernel, find_causal_lm, install_loss, remove_loss, standing_losses
 from seqtile.ops.head_kernels import IMPLEMENTATIONS
 from seqtile.tiling import TileRule, parse_bytes, parse_tile
 
@@ -69,7 +69,7 @@ class Rest:
     def check(self, model: nn.Module) -> None:
         """Refuse what ``model`` cannot do, before anything is changed."""
         if self.loss is not None:
-            find_causal_lm(model)
+            check_kernel(find_causal_lm(model)[1].get_output_embeddings(), self.impl)  # type: ignore[operator]
         check_checkpointing(model, self.policy, self.offload)
 
     @contextmanager
@@ -108,5 +108,10 @@ def rest_notes(model: nn.Module) -> list[str]:
         "after the trainer is built to have the tiled one"
         for one in standing_losses(model)
         if one.covered_by
+    ]
+    notes += [
+        f"TRL asks for one score per token, which loss_impl={one.impl!r} does not compute: plain PyTorch does"
+        for one in standing_losses(model)
+        if one.trl is not None and one.impl != "torch"
     ]
     return notes + [note for one in standing_checkpointing(model) for note in one.notes()]
