@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grid.cases import RATE, WORLD, Case, Trained, tile
 from grid.training import Parallel
-from zoo import tokens
+from zoo import VOCABULARY, tokens
 
 LENGTH = 24
 """Tokens per row with its padding: divides by what every kind of sharing needs, 2 * WORLD."""
@@ -27,13 +27,17 @@ class Rows(Case):
 
     Attributes:
         filled: tokens of the two rows before their padding, for each batch in turn.
+        learnable: tokens follow a rule, so that fifty steps learn it and a wrong gradient shows in the losses.
     """
 
     dtype: torch.dtype | None = torch.float32
     filled: tuple[tuple[int, int], ...] = ((24, 9), (17, 21))
+    learnable: bool = False
 
     def rows(self, number: int) -> list[dict[str, Tensor]]:
         ids, found = tokens(2, LENGTH, seed=number), []
+        if self.learnable:
+            ids = 3 + (ids[:, :1] + 5 * torch.arange(LENGTH)) % (VOCABULARY - 3)
         for row, filled in zip(ids, self.filled[number % len(self.filled)], strict=True):
             labels = row.masked_fill(torch.arange(LENGTH) >= filled, -100)
             found.append({"input_ids": row, "labels": labels, "position_ids": torch.arange(LENGTH)})
@@ -43,6 +47,13 @@ class Rows(Case):
         """Of the whole batch, whatever the rank: the mean over ranks is the loss of one process."""
         rows = self.rows(number)
         return model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
+
+    def loss_in_another_order(self, model: Any, rank: int, number: int) -> Tensor:
+        """The same loss, its sums in another order: one row after the other."""
+        rows = self.rows(number)
+        count = sum((row["labels"][1:] >= 0).sum() for row in rows)
+        apart = [{name: value[None] for name, value in row.items()} for row in rows]
+        return torch.stack([model(**row, num_items_in_batch=count).loss for row in apart]).sum()
 
 
 class Shared(Parallel):

@@ -31,6 +31,7 @@ CASES = [
     Rows(
         "tiled-loss-50", "tiled loss + attention saved, inputs on the host", config=SDPA, options=STINGY, steps=50,
         clip=0.3, tiled_loss=True, checkpoint="non-reentrant", more={"checkpoint": "attention-saved", "offload": True},
+        learnable=True,
     ),
     Rows(
         "zero2", "over ZeRO-2", config=SDPA, options={"stage": 2},
