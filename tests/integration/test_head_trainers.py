@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 import seqtile
 import tiny_run
+from numerics.test_attention_saved import attention_calls
 from seqtile.models.head import TiledLoss
 
 STEPS = 4
@@ -266,10 +267,19 @@ def test_the_recipe_keeps_attention_and_offloads(directory: Path, tmp_path: Path
         "model": str(directory), "dataset": str(data), "max_length": 64, "steps": 3, "report": False,
         "tiled_mlp": tiled, "model_kwargs": {"attn_implementation": "sdpa"},
     }  # fmt: skip
-    runs = {}
-    for name, more in (("plain", {}), ("kept", {"checkpoint": "attention-saved", "offload": True, "loss_tile": 16})):
-        runs[name] = train(build_recipe({**values, **more, "output": str(tmp_path / name)}, {})[0])
-    torch.testing.assert_close(torch.tensor(runs["kept"].losses), torch.tensor(runs["plain"].losses))
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "kept": {"checkpoint": "attention-saved", "offload": True, "loss_tile": 16},
+        "trl": {"trainer": {"gradient_checkpointing_kwargs": {"selective": True}}},
+    }
+    runs, forwards = {}, {}
+    for name, more in ways.items():
+        with attention_calls() as calls:
+            runs[name] = train(build_recipe({**values, **more, "output": str(tmp_path / name)}, {})[0])
+        forwards[name] = calls.forward / calls.backward
+    assert forwards == {"plain": 2, "kept": 1, "trl": 1}  # attention runs again for the backward, or does not
+    for name in ("kept", "trl"):
+        torch.testing.assert_close(torch.tensor(runs[name].losses), torch.tensor(runs["plain"].losses))
     if tiled:
         assert "attention's output kept" in str(runs["kept"].tiling)
     for wrong, words in (
