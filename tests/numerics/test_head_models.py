@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import seqtile
 from numerics._births import births
@@ -110,6 +111,42 @@ def test_the_head_is_called_once_however_many_tiles() -> None:
     model.lm_head.register_forward_hook(lambda *_: calls.append("out"))
     step(model, ids)
     assert calls == ["in", "out"]
+
+
+def of_a_kind(architecture: str, **config: Any) -> nn.Module:
+    sizes = dict(hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, use_cache=False)
+    ids = dict(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **{**sizes, **ids, **config})).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("bert", {"is_decoder": True}),  # the head lies two modules deep, behind a transform, its bias tied
+        ("bloom", {"n_layer": 2, "n_head": 4}),  # another name for everything
+        ("nemotron", {"num_key_value_heads": 2}),
+    ],
+)
+def test_kinds_of_the_scan(architecture: str, config: dict[str, Any]) -> None:
+    """docs/head.md lists every architecture of transformers; these are its kinds beyond the ones above."""
+    model, ids = of_a_kind(architecture, **config), tokens(BATCH, LENGTH)
+    loss, expected = gradients(model, ids)
+    output, got = step(loss_only(model), ids)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss.detach(), loss)
+    assert_same_gradients(got, expected)
+
+
+def test_a_loss_inside_the_forward_is_refused() -> None:
+    model = of_a_kind("bart", is_decoder=True, d_model=HIDDEN)
+    with pytest.raises(seqtile.UserError, match="needs a causal language model of transformers, whose forward calls"):
+        seqtile.apply(model, blocks="none", loss="tiled")
+    assert "forward" not in model.__dict__
 
 
 def test_a_vision_language_model() -> None:
