@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,6 +163,19 @@ def test_the_host_is_asked_before_the_first_copy(monkeypatch: pytest.MonkeyPatch
     seqtile.apply(model, blocks="none", offload=True)
     with pytest.raises(seqtile.UserError, match="free on this host for each of its 3 ranks"):
         step(model)
+
+
+def test_copies_in_flight_are_bounded_and_one_is_fetched_ahead() -> None:
+    """What a device's streams are told: its copies themselves need one (``test_on_a_device``)."""
+    memory, waited = HostMemory(), list[int]()
+    current = SimpleNamespace(wait_event=waited.append)
+    for number in range(host.IN_FLIGHT + 3):
+        memory.wait_for_room(number, current)
+        assert number + 1 - len(waited) <= host.IN_FLIGHT
+    assert waited == [0, 1, 2]
+    parked = [memory.park(torch.full((2,), float(number))) for number in range(3)]
+    assert torch.equal(parked[2].take(), torch.full((2,), 2.0))
+    assert parked[1].fetched is not None and parked[0].fetched is None
 
 
 def test_a_budget_that_is_enough() -> None:
