@@ -51,7 +51,7 @@ def fit(recipe: Recipe) -> Fitted:
     given: dict[str, Any] = {}
     if recipe.tile != "auto" or not recipe.tiled_mlp:
         given["tile"] = settings.tile
-    if recipe.loss_tile or recipe.engine == "zero3":
+    if recipe.loss_tile:
         given["loss_tile"] = settings.loss_tile
     if recipe.keep or not recipe.tiled_mlp:
         given["keep"] = settings.keep
@@ -176,11 +176,10 @@ def updates_of(settings: Settings, recipe: Recipe) -> dict[str, Any]:
     """The keys of ``recipe`` that ``settings`` change."""
     found: dict[str, Any] = {"activation_checkpointing": settings.checkpoint != "none"}
     found["checkpoint"] = "attention-saved" if settings.checkpoint == "attention-saved" else None
+    found["loss_tile"] = settings.loss_tile
     if recipe.tiled_mlp:
         found["tile"] = settings.tile if settings.tile is not None else recipe.tile
         found["keep"] = settings.keep
-    if recipe.engine != "zero3":
-        found["loss_tile"] = settings.loss_tile
     if settings.offload != bool(recipe.offload):
         found["offload"] = settings.offload
     return found

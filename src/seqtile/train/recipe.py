@@ -253,7 +253,7 @@ def resolve(recipe: Recipe) -> Recipe:
         raise UserError("on_oom 'retry' and trainer.auto_find_batch_size both answer an out-of-memory; keep one")
     _check_engine(recipe)
     filled: dict[str, Any] = {"compare": bool(recipe.compare)}
-    if recipe.on_oom == "retry" and recipe.engine != "zero3":
+    if recipe.on_oom == "retry":
         filled["loss_tile"] = recipe.loss_tile or TRL_LOSS_TILE  # ours, which can become smaller
     if recipe.is_demo:
         filled["learning_rate"] = recipe.learning_rate or 3e-3
