@@ -236,12 +236,34 @@ def test_the_tiled_loss_in_trl(directory: Path, tmp_path: Path, bf16: bool) -> N
     assert "loss of LlamaForCausalLM tiled" in history(trainer)[0]["seqtile"]
 
 
+def replace_forward(trainer: Trainer) -> list[int]:
+    """As Liger's kernels do: a bound function on the instance. Returns the numbers of tokens it is called with."""
+    mlp, seen = trainer.model.model.layers[1].mlp, []
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[:-1].numel())
+        return type(self).forward(self, x)
+
+    mlp.forward = forward.__get__(mlp)
+    return seen
+
+
 def test_what_another_library_replaced_is_noticed(directory: Path, tmp_path: Path) -> None:
     trainer = plain(directory, tmp_path, seqtile.TilingCallback(tile=16, blocks="mlp"), max_steps=1)
-    mlp = trainer.model.model.layers[1].mlp
-    mlp.forward = type(mlp).forward.__get__(mlp)
+    replace_forward(trainer)
     with pytest.raises(seqtile.UserError, match="1 of 2 tiled blocks would run untiled .model.layers.1.mlp"):
         trainer.train()
+
+
+def test_the_layers_tiles_go_on_around_a_replaced_forward(directory: Path, tmp_path: Path) -> None:
+    trainer, untiled = (
+        plain(directory, tmp_path, *one, max_steps=2) for one in ([seqtile.TilingCallback(tile=16)], [])
+    )
+    seen = replace_forward(trainer)
+    trainer.train()
+    untiled.train()
+    assert set(seen) == {16}
+    torch.testing.assert_close(weights(trainer), weights(untiled))
 
 
 def test_bad_settings(directory: Path, tmp_path: Path) -> None:
