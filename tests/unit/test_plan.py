@@ -111,6 +111,10 @@ BAD = [
     (["--checkpoint", "attention-saved", "--attention", "eager"], "plain products"),
     (["--checkpoint", "attention-saved", "--lora", "4", "--engine", "zero3"], "use fsdp2"),
     (["--tile", "many"], "not a tile rule"),
+    (["--keep", "2"], "outside 0.0 to 1.0"),
+    (["--keep", "some"], "is not a rule"),
+    (["--keep", "auto"], "a plan has none"),
+    (["--keep", "0.5", "--tile", "none"], "without tiling"),
     (["--attention", "linear"], "use one of flash"),
     (["--lora", "r=none"], "expected a rank"),
     (["--lora", "16", "--full"], "give one of them"),
@@ -146,7 +150,16 @@ def test_the_longest_fits_and_a_little_more_does_not(planner: Planner) -> None:
     assert planner.fits(planner.estimate(longest))
     assert not planner.fits(planner.estimate(round(1.02 * longest)))
     assert limit.startswith("device memory: ")
-    assert planner.sure() < longest
+    assert 0 < planner.sure() < longest
+
+
+def test_a_short_row_that_surely_fits_is_not_called_none(folder: Path) -> None:
+    """Shorter than the grain that lengths are looked at in, which grows with the ranks that share a sequence."""
+    config = read_config(str(folder))
+    config.max_position_embeddings = 200
+    short = Planner(request_of(folder, config=config, engine="fsdp2", gpus=4, sp_size=4, device=find_device("h100")))
+    assert short.longest() == (200, "positions")
+    assert short.sure() == 200
 
 
 def test_a_larger_device_is_limited_by_the_positions(planner: Planner) -> None:
@@ -198,17 +211,44 @@ def test_attention_is_saved_where_that_fits_and_pays(
 def test_attention_is_not_saved_where_that_does_not_fit_or_pay(planner: Planner) -> None:
     longest, _ = planner.longest()
     for tokens, words in ((longest, "does not fit"), (16384, "not at the high one"), (256, "less than the 3%")):
-        estimate = planner.estimate(tokens)
-        chosen, same, saving = choose(planner, estimate)
-        assert (chosen, same, saving.chosen) == (planner, estimate, False)
+        chosen, saving = choose(planner, tokens)
+        assert (chosen, saving.chosen) == (planner, False)
         assert words in saving.why
         assert "checkpoint" not in recipe(chosen, tokens)
 
 
+def test_what_cannot_fit_is_refused_without_a_fake_run(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = other(planner, device=Device("tiny", 2**29, 10.0, "made up"))
+    monkeypatch.setattr(Planner, "lines", None)
+    _, saving = choose(small, 65536)
+    assert "does not fit, at least" in saving.why
+    assert saving.more == 4 * KEPT_BYTES
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora": Lora(4)}, {"engine": "fsdp2", "gpus": 8}])
+def test_the_bound_is_one(folder: Path, changes: dict[str, Any]) -> None:
+    one = Planner(request_of(folder, **changes))
+    assert one.at_least(4096) <= one.estimate(4096).device.low
+
+
 def test_attention_that_cannot_be_saved_is_said(planner: Planner) -> None:
-    _, _, saving = choose(other(planner, attention="eager"), terms(planner))
+    _, saving = choose(other(planner, attention="eager"), 16384)
     assert not saving.chosen
     assert "plain products" in saving.why
+
+
+def test_kept_tiles_are_counted_from_runs_that_keep_them(planner: Planner) -> None:
+    request = replace(planner.request, checkpoint="none", tile=4096, keep=0.5)
+    plain, kept = Planner(replace(request, keep=0.0)), Planner(request)
+    assert kept.resolved(5 * 4096).keep == 2 / 5  # rounded down
+    tokens = 2 * 4096
+    held = kept.estimate(tokens).terms["kept gate and up"]
+    assert held == pytest.approx(4 * 4096 * 2 * 704 * 2, rel=0.02)  # layers, tokens, gate and up, bf16
+    assert kept.estimate(tokens).device.expected - plain.estimate(tokens).device.expected >= held
+    assert recipe(kept, tokens)["keep"] == 0.5
+    bytes_each = 4096 * 2 * 704 * 2
+    by_bytes = Planner(replace(request, keep=f"memory:{4 * bytes_each}"))
+    assert by_bytes.resolved(8 * 4096).keep == 1 / 8  # one tile in each of the four layers
 
 
 def test_a_saved_attention_is_not_computed_again_and_goes_to_the_host(planner: Planner) -> None:

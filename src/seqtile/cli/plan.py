@@ -23,6 +23,7 @@ def command(
     host_memory: str = typer.Option(None, help="Host memory of the node, 1TiB.", metavar="SIZE"),
     attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),
     tile: str = typer.Option("auto", help="Tile rule of the MLP, or none."),
+    keep: str = typer.Option("0", help="Share of the tiles that keep gate and up, or memory:4GiB."),
     loss: str = typer.Option("tiled", help="tiled or full."),
     checkpoint: str = typer.Option("auto", help="Activation checkpoints: auto, layer, attention-saved or none."),
     batch_size: int = typer.Option(1, help="Rows per rank.", metavar="N"),
@@ -54,7 +55,7 @@ def command(
         model=model, config=read_config(model), device=target, gpus=gpus, host_memory=_bytes(host_memory),
         engine=engine, sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
         offload=tuple(word.strip() for word in offload.split(",") if word.strip()), attention=attention,
-        tile=None if tile == "none" else tile, loss=loss, checkpoint=checkpoint, batch=batch_size,
+        tile=None if tile == "none" else tile, keep=_number(keep), loss=loss, checkpoint=checkpoint, batch=batch_size,
     )  # fmt: skip
     from seqtile.cli import plan_show as show
     from seqtile.memory.plan import plan as make_plan
@@ -75,6 +76,13 @@ def _rank(text: str) -> int:
     if unknown or not str(words.get("r", 16)).isdigit() or int(words.get("r", 16)) < 1:
         raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16'")
     return int(words.get("r", 16))
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _bytes(text: str | None) -> int | None:

@@ -58,11 +58,25 @@ def make_fake(model: nn.Module) -> None:
 _BELOW = "_seqtile_is_below"
 
 
+_IN_PLACE = frozenset(
+    overload
+    for name in (
+        "add_", "copy_", "div_", "exp_", "fill_", "index_add_", "log_", "masked_fill_", "mul_", "neg_", "scatter_add_",
+        "square_", "sub_", "tanh_", "zero_",
+    )
+    for kind in getattr(torch.ops.aten, name).overloads()
+    for overload in [getattr(getattr(torch.ops.aten, name), kind)]
+)  # fmt: skip
+"""Operators that return their first argument as it was: nothing has to be worked out, and half of a step is these."""
+
+
 class _Answers(TorchDispatchMode):
     """Answers what a fake tensor cannot."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _IN_PLACE:
+            return args[0]
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             low = [one.to(torch.bfloat16) if _is_floating(one) else one for one in args]
             return func(*low, **kwargs).to(args[0].dtype)

@@ -11,6 +11,8 @@ from torch._C import DispatchKey, _dispatch_has_kernel_for_dispatch_key
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
+_DEVICE = torch.ops.prim.device.default
+
 
 class Watch(TorchDispatchMode):
     """Hand every operator call to ``see`` with its arguments and result.
@@ -29,6 +31,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # the subclass runs next, and what it calls on its inner tensors comes here
+        if func is _DEVICE:
+            return args[0].device  # a question that C++ asks of fake tensors before every operator
         if torch.is_inference_mode_enabled() and isinstance(func, OpOverload) and _is_composite(func):
             # Here composite operators (linear, matmul) arrive whole: count what they are made of.
             with self:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from seqtile._errors import UserError
+from seqtile.memory.lines import KEPT_TILES
 from seqtile.memory.plan import Estimate, Planner
 from seqtile.memory.request import Request
 from seqtile.memory.track import KEPT
@@ -56,8 +57,7 @@ def next_step(planner: Planner, longest: int) -> Step | None:
     best: Step | None = None
     for flags, changes, why in _changes(planner.request):
         try:
-            other = Planner(replace(planner.request, **changes), None)
-            other.share(planner)
+            other = Planner(replace(planner.request, **changes), like=planner)
             length, _ = other.longest()
         except UserError:
             continue
@@ -76,6 +76,8 @@ def _changes(request: Request) -> list[tuple[str, dict[str, Any], str]]:
         found.append(("--attention flash", {"attention": "flash"}, "no mask, no repeated keys and values"))
     if request.checkpoint != "layer":
         found.append(("--checkpoint layer", {"checkpoint": "layer"}, "a layer keeps its input only"))
+    if request.keep:
+        found.append(("--keep 0", {"keep": 0.0}, "no gate and up kept"))
     if request.tile is None:
         found.append(("--tile auto", {"tile": "auto"}, "no [tokens, intermediate] tensors"))
     if "checkpoints" not in request.offload and request.checkpoint != "none":
@@ -105,6 +107,9 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
         if request.lora is None:
             why += "; large tiles rewrite the weights' gradients less often"
         lines.append(f"tile {request.tile}: {words}. {why}.")
+    if request.keep:
+        held = terms.get(KEPT_TILES, 0.0) / 2**30
+        lines.append(f"keep {request.keep}: {setup.keep:.0%} of the tiles keep gate and up, {held:,.1f} GiB.")
     if request.loss == "tiled":
         whole = 14 * planner.counts.vocabulary * planner.local(estimate.tokens) / 2**30
         lines.append(f"loss tiled: {setup.loss_tile:,} tokens of logits at a time; whole, they take {whole:,.0f} GiB.")
@@ -143,6 +148,8 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     found["tiled_mlp"] = request.tile is not None
     if request.tile is not None:
         found["tile"] = request.tile
+    if request.keep:
+        found["keep"] = request.keep
     if request.loss == "tiled":
         found["loss_tile"] = setup.loss_tile
     found["activation_checkpointing"] = request.checkpoint != "none"

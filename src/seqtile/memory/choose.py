@@ -180,9 +180,7 @@ def changes(before: Settings, after: Settings) -> str:
 
 
 def _plan(settings: Settings, request: Request, tokens: int, known: Planner | None) -> tuple[Planner, Estimate]:
-    planner = Planner(settings.on(request), tokens)
-    if known is not None:
-        planner.share(known)
+    planner = Planner(settings.on(request), tokens, like=known)
     estimate = planner.estimate(tokens)
     if known is not None:
         known.share(planner)

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from seqtile.memory.setup import Setup
-from seqtile.memory.step import StepRun, build, fake_step
+from seqtile.memory.step import StepRun, build, build_bare, fake_step
 from seqtile.memory.structure import Depths, cut, find_depths
-from seqtile.memory.tiles import largest_tile, other_lengths, resolve
+from seqtile.memory.tiles import kept_share, largest_tile, other_lengths, resolve
 from seqtile.memory.track import Workspace
 
 Terms = Mapping[str, float]
+
+KEPT_TILES = "kept gate and up"
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,24 @@ class Lines:
         depths: where the fake runs were made, and which layers they tell apart.
         runs: the fake runs, by (tokens, layers).
         square: whether a ``[tokens, tokens]`` tensor was seen.
+        kept: the same where every tile keeps gate and up; None where none does.
     """
 
     depths: Depths
     runs: Mapping[tuple[int, int], Mapping[str, Terms]] = field(repr=False)
     square: bool = False
+    kept: Lines | None = field(default=None, repr=False)
 
-    def at(self, tokens: int, layers: int | None = None) -> dict[str, dict[str, float]]:
-        """For each part of the step the bytes at its peak, by what they are for."""
+    def at(self, tokens: int, layers: int | None = None, *, share: float = 0.0) -> dict[str, dict[str, float]]:
+        """For each part of the step the bytes at its peak, by what they are for; ``share`` of the tiles are kept."""
+        found = self._at(tokens, layers)
+        if share and self.kept is not None:
+            for phase, terms in self.kept._at(tokens, layers).items():
+                more = sum(terms.values()) - sum(found.get(phase, {}).values())
+                found.setdefault(phase, {})[KEPT_TILES] = share * max(0.0, more)
+        return found
+
+    def _at(self, tokens: int, layers: int | None) -> dict[str, dict[str, float]]:
         layers = self.depths.layers if layers is None else layers
         lengths = sorted({length for length, _ in self.runs})
         low, high = self.depths.shallow
@@ -77,6 +89,25 @@ def fit_lines(config: Any, setup: Setup, depths: Depths, lengths: Sequence[int],
             square |= run.square
             runs[length, layers] = _by_place(run, depths)
     return Lines(depths, runs, square)
+
+
+def fit_for(
+    config: Any, setup: Setup, depths: Depths, tokens: int, workspace: Workspace | None
+) -> tuple[Lines, tuple[int, ...]]:
+    """Lines for steps of about ``tokens`` tokens, from fake runs at the lengths that come second; ``setup`` resolved.
+
+    Where ``setup`` keeps tiles, however few, none and all of them are run, and what lies between is their mean.
+    """
+    plain = replace(setup, keep=0.0)
+    lengths = other_lengths(setup, tokens)
+    lines = fit_lines(config, plain, depths, lengths, workspace)
+    if lines.square:
+        lengths = other_lengths(setup, tokens, points=3)
+        lines = fit_lines(config, plain, depths, lengths, workspace)
+    if setup.keep:
+        kept = fit_lines(config, replace(setup, keep=1.0), depths, lengths, workspace)
+        lines = replace(lines, kept=kept)
+    return lines, lengths
 
 
 def _by_place(run: StepRun, depths: Depths) -> dict[str, Terms]:
@@ -130,13 +161,10 @@ def predict(config: Any, setup: Setup, tokens: int, *, workspace: Workspace | No
         workspace: bytes inside kernels.
         device_type: of the device that is planned for, which ``tile="auto"`` asks for.
     """
-    built = build(config, setup, "meta")
-    depths = find_depths(config, built.model)
+    depths = find_depths(config, build_bare(config, setup, "meta"))
+    built = build(cut(config, depths.shallow[0]), setup, "meta")
     tile = largest_tile(built, setup, tokens * setup.batch, device_type) if setup.tile is not None else None
-    resolved = resolve(setup, tokens * setup.batch, tile)
-    lengths = other_lengths(resolved, tokens)
-    lines = fit_lines(config, resolved, depths, lengths, workspace)
-    if lines.square:
-        lengths = other_lengths(resolved, tokens, points=3)
-        lines = fit_lines(config, resolved, depths, lengths, workspace)
-    return Prediction(lines.at(tokens), lengths, depths, resolved, lines.square)
+    keep = kept_share(built, setup, tokens * setup.batch, device_type, depths)
+    resolved = resolve(replace(setup, keep=keep), tokens * setup.batch, tile)
+    lines, lengths = fit_for(config, resolved, depths, tokens, workspace)
+    return Prediction(lines.at(tokens, share=keep), lengths, depths, resolved, lines.square)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from seqtile._errors import UserError
-from seqtile.memory.engines import BUFFERS, CONSTANTS, CONTEXT, offload_checkpoints, on_device, on_host
+from seqtile.memory.engines import BUFFERS, CONSTANTS, CONTEXT, STATE_BYTES, offload_checkpoints, on_device, on_host
 from seqtile.memory.flops import Work, count_work
 from seqtile.memory.kernels import cpu_workspace, flash2_workspace, flash3_workspace
-from seqtile.memory.lines import Lines, fit_lines
+from seqtile.memory.lines import Lines, fit_for
 from seqtile.memory.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST
 from seqtile.memory.request import Request, attention_cannot_be_saved, check_request, check_split
 from seqtile.memory.setup import Setup
 from seqtile.memory.shapes import max_positions
-from seqtile.memory.step import build
-from seqtile.memory.structure import Counts, Depths, count_weights, find_depths
-from seqtile.memory.tiles import head_tile, largest_tile, other_lengths, resolve
+from seqtile.memory.step import build, build_bare
+from seqtile.memory.structure import Counts, Depths, count_layers, count_weights, cut, find_depths
+from seqtile.memory.tiles import head_tile, kept_share, largest_tile, resolve
 from seqtile.memory.track import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
 
 MODEL_ERROR = 0.01
 """Largest error of the counted bytes, as measured on the CPU (docs/planning.md)."""
+
+LONGEST = 2**26
+"""Longest row that is looked at where the model has no limit of its own."""
 
 WORTH = 0.03
 """Share of a step that keeping attention's output must save to be chosen: below, a step varies by as much anyway."""
@@ -83,20 +85,43 @@ class Saving:
 
 
 class Planner:
-    """Everything about one request that does not depend on the length, and fake runs as they are needed."""
+    """Everything about one request that does not depend on the length, and fake runs as they are needed.
 
-    def __init__(self, request: Request, max_length: int | None = None) -> None:
+    What others call: ``Planner(request, max_length)``, :meth:`estimate`, :meth:`longest`, :meth:`sure`, :meth:`fits`,
+    :meth:`surely_fits`, :meth:`resolved`, :meth:`work` and :meth:`share`. These stay as they are.
+
+    Args:
+        request: what is planned.
+        max_length: the length that is asked about, checked against the model's positions.
+        like: a planner of the same model, whose structure and fake runs are taken where they are the same.
+
+    Raises:
+        UserError: a setting that cannot run.
+    """
+
+    def __init__(self, request: Request, max_length: int | None = None, like: Planner | None = None) -> None:
         check_request(request, max_length)
         self.request = request
         self.setup = request.setup()
-        built = build(request.config, self.setup, "meta")
-        self.built = built
-        self.counts: Counts = count_weights(request.config, built.model)
+        self.depths: Depths
+        self.counts: Counts
+        self._lines: dict[Setup, Lines] = {}
+        self._reference = min(max_positions(request.config) or LONGEST, 131072)
+        if like is not None and like.request.config is request.config and like.request.lora == request.lora:
+            self.share(like)
+            self.depths, self.counts = like.depths, like.counts
+        else:
+            self.depths = find_depths(request.config, build_bare(request.config, self.setup, "meta"))
+            low, high = (self._count(depth) for depth in self.depths.shallow)
+            self.counts = count_layers(self.depths, low, high)
         check_split(request, self.counts)
-        self.depths: Depths = find_depths(request.config, built.model)
+        self.built = build(cut(request.config, self.depths.shallow[0]), self.setup, "meta")
         flash = flash3_workspace if request.attention == "flash3" else flash2_workspace
         self.workspace = cpu_workspace if request.device_type == "cpu" else flash
-        self._lines: dict[Setup, Lines] = {}
+
+    def _count(self, layers: int) -> Counts:
+        config = cut(self.request.config, layers)
+        return count_weights(config, build(config, self.setup, "meta").model)
 
     def share(self, other: Planner) -> None:
         """Take the fake runs of a planner of the same model; runs are found by their settings."""
@@ -112,30 +137,26 @@ class Planner:
         kind = self.request.device_type
         tile = largest_tile(self.built, self.setup, rows, kind) if self.setup.tile is not None else None
         head = self.request.loss_tile or head_tile(self.built, self.setup, rows, kind)
-        return resolve(replace(self.setup, loss_tile=head), rows, tile)
+        keep = kept_share(self.built, self.setup, rows, kind, self.depths)
+        return resolve(replace(self.setup, loss_tile=head, keep=keep), rows, tile)
 
     def lines(self, tokens: int) -> Lines:
         """What the step holds by tokens per rank, from fake runs with the tiles of ``tokens``."""
-        setup = self.resolved(tokens)
+        setup = replace(self.resolved(tokens), keep=1.0 if self.setup.keep else 0.0)
         for known, lines in self._lines.items():
             if replace(known, tile=setup.tile, loss_tile=setup.loss_tile) == setup and _alike(known, setup):
                 return lines
-        if setup not in self._lines:
-            local = self.local(tokens)
-            lengths = other_lengths(setup, local)
-            lines = fit_lines(self.request.config, setup, self.depths, lengths, self.workspace)
-            if lines.square:
-                lengths = other_lengths(setup, local, points=3)
-                lines = fit_lines(self.request.config, setup, self.depths, lengths, self.workspace)
-            self._lines[setup] = lines
-        return self._lines[setup]
+        lines, _ = fit_for(self.request.config, setup, self.depths, self.local(tokens), self.workspace)
+        self._lines[setup] = lines
+        return lines
 
     def estimate(self, tokens: int, lines: Lines | None = None) -> Estimate:
         """Memory of a step of ``tokens`` tokens per row; ``lines`` of another length save the fake runs."""
         lines = self.lines(tokens) if lines is None else lines
         local = self.local(tokens)
+        parts = lines.at(local, share=float(self.resolved(tokens).keep) if self.setup.keep else 0.0)
         best: dict[str, tuple[float, str, dict[str, float], float]] = {}
-        for phase, terms in lines.at(local).items():
+        for phase, terms in parts.items():
             counted = {**terms, "tokens": float(local * self.request.batch)}
             for bound in _BOUNDS:
                 found = on_device(self.request, self.counts, counted, phase)
@@ -147,8 +168,7 @@ class Planner:
                 if bound not in best or total > best[bound][0]:
                     best[bound] = (total, phase, found, moved)
         total, phase, found, _ = best["expected"]
-        parts = lines.at(local).values()
-        kept = {name: max(terms.get(name, 0.0) for terms in parts) for name in (CHECKPOINTS, KEPT)}
+        kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
         host_terms = on_host(self.request, self.counts, kept)
         processes = CONSTANTS["host process"]
         counted_host = sum(host_terms.values())
@@ -186,44 +206,48 @@ class Planner:
         return estimate.device.high <= self.request.device.memory and (host is None or estimate.host.high <= host)
 
     def sure(self) -> int:
-        """The longest row that fits at the high estimate too, from the fake runs there are."""
-        lines = next(iter(self._lines.values()))
-        grain = 128 * self.request.sp_size
-        low, high = 0, (max_positions(self.request.config) or 2**26) // grain + 1
-        while high - low > max(1, low // 512):
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.surely_fits(self.estimate(middle * grain, lines)) else (low, middle)
-        return _round(low * grain, grain)
+        """The longest row that fits at the high estimate too, 0 if none does; ask :meth:`longest` first, which is faster."""
+        return self._reach(self.surely_fits, 0.25)[0]
 
     def longest(self) -> tuple[int, str]:
         """The longest row that fits (0 if none does), and what limits it."""
+        found, lines = self._reach(self.fits, 0.05)
+        if not found:
+            return 0, self._limit(self.estimate(self.request.sp_size, lines))
         positions = max_positions(self.request.config)
-        top = positions or 2**26
         grain = 128 * self.request.sp_size
-        reference = min(top, 131072)
-        for _ in range(3):  # the tiles, and so the line, depend a little on the length
+        beyond = self.estimate(min(found + max(grain, found // 256), 2**27), lines)
+        return found, "positions" if positions and found >= positions else self._limit(beyond)
+
+    def _reach(self, holds: Callable[[Estimate], bool], within: float) -> tuple[int, Lines]:
+        """The longest row whose estimate ``holds``, and the lines of about that length: tiles depend on it a little."""
+        reference = self._reference
+        for _ in range(4):
             lines = self.lines(reference)
-
-            def fits(units: int, lines: Lines = lines) -> bool:
-                return self.fits(self.estimate(min(units * grain, top), lines))
-
-            low, high = 0, max(1, top // grain)
-            if fits(high):
-                low = high
-            while high - low > max(1, low // 512):
-                middle = (low + high) // 2
-                low, high = (middle, high) if fits(middle) else (low, middle)
-            if low == 0:
+            found = self._furthest(lambda tokens, lines=lines: holds(self.estimate(tokens, lines)))  # type: ignore[misc]
+            if found and _alike(self.resolved(found), self.resolved(reference), within):
                 break
-            found = min(low * grain, top)
-            if _alike(self.resolved(found), self.resolved(reference)):
+            # The tiles of a long row are too large for a short one, which may fit where no long one does.
+            shorter = found or reference // 8
+            if shorter < 64 or (not found and self.at_least(1) > self.request.device.memory):
                 break
-            reference = found
-        if low == 0:
-            return 0, self._limit(self.estimate(grain, lines))
-        longest = _round(low * grain, grain) if low * grain < top else top
-        beyond = self.estimate(min(longest + max(grain, longest // 256), 2**27), lines)
-        return longest, "positions" if longest >= top and positions else self._limit(beyond)
+            reference = shorter
+        self._reference = reference
+        return found, lines
+
+    def _furthest(self, holds: Callable[[int], bool]) -> int:
+        """The longest row for which ``holds`` is true, to half a percent; 0 if there is none."""
+        top = max_positions(self.request.config) or LONGEST
+        if holds(top):
+            return top
+        grain = 128 * self.request.sp_size
+        if not holds(min(grain, top)):
+            grain = self.request.sp_size
+        low, high = 0, -(-top // grain)  # in grains; the first holds, the second does not
+        while high - low > max(1, low // 512):
+            middle = (low + high) // 2
+            low, high = (middle, high) if holds(middle * grain) else (low, middle)
+        return _round(low * grain, grain)
 
     def _limit(self, estimate: Estimate) -> str:
         host = self.request.host_memory
@@ -233,19 +257,38 @@ class Planner:
             terms, place = dict(estimate.terms), "device memory"
         return f"{place}: {max(terms, key=lambda name: terms[name])}"
 
+    def attention_outputs(self, tokens: int) -> float:
+        """Bytes that one rank's checkpoints keep with ``"attention-saved"`` beside layer inputs."""
+        counts, setup = self.counts, self.setup
+        itemsize = 2 if setup.autocast else setup.dtype.itemsize
+        each = counts.heads * (counts.head_width * itemsize + 4)  # the output and its log-sum-exp
+        return float(counts.layers * each * self.local(tokens) * self.request.batch)
+
+    def at_least(self, tokens: int) -> float:
+        """Bytes on the device that no step of ``tokens`` tokens per row is below, without a fake run."""
+        counts, setup = self.counts, self.setup
+        size = setup.dtype.itemsize
+        inputs = counts.layers * counts.hidden * size * self.local(tokens) * self.request.batch
+        terms = {WEIGHTS: float(size * counts.weights)}
+        if "checkpoints" not in self.request.offload:
+            terms[CHECKPOINTS] = float(inputs)
+        found = on_device(self.request, counts, terms, "forward")
+        found[OPTIMIZER] = found.get(OPTIMIZER, STATE_BYTES[self.request.optimizer] * size / 4 * counts.trained)
+        return sum(found.values()) + CONSTANTS["context"].low
+
     def work(self, tokens: int) -> Work:
         """Operations of a step of ``tokens`` tokens per row."""
         return count_work(self.request, self.counts, tokens)
 
 
-def _alike(one: Setup, other: Setup) -> bool:
+def _alike(one: Setup, other: Setup, within: float = 0.05) -> bool:
     """Whether tiles are equal within a twentieth, which moves a peak by less than a hundredth."""
     if (one.tile is None) != (other.tile is None):
         return False
     tiles = [(one.loss_tile, other.loss_tile)]
     if isinstance(one.tile, int) and isinstance(other.tile, int):
         tiles.append((one.tile, other.tile))
-    return all(abs(a - b) <= 0.05 * max(a, b) for a, b in tiles)
+    return all(abs(a - b) <= within * max(a, b) for a, b in tiles)
 
 
 def name_phase(phase: str, layers: int) -> str:
@@ -282,42 +325,41 @@ def _round(tokens: int, grain: int) -> int:
     return tokens
 
 
-def choose(planner: Planner, estimate: Estimate) -> tuple[Planner, Estimate, Saving]:
+def choose(planner: Planner, tokens: int) -> tuple[Planner, Saving]:
     """Whether to keep attention's output: where it saves :data:`WORTH` of the step and the high estimate fits.
 
     Args:
         planner: with checkpoints that keep layer inputs only.
-        estimate: of the length that is planned.
+        tokens: the length that is planned.
 
     Returns:
-        The planner to go on with, its estimate, and why.
+        The planner to go on with, and why.
     """
-    request, tokens = planner.request, estimate.tokens
+    request = planner.request
     kept = replace(request, checkpoint="attention-saved")
-    before = planner.work(tokens).total
-    share = 1 - count_work(kept, planner.counts, tokens).total / before
+    share = 1 - count_work(kept, planner.counts, tokens).total / planner.work(tokens).total
     refusal = attention_cannot_be_saved(request)
     if refusal is not None:
-        return planner, estimate, Saving(False, None, share, refusal)
+        return planner, Saving(False, None, share, refusal)
     if share < WORTH:
         why = f"would save {share:.1%} of the step, less than the {WORTH:.0%} that count; not chosen"
-        return planner, estimate, Saving(False, None, share, why)
-    other = Planner(kept)
-    found = other.estimate(tokens)
-    more = found.device.expected - estimate.device.expected
-    words = f"{max(more, 0.0) / 2**30:,.2f} GiB more"
-    if found.host.expected > estimate.host.expected:
-        words += f" and {(found.host.expected - estimate.host.expected) / 2**30:,.2f} GiB more on the host"
-    if other.surely_fits(found):
-        return other, found, Saving(True, more, share, f"{words}, saves {share:.0%} of the step; fits, chosen")
-    if other.fits(found):
-        beyond = "fits at the expected estimate, not at the high one; --checkpoint attention-saved takes it"
-    elif found.device.expected > request.device.memory:
-        over = (found.device.expected - request.device.memory) / 2**30
-        beyond = f"does not fit, {over:,.2f} GiB too much on the device"
-    else:
-        beyond = "does not fit into the host's memory"
-    return planner, estimate, Saving(False, more, share, f"{words}, would save {share:.0%} of the step; {beyond}")
+        return planner, Saving(False, None, share, why)
+    outputs = planner.attention_outputs(tokens)
+    more = 0.0 if "checkpoints" in request.offload else outputs
+    words = f"{outputs / 2**30:,.2f} GiB more" + ("" if more else " on the host")
+    over = planner.at_least(tokens) + more - request.device.memory
+    if over <= 0:  # worth fake runs
+        other = Planner(kept, like=planner)
+        found = other.estimate(tokens)
+        if other.surely_fits(found):
+            return other, Saving(True, more, share, f"{words}, saves {share:.0%} of the step; fits, chosen")
+        if other.fits(found):
+            beyond = "fits at the expected estimate, not at the high one; --checkpoint attention-saved takes it"
+            return planner, Saving(False, more, share, f"{words}, would save {share:.0%} of the step; {beyond}")
+        over = found.device.expected - request.device.memory
+    gap = f"at least {over / 2**30:,.2f} GiB too much on the device" if over > 0 else "too much for the host's memory"
+    beyond = f"does not fit, {gap}"
+    return planner, Saving(False, more, share, f"{words}, would save {share:.0%} of the step; {beyond}")
 
 
 def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Estimate, int, str, Saving | None]:
@@ -330,19 +372,20 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
     """
     auto = request.checkpoint == "auto"
     planner = Planner(replace(request, checkpoint="layer") if auto else request, max_length)
+    saving = None
+    if auto and max_length is not None:
+        planner, saving = choose(planner, max_length)
     longest, limit = planner.longest()
     if max_length is None and longest == 0:
-        short: Any = planner.estimate(128 * request.sp_size)
+        short = planner.estimate(128 * request.sp_size)
         raise UserError(
             f"{request.model!r} does not fit {request.gpus} x {request.device.name} at any length: "
             f"{short.device.expected / 2**30:.1f} GiB of {request.device.memory / 2**30:.1f} GiB before the first "
             f"tokens, most of it {limit.partition(': ')[2]}; shard it (--engine zero3 --gpus 8), train adapters "
             "(--lora r=16) or take a larger device"
         )
-    estimate = planner.estimate(max_length or longest)
-    if not auto:
-        return planner, estimate, longest, limit, None
-    chosen, estimate, saving = choose(planner, estimate)
-    if saving.chosen:
-        longest, limit = chosen.longest()
-    return chosen, estimate, longest, limit, saving
+    if auto and max_length is None:
+        planner, saving = choose(planner, longest)
+        if saving.chosen:  # limited by something else
+            longest, limit = planner.longest()
+    return planner, planner.estimate(max_length or longest), longest, limit, saving

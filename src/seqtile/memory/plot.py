@@ -12,7 +12,7 @@ GIB = 2**30
 COLOURS = {
     "weights": "#30638e", "gradients": "#4f8fc0", "optimiser state": "#87b5d9", "engine buffers": "#b79ab5",
     "context and allocator": "#bbbbbb", "checkpointed hidden states": "#edae49", "kept attention outputs": "#f3cf8b",
-    "attention working set": "#d1495b",
+    "kept gate and up": "#a3c9ad", "attention working set": "#d1495b",
     "MLP tile": "#5f9e6e", "MLP": "#5f9e6e", "loss tile": "#8e6c8a", "logits and loss": "#8e6c8a",
     "other activations": "#d8c9a5",
 }  # fmt: skip

@@ -12,7 +12,7 @@ from seqtile.memory.devices import Device
 from seqtile.memory.setup import OPTIMIZERS, Lora, Setup
 from seqtile.memory.shapes import max_positions
 from seqtile.memory.structure import Counts
-from seqtile.tiling import parse_tile
+from seqtile.tiling import parse_keep, parse_tile
 
 ENGINES = ("single", "ddp", "fsdp2", "zero3")
 SHARDED = ("fsdp2", "zero3")
@@ -41,12 +41,12 @@ class Request:
         offload: what lives on the host, of :data:`OFFLOADS`.
         attention: one of :data:`ATTENTIONS`.
         tile: tile rule, or None.
+        keep: share of the tiles that keep gate and up, or ``"memory:4GiB"``.
         loss: ``"tiled"`` or ``"full"``.
         checkpoint: what activation checkpoints keep, of :data:`CHECKPOINTINGS`: layer inputs, attention's output too,
             or no checkpoints; ``"auto"`` chooses between the first two at the planned length.
         precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
         batch: rows per rank.
-        keep: share of the tiles that keep gate and up.
         loss_tile: tokens per tile of the head; None is the rule that ``"auto"`` follows.
         device_type: of the device, which ``tile="auto"`` asks for.
     """
@@ -64,11 +64,11 @@ class Request:
     offload: tuple[str, ...] = ()
     attention: str = "flash"
     tile: int | str | None = "auto"
+    keep: float | str = 0.0
     loss: str = "tiled"
     checkpoint: str = "layer"
     precision: str = "mixed"
     batch: int = 1
-    keep: float = 0.0
     loss_tile: int | None = None
     device_type: str = "cuda"
 
@@ -88,12 +88,12 @@ class Request:
             checkpoint=self.checkpoint != "none",
             attention_saved=self.checkpoint == "attention-saved",
             tile=self.tile,
+            keep=self.keep,
             loss=self.loss,  # type: ignore[arg-type]
             lora=self.lora,
             optimizer=self.optimizer,
             attention=self.attention if self.attention in ("sdpa", "eager") else "flash",
             batch=self.batch,
-            keep=self.keep,
             device_type=self.device_type,
         )
 
@@ -131,6 +131,7 @@ def check_request(request: Request, max_length: int | None) -> None:
             parse_tile(request.tile)
         except (TypeError, ValueError) as error:
             raise UserError(str(error)) from None
+    check_keep(request.keep, request.tile)
     moved = [name for name in request.offload if name != "checkpoints"]
     if moved and not request.sharded:
         raise UserError(
@@ -154,6 +155,22 @@ def check_request(request: Request, max_length: int | None) -> None:
             f"{max_length:,} tokens are beyond the {positions:,} positions of {request.model!r}; use at most those, "
             "or a configuration whose rotary scaling reaches further"
         )
+
+
+def check_keep(keep: float | str, tile: int | str | None) -> None:
+    """Refuse a ``keep`` that is no rule, or that nothing would heed.
+
+    Raises:
+        UserError: with what to give instead.
+    """
+    try:
+        rule = parse_keep(keep, 1)
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from None
+    if rule.kind == "auto":
+        raise UserError("keep 'auto' asks a device what is free, and a plan has none; give a share or 'memory:4GiB'")
+    if keep and tile is None:
+        raise UserError("keep says what tiles keep, and without tiling there are none; drop --keep or --tile none")
 
 
 def check_split(request: Request, counts: Counts) -> None:

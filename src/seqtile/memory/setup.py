@@ -32,13 +32,13 @@ class Setup:
         checkpoint: activation checkpointing, non-reentrant.
         attention_saved: the checkpoints keep attention's output.
         tile: tile rule of :func:`seqtile.apply`; None runs the model untiled.
+        keep: share of the tiles that keep gate and up, or ``"memory:4GiB"``, as :func:`seqtile.apply` takes it.
         loss: ``"tiled"``, the head and its loss over tiles of tokens, or ``"full"``, the model's own.
         loss_tile: tokens per tile of the head.
         lora: adapters on a frozen model; None trains every weight.
         optimizer: one of :data:`OPTIMIZERS`.
         attention: ``"flash"``, the shapes of FlashAttention, or Transformers' name of an attention function.
         batch: rows.
-        keep: share of the tiles that keep gate and up.
         liger: the shapes of Liger's norm and SwiGLU kernels, on fake tensors only.
         device_type: of the device that the step is sized for; fake tensors themselves are on the CPU.
     """
@@ -48,13 +48,13 @@ class Setup:
     checkpoint: bool = True
     attention_saved: bool = False
     tile: int | str | None = "auto"
+    keep: float | str = 0.0
     loss: Literal["tiled", "full"] = "tiled"
     loss_tile: int = 4096
     lora: Lora | None = None
     optimizer: str = "adamw"
     attention: str = "sdpa"
     batch: int = 1
-    keep: float = 0.0
     device_type: str = "cpu"
     liger: bool = False
 

@@ -58,6 +58,35 @@ def build(config: Any, setup: Setup, device: str) -> Built:
     Raises:
         UserError: Transformers cannot build it, or it has nothing to tile.
     """
+    model = build_bare(config, setup, device)
+    if setup.lora is not None:
+        model = _add_lora(model, setup, device)
+    if setup.checkpoint:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # its name changes in Transformers 5
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if setup.liger:
+        use_liger_shapes(model, tiled=setup.tile is not None)
+    with _quiet():
+        more: dict[str, Any] = {"loss": "tiled", "loss_tile": setup.loss_tile} if setup.loss == "tiled" else {}
+        if setup.attention_saved:
+            more["checkpoint"] = "attention-saved"
+        if setup.tile is not None:
+            report = apply(model, tile=setup.tile, keep=setup.keep, **more)
+        else:
+            report = apply(model)  # for its blocks, whose parts of the step are told apart untiled too
+            undo(model)
+            if more:
+                apply(model, blocks="none", **more)
+    return Built(model, report.blocks, report.left, list(report.notes))
+
+
+def build_bare(config: Any, setup: Setup, device: str) -> Any:
+    """The model as Transformers makes it.
+
+    Raises:
+        UserError: it cannot.
+    """
     from transformers import AutoModelForCausalLM
 
     attention = register_flash() if setup.attention == "flash" else setup.attention
@@ -71,25 +100,7 @@ def build(config: Any, setup: Setup, device: str) -> Built:
         model.tie_weights()  # Transformers 5.0 leaves weights on the meta device untied
     except (ValueError, TypeError, ImportError, KeyError) as error:
         raise UserError(f"the model cannot be built from its configuration: {str(error).splitlines()[0]}") from None
-    if setup.lora is not None:
-        model = _add_lora(model, setup, device)
-    if setup.checkpoint:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # its name changes in Transformers 5
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if setup.liger:
-        use_liger_shapes(model, tiled=setup.tile is not None)
-    with _quiet():
-        report = apply(model, tile=setup.tile if setup.tile is not None else "auto", keep=setup.keep)
-        if setup.tile is None:
-            undo(model)
-        more: dict[str, Any] = {"loss": "tiled", "loss_tile": setup.loss_tile} if setup.loss == "tiled" else {}
-        if setup.attention_saved:
-            more["checkpoint"] = "attention-saved"
-        if more:
-            how: dict[str, Any] = {"blocks": "none"} if setup.tile is None else {"tile": setup.tile, "keep": setup.keep}
-            apply(model, **how, **more)
-    return Built(model, report.blocks, report.left, list(report.notes))
+    return model
 
 
 def _add_lora(model: Any, setup: Setup, device: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -95,8 +95,20 @@ class Counts:
     vocabulary: int
 
 
+def count_layers(depths: Depths, low: Counts, high: Counts) -> Counts:
+    """Sizes of the whole model from those at its two shallow depths: every further layer adds the same."""
+    first, second = depths.shallow
+    if first == second:
+        return low
+    repeats = (depths.layers - first) // (second - first)
+    return replace(low, layers=depths.layers, **{
+        name: getattr(low, name) + repeats * (getattr(high, name) - getattr(low, name))
+        for name in ("weights", "trained", "matrices", "active")
+    })  # fmt: skip
+
+
 def count_weights(config: Any, model: nn.Module) -> Counts:
-    """Count the parameters of the whole ``model``, which may be on the meta device."""
+    """Count the parameters of ``model``, which may be on the meta device."""
     text = config.get_text_config()
     names = decoder_layers(model)
     layers = [model.get_submodule(name) for name in names]

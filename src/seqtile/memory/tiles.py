@@ -9,10 +9,11 @@ import torch
 
 from seqtile.memory.phases import causal_model
 from seqtile.memory.setup import Built, Setup
+from seqtile.memory.structure import Depths
 from seqtile.models.instance import Installed
-from seqtile.tiling import BlockShape, head_sizes, parse_tile, sizes_within
+from seqtile.tiling import BlockShape, head_sizes, parse_keep, parse_tile, sizes_within
 
-MOST_TILES = 4
+MOST_TILES = 3
 """Longest fake run, in tiles: each costs its operators once more."""
 
 MOST_HEAD_TILES = 12
@@ -41,6 +42,33 @@ def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> i
         shape = replace(standing.setting.shape(x, weights, block.path == "fused"), device_type=device_type)
         sizes += standing.setting.rule.tile_sizes(tokens, shape)
     return max(sizes) if sizes else None
+
+
+def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths: Depths) -> float:
+    """Share of the tiles that keep gate and up in a batch of ``tokens``: what ``setup.keep`` comes to.
+
+    Args:
+        built: a tiled model, of the shallower of ``depths``.
+        setup: with the rule, a share or a number of bytes.
+        tokens: of the batch.
+        device_type: of the device that is planned for.
+        depths: for the number of blocks that share the bytes.
+    """
+    if not setup.keep or setup.tile is None:
+        return 0.0
+    rule = parse_keep(setup.keep, len(built.blocks) * depths.layers // depths.shallow[0])
+    x = torch.empty(0, dtype=torch.bfloat16 if setup.autocast else setup.dtype, device="meta")
+    shares = [0.0]
+    for block in built.blocks:
+        standing = built.model.get_submodule(block.name).__dict__.get("forward")
+        if not isinstance(standing, Installed) or block.path != "fused":
+            continue
+        weights = [weight for weight in built.model.get_submodule(block.name).parameters() if weight.requires_grad]
+        shape = replace(standing.setting.shape(x, weights, True), device_type=device_type)
+        sizes = standing.setting.rule.tile_sizes(tokens, shape)
+        if sizes:
+            shares.append(math.floor(rule.share(sizes, shape) * len(sizes) + 1e-9) / len(sizes))
+    return max(shares)
 
 
 def head_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> int:
