@@ -206,7 +206,7 @@ class Planner:
         return estimate.device.high <= self.request.device.memory and (host is None or estimate.host.high <= host)
 
     def sure(self) -> int:
-        """The longest row that fits at the high estimate too, 0 if none does; ask :meth:`longest` first, which is faster."""
+        """The longest row that fits at the high estimate too, 0 if none does; faster after :meth:`longest`."""
         return self._reach(self.surely_fits, 0.25)[0]
 
     def longest(self) -> tuple[int, str]:
