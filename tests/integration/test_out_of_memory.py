@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 import tiny_run
 from oom_faults import PHASES, Fault
@@ -44,7 +46,9 @@ DROPPING = {"lora": {"r": 2, "dropout": 0.3}}
 CONSTANT = {"lr_scheduler_type": "constant"}
 
 
-def run(model: Path, dataset: Path, output: Path, *faults: Fault, resume: bool = False, **values: Any) -> Outcome:
+def run(
+    model: Path, dataset: Path, output: Path, *faults: TrainerCallback, resume: bool = False, **values: Any
+) -> Outcome:
     defaults = dict(max_length=tiny_run.LENGTH, tile=32, loss_tile=32, steps=STEPS, save_steps=2, learning_rate=1e-2,
                     gradient_accumulation=2)  # fmt: skip
     paths = {"model": str(model), "dataset": str(dataset), "output": str(output)}
@@ -109,6 +113,39 @@ def test_the_first_step_goes_on_from_a_checkpoint_of_step_0(model: Path, dataset
     fault = Fault("optimiser", 1)
     found = run(model, dataset, tmp_path / "out", fault, on_oom="retry", **{**small, "tile": 32, "loss_tile": 32})
     assert "going on from checkpoint-0" in caplog.text and found.losses == whole.losses
+    for name, tensor in weights(tmp_path / "out").items():
+        assert torch.equal(tensor, weights(tmp_path / "whole")[name]), name
+
+
+class Limit(TrainerCallback):
+    """From the first step on this process may have ``more`` bytes above what it has then."""
+
+    def __init__(self, more: int) -> None:
+        self.more = more
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if self.more:
+            now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (now + self.more, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            self.more = 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc to know what this process has")
+def test_memory_that_is_really_short(dataset: Path, tmp_path: Path, caplog: Any):
+    """One buffer of a whole row takes 96 MiB and a tile has four; a quarter of them fits in what is left."""
+    wide = tiny_run.save_model(tmp_path / "wide", intermediate_size=12288, num_hidden_layers=1, hidden_size=16,
+                               max_position_embeddings=2048)  # fmt: skip
+    rows = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [{"text": "the king sees " * 200} for _ in range(2)])
+    values = {"tile": 2048, "max_length": 2048, "steps": 1, "gradient_accumulation": 1, "report": False}
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        outcome = run(wide, rows, tmp_path / "out", Limit(280 * 2**20), on_oom="retry", **values)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert [again["recipe"]["tile"] for again in outcome.retries] == [512], caplog.text
+    assert re.search("in the (forward|backward) of model.layers.0.mlp: going on in place with tile: 512", caplog.text)
+    whole = run(wide, rows, tmp_path / "whole", **{**values, "tile": 512, "loss_tile": 8})
+    assert outcome.losses == whole.losses
     for name, tensor in weights(tmp_path / "out").items():
         assert torch.equal(tensor, weights(tmp_path / "whole")[name]), name
 

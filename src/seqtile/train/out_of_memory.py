@@ -47,6 +47,7 @@ class Place:
         asked: bytes that could not be had; 0 where the error does not say.
         tokens: tokens of the micro-batch on this rank; 0 outside of one.
         tile: tokens of the largest tile that it was cut into; None if it ran untiled.
+        rank: of the process; None where there is but one.
     """
 
     phase: str
@@ -55,11 +56,12 @@ class Place:
     asked: int = 0
     tokens: int = 0
     tile: int | None = None
+    rank: int | None = None
 
     def __str__(self) -> str:
         inside = f" of {self.block}" if self.block else ""
-        where = f"in the {self.phase}{inside}" if self.phase else "outside of a step"
-        return f"at step {self.step}, {where}" if self.phase else where
+        where = f"at step {self.step}, in the {self.phase}{inside}" if self.phase else "outside of a step"
+        return where if self.rank is None else f"{where}, on rank {self.rank}"
 
 
 class Whereabouts:

@@ -38,8 +38,6 @@ logger = first_rank_logger(__name__)
 MOST_RETRIES = 8
 """Of one run; the settings come to their end before, unless the rows grow."""
 
-IN_PLACE = ("forward", "loss", "backward")
-
 
 class OutOfMemory(RunError):
     """A run that is out of memory.
@@ -62,8 +60,8 @@ def next_retry(recipe: Recipe, place: Place, done: int) -> dict[str, Any] | None
     while (after := tighter(now, can_offload=can_offload())) is not None:
         keys = updates_of(after, recipe)
         if any(getattr(recipe, key) != value for key, value in keys.items()):
-            return {"step": place.step, "phase": place.phase, "block": place.block, "recipe": keys,
-                    "changed": changes(before, after)}  # fmt: skip
+            return {"step": place.step, "phase": place.phase, "block": place.block, "rank": place.rank, "recipe": keys,
+                    "changed": changes(before, after), "place": str(place)}  # fmt: skip
         now = after
     return None
 
@@ -101,8 +99,9 @@ class Step:
 
     @property
     def in_place(self) -> bool:
-        """Whether a failed step can be done again here."""
-        return self.recipe.on_oom == "retry" and self.recipe.engine == "single"
+        """Whether a failed forward or backward can be done again here."""
+        in_backward = "lomo" in str(self._trainer.args.optim)  # LOMO changes weights before the backward is over
+        return self.recipe.on_oom == "retry" and self.recipe.engine == "single" and not in_backward
 
     def run(self, call: Any, first: bool, step: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
         """``[step(call)]``; or, with this optimiser step done again in smaller tiles, all its micro-batches' losses.
@@ -123,7 +122,7 @@ class Step:
                 if not is_out_of_memory(error):
                     raise
                 place = self.find(error)
-                retry = next_retry(self.recipe, place, len(self.retries)) if place.phase in IN_PLACE else None
+                retry = next_retry(self.recipe, place, len(self.retries))
                 if retry is None:
                     raise
             # Here the error is gone, and with it the frames that held the failed step's tensors.
@@ -140,7 +139,8 @@ class Step:
         trainer = self._trainer
         place = find_place(error, trainer.model, self._whereabouts, trainer.state.global_step + 1)
         tokens = trainer.running_tokens
-        return replace(place, tokens=tokens, tile=self._tile(tokens))
+        rank = trainer.args.process_index if trainer.args.world_size > 1 else None
+        return replace(place, tokens=tokens, tile=self._tile(tokens), rank=rank)
 
     def end(self, error: BaseException) -> OutOfMemory:
         """What to raise in the place of ``error``: everything that is known of it, and what to go on with."""
@@ -183,9 +183,7 @@ class Step:
 
 def said(retry: dict[str, Any]) -> str:
     """One sentence for the log."""
-    inside = f" of {retry['block']}" if retry["block"] else ""
-    where = f"at step {retry['step']}, in the {retry['phase']}{inside}"
-    return f"out of memory {where}: going on {retry['how']} with {retry['changed']}"
+    return f"out of memory {retry['place']}: going on {retry['how']} with {retry['changed']}"
 
 
 def install(model: Any, recipe: Recipe, **switch: Any) -> Report | None:
