@@ -42,6 +42,13 @@ def save_model(directory: Path, **config: Any) -> Path:
     return directory
 
 
+def load_weights(directory: Path) -> dict[str, Any]:
+    """The weights of a directory that :func:`save_model` wrote."""
+    from safetensors.torch import load_file
+
+    return load_file(directory / "model.safetensors")
+
+
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     """One JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -69,6 +69,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     files = (file for file in SOURCE.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
     assert package == {f"seqtile/{file.relative_to(SOURCE).as_posix()}" for file in files}
     assert {"seqtile/py.typed", "seqtile/train/configs/zero3.yaml"} <= package
+    assert "seqtile/integrations/plugins/seqtile_plugin.py" in package
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -68,6 +68,13 @@ def test_inference_loads_the_plugin_and_knows_no_flag() -> None:
         swift.parse(swift.InferArguments, ["--external_plugins", PLUGIN, *ON])
 
 
+def test_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swift.SftArguments, "__module__", "swift.megatron.arguments")
+    assert rule() is None
+    with pytest.raises(UserError, match="use swift sft"):
+        rule(*ON)
+
+
 @pytest.mark.parametrize(("argv", "variable", "said"), [
     (["--use_tiled_mlp", "maybe"], None, "expected true or false"),
     (["--tiled_mlp_num_shards", "4"], None, "add --use_tiled_mlp true"),

@@ -55,6 +55,8 @@ def register() -> None:
         wanted = settings(arguments, rest if rest is not None else [], variable)
         if wanted is None:
             _log("the seqtile plugin is loaded and tiles nothing: add --use_tiled_mlp true")
+        elif type(arguments).__module__.startswith("swift.megatron"):
+            raise UserError("megatron builds models of its own, which seqtile does not tile: use swift sft")
         elif NAME not in arguments.callbacks:
             arguments.callbacks.append(NAME)
         tile = wanted or tile
