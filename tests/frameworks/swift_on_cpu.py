@@ -8,6 +8,7 @@ import os
 import sys
 
 import torch
+import torch.distributed.fsdp._init_utils
 from accelerate import state as accelerate_state
 from accelerate.utils import DistributedType
 from swift.callbacks import callbacks_map
@@ -29,6 +30,10 @@ def _build_on_cpu(self, *args, **kwargs):
 
 
 accelerate_state.AcceleratorState.__init__ = _build_on_cpu
+
+
+# FSDP1 calls this device "cpu" in one place and "cpu:0" in another, and refuses itself; without a name it asks nobody.
+torch.distributed.fsdp._init_utils._get_device_from_device_id = lambda *_: None
 
 
 class KeepWeights(TrainerCallback):

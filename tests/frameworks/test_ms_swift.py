@@ -41,7 +41,8 @@ BASE = f"""--model_type llama --template chatml --torch_dtype float32 --fp16 fal
 ON = ["--use_tiled_mlp", "true", "--tiled_mlp_num_shards", "4"]
 FULL, LORA = ["--tuner_type", "full"], ["--tuner_type", "lora", "--target_modules", "all-linear", "--lora_dropout", "0"]
 
-# Name: processes, flags (the first may be a script of examples/ms-swift), environment. Two processes with one micro-batch each see what one process sees with two.
+# Name: processes, flags (the first may be a script of examples/ms-swift), environment. Two processes with one
+# micro-batch each see what one process sees with two.
 RUNS: dict[str, tuple[int, list[str], dict[str, str]]] = {
     "one process": (1, FULL, {}),
     "one process, seqtile": (1, [*FULL, *ON], {}),
@@ -130,11 +131,12 @@ def swift(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     """Runs once each; at the end the table for docs/frameworks.md."""
     one = Swift(tmp_path_factory.mktemp("swift"))
     yield one
-    terminal = request.config.pluginmanager.get_plugin("terminalreporter")
-    terminal.ensure_newline()
-    for name, run in one.done.items():
-        numbers = " ".join(f"{loss:.6f}" for loss in run.losses) if run.kept else f"failed ({run.code})"
-        terminal.write_line(f"| {name} | {numbers} |")
+    rows = [
+        f"| {name} | " + (" ".join(f"{loss:.6f}" for loss in run.losses) if run.kept else f"failed ({run.code})") + " |"
+        for name, run in one.done.items()
+    ]
+    with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        print(f"\nms-swift {one.facts['version']}", *rows, sep="\n")
 
 
 def same(ours: Run, untiled: Run) -> None:
