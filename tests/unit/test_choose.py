@@ -35,7 +35,7 @@ class Planned:
 
     share_saved, spread = 0.2, 2
 
-    def __init__(self, request: Any, tokens: int | None = None) -> None:
+    def __init__(self, request: Any, tokens: int | None = None, like: Any = None) -> None:
         self.request, self.counts = request, None
         self.built = SimpleNamespace(blocks=[SimpleNamespace(path="fused")])
 

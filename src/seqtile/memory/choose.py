@@ -37,14 +37,14 @@ class Settings:
         offload: whether it waits on the host.
         tile: tokens per tile of the blocks, or a rule that is given; None where ``"auto"`` leaves them untiled.
         loss_tile: tokens per tile of the head.
-        keep: share of the tiles that keep gate and up.
+        keep: share of the tiles that keep gate and up, or a rule that is given.
     """
 
     checkpoint: str
     offload: bool
     tile: int | str | None
     loss_tile: int
-    keep: float = 0.0
+    keep: float | str = 0.0
 
     def on(self, request: Request) -> Request:
         """``request`` with these settings."""

@@ -168,7 +168,7 @@ def settings_of(recipe: Recipe, tile: int | None = None) -> Settings:
         offload=bool(recipe.offload),
         tile=(tile or rule) if recipe.tiled_mlp else None,
         loss_tile=recipe.loss_tile or TRL_LOSS_TILE,
-        keep=recipe.keep if isinstance(recipe.keep, float | int) else 0.0,
+        keep=0.0 if recipe.keep == "auto" else recipe.keep,
     )
 
 
