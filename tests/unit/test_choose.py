@@ -186,11 +186,16 @@ def test_train_fit_says_why_saves_what_it_chose_and_a_resume_does_not_choose_aga
 def test_fit_refuses_before_anything_is_written(folder: Path, capsys: Any):
     words = ["train", "--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--max-length", "64",
              "--output", str(folder / "none")]  # fmt: skip
+    (other := folder / "recipe.yaml").write_text("trainer: {save_only_model: true}")
     for more, said in (
         (["--fit-memory", "300MiB"], "do not fit the memory given by the plan, with the tightest settings: 0."),
         (["--fit-memory", "much"], "got fit 'memory:much', expected true, false or each device's memory"),
         (["--on-oom", "pray"], "recipe key 'on_oom': got 'pray'; input should be 'stop' or 'retry'"),
         (["--on-oom", "retry", "--tiled-mlp", "false"], "on_oom 'retry' goes on with smaller tiles, but the recipe"),
+        (
+            ["--on-oom", "retry", "--recipe", str(other)],
+            "on_oom 'retry' does not go with trainer.save_only_model; keep",
+        ),
         (["--fit", "--engine", "zero2", "--nproc", "2"], "no plan knows engine 'zero2'; use one of single, ddp"),
     ):
         assert main([*words, *more]) == 2

@@ -249,8 +249,9 @@ def resolve(recipe: Recipe) -> Recipe:
         )
     if recipe.on_oom == "retry" and not recipe.tiled_mlp:
         raise UserError("on_oom 'retry' goes on with smaller tiles, but the recipe says not to tile; keep one")
-    if recipe.on_oom == "retry" and recipe.trainer.get("auto_find_batch_size"):
-        raise UserError("on_oom 'retry' and trainer.auto_find_batch_size both answer an out-of-memory; keep one")
+    for key in ("auto_find_batch_size", "save_only_model"):  # answers it too; leaves nothing whole to go on from
+        if recipe.on_oom == "retry" and recipe.trainer.get(key):
+            raise UserError(f"on_oom 'retry' does not go with trainer.{key}; keep one")
     _check_engine(recipe)
     filled: dict[str, Any] = {"compare": bool(recipe.compare)}
     if recipe.on_oom == "retry":

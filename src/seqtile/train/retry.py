@@ -235,8 +235,9 @@ def explain(recipe: Recipe, place: Place, live: list[str], checkpoint: Path | No
     lines = [f"out of memory {place}{asked}", *live]
     if place.phase:
         lines += _by_plan(recipe, place)
-    if retried:
-        lines.append(f"{retried} of at most {MOST_RETRIES} retries were made; nothing smaller is left to go on with")
+    if recipe.on_oom == "retry" and place.phase:
+        end = "; nothing smaller is left to go on with" if retried < MOST_RETRIES else ""
+        lines.append(f"{retried} of at most {MOST_RETRIES} retries were made{end}")
     if checkpoint is None:
         lines.append("no checkpoint was saved before")
     else:
@@ -262,7 +263,8 @@ def _by_plan(recipe: Recipe, place: Place) -> list[str]:
         f"{device.high / gib:,.2f}) of {request.device.memory / gib:,.2f} GiB, most in the {estimate.peak_at}"
     ]
     if avoided is not None:
-        lines.append(f"this would have avoided it: {avoided}; --on-oom retry does that by itself")
+        by_itself = "; --on-oom retry does that by itself" if recipe.on_oom == "stop" else ""
+        lines.append(f"this would have avoided it: {avoided}{by_itself}")
     else:
         lines.append(
             "by the plan no tiles, checkpoints or offload would have been enough: shorter rows (--max-length), "
