@@ -78,6 +78,12 @@ def test_only_some_layers_leave_the_last_norm_alone() -> None:
     assert all(name.startswith("model.layers.0.") for name in in_tiles(model))
 
 
+def test_head_wise_attention_runs_its_own_norm_and_projections() -> None:
+    model = build(LlamaConfig(**SIZES))
+    seqtile.apply(model, blocks="mlp+norm+projections", heads=1)
+    assert in_tiles(model) == ["model.norm"]
+
+
 def test_norms_that_keep_little_are_left() -> None:
     model = build(LlamaConfig(**SIZES))
     model.model.norm = nn.LayerNorm(64)

@@ -121,17 +121,20 @@ def apply(
     keeping = with_free_memory(parse_keep(keep, len(chosen)), model, len(chosen))
     with rest.replacing(model), replacing(model):
         tiled = [_tile(model, block, rule, keeping, blocks != "mlp", path) for block in chosen]
-        rows = _tile_rows(model, chosen, rule, blocks, whole=len(chosen) == len(found))
+        head_wise = [part for one in attention for part in (one.name, f"{one.layer}.{one.norm}".strip("."))]
+        rows = _tile_rows(model, chosen, rule, blocks, head_wise, whole=len(chosen) == len(found))
         done = install_heads(model, heads, attention, untouched), *rest.install(model)
     left += untouched
     return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), *done, rows))
 
 
-def _tile_rows(model: nn.Module, chosen: list[Candidate], rule: TileRule, blocks: str, whole: bool) -> str:
-    """Tile what ``blocks`` says of the rest of the layers; what that was, in words."""
+def _tile_rows(
+    model: nn.Module, chosen: list[Candidate], rule: TileRule, blocks: str, besides: Sequence[str], whole: bool
+) -> str:
+    """Tile what ``blocks`` says of the rest of the layers, but not ``besides``; what that was, in words."""
     if blocks != "mlp+norm+projections":
         return ""
-    rows = find_rows(model, chosen, whole=whole)
+    rows = find_rows(model, chosen, besides, whole=whole)
     tile_rows(rows, ROWS_AUTO if rule.kind == "auto" else rule)
     return words_for(rows)
 

@@ -44,18 +44,19 @@ class Rows:
         return linear_widths(self.module) is None
 
 
-def find_rows(model: nn.Module, blocks: Sequence[Candidate], *, whole: bool) -> list[Rows]:
+def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[str], *, whole: bool) -> list[Rows]:
     """Norms and projections of the layers around ``blocks`` that no tile of theirs holds.
 
     Args:
         model: the model, its blocks tiled already.
         blocks: position-wise blocks; their layers are looked through.
+        besides: names of modules that run in another operator, attention and the norm before it.
         whole: also norms beside the list of layers, such as the one before the head.
     """
     found: dict[str, Rows] = {}
     modules = dict(model.named_modules())
     hidden = {block.layer: block.hidden for block in blocks if block.layer}
-    inside = tuple(f"{block.name}." for block in blocks if block.name)
+    inside = tuple(f"{name}." for name in (*besides, *(block.name for block in blocks)) if name)
     around = {layer.rpartition(".")[0].rpartition(".")[0]: width for layer, width in hidden.items()} if whole else {}
     taken = {
         f"{block.layer}.{name}".lstrip(".")
@@ -63,7 +64,7 @@ def find_rows(model: nn.Module, blocks: Sequence[Candidate], *, whole: bool) -> 
         for name in (block.neighbours.before, *block.neighbours.members, block.neighbours.after,
                      block.neighbours.closing)
         if name
-    }  # fmt: skip
+    } | set(besides)  # fmt: skip
     proved: dict[object, bool] = {}
 
     def is_norm(module: nn.Module, width: int) -> bool:
