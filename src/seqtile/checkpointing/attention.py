@@ -9,7 +9,7 @@ Source: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -35,6 +35,8 @@ class AttentionSaved:
         self.calls = 0
         self.saved = 0
         self.saved_bytes = 0
+        self.told: Callable[[Tensor], object] | None = None
+        """Hears of every tensor that is kept."""
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         self.calls += 1
@@ -46,7 +48,10 @@ class AttentionSaved:
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Count what is kept."""
         self.saved += 1
-        self.saved_bytes += sum(t.numel() * t.element_size() for t in tensors)
+        for tensor in tensors:
+            self.saved_bytes += tensor.numel() * tensor.element_size()
+            if self.told is not None:
+                self.told(tensor)
 
     def _policy(self, context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         kept = kept_now()

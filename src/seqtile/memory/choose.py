@@ -15,6 +15,7 @@ from seqtile._errors import UserError
 from seqtile.memory.flops import count_work
 from seqtile.memory.plan import WORTH, Estimate, Planner
 from seqtile.memory.request import Request, attention_cannot_be_saved
+from seqtile.models.heads import runs_on_some_heads
 
 GIB = 2**30
 
@@ -23,6 +24,8 @@ SMALLEST_TILE = 128
 
 TILE_STEP = 4
 """A smaller tile is a quarter: every try that fails costs a step, on several ranks a restart."""
+
+WHOLE_LAYER = "mlp+norm+projections"
 
 KEEPS = (1.0, 0.5)
 """Shares of the tiles that keep gate and up, where memory is left."""
@@ -38,6 +41,8 @@ class Settings:
         tile: tokens per tile of the blocks, or a rule that is given; None where ``"auto"`` leaves them untiled.
         loss_tile: tokens per tile of the head.
         keep: share of the tiles that keep gate and up, or a rule that is given.
+        blocks: what else of a layer runs in tiles, as :func:`seqtile.apply` takes it.
+        heads: key-value heads per pass of attention; None runs all at once.
     """
 
     checkpoint: str
@@ -45,12 +50,15 @@ class Settings:
     tile: int | str | None
     loss_tile: int
     keep: float | str = 0.0
+    blocks: str = "auto"
+    heads: int | str | None = None
 
     def on(self, request: Request) -> Request:
         """``request`` with these settings."""
         others = tuple(name for name in request.offload if name != "checkpoints")
         return replace(
-            request, checkpoint=self.checkpoint, keep=self.keep, loss_tile=self.loss_tile,
+            request, checkpoint=self.checkpoint, keep=self.keep, loss_tile=self.loss_tile, heads=self.heads,
+            blocks=self.blocks if request.tile is not None else "auto",
             tile=request.tile if request.tile is None else self.tile or "auto",
             offload=(*others, "checkpoints") if self.offload else others,
         )  # fmt: skip
@@ -62,12 +70,14 @@ class Rung:
 
     Attributes:
         checkpoint, offload: as in :class:`Settings`.
+        lean: the rest of the layer in tiles too, and attention one group of heads at a time.
         part: tiles are as many times smaller than those of ``"auto"``.
         cost: what it costs in time, in words.
     """
 
     checkpoint: str
     offload: bool = False
+    lean: bool = False
     part: int = 1
     cost: str = ""
 
@@ -75,11 +85,15 @@ class Rung:
 LADDER = (
     Rung("none", cost="nothing is computed twice"),
     Rung("attention-saved", cost="layers are computed twice but for attention's kernel"),
+    Rung("attention-saved", lean=True, cost="the same, in more and smaller kernels"),
     Rung("layer", cost="layers are computed twice"),
+    Rung("layer", lean=True, cost="layers are computed twice, in more and smaller kernels"),
     Rung("attention-saved", offload=True, cost="what checkpoints keep is copied to the host and back"),
+    Rung("attention-saved", offload=True, lean=True, cost="the same, in more and smaller kernels"),
     Rung("layer", offload=True, cost="layers are computed twice, and their inputs copied to the host and back"),
-    Rung("layer", offload=True, part=TILE_STEP, cost="the weights' gradients are rewritten four times as often"),
-    Rung("layer", offload=True, part=TILE_STEP**2, cost="products of few tokens are slow"),
+    Rung("layer", offload=True, lean=True, cost="the same, in more and smaller kernels"),
+    Rung("layer", True, True, TILE_STEP, "the weights' gradients are rewritten four times as often"),
+    Rung("layer", True, True, TILE_STEP**2, "products of few tokens are slow"),
 )
 """Cheapest first. Without an accelerator nothing can be moved to the host, and those rungs stay on the device."""
 
@@ -171,7 +185,7 @@ def would_avoid(request: Request, settings: Settings, tokens: int, short: int, *
 def changes(before: Settings, after: Settings) -> str:
     """What is set otherwise, as keys and values of a recipe."""
     found = []
-    for name in ("tile", "loss_tile", "keep", "checkpoint", "offload"):
+    for name in ("tile", "loss_tile", "keep", "checkpoint", "offload", "blocks", "heads"):
         value = getattr(after, name)
         if value != getattr(before, name):
             word = "full" if value == "layer" else str(value).lower() if isinstance(value, bool) else value
@@ -192,6 +206,7 @@ def _rungs(
 ) -> Iterator[tuple[Rung, Settings]]:
     """Every rung that differs from those before it, with what is given left as it is."""
     seen: list[Settings] = []
+    heads = 1 if runs_on_some_heads(planner.built.model) else None
     before = planner.work(tokens).total
     share = 1 - count_work(replace(request, checkpoint="attention-saved"), planner.counts, tokens).total / before
     for rung in LADDER:
@@ -203,7 +218,10 @@ def _rungs(
             whole = tile if isinstance(tile, int) else planner.local(tokens) * request.batch
             tile = min(whole, max(SMALLEST_TILE, whole // rung.part))
             head = min(head, max(SMALLEST_TILE, head // rung.part))
-        settings = replace(Settings(rung.checkpoint, rung.offload and can_offload, tile, head), **given)
+        settings = Settings(rung.checkpoint, rung.offload and can_offload, tile, head)
+        if rung.lean:
+            settings = replace(settings, heads=heads, blocks=WHOLE_LAYER if request.tile is not None else "auto")
+        settings = replace(settings, **given)
         if settings.checkpoint == "none" and settings.offload:
             continue
         if settings not in seen:
@@ -254,6 +272,8 @@ def _reasons(settings: Settings, tried: list[_Tried], given: Mapping[str, Any]) 
         if settings.tile is None
         else "the rule of auto" if rung.part == 1 else "larger tiles do not fit",
         "loss_tile": "the rule of auto" if rung.part == 1 else "larger tiles do not fit",
+        "blocks": "norms and projections whole would not fit" if rung.lean else "more is not needed",
+        "heads": "all heads at once would not fit" if settings.heads else "all at once: fewer are not needed",
     }  # fmt: skip
     return {name: "as given" if name in given else why for name, why in found.items()} | (
         {"keep": "as given"} if "keep" in given else {}

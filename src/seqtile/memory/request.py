@@ -48,6 +48,8 @@ class Request:
         precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
         batch: rows per rank.
         loss_tile: tokens per tile of the head; None is the rule that ``"auto"`` follows.
+        blocks: what else of a layer runs in tiles, as :func:`seqtile.apply` takes it.
+        heads: key-value heads per pass of attention; None for all at once.
         device_type: of the device, which ``tile="auto"`` asks for.
     """
 
@@ -70,6 +72,8 @@ class Request:
     precision: str = "mixed"
     batch: int = 1
     loss_tile: int | None = None
+    blocks: str = "auto"
+    heads: int | str | None = None
     device_type: str = "cuda"
 
     @property
@@ -94,6 +98,8 @@ class Request:
             optimizer=self.optimizer,
             attention=self.attention if self.attention in ("sdpa", "eager") else "flash",
             batch=self.batch,
+            blocks=self.blocks,
+            heads=self.heads,
             device_type=self.device_type,
         )
 

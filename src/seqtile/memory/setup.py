@@ -39,6 +39,8 @@ class Setup:
         optimizer: one of :data:`OPTIMIZERS`.
         attention: ``"flash"``, the shapes of FlashAttention, or Transformers' name of an attention function.
         batch: rows.
+        blocks: what else of a layer runs in tiles, as :func:`seqtile.apply` takes it.
+        heads: key-value heads per pass of attention; None for all at once.
         liger: the shapes of Liger's norm and SwiGLU kernels, on fake tensors only.
         device_type: of the device that the step is sized for; fake tensors themselves are on the CPU.
     """
@@ -55,6 +57,8 @@ class Setup:
     optimizer: str = "adamw"
     attention: str = "sdpa"
     batch: int = 1
+    blocks: str = "auto"
+    heads: int | str | None = None
     device_type: str = "cpu"
     liger: bool = False
 

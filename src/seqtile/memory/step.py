@@ -14,12 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
+from seqtile.checkpointing.install import standing_checkpointing
 from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.memory.flash import register as register_flash
 from seqtile.memory.liger import use_shapes as use_liger_shapes
 from seqtile.memory.phases import decoder_layers, label_phases
 from seqtile.memory.setup import Built, Setup, make_optimizer
-from seqtile.memory.track import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, PartPeak, Tracker, Workspace, track
+from seqtile.memory.track import (
+    CHECKPOINTS,
+    GRADIENTS,
+    KEPT,
+    OPTIMIZER,
+    WEIGHTS,
+    PartPeak,
+    Tracker,
+    Workspace,
+    track,
+)
 from seqtile.models.apply import apply, undo
 from seqtile.ops.attention_calls import is_attention
 from seqtile.ops.head_tile import BLOCK_ELEMENTS
@@ -71,8 +82,10 @@ def build(config: Any, setup: Setup, device: str) -> Built:
         more: dict[str, Any] = {"loss": "tiled", "loss_tile": setup.loss_tile} if setup.loss == "tiled" else {}
         if setup.attention_saved:
             more["checkpoint"] = "attention-saved"
+        if setup.heads is not None:
+            more["heads"] = setup.heads
         if setup.tile is not None:
-            report = apply(model, tile=setup.tile, keep=setup.keep, **more)
+            report = apply(model, tile=setup.tile, keep=setup.keep, blocks=setup.blocks, **more)
         else:
             report = apply(model)  # for its blocks, whose parts of the step are told apart untiled too
             undo(model)
@@ -168,6 +181,9 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         for weight in weights
     ]
     live.keeps = is_attention if setup.attention_saved else None
+    for one in standing_checkpointing(model):
+        if one.attention is not None:
+            one.attention.told = lambda tensor: live.file(tensor, KEPT)
     live.watching = True
     try:
         with label_phases(live, model, built.blocks, layers=True) as labels:

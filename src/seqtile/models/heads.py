@@ -292,6 +292,11 @@ def find_for(model: nn.Module, heads: Heads | None) -> tuple[list[Attention], li
     return found, left
 
 
+def runs_on_some_heads(model: nn.Module) -> bool:
+    """Whether :func:`install_heads` could change some attention of ``model``."""
+    return bool(find_attention(model)[0])
+
+
 def install_heads(model: nn.Module, heads: Heads | None, found: Sequence[Attention], left: Sequence[Left]) -> str:
     """Have every attention module in ``found`` run head-wise; what was done, in words."""
     if heads is None:

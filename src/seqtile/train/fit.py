@@ -55,6 +55,10 @@ def fit(recipe: Recipe) -> Fitted:
         given["loss_tile"] = settings.loss_tile
     if recipe.keep or not recipe.tiled_mlp:
         given["keep"] = settings.keep
+    if recipe.blocks != "auto" or not recipe.tiled_mlp:
+        given["blocks"] = settings.blocks
+    if recipe.heads is not None:
+        given["heads"] = settings.heads
     if recipe.checkpoint or not recipe.activation_checkpointing:
         given["checkpoint"] = settings.checkpoint
     if recipe.offload:
@@ -75,6 +79,7 @@ def fit(recipe: Recipe) -> Fitted:
     shown = {
         "tile": chosen.tile if chosen.tiled_mlp else "none", "loss_tile": chosen.loss_tile or "the trainer's",
         "checkpoint": found.settings.checkpoint, "offload": str(bool(chosen.offload)).lower(), "keep": chosen.keep,
+        "blocks": chosen.blocks, "heads": chosen.heads or "all",
     }  # fmt: skip
     why += [f"fit: {name} {shown[name]}: {found.reasons[name]}" for name in shown if name in found.reasons]
     return Fitted(chosen, tuple(why))
@@ -169,17 +174,20 @@ def settings_of(recipe: Recipe, tile: int | None = None) -> Settings:
         tile=(tile or rule) if recipe.tiled_mlp else None,
         loss_tile=recipe.loss_tile or TRL_LOSS_TILE,
         keep=0.0 if recipe.keep == "auto" else recipe.keep,
+        blocks=recipe.blocks,
+        heads=recipe.heads,
     )
 
 
 def updates_of(settings: Settings, recipe: Recipe) -> dict[str, Any]:
     """The keys of ``recipe`` that ``settings`` change."""
     found: dict[str, Any] = {"activation_checkpointing": settings.checkpoint != "none"}
+    found["heads"] = settings.heads
     found["checkpoint"] = "attention-saved" if settings.checkpoint == "attention-saved" else None
     found["loss_tile"] = settings.loss_tile
     if recipe.tiled_mlp:
         found["tile"] = settings.tile if settings.tile is not None else recipe.tile
-        found["keep"] = settings.keep
+        found |= {"keep": settings.keep, "blocks": settings.blocks}
     if settings.offload != bool(recipe.offload):
         found["offload"] = settings.offload
     return found

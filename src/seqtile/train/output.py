@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "blocks",
     "keep",
     "loss_tile",
+    "heads",
     "checkpoint",
     "offload",
     "fit",

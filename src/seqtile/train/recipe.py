@@ -97,6 +97,7 @@ class Recipe(CheckedModel):
     activation_checkpointing: bool = True
     checkpoint: Literal["full", "attention-saved"] | None = None
     offload: bool | str = False
+    heads: int | Literal["auto"] | None = Field(None, description="key-value heads per pass of attention")
     lora: LoraRecipe | None = None
     engine: Literal["single", "ddp", "fsdp2", "zero2", "zero3"] = "single"
     nproc: int | None = Field(None, ge=1, description="processes; None is one per accelerator")
@@ -171,8 +172,8 @@ class Recipe(CheckedModel):
 
     @property
     def checkpoints(self) -> dict[str, Any]:
-        """Those of them that are about activation checkpoints."""
-        return {"checkpoint": self.checkpoint, "offload": self.offload}
+        """Those of them that are not about blocks: activation checkpoints and attention."""
+        return {"checkpoint": self.checkpoint, "offload": self.offload, "heads": self.heads}
 
     @property
     def attention(self) -> str:
