@@ -137,6 +137,13 @@ def choose(request: Request, tokens: int, given: Mapping[str, Any], *, can_offlo
     tried: list[_Tried] = []
     possible: Chosen | None = None
     for rung, settings in _rungs(request, first, top, tokens, given, can_offload):
+        if settings.checkpoint != "layer" and "checkpoint" not in given:
+            # It holds at least what checkpoints of inputs alone do, which a later rung needs to know anyway.
+            least = replace(settings, checkpoint="layer")
+            planner, estimate = _plan(least, request, tokens, first)
+            if not planner.fits(estimate):
+                tried.append(_Tried(rung, least, planner, estimate))
+                continue
         planner, estimate = _plan(settings, request, tokens, first)
         tried.append(_Tried(rung, settings, planner, estimate))
         if planner.surely_fits(estimate):
