@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import state
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
@@ -49,6 +50,7 @@ class OnCpu(BasePlugin):
         self._write(cfg, "post_model_build", model)
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
+        torch.manual_seed(0)  # axolotl seeds only after it has drawn the adapter's weights
         self._write(cfg, "pre_lora_load", model)
 
     def post_lora_load(self, cfg: Any, model: Any) -> None:

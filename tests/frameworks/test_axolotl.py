@@ -50,7 +50,8 @@ PACKED = {"sample_packing": True, "micro_batch_size": 1}  # as in the examples
 def example(name: str) -> dict[str, Any]:
     """The file of ``examples/axolotl``, with what a CPU and a tiny model cannot do left out."""
     keys = yaml.safe_load((ROOT / "examples" / "axolotl" / f"llama3-8b-{name}.yaml").read_text(encoding="utf-8"))
-    keys.pop("special_tokens")  # not in the tiny tokenizer
+    for key in ("special_tokens", "warmup_steps", "saves_per_epoch"):  # not in the tiny tokenizer; for long runs
+        del keys[key]
     if "deepspeed" in keys:
         keys["deepspeed"] = str(ROOT / keys["deepspeed"])
     settings = {**keys["seqtile"], "tile": "shards:4", "loss_tile": 32}  # auto would leave such rows whole
@@ -108,7 +109,7 @@ class Axolotl:
         common = {"base_model": str(self.model), "dataset_prepared_path": str(self.folder / "prepared"),
                   "datasets": [{"path": str(self.data), "ds_type": "json", "type": "completion"}],
                   "output_dir": str(path.with_suffix(""))}  # fmt: skip
-        path.write_text(yaml.safe_dump({**BASE, **common, **keys}), encoding="utf-8")
+        path.write_text(yaml.safe_dump({**BASE, **keys, **common}), encoding="utf-8")
         return path
 
     @functools.cache  # noqa: B019  # one instance per session
@@ -152,7 +153,8 @@ def axolotl(tmp_path_factory: pytest.TempPathFactory) -> Axolotl:
 
 def same(ours: Run, untiled: Run) -> None:
     """Loss and gradient norm of every step. In fp32 four steps of Adam carry a last-bit difference to about 1e-6."""
-    assert ours.code == 0 and untiled.code == 0, (ours.log + untiled.log)[-6000:]
+    for run in (ours, untiled):
+        assert run.code == 0, run.log[-6000:]
     assert len(ours.steps) == len(untiled.steps) == STEPS
     torch.testing.assert_close(torch.tensor(ours.steps), torch.tensor(untiled.steps), rtol=1e-5, atol=0)
 
@@ -232,7 +234,7 @@ def test_examples_pass_axolotls_validation(facts: dict[str, Any]) -> None:
 
 def test_stand_ins_are_like_axolotl(facts: dict[str, Any]) -> None:
     hooks = {name: list(inspect.signature(value).parameters) for name, value in vars(standin.BasePlugin).items()
-             if inspect.isfunction(value)}  # fmt: skip
+             if inspect.isfunction(value) and not name.startswith("_")}  # fmt: skip
     assert facts["hooks"] == hooks
     fields = {name: repr(field.default) for name, field in standin.AxolotlInputConfig.model_fields.items()}
     assert {name: facts["fields"].get(name) for name in fields} == fields
