@@ -26,6 +26,7 @@ STEPS = 3
 
 pytestmark = [
     pytest.mark.frameworks,
+    pytest.mark.timeout(1200),  # two runs, and DeepSpeed compiles operators the first time
     pytest.mark.skipif(
         "SEQTILE_MS_SWIFT" not in os.environ,
         reason="SEQTILE_MS_SWIFT is not set: the path of an environment with ms-swift (make test-frameworks sets it)",
@@ -109,7 +110,7 @@ class Swift:
         if processes > 1:
             given["NPROC_PER_NODE"] = str(processes)
         done = subprocess.run(
-            [*command, *mine, *BASE, *flags], cwd=self.folder, capture_output=True, text=True, timeout=300,
+            [*command, *mine, *BASE, *flags], cwd=self.folder, capture_output=True, text=True, timeout=500,
             env={**self.environment, **given},
         )  # fmt: skip
         kept = output / "kept.pt"
