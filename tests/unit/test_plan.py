@@ -95,7 +95,7 @@ def test_the_command_says_it_in_words(folder: Path, capsys: pytest.CaptureFixtur
 
 BAD = [
     (["--device", "h1000"], "did you mean"),
-    (["--device", "toaster"], "give its memory"),
+    (["--device", "toaster"], "use one of b200, h200, h100, a100-80"),
     (["--model", "/nowhere/config.json"], "does not exist"),
     (["--gpus", "8"], "need an engine"),
     (["--gpus", "8", "--engine", "zero3", "--sp-size", "3"], "does not divide 8 GPUs"),

@@ -24,7 +24,8 @@ def test_every_phase_is_where_the_plan_said(folder: Path, capsys: pytest.Capture
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: it comes with seqtile[train]")
     out = folder / "out"
     arguments = ["--model", str(folder), "--max-length", "2048", "--tile", "512", "--out", str(out), "--json"]
-    assert main(["probe", *arguments]) == 0
+    how = ["--precision", "float32", "--checkpoint", "attention-saved", "--keep", "0.5"]
+    assert main(["probe", *arguments, *how]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["device"]) == (2048, "cpu")
     for side in ("tiled", "untiled"):
@@ -32,7 +33,12 @@ def test_every_phase_is_where_the_plan_said(folder: Path, capsys: pytest.Capture
             assert phase["planned_gib"] == pytest.approx(phase["measured_gib"], rel=0.01), (side, name)
         # weights and two states of AdamW
         assert found[side]["standing_gib"] == pytest.approx(3 * 4 * 1_115_264 / 2**30, rel=0.001)
-    assert found["tiled"]["peak_gib"] < 0.9 * found["untiled"]["peak_gib"]
+        for name, term in found[side]["terms"].items():
+            assert term["planned_gib"] == pytest.approx(term["measured_gib"], rel=0.01, abs=1e-4), (side, name)
+        assert found[side]["most_off"] in found[side]["terms"]
+        assert found[side]["terms"]["kept attention outputs"]["measured_gib"] > 0
+    assert found["snapshot"] is None
+    assert found["tiled"]["peak_gib"] < 0.95 * found["untiled"]["peak_gib"]
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -43,7 +49,14 @@ def test_every_phase_is_where_the_plan_said(folder: Path, capsys: pytest.Capture
         (["--max-length", "8"], "at least 64"),
         (["--tile", "many"], "not a tile rule"),
         (["--optimizer", "adam"], "use one of"),
-        (["--attention", "flash"], "use one of sdpa"),
+        (["--attention", "flash3"], "probe with flash"),
+        (["--attention", "linear"], "use one of flash"),
+        (["--checkpoint", "auto"], "chosen by seqtile plan"),
+        (["--checkpoint", "attention-saved", "--attention", "eager"], "plain products"),
+        (["--lora", "4", "--full"], "give one of them"),
+        (["--tile", "none"], "tiled and untiled"),
+        (["--keep", "2"], "outside 0.0 to 1.0"),
+        (["--precision", "int8"], "use one of mixed"),
     ],
 )
 def test_bad_input_is_one_sentence(

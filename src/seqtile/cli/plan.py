@@ -48,14 +48,14 @@ def command(
             raise UserError(f"{name} {file!r}: its directory does not exist; make it first")
     if plot is not None and not plot.endswith(".png"):
         raise UserError(f"--plot {plot!r}: expected a name that ends with .png")
-    adapters = Lora(_rank(lora)) if lora is not None else Lora() if qlora else None
+    adapters = Lora(parse_rank(lora)) if lora is not None else Lora() if qlora else None
     target = find_device(device)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     request = Request(
         model=model, config=read_config(model), device=target, gpus=gpus, host_memory=_bytes(host_memory),
         engine=engine, sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
         offload=tuple(word.strip() for word in offload.split(",") if word.strip()), attention=attention,
-        tile=None if tile == "none" else tile, keep=_number(keep), loss=loss, checkpoint=checkpoint, batch=batch_size,
+        tile=None if tile == "none" else tile, keep=number(keep), loss=loss, checkpoint=checkpoint, batch=batch_size,
     )  # fmt: skip
     from seqtile.cli import plan_show as show
     from seqtile.memory.plan import plan as make_plan
@@ -68,7 +68,8 @@ def command(
     )  # fmt: skip
 
 
-def _rank(text: str) -> int:
+def parse_rank(text: str) -> int:
+    """The rank that ``--lora`` gives."""
     from seqtile.train.recipe import parse_lora
 
     words = parse_lora(text)
@@ -78,7 +79,8 @@ def _rank(text: str) -> int:
     return int(words.get("r", 16))
 
 
-def _number(text: str) -> float | str:
+def number(text: str) -> float | str:
+    """``text`` as a number where it is one."""
     try:
         return float(text)
     except ValueError:

@@ -10,14 +10,17 @@ from seqtile._errors import UserError
 def command(
     model: str = typer.Option(..., help="config.json, model directory, Hub id or a named shape; weights are random."),
     max_length: int = typer.Option(8192, help="Tokens of the row.", metavar="TOKENS"),
-    lora: int = typer.Option(None, help="Train adapters of this rank.", metavar="R", min=1),
+    full: bool = typer.Option(False, "--full", help="Train every weight (the default)."),
+    lora: str = typer.Option(None, help="Train adapters: a rank, or r=16.", metavar="R"),
     optimizer: str = typer.Option("adamw", help="As for seqtile plan."),
-    attention: str = typer.Option("sdpa", help="sdpa or eager."),
+    precision: str = typer.Option("mixed", help="mixed, bfloat16 or float32."),
+    attention: str = typer.Option("flash", help="flash (PyTorch's kernel), sdpa or eager."),
     tile: str = typer.Option("auto", help="Tile rule of the MLP."),
+    keep: str = typer.Option("0", help="Share of the tiles that keep gate and up, or memory:4GiB."),
     loss: str = typer.Option("tiled", help="tiled or full."),
-    loss_tile: int = typer.Option(512, help="Tokens per tile of the head.", metavar="N", min=1),
-    checkpoint: bool = typer.Option(True, help="Activation checkpointing."),
-    dtype: str = typer.Option("float32", help="float32 or bfloat16."),
+    loss_tile: int = typer.Option(None, help="Tokens per tile of the head.", metavar="N", min=1),
+    checkpoint: str = typer.Option("layer", help="Activation checkpoints: layer, attention-saved or none."),
+    batch_size: int = typer.Option(1, help="Rows.", metavar="N"),
     out: str = typer.Option("runs/probe", help="Directory of the plot and of the snapshot.", metavar="DIR"),
     json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
 ) -> None:
@@ -26,42 +29,38 @@ def command(
     import logging
     from pathlib import Path
 
-    from seqtile.memory.request import LOSSES
-    from seqtile.memory.setup import OPTIMIZERS
-    from seqtile.memory.shapes import max_positions, read_config
-    from seqtile.tiling import parse_tile
+    from seqtile.cli.plan import number, parse_rank
+    from seqtile.memory.devices import this_device
+    from seqtile.memory.request import Request, check_request
+    from seqtile.memory.setup import Lora
+    from seqtile.memory.shapes import read_config
 
-    for name, value, known in (
-        ("optimizer", optimizer, tuple(OPTIMIZERS)), ("attention", attention, ("sdpa", "eager")),
-        ("loss", loss, LOSSES), ("dtype", dtype, ("float32", "bfloat16")),
-    ):  # fmt: skip
-        if value not in known:
-            raise UserError(f"--{name} {value!r} is not known here; use one of {', '.join(known)}")
-    try:
-        parse_tile(tile)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    if full and lora is not None:
+        raise UserError("--full trains every weight and --lora does not; give one of them")
+    if checkpoint == "auto":
+        raise UserError("checkpoint 'auto' is chosen by seqtile plan; probe layer, attention-saved or none")
+    if attention == "flash3":
+        raise UserError("attention 'flash3' needs its own package; probe with flash, which is PyTorch's kernel")
+    if tile == "none":
+        raise UserError("a probe runs tiled and untiled; give the tile rule of the tiled side")
     if max_length < 64:
         raise UserError(f"got --max-length {max_length}, expected at least 64 tokens")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     config = read_config(model)
-    positions = max_positions(config)
-    if positions is not None and max_length > positions:
-        raise UserError(f"{max_length:,} tokens are beyond the {positions:,} positions of {model!r}; use at most those")
-
-    import torch
+    here = this_device()
+    request = Request(
+        model=model, config=config, device=here, lora=None if lora is None else Lora(parse_rank(lora)),
+        optimizer=optimizer, precision=precision, attention=attention, tile=tile, keep=number(keep), loss=loss,
+        loss_tile=loss_tile, checkpoint=checkpoint, batch=batch_size, device_type=here.name,
+    )  # fmt: skip
+    check_request(request, max_length)
 
     from seqtile.memory.probe import PHASES, plot_timeline, probe
-    from seqtile.memory.setup import Lora, Setup
 
-    setup = Setup(
-        dtype=getattr(torch, dtype), checkpoint=checkpoint, tile=tile, loss=loss, loss_tile=loss_tile,  # type: ignore[arg-type]
-        lora=None if lora is None else Lora(lora), optimizer=optimizer, attention=attention,
-    )  # fmt: skip
     directory = Path(out).expanduser()
     directory.mkdir(parents=True, exist_ok=True)
-    snapshot = directory / "snapshot.pickle"
-    found = probe(config, setup, max_length, snapshot if torch.cuda.is_available() else None)
+    snapshot = None if here.name == "cpu" else directory / "snapshot.pickle"
+    found = probe(config, request.setup(), max_length, snapshot, loss_tile)
     plot_timeline(found, directory / "timeline.png")
     if json:
         sides = {
@@ -71,13 +70,22 @@ def command(
                     name: {"measured_gib": side.peaks[name] / 2**30, "planned_gib": side.planned[name] / 2**30}
                     for name in PHASES
                 },
+                "peak_at": side.peak_at,
+                "terms": {
+                    name: {"measured_gib": measured / 2**30, "planned_gib": planned / 2**30}
+                    for name, (measured, planned) in side.terms.items()
+                },
+                "most_off": side.worst,
             }
             for side in found.sides
         }  # fmt: skip
         about = {"tokens": found.tokens, "asked": found.asked, "device": found.device_type, "notes": found.notes}
-        print(writer.dumps({**about, **sides, "timeline": str(directory / "timeline.png")}))
+        files = {"timeline": str(directory / "timeline.png"), "snapshot": None if snapshot is None else str(snapshot)}
+        print(writer.dumps({**about, **sides, **files}))
         return
     _show(found, str(directory / "timeline.png"))
+    if snapshot is not None:
+        print(f"snapshot: {snapshot}")
 
 
 def _show(found: object, plot: str) -> None:
@@ -85,34 +93,53 @@ def _show(found: object, plot: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from seqtile.memory.plan import name_phase
     from seqtile.memory.probe import PHASES, Probe
 
     assert isinstance(found, Probe)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     how = "live bytes, counted" if found.device_type == "cpu" else "the allocator's peaks"
-    table = Table(box=box.SIMPLE_HEAD, title=f"One step of {found.tokens:,} tokens on {found.device_type}, {how}")
-    table.title_justify = "left"
-    table.add_column("MiB at the peak")
+
+    def table(title: str, first: str) -> Table:
+        made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+        made.add_column(first)
+        for word in ("measured", "planned", "off"):
+            made.add_column(word, justify="right")
+        return made
+
     for side in found.sides:
-        for word in (side.name, "planned", "off"):
-            table.add_column(word, justify="right")
-    for name in PHASES:
-        cells = []
-        for side in found.sides:
-            measured, planned = side.peaks[name], side.planned[name]
-            cells += [f"{measured / 2**20:,.1f}", f"{planned / 2**20:,.1f}", f"{planned / measured - 1:+.1%}"]
-        table.add_row(name, *cells)
-    console.print(table)
+        title = f"One {side.name} step of {found.tokens:,} tokens on {found.device_type}, {how}"
+        phases = table(title, "MiB at the peak")
+        for name in PHASES:
+            phases.add_row(name, *_row(side.peaks[name], side.planned[name]))
+        console.print(phases)
     first = found.sides[0]
+    place = name_phase(first.peak_at, found.layers)
+    terms = table(f"Tiled, the tensors at the plan's peak ({place})", "MiB")
+    for name, (measured, planned) in sorted(first.terms.items(), key=lambda item: -item[1][1]):
+        if max(measured, planned) >= 2**10:
+            terms.add_row(name, *_row(measured, planned))
+    console.print(terms)
     if len(found.sides) == 2:
         untiled = found.sides[1].peak
         console.print(f"Tiled peak {first.peak / 2**20:,.1f} MiB, {first.peak / untiled:.0%} of untiled.")
+    measured, planned = first.terms[first.worst]
+    off = f"furthest off there: {first.worst}, {(planned - measured) / 2**20:+,.2f} MiB"
+    if abs(planned - measured) < 2**13:
+        off = "no term is off there"
     if abs(first.error) <= 0.01:
-        console.print("The plan's peak is within 1 %.")
+        console.print(f"The plan's peak is within 1 % ({first.error:+.2%}); {off}.")
     else:
         worst = max(PHASES, key=lambda name: abs(first.planned[name] - first.peaks[name]))
         gap = first.planned[worst] - first.peaks[worst]
-        console.print(f"The plan's peak is {first.error:+.1%} off, most of it in the {worst}: {gap / 2**20:+,.1f} MiB.")
+        console.print(
+            f"The plan's peak is {first.error:+.1%} off, most of it in the {worst}: {gap / 2**20:+,.1f} MiB; {off}."
+        )
     for note in found.notes:
         console.print(f"Note: {note}.")
     console.print(f"timeline: {plot}")
+
+
+def _row(measured: float, planned: float) -> tuple[str, str, str]:
+    off = f"{planned / measured - 1:+.1%}" if measured else "not there"
+    return f"{measured / 2**20:,.1f}", f"{planned / 2**20:,.1f}", off

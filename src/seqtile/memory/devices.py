@@ -28,24 +28,27 @@ class Device:
     source: str
 
 
-def _device(name: str, mib: int, tflops: float | None, sheet: str) -> tuple[str, Device]:
-    return name, Device(name, mib * 2**20, tflops, f"memory: MiB that nvidia-smi shows; bf16 dense: {sheet}")
+_SEEN = "thundergolfer.com/blog/nvidia-gpu-memory-capacity (nvidia-smi)"
+
+
+def _device(name: str, mib: int, seen: str, tflops: float | None, sheet: str) -> tuple[str, Device]:
+    return name, Device(name, mib * 2**20, tflops, f"memory: {seen}; bf16 dense: {sheet}")
 
 
 DEVICES: dict[str, Device] = dict(
     (
-        _device("b200", 183359, 2250.0, "NVIDIA DGX B200 datasheet"),
-        _device("h200", 143771, 989.0, "NVIDIA H200 datasheet"),
-        _device("h100", 81559, 989.0, "NVIDIA H100 SXM datasheet"),
-        _device("a100-80", 81920, 312.0, "NVIDIA A100 datasheet"),
-        _device("a100-40", 40960, 312.0, "NVIDIA A100 datasheet"),
-        _device("l40s", 46068, 362.0, "NVIDIA L40S datasheet"),
-        _device("a10", 23028, 125.0, "NVIDIA A10 datasheet"),
-        _device("l4", 23034, 121.0, "NVIDIA L4 datasheet"),
-        _device("t4", 15360, 65.0, "NVIDIA T4 datasheet, fp16"),
-        _device("rtx5090", 32607, 209.5, "NVIDIA RTX Blackwell architecture paper"),
-        _device("rtx4090", 24564, 165.2, "NVIDIA Ada architecture paper"),
-        _device("rtx3090", 24576, 71.0, "NVIDIA Ampere GA102 architecture paper"),
+        _device("b200", 183359, "docs.vultr.com, HGX B200: 179 GB", 2250.0, "NVIDIA DGX B200 datasheet"),
+        _device("h200", 143771, _SEEN, 989.0, "NVIDIA H200 datasheet, half of its sparse 1,979"),
+        _device("h100", 81559, _SEEN, 989.0, "NVIDIA H100 SXM datasheet, half of its sparse 1,979"),
+        _device("a100-80", 81920, _SEEN, 312.0, "NVIDIA A100 datasheet"),
+        _device("a100-40", 40960, _SEEN, 312.0, "NVIDIA A100 datasheet"),
+        _device("l40s", 46068, _SEEN, 362.0, "NVIDIA L40S datasheet"),
+        _device("a10", 23028, _SEEN, 125.0, "NVIDIA A10 datasheet"),
+        _device("l4", 23034, _SEEN, 121.0, "NVIDIA L4 datasheet, half of its sparse 242"),
+        _device("t4", 15360, _SEEN, 65.0, "NVIDIA T4 datasheet, fp16"),
+        _device("rtx5090", 32607, "nvidia-smi", 209.5, "NVIDIA RTX Blackwell architecture paper"),
+        _device("rtx4090", 24564, "RLinf/RLinf issue 255 (nvidia-smi)", 165.2, "NVIDIA Ada architecture paper"),
+        _device("rtx3090", 24576, "noonghunna/club-3090 issue 1127 (nvidia-smi)", 71.0, "NVIDIA Ampere GA102 paper"),
     )
 )  # fmt: skip
 DEVICES["mi300x"] = Device("mi300x", 192 * GIB, 1307.0, "AMD Instinct MI300X datasheet")
@@ -63,5 +66,21 @@ def find_device(text: str) -> Device:
     if not name.isdigit() and (memory := parse_bytes(name)):
         return Device(text.strip(), memory, None, "as given")
     close = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(DEVICES)}"
-    raise UserError(f"device {text!r} is not listed; {hint} Or give its memory, such as 80GiB")
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    known = ", ".join(DEVICES)
+    raise UserError(f"device {text!r} is not listed; {hint}use one of {known}, or its memory, such as 80GiB")
+
+
+def this_device() -> Device:
+    """The accelerator of this machine, or its CPU with the memory that is free; its name is the type."""
+    import os
+
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        known = hasattr(os, "sysconf")
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 8 * GIB
+        return Device("cpu", free, None, "pages that the operating system has free")
+    index = torch.accelerator.current_device_index()
+    return Device(found.type, torch.cuda.get_device_properties(index).total_memory, None, "the driver")

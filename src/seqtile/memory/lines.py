@@ -8,6 +8,7 @@ lies between them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,22 +33,35 @@ class Lines:
         depths: where the fake runs were made, and which layers they tell apart.
         runs: the fake runs, by (tokens, layers).
         square: whether a ``[tokens, tokens]`` tensor was seen.
-        kept: the same where every tile keeps gate and up; None where none does.
+        kept: the same where tiles keep gate and up; None where none does.
+        share: of the tiles that keep them.
     """
 
     depths: Depths
     runs: Mapping[tuple[int, int], Mapping[str, Terms]] = field(repr=False)
     square: bool = False
     kept: Lines | None = field(default=None, repr=False)
+    share: float = 0.0
 
     def at(self, tokens: int, layers: int | None = None, *, share: float = 0.0) -> dict[str, dict[str, float]]:
         """For each part of the step the bytes at its peak, by what they are for; ``share`` of the tiles are kept."""
         found = self._at(tokens, layers)
         if share and self.kept is not None:
-            for phase, terms in self.kept._at(tokens, layers).items():
-                more = sum(terms.values()) - sum(found.get(phase, {}).values())
-                found.setdefault(phase, {})[KEPT_TILES] = share * max(0.0, more)
+            none, some = self._more(0, layers), self._more(tokens, layers)
+            for phase, terms in found.items():
+                # The buffers that kept and other tiles do not share are there for any share; the rest grows with it.
+                more = none[phase] + share / self.kept.share * (some[phase] - none[phase])
+                terms[KEPT_TILES] = max(0.0, more)
         return found
+
+    def _more(self, tokens: int, layers: int | None) -> dict[str, float]:
+        """Bytes of each part with kept tiles, beyond those without."""
+        assert self.kept is not None
+        kept = self.kept._at(tokens, layers)
+        return {
+            phase: sum(kept.get(phase, terms).values()) - sum(terms.values())
+            for phase, terms in self._at(tokens, layers).items()
+        }
 
     def _at(self, tokens: int, layers: int | None) -> dict[str, dict[str, float]]:
         layers = self.depths.layers if layers is None else layers
@@ -87,7 +101,7 @@ def fit_lines(config: Any, setup: Setup, depths: Depths, lengths: Sequence[int],
         for layers in dict.fromkeys(depths.shallow):
             run = fake_step(cut(config, layers), setup, length, workspace)
             square |= run.square
-            runs[length, layers] = _by_place(run, depths)
+            runs[length, layers] = by_place(run, depths)
     return Lines(depths, runs, square)
 
 
@@ -96,21 +110,30 @@ def fit_for(
 ) -> tuple[Lines, tuple[int, ...]]:
     """Lines for steps of about ``tokens`` tokens, from fake runs at the lengths that come second; ``setup`` resolved.
 
-    Where ``setup`` keeps tiles, however few, none and all of them are run, and what lies between is their mean.
+    Where ``setup`` keeps tiles, half of them or all are kept in runs of their own, whose lengths can be halved.
     """
     plain = replace(setup, keep=0.0)
     lengths = other_lengths(setup, tokens)
+    if setup.keep:
+        unit = math.gcd(*lengths)
+        lengths = tuple(n * unit for n in (2, 4, 6) if n * unit != tokens)[:2]
     lines = fit_lines(config, plain, depths, lengths, workspace)
     if lines.square:
         lengths = other_lengths(setup, tokens, points=3)
         lines = fit_lines(config, plain, depths, lengths, workspace)
     if setup.keep:
-        kept = fit_lines(config, replace(setup, keep=1.0), depths, lengths, workspace)
-        lines = replace(lines, kept=kept)
+        share = partly(setup.keep)
+        kept = fit_lines(config, replace(setup, keep=share), depths, lengths, workspace)
+        lines = replace(lines, kept=replace(kept, share=share))
     return lines, lengths
 
 
-def _by_place(run: StepRun, depths: Depths) -> dict[str, Terms]:
+def partly(keep: float | str) -> float:
+    """The share that fake runs keep for a share of ``keep``: none, half or all of the tiles."""
+    return 0.0 if not keep else 1.0 if keep == 1 else 0.5
+
+
+def by_place(run: StepRun, depths: Depths) -> dict[str, Terms]:
     """Phases by where their layer stands, so that those of models of other depths meet."""
     found: dict[str, Terms] = {}
     for phase, part in run.peaks.items():

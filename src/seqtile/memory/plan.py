@@ -9,7 +9,7 @@ from seqtile._errors import UserError
 from seqtile.memory.engines import BUFFERS, CONSTANTS, CONTEXT, STATE_BYTES, offload_checkpoints, on_device, on_host
 from seqtile.memory.flops import Work, count_work
 from seqtile.memory.kernels import cpu_workspace, flash2_workspace, flash3_workspace
-from seqtile.memory.lines import Lines, fit_for
+from seqtile.memory.lines import Lines, fit_for, partly
 from seqtile.memory.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST
 from seqtile.memory.request import Request, attention_cannot_be_saved, check_request, check_split
 from seqtile.memory.setup import Setup
@@ -142,7 +142,8 @@ class Planner:
 
     def lines(self, tokens: int) -> Lines:
         """What the step holds by tokens per rank, from fake runs with the tiles of ``tokens``."""
-        setup = replace(self.resolved(tokens), keep=1.0 if self.setup.keep else 0.0)
+        setup = self.resolved(tokens)
+        setup = replace(setup, keep=partly(setup.keep))
         for known, lines in self._lines.items():
             if replace(known, tile=setup.tile, loss_tile=setup.loss_tile) == setup and _alike(known, setup):
                 return lines

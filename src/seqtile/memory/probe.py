@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from seqtile._errors import UserError
-from seqtile.counting import Sample, count_live_bytes
+from seqtile.counting import Sample
+from seqtile.memory.devices import this_device
 from seqtile.memory.kernels import cpu_workspace, flash2_workspace
-from seqtile.memory.lines import Prediction, predict
-from seqtile.memory.phases import HEAD, label_phases, part_of
+from seqtile.memory.lines import KEPT_TILES, Prediction, by_place, predict
+from seqtile.memory.phases import BLOCK, BLOCK_AND_NORMS, HEAD, part_of
 from seqtile.memory.plot import require_matplotlib
-from seqtile.memory.setup import Setup, make_optimizer
-from seqtile.memory.step import OPTIMIZER_STEP, build, compute_loss, prepare_optimizer, update
+from seqtile.memory.setup import Setup
+from seqtile.memory.step import OPTIMIZER_STEP, build, build_bare, tracked_step
+from seqtile.memory.structure import cut, find_depths
+from seqtile.memory.tiles import head_tile
+from seqtile.memory.track import OPTIMIZER, WEIGHTS, track
 
 PHASES = ("forward", "loss", "backward", "optimiser")
 
@@ -32,6 +35,8 @@ class Side:
         standing: bytes of weights and optimiser states, there before the step.
         peaks: bytes at the peak of forward, loss, backward and optimiser, standing ones included.
         planned: the same as the plan has them.
+        peak_at: the part of the step where the plan has its peak.
+        terms: bytes there by what they are for, as (measured, planned).
         timeline: live bytes after each operator; on an accelerator as counted, where the peaks are the allocator's.
     """
 
@@ -39,6 +44,8 @@ class Side:
     standing: int
     peaks: Mapping[str, int]
     planned: Mapping[str, float]
+    peak_at: str
+    terms: Mapping[str, tuple[int, float]]
     timeline: tuple[Sample, ...]
 
     @property
@@ -51,6 +58,11 @@ class Side:
         """How far the planned peak is off, relative to the measured one."""
         return max(self.planned.values()) / self.peak - 1
 
+    @property
+    def worst(self) -> str:
+        """The term that is furthest off."""
+        return max(self.terms, key=lambda name: abs(self.terms[name][1] - self.terms[name][0]))
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -60,6 +72,7 @@ class Probe:
         tokens: of the row that ran.
         asked: tokens that were asked for.
         device_type: where it ran.
+        layers: of the model.
         sides: tiled first; untiled unless it did not fit.
         notes: what the reader should know.
     """
@@ -67,11 +80,14 @@ class Probe:
     tokens: int
     asked: int
     device_type: str
+    layers: int
     sides: tuple[Side, ...]
     notes: tuple[str, ...]
 
 
-def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None) -> Probe:
+def probe(
+    config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, loss_tile: int | None = None
+) -> Probe:
     """Run one real step of ``tokens`` tokens, tiled and untiled, with random weights, and compare with the plan.
 
     On an accelerator the lengths double from 1,024 up to ``tokens`` until one does not fit; on the CPU the step runs
@@ -82,16 +98,20 @@ def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None) 
         setup: how the step runs.
         tokens: tokens of the row.
         snapshot: where PyTorch's memory snapshot of the tiled step goes; accelerators only.
+        loss_tile: tokens per tile of the head; None is the rule that ``"auto"`` follows.
 
     Raises:
         UserError: not even the smallest length fits.
     """
-    device = torch.accelerator.current_accelerator(check_available=True)
-    kind = device.type if device is not None else "cpu"
+    here = this_device()
+    kind = here.name
     setup = replace(setup, device_type=kind)
+    depths = find_depths(config, build_bare(config, setup, "meta"))
+    head = loss_tile or head_tile(build(cut(config, depths.shallow[0]), setup, "meta"), setup, tokens, kind)
+    setup = replace(setup, loss_tile=head)
     notes = []
     if kind == "cpu":
-        run_at = _within_memory(config, setup, tokens)
+        run_at = _within_memory(config, setup, tokens, here.memory)
         if snapshot is not None:
             notes.append("no memory snapshot: the CPU's allocator keeps none")
         tiled = _measure("tiled", config, setup, run_at, kind, None)
@@ -101,20 +121,18 @@ def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None) 
         notes.append(f"{tokens:,} tokens do not fit here; this is {run_at:,}")
     sides = [tiled]
     try:
-        sides.append(_measure("untiled", config, replace(setup, tile=None), run_at, kind, None))
+        sides.append(_measure("untiled", config, replace(setup, tile=None, keep=0.0), run_at, kind, None))
     except torch.OutOfMemoryError:
         notes.append("untiled ran out of memory")
-    return Probe(run_at, tokens, kind, tuple(sides), tuple(notes))
+    return Probe(run_at, tokens, kind, depths.layers, tuple(sides), tuple(notes))
 
 
-def _within_memory(config: Any, setup: Setup, tokens: int) -> int:
+def _within_memory(config: Any, setup: Setup, tokens: int, free: int) -> int:
     """The longest of ``tokens``, half of it, ... that this machine's free memory holds untiled by the plan."""
-    import os
-
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**33
     length = tokens
     while length >= 64:
-        planned = predict(config, replace(setup, tile=None), length, workspace=cpu_workspace, device_type="cpu").peak
+        untiled = replace(setup, tile=None, keep=0.0)
+        planned = predict(config, untiled, length, workspace=cpu_workspace, device_type="cpu").peak
         if planned < 0.8 * free:
             return length
         length //= 2
@@ -143,39 +161,43 @@ def _measure(name: str, config: Any, setup: Setup, tokens: int, kind: str, snaps
     planned = predict(config, setup, tokens, workspace=workspace, device_type=kind)
     if snapshot is not None:
         torch.cuda.memory._record_memory_history()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = _run(name, config, setup, tokens, kind, planned)
-    if snapshot is not None:
-        torch.cuda.memory._dump_snapshot(str(snapshot))
-        torch.cuda.memory._record_memory_history(enabled=None)
-    return found
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = _run(name, config, setup, tokens, kind, planned)
+        if snapshot is not None:
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+        return found
+    finally:
+        if snapshot is not None:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: Prediction) -> Side:
-    built = build(config, setup, kind)
-    weights = [weight for weight in built.model.parameters() if weight.requires_grad]
-    optimizer = make_optimizer(setup.optimizer, weights)
-    prepare_optimizer(optimizer, weights)
-    standing = _bytes(built.model, optimizer)
-    ids = torch.zeros(setup.batch, tokens, dtype=torch.long, device=kind)
-    with count_live_bytes(kind) as live:
-        with label_phases(live, built.model, built.blocks) as labels:
-            loss = compute_loss(built.model, setup, ids)
-            labels.begin_backward()
-            loss.backward()
-            del loss
-        with live.phase(OPTIMIZER_STEP):
-            update(optimizer, weights)
+    with track(kind) as live:
+        with live.phase(WEIGHTS):
+            built = build(config, setup, kind)
+        run = tracked_step(built, setup, tokens, live)
     peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
     for phase, row in live.phases.items():
-        where = phase_of(phase)
-        peaks[where] = max(peaks[where], standing + row.peak)
+        if phase not in ("", WEIGHTS, OPTIMIZER):
+            where = phase_of(phase)
+            peaks[where] = max(peaks[where], row.peak)
     expected: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     for phase, terms in planned.parts.items():
         where = phase_of(phase)
         expected[where] = max(expected[where], sum(terms.values()))
-    return Side(name, standing, peaks, expected, tuple(live.timeline()))
+    there = by_place(run, planned.depths).get(planned.peak_at, {})
+    meant = dict(planned.parts[planned.peak_at])
+    if KEPT_TILES in meant:  # real tensors are filed by the part that made them
+        block = next((name for name in meant if name in (BLOCK, BLOCK_AND_NORMS)), BLOCK)
+        meant[block] = meant.get(block, 0.0) + meant.pop(KEPT_TILES)
+    both = {what: (round(there.get(what, 0)), meant.get(what, 0.0)) for what in dict.fromkeys([*meant, *there])}
+    standing = run.peaks[OPTIMIZER_STEP].terms
+    return Side(
+        name, standing[WEIGHTS] + standing.get(OPTIMIZER, 0), peaks, expected, planned.peak_at, both,
+        tuple(sample for sample in live.timeline() if sample.phase not in ("", WEIGHTS, OPTIMIZER)),
+    )  # fmt: skip
 
 
 def phase_of(phase: str) -> str:
@@ -185,15 +207,6 @@ def phase_of(phase: str) -> str:
     if not phase.endswith("forward"):
         return "backward"
     return "loss" if part_of(phase) == HEAD else "forward"
-
-
-def _bytes(model: nn.Module, optimizer: Any) -> int:
-    tensors = [*model.parameters(), *model.buffers()]
-    for state in optimizer.state.values():
-        values = [one for value in state.values() for one in (value if isinstance(value, list) else [value])]
-        tensors += [one for one in values if isinstance(one, torch.Tensor)]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def plot_timeline(found: Probe, path: Path) -> None:
@@ -206,9 +219,9 @@ def plot_timeline(found: Probe, path: Path) -> None:
     colours = {"untiled": "#222222", "tiled": "#d1495b"}
     unit, word = (2**30, "GiB") if max(side.peak for side in found.sides) >= 2**30 else (2**20, "MiB")
     for side in sorted(found.sides, key=lambda one: one.name, reverse=True):
-        last = side.timeline[-1].op or 1
-        where = [sample.op / last for sample in side.timeline]
-        held = [(side.standing + sample.live) / unit for sample in side.timeline]
+        first, last = side.timeline[0].op, side.timeline[-1].op
+        where = [(sample.op - first) / max(1, last - first) for sample in side.timeline]
+        held = [sample.live / unit for sample in side.timeline]
         label = f"{side.name}, peak {side.peak / unit:,.1f} {word}"
         axes.plot(where, held, color=colours[side.name], linewidth=1.3, label=label)
     standing = found.sides[0].standing / unit

@@ -162,7 +162,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     model = built.model
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = make_optimizer(setup.optimizer, weights)
-    ids = torch.zeros(setup.batch, tokens, dtype=torch.long)
+    ids = torch.zeros(setup.batch, tokens, dtype=torch.long, device=weights[0].device)
     with live.phase(OPTIMIZER):
         prepare_optimizer(optimizer, weights)
     layers = decoder_layers(model)
@@ -218,7 +218,7 @@ def update(optimizer: Any, weights: Sequence[Tensor]) -> None:
 
 def compute_loss(model: Any, setup: Setup, ids: Tensor) -> Tensor:
     """Forward of one batch up to its loss."""
-    with torch.autocast("cpu", torch.bfloat16) if setup.autocast else nullcontext():
+    with torch.autocast(ids.device.type, torch.bfloat16) if setup.autocast else nullcontext():
         loss: Tensor = model(input_ids=ids, labels=ids).loss
         return loss
 
