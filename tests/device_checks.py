@@ -166,7 +166,7 @@ CHECKS: dict[str, Callable[[], Any]] = {
 def main(result: Path) -> None:
     warnings.simplefilter("ignore")
     second_device.use()
-    fuse.PLAIN = (*fuse.PLAIN, second_device.OnDevice)  # the one place that asks for a tensor's class
+    fuse.PLAIN = (*fuse.PLAIN, second_device.OnDevice)  # plain to seqtile, as an accelerator's tensors are
     found = {}
     for name, check in CHECKS.items():
         try:

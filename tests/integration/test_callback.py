@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -323,15 +324,30 @@ class Allocator:
         self.peak = 0
 
 
-def test_the_peak_of_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    from seqtile.integrations.callback import _Peaks
-
-    allocator = Allocator()
+@pytest.mark.parametrize("ours", [True, False], ids=["", "transformers measures"])
+def test_the_peak_of_each_part(directory: Path, monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
+    allocator, emptied = Allocator(), []
     for name in ("max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.accelerator, name, getattr(allocator, name))
-    peaks = _Peaks(torch.device("meta"))
-    for phase, gib in (("a", 2), ("b", 1), ("", 9), ("a", 1), ("b", 3)):
-        allocator.peak = gib << 30
-        peaks.end_of(phase)
-    assert peaks.take() == {"seqtile/a_peak_allocated_gib": 2.0, "seqtile/b_peak_allocated_gib": 3.0}
-    assert peaks.take() == {}
+    module = SimpleNamespace(empty_cache=lambda: emptied.append(True))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    callback = seqtile.TilingCallback(seqtile.apply(model))
+    args = SimpleNamespace(device=torch.device("meta"), skip_memory_metrics=ours)  # a device that is no CPU
+    state = SimpleNamespace(log_history=[{}])
+    callback.on_train_begin(args, state, None, model=model)
+    assert emptied == [True]
+    for event, gib in (
+        (callback.on_step_begin, 9), (callback.on_pre_optimizer_step, 5), (callback.on_optimizer_step, 2),
+        (callback.on_step_begin, 7), (callback.on_pre_optimizer_step, 3), (callback.on_optimizer_step, 1),
+        (callback.on_prediction_step, 4),
+    ):  # fmt: skip
+        allocator.peak = gib << 30  # what the time until this event took
+        event(args, state, None)
+    logs: dict[str, Any] = {}
+    callback.on_log(args, state, None, logs=logs)
+    del logs["seqtile"]
+    parts = {"forward_backward": 5.0, "optimizer": 2.0, "evaluation": 4.0} if ours else {}
+    assert logs == {f"seqtile/{part}_peak_allocated_gib": gib for part, gib in parts.items()}
+    callback.on_log(args, state, None, logs=(later := {}))
+    assert later == {} and emptied == [True]

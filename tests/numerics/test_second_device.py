@@ -13,7 +13,10 @@ import pytest
 import device_checks
 import second_device
 
-pytestmark = pytest.mark.skipif(bool(second_device.why_not()), reason=second_device.why_not() or "it can")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(second_device.why_not()), reason=second_device.why_not() or "it can"),
+]
 
 
 @pytest.fixture(scope="module")
