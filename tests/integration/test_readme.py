@@ -1,4 +1,4 @@
-"""Every command and every line of Python in the README runs."""
+"""Every command and every line of Python in the README and on the start page of the documentation runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ from seqtile.train.verify import check
 from zoo import causal_lm, tokens
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
-COMMANDS = [
-    line.partition("  #")[0].strip()
-    for language, text in BLOCKS
-    if not language
-    for line in text.splitlines()
-    if line.strip() and not re.match(r"[\s.]|\w+/|src/|tests/", line)
-]
+BLOCKS = {
+    page: re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
+    for page in ("README.md", "docs/start.md")
+    if (ROOT / page).exists()
+}
+COMMANDS = {
+    page: [
+        line.partition("  #")[0].strip()
+        for language, text in blocks
+        if not language
+        for line in text.splitlines()
+        if line.strip() and not re.match(r"[\s.]|\w+/|src/|tests/", line)
+    ]
+    for page, blocks in BLOCKS.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +63,14 @@ def _make(target: str, *words: str) -> None:
 
 
 def test_the_readme_has_commands() -> None:
-    assert {"make demo", "make test"} <= set(COMMANDS)
-    assert sum(command.startswith("seqtile train") for command in COMMANDS) == 5
-    assert sum(command.startswith("seqtile verify") for command in COMMANDS) == 2
-    assert sum(command.startswith("seqtile plan") for command in COMMANDS) == 2
+    commands = COMMANDS["README.md"]
+    assert {"make demo", "make test"} <= set(commands)
+    assert sum(command.startswith("seqtile train") for command in commands) == 5
+    assert sum(command.startswith("seqtile verify") for command in commands) == 2
+    assert sum(command.startswith("seqtile plan") for command in commands) == 2
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", dict.fromkeys(command for page in COMMANDS.values() for command in page))
 def test_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``make`` only up to what it would run: test_train_demo and this very suite are what it runs. Engines only up to
     the launch: tests/distributed launches them."""
@@ -80,7 +88,7 @@ def test_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         assert all(re.search(rf"^{extra} = |\"{extra}>=", metadata, re.M) for extra in extras)  # test_wheel installs
         return None
-    assert words[0] == "seqtile", f"the README has a command that no test runs: {command}"
+    assert words[0] == "seqtile", f"the README or the start page has a command that no test runs: {command}"
     if words[1] == "train" and "--recipe" not in words:
         output = folder / f"output-{len(words)}"
         words += ["--steps", "1", "--output", str(output)]
@@ -106,11 +114,12 @@ def test_python_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "my_module": torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)),
     }  # fmt: skip
     lines = 0
-    for language, text in BLOCKS:
-        if language == "python":
-            exec(compile(text, "README.md", "exec"), names)
-            lines += len(text.splitlines())
-    assert lines >= 10
+    for page, blocks in BLOCKS.items():
+        for language, text in blocks:
+            if language == "python":
+                exec(compile(text, page, "exec"), names)
+                lines += len(text.splitlines())
+    assert lines >= 20
     assert names["report"].tiled == 2
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in names["model"].parameters())
 

@@ -1,0 +1,202 @@
+"""Technique by technique, each pair run on a tiny model: ``PYTHONPATH=tests:src python -m combinations`` writes
+docs/combinations.md from the runs; ``tests/numerics/test_combinations.py`` runs the same pairs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import seqtile
+from seqtile.verification.judge import difference
+from zoo import assert_same_gradients, causal_lm, tokens
+
+PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
+BEGIN, END = "<!-- combinations: written by python -m combinations -->", "<!-- combinations: end -->"
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One row and column.
+
+    Attributes:
+        apply: arguments of :func:`seqtile.apply` that it stands for; none for what is not seqtile's.
+        reentrant: None without activation checkpointing, else which.
+        rest: what else is done to the model or the step.
+    """
+
+    apply: dict[str, Any] = field(default_factory=dict)
+    reentrant: bool | None = None
+    rest: frozenset[str] = frozenset()
+
+
+TECHNIQUES: dict[str, Technique] = {
+    "tiled MLP": Technique({"tile": 4}),
+    "kept gate and up": Technique({"tile": 4, "keep": 0.5}),
+    "tiled loss": Technique({"loss": "tiled", "loss_tile": 5}),
+    "checkpoints on the host": Technique({"offload": True}, reentrant=False),
+    "attention saved": Technique({"checkpoint": "attention-saved"}, reentrant=False),
+    "activation checkpointing": Technique(reentrant=False),
+    "reentrant checkpointing": Technique(reentrant=True),
+    "LoRA": Technique(rest=frozenset({"lora"})),
+    "bf16 autocast": Technique(rest=frozenset({"autocast"})),
+    "gradient accumulation": Technique(rest=frozenset({"accumulation"})),
+    "packed documents": Technique(rest=frozenset({"packed"})),
+    "compiled layers": Technique(rest=frozenset({"compiled"})),
+}
+
+EXCLUDE = frozenset({frozenset({"activation checkpointing", "reentrant checkpointing"})})
+"""Two values of one setting."""
+
+REFUSED = {frozenset({"attention saved", "reentrant checkpointing"}): "needs the non-reentrant activation checkpoint"}
+"""Pairs that end with a sentence of seqtile's, which holds these words."""
+
+FAILS = {frozenset({"attention saved", "compiled layers"}): "checkpoint not implemented for"}
+"""Pairs that end with an exception of PyTorch's, which holds these words."""
+
+WITH_COMPILED = frozenset({"tiled MLP", "tiled loss", "checkpoints on the host", "attention saved",
+                           "activation checkpointing"})  # fmt: skip
+"""What is tried with compiled layers: a pair takes seconds, so not everything."""
+
+UNTESTED = frozenset(
+    frozenset({"compiled layers", name}) for name in TECHNIQUES.keys() - WITH_COMPILED - {"compiled layers"}
+)
+
+PAIRS = [frozenset(pair) for pair in itertools.combinations(TECHNIQUES, 2)
+         if frozenset(pair) not in EXCLUDE | UNTESTED]  # fmt: skip
+
+
+def both(pair: frozenset[str]) -> Technique:
+    """The two as one; where neither is of seqtile's, tiled MLP and tiled loss are on as well."""
+    chosen = [TECHNIQUES[name] for name in TECHNIQUES if name in pair]
+    settings = {key: value for one in chosen for key, value in one.apply.items()}
+    kinds = [one.reentrant for one in chosen if one.reentrant is not None]
+    settings = settings or {**TECHNIQUES["tiled MLP"].apply, **TECHNIQUES["tiled loss"].apply}
+    return Technique(settings, any(kinds) if kinds else None, frozenset().union(*(one.rest for one in chosen)))
+
+
+def build(how: Technique, ours: bool) -> nn.Module:
+    """A tiny model with every technique of ``how``, seqtile's own only if ``ours``."""
+    layers = 1 if "compiled" in how.rest else 2  # compiling takes seconds per layer
+    model = causal_lm("llama", num_hidden_layers=layers, use_cache=False, attn_implementation="sdpa")
+    if "lora" in how.rest:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=4, target_modules=["q_proj", "gate_proj", "down_proj"], init_lora_weights=False)
+        model = get_peft_model(model, config)
+        model.enable_input_require_grads()
+    if how.reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": how.reentrant})
+    if ours:
+        settings = dict(how.apply)
+        report = seqtile.apply(model, **settings if "tile" in settings else {"blocks": "none", **settings})
+        assert report.tiled == (layers if "tile" in settings else 0)
+        assert bool(report.loss) == ("loss" in settings)
+        assert bool(report.checkpointing) == bool({"checkpoint", "offload"} & settings.keys())
+    if "compiled" in how.rest:
+        model.get_submodule("model.layers.0").compile(backend="aot_eager")
+    return model.train()
+
+
+def step(model: nn.Module, how: Technique, autocast: bool) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradients of one optimiser step: one batch, or two of different lengths."""
+    lengths = (13, 9) if "accumulation" in how.rest else (13,)
+    total, loss = sum(length - 1 for length in lengths) * 2, torch.zeros(())
+    for number, length in enumerate(lengths):
+        ids = tokens(2, length, seed=number)
+        words: dict[str, Any] = {"num_items_in_batch": torch.tensor(total)} if len(lengths) > 1 else {}
+        if "packed" in how.rest:
+            words["position_ids"] = torch.cat([torch.arange(5), torch.arange(length - 5)]).expand(2, -1)
+        inside: AbstractContextManager[Any] = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+        with inside:
+            part = model(input_ids=ids, labels=ids, **words).loss
+        part.backward()
+        loss = loss + part.detach()
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+def run(pair: frozenset[str]) -> str:
+    """Run both sides of one pair; returns the word for its cell.
+
+    Raises:
+        AssertionError: loss or gradients differ from those without seqtile.
+    """
+    how = both(pair)
+    if pair in REFUSED:
+        try:
+            build(how, ours=True)
+        except seqtile.UserError as error:
+            assert REFUSED[pair] in str(error), error
+            return "refused"
+        raise AssertionError(f"{set(pair)} was not refused")
+    autocast = "autocast" in how.rest
+    expected = step(build(how, ours=False), how, autocast)
+    try:
+        got = step(build(how, ours=True), how, autocast)
+    except Exception as error:
+        if pair in FAILS and FAILS[pair] in str(error):
+            return "fails"
+        raise
+    finally:
+        torch.compiler.reset()
+    assert pair not in FAILS, f"{set(pair)} does not fail any more: move it out of FAILS"
+    if not autocast:
+        torch.testing.assert_close(got[0], expected[0])
+        assert_same_gradients(got[1], expected[1])
+        return "equal"
+    truth = step(build(how, ours=False), how, autocast=False)
+    for name, exact in truth[1].items():
+        found = difference(name, expected[1][name], got[1][name], exact, torch.float32)
+        assert found.score <= 1, found
+    return "equal"
+
+
+def table(words: dict[frozenset[str], str]) -> str:
+    """The upper half of the matrix, as Markdown."""
+    names = list(TECHNIQUES)
+    lines = ["| | " + " | ".join(names[1:]) + " |", "|---" * len(names) + "|"]
+    for row, name in enumerate(names[:-1]):
+        cells = ["" if column <= row else words[frozenset({name, other})] for column, other in enumerate(names)][1:]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def expected_words() -> dict[frozenset[str], str]:
+    """Every cell, as the tests see to it."""
+    return {
+        **dict.fromkeys(EXCLUDE, "either"),
+        **dict.fromkeys(UNTESTED, "untested"),
+        **{pair: "refused" if pair in REFUSED else "fails" if pair in FAILS else "equal" for pair in PAIRS},
+    }
+
+
+def page(text: str, when: str) -> str:
+    """``text`` with today's table between the marks."""
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return f"{before}{BEGIN}\n\n{when}\n\n{table(expected_words())}\n\n{END}{after}"
+
+
+def main() -> int:
+    """Run every pair and write the page."""
+    warnings.simplefilter("ignore")  # transformers on the names of its own methods
+    for pair in PAIRS:
+        assert run(pair) == expected_words()[pair], set(pair)
+    told = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+    when = f"{date.today().isoformat()}, `python -m combinations`: {len(PAIRS)} pairs, {told}."
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), when), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

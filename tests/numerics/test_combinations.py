@@ -1,0 +1,40 @@
+"""docs/combinations.md: each pair of techniques gives the loss and the gradients that the model has without seqtile."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import combinations
+from zoo import assert_same_gradients
+
+
+def _case(pair: frozenset[str]) -> object:
+    """Compiling is slow, and what it takes differs between versions: not with the lowest."""
+    marks = [pytest.mark.slow] if "compiled layers" in pair else []
+    return pytest.param(pair, id="+".join(sorted(pair)).replace(" ", "-"), marks=marks)
+
+
+@pytest.mark.parametrize("pair", [_case(pair) for pair in combinations.PAIRS])
+def test_pair(pair: frozenset[str]) -> None:
+    assert combinations.run(pair) == combinations.expected_words()[pair]
+
+
+def test_the_page_is_of_todays_pairs() -> None:
+    text = combinations.PAGE.read_text(encoding="utf-8")
+    ran = re.search(r"^\d{4}-\d\d-\d\d, `python -m combinations`: (\d+) pairs, .*$", text, re.M)
+    assert ran and int(ran[1]) == len(combinations.PAIRS)
+    assert text == combinations.page(text, ran[0]), "pairs have changed: PYTHONPATH=tests:src python -m combinations"
+    names = list(combinations.TECHNIQUES)
+    assert len(combinations.expected_words()) == len(names) * (len(names) - 1) // 2
+
+
+def test_the_judge_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slightly_off(got: dict, expected: dict) -> None:
+        name = "model.layers.0.mlp.up_proj.weight"
+        assert_same_gradients({**got, name: got[name] * 1.001}, expected)
+
+    monkeypatch.setattr(combinations, "assert_same_gradients", slightly_off)
+    with pytest.raises(AssertionError, match="up_proj"):
+        combinations.run(frozenset({"tiled MLP", "tiled loss"}))

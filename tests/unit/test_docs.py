@@ -1,0 +1,78 @@
+"""What the documentation's pages say about the source: messages, public names, tests, modules."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import seqtile
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SOURCE = ROOT / "src" / "seqtile"
+
+if not DOCS.exists():
+    pytest.skip("no docs here: the tests run from an installed package", allow_module_level=True)
+
+
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def literals() -> list[str]:
+    """Every string in the package's source, with "\\0" where a value is filled in."""
+    found = []
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def says(literal: str, quote: str) -> bool:
+    """Whether ``literal`` has the words of ``quote`` in their order; ``...`` stands for values that are filled in."""
+    pieces = [re.escape(piece.strip()) for piece in quote.split("...") if piece.strip()]
+    return re.search(r"[\s\S]*".join(pieces), literal) is not None
+
+
+def test_every_message_on_the_troubleshooting_page_is_in_the_source() -> None:
+    quotes = re.findall(r"^\| `([^`]+)`", page("troubleshooting"), re.M)
+    assert len(quotes) > 60
+    all_of_them = literals()
+    gone = [quote for quote in quotes if not any(says(literal, quote) for literal in all_of_them)]
+    assert not gone, f"no such message in the source any more: {gone}"
+    assert not any(says(literal, "nothing to tile in ...: lacked for") for literal in all_of_them)
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    shown = {target.rpartition(".")[2] for target in re.findall(r"^::: (\S+)$", page("api"), re.M)}
+    public = {name for name in seqtile.__all__ if not name.startswith("__")}
+    assert shown == public, "docs/api.md and seqtile.__all__ differ"
+    for target in re.findall(r"^::: (\S+)$", page("api"), re.M):
+        module, _, name = target.rpartition(".")
+        assert getattr(seqtile, name).__module__ == module, target
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
+def test_files_that_a_page_names_exist(path: Path) -> None:
+    """Tests, examples, benchmarks and modules in code quotes."""
+    folders = "|".join(("tests", "examples", "benchmarks", "src", "constraints"))
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", path.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists(), f"{path.name} names {name}, which does not exist"
+    for name in re.findall(r"`(test_\w+\.py)`", path.read_text(encoding="utf-8")):
+        assert list((ROOT / "tests").rglob(name)), f"{path.name} names {name}, which does not exist"
+
+
+def test_the_rule_that_contributing_shows() -> None:
+    (text,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M | re.S)
+    exec(compile(text, "CONTRIBUTING.md", "exec"), {})
+    broken = text.replace("    got = step()", "    model.lm_head.weight.data.mul_(1.001)\n    got = step()")
+    assert broken != text
+    with pytest.raises(AssertionError, match="not close"):
+        exec(compile(broken, "CONTRIBUTING.md", "exec"), {})
