@@ -44,6 +44,8 @@ TECHNIQUES: dict[str, Technique] = {
     "tiled MLP": Technique({"tile": 4}),
     "kept gate and up": Technique({"tile": 4, "keep": 0.5}),
     "tiled loss": Technique({"loss": "tiled", "loss_tile": 5}),
+    "norms and projections": Technique({"tile": 4, "blocks": "mlp+norm+projections"}),
+    "attention by heads": Technique({"heads": 1}),
     "checkpoints on the host": Technique({"offload": True}, reentrant=False),
     "attention saved": Technique({"checkpoint": "attention-saved"}, reentrant=False),
     "activation checkpointing": Technique(reentrant=False),
@@ -101,6 +103,8 @@ def build(how: Technique, ours: bool) -> nn.Module:
         settings = dict(how.apply)
         report = seqtile.apply(model, **settings if "tile" in settings else {"blocks": "none", **settings})
         assert report.tiled == (layers if "tile" in settings else 0)
+        assert bool(report.rows) == ("blocks" in settings)
+        assert bool(report.heads) == ("heads" in settings)
         assert bool(report.loss) == ("loss" in settings)
         assert bool(report.checkpointing) == bool({"checkpoint", "offload"} & settings.keys())
     if "compiled" in how.rest:
