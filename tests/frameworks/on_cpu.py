@@ -25,6 +25,9 @@ def _init_with_engines(self: Any, *args: Any, **kwargs: Any) -> None:
     asked = os.environ.get("ACCELERATE_USE_CPU")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         os.environ.pop("ACCELERATE_USE_CPU", None)
+        if state.PartialState().num_processes < int(os.environ["WORLD_SIZE"]):  # made before DeepSpeed's processes met
+            state.PartialState._reset_state()
+            state.PartialState(cpu=True)
     try:
         _init(self, *args, **kwargs)
     finally:
