@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -107,6 +108,8 @@ class HeadWise(Installed):
             reason = "it was called with another tensor that needs a gradient"
         elif self._kind == "flex_attention":
             reason = "flex_attention compiles its kernel for all heads"
+        elif not isinstance(nn.functional.scaled_dot_product_attention, BuiltinFunctionType):
+            reason = "context parallelism has taken PyTorch's attention over, and a group's keys would travel alone"
         if reason:
             self._tell(reason)
             return True
