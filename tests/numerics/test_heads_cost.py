@@ -127,7 +127,8 @@ def test_a_whole_step_on_fake_tensors() -> None:
     peaks = []
     for heads in (None, 1):
         setup = Setup(lora=Lora(4, ("q_proj", "v_proj")), attention="flash", attention_saved=True, heads=heads,
-                      tile="shards:32", optimizer="sgd", loss_tile=512)  # fmt: skip
+                      tile="shards:32", optimizer="sgd", loss_tile=512,
+                      blocks="auto" if heads is None else "mlp+norm+projections")  # fmt: skip
         run = fake_step(config, setup, length)
         other = next(part for part in run.peaks.values() if part.total == run.peak).terms["weights"]
         peaks.append((run.peak - other) / row)

@@ -18,28 +18,19 @@ from torch import Tensor, nn
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.engines.flat import call_with_weights, named_weights
-from seqtile.engines.zero3 import mark_leaf, whole_shape
+from seqtile.engines.flat import call_with_weights
+from seqtile.engines.zero3 import mark_leaf
 from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.models.find import Left
 from seqtile.models.fuse import projection_of, row_wise
-from seqtile.models.heads_find import (
-    PROJECTIONS,
-    Attention,
-    HeadShape,
-    View,
-    between_weights,
-    find_attention,
-    find_final_norm,
-)
+from seqtile.models.heads_find import PROJECTIONS, Attention, HeadShape, View, between_weights, find_attention
 from seqtile.models.heads_find import no_hidden_states as nothing_like
-from seqtile.models.instance import Installed, Setting, TiledForward
+from seqtile.models.instance import Installed
 from seqtile.models.layer import NormedAttention, TiledLayer
 from seqtile.ops.attention_groups import Cut, Groups, cut_heads, in_groups
-from seqtile.ops.generic import run_in_tiles
 from seqtile.ops.heads import HeadWeights, head_wise
-from seqtile.ops.replay import Autocast, RowWise
-from seqtile.tiling import head_passes, parse_keep, parse_tile, projection_sizes
+from seqtile.ops.replay import Autocast
+from seqtile.tiling import head_passes, projection_sizes
 
 logger = first_rank_logger(__name__)
 
@@ -268,29 +259,6 @@ class _AfterExchange:
         return in_groups([query, key, value], [], Groups(between, cuts, 1, 2, Autocast.of(query), drops)), None
 
 
-class NormInTiles(TiledForward):
-    """``forward`` of the norm after the last layer, whose fp32 copies would be the peak once attention is not.
-
-    Unlike a block it is always tiled, like the projections around attention.
-    """
-
-    def note(self) -> str:
-        return "in tiles"
-
-    def __call__(self, *args: Any, **words: Any) -> Any:
-        norm, plain = self.module, len(args) == 1 and not words and isinstance(args[0], Tensor)
-        if torch.compiler.is_compiling() or not plain or not torch.is_grad_enabled() or not args[0].numel():
-            return self.original(*args, **words)
-
-        def run(tiles: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Any:
-            return call_with_weights(_Roof(norm), weights, (lambda: self.original(tiles[0]),))
-
-        def live() -> dict[str, Tensor]:
-            return {f"part.{name}": weight for name, weight in named_weights(norm) if weight.requires_grad}
-
-        return run_in_tiles(run, [args[0]], projection_sizes(args[0].shape[:-1].numel()), live)
-
-
 class HeadLayer(Installed):
     """``forward`` of a decoder layer of which only attention is changed: its norm runs inside."""
 
@@ -349,12 +317,6 @@ def install_heads(model: nn.Module, heads: Heads | None, found: Sequence[Attenti
         elif own is None:
             HeadLayer(layer, setting, near).install()
         mark_leaf(layer)  # which the layer's stand-in takes off again
-    if name := find_final_norm(model, [one.layer for one in found]):
-        norm = model.get_submodule(name)
-        if isinstance(row_wise(norm), RowWise):
-            width = whole_shape(next(norm.parameters()))[0]
-            whole = Setting(parse_tile("auto"), parse_keep(0.0, 1), "generic", width, width, name=name)
-            NormInTiles(norm, whole).install()
     shapes = dict.fromkeys(
         f"{type(one.module).__name__}, {one.shape.query} query heads on {one.shape.groups}" for one in found
     )

@@ -89,21 +89,6 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
     return found, left
 
 
-def find_final_norm(model: nn.Module, layers: Sequence[str]) -> str:
-    """The norm after the last decoder layer: the only child beside the layers that has nothing but one-dimensional
-    weights; "" where there is no such child, or several."""
-    stacks = {layer.rpartition(".")[0].rpartition(".")[0] for layer in layers}
-    if len(stacks) != 1:
-        return ""
-    (backbone,) = stacks
-    norms = [
-        name for name, child in model.get_submodule(backbone).named_children()
-        if not any(True for _ in child.children())
-        and [len(whole_shape(weight)) for _, weight in child.named_parameters()] in ([1], [1, 1])
-    ]  # fmt: skip
-    return f"{backbone}.{norms[0]}".lstrip(".") if len(norms) == 1 else ""
-
-
 def _has_linears(module: nn.Module) -> bool:
     return sum(linear_widths(child) is not None for child in module.children()) >= 2
 
