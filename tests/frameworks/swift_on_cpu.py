@@ -5,6 +5,7 @@ DeepSpeed, asked for shards before anyone has started its process group, counts 
 """
 
 import os
+import re
 import sys
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed.fsdp._init_utils
 from accelerate import state as accelerate_state
 from accelerate.utils import DistributedType
 from swift.callbacks import callbacks_map
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import TrainerCallback
 
 if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "--deepspeed" in sys.argv:
@@ -36,6 +38,9 @@ accelerate_state.AcceleratorState.__init__ = _build_on_cpu
 torch.distributed.fsdp._init_utils._get_device_from_device_id = lambda *_: None
 
 
+WRAPPERS = r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\."
+
+
 class KeepWeights(TrainerCallback):
     """Writes what trained, and how: the engine's name, the number of processes, and the whole weights."""
 
@@ -44,7 +49,13 @@ class KeepWeights(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         accelerator = self.trainer.accelerator
-        weights = accelerator.get_state_dict(self.trainer.model_wrapped)  # every process gathers
+        model = self.trainer.model_wrapped
+        if isinstance(model, FullyShardedDataParallel):
+            # Its state_dict frees on a CPU what it hands out, and crashes (torch 2.13).
+            with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+                weights = {re.sub(WRAPPERS, "", name): p.detach().clone() for name, p in model.named_parameters()}
+        else:
+            weights = accelerator.get_state_dict(model)  # every process gathers
         if accelerator.is_main_process:
             kind = str(accelerator.distributed_type.value)
             if kind == "FSDP":
