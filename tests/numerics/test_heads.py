@@ -244,6 +244,22 @@ def test_auto_by_length() -> None:
     assert [head_passes(n, 4, 8) for n in (1, 4096, 8192, 16384, 32768, 1 << 20)] == [8, 8, 4, 2, 1, 1]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_what_follows_the_output_projection_is_not_lost(training: bool) -> None:
+    """Seed-OSS drops attention's output; it is left alone, whatever mode the model is in when it is looked at."""
+    model = model_with("seed_oss", residual_dropout=0.25).train(training)
+    with pytest.raises(seqtile.UserError, match="followed by dropout"):
+        seqtile.apply(model, blocks="none", heads=1)
+
+
+def test_models_of_another_form_are_named() -> None:
+    for architecture, why in (("phi3", "projections are"), ("olmo2", "some of its heads"), ("opt", "out_proj")):
+        with pytest.raises(seqtile.UserError, match=f"finds no attention.*{why}"):
+            seqtile.apply(model_with(architecture), heads=1)
+    with pytest.raises(seqtile.UserError, match="from 1, or None"):
+        seqtile.apply(model_with("llama"), heads=0)
+
+
 def test_what_runs_all_heads_at_once_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = model_with("llama", use_cache=True)
     expected = gradients(model, tokens(2, LENGTH))[1]

@@ -149,14 +149,18 @@ class HeadWise(Installed):
                 view = View(module, shape, cut, parts)
                 output = view.run(nothing, [_sliced(a, cut, shape) for a in args],
                                   {name: _sliced(value, cut, shape) for name, value in words.items()})  # fmt: skip
+                if not view.is_plain:
+                    raise RuntimeError(
+                        f"{self.heads.name}: its forward does more with its input or its output now than when seqtile "
+                        "looked at it; leave heads out"
+                    )
                 self._beside = view.beside
                 return output
 
             aliases = {f"part.{name}": weight for name, weight in zip(names, weights, strict=True)}
             return call_with_weights(_Roof(module), aliases, (call,)) if aliases else call()
 
-        dropout = float(getattr(module, "attention_dropout", 0.0) or 0.0) if module.training else 0.0
-        groups = Groups(between, self.cuts(x), 2, 2, Autocast.of(x), dropout > 0)
+        groups = Groups(between, self.cuts(x), 2, 2, Autocast.of(x), _draws(module))
         weights = self._weights(x, norm)
         if isinstance(weights, str):
             self._tell_modules(weights)
@@ -200,6 +204,13 @@ class _Roof(nn.Module):
 
     def forward(self, call: Callable[[], Any]) -> Any:
         return call()
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether something in the module drops at random now: an attribute with a probability, or a dropout module."""
+    shares = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+    parts = [part.p for part in module.modules() if isinstance(part, nn.Dropout) and part.training]
+    return module.training and any(share > 0 for share in (*shares, *parts))
 
 
 def _sliced(value: Any, cut: Cut, shape: HeadShape) -> Any:

@@ -134,9 +134,13 @@ class View:
         shape: its heads.
         cut: the heads to run.
         parts: their queries, keys and values.
+        traced: raise where something follows the output projection.
     """
 
-    def __init__(self, module: nn.Module, shape: HeadShape, cut: Cut, parts: Sequence[Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, shape: HeadShape, cut: Cut, parts: Sequence[Tensor], *, traced: bool = False
+    ) -> None:
+        self._traced = traced
         self.calls: list[str] = []
         self._output: Tensor | None = None
         self.view: Any = object.__new__(type(module))
@@ -175,6 +179,8 @@ class View:
         self.calls.append("o_proj")
         self._output = output
         self._given_back = no_hidden_states(self._hidden_states)
+        if self._traced:
+            self._given_back = self._given_back.as_subclass(_Untouched)  # type: ignore[arg-type]
         return self._given_back
 
     @property
@@ -189,6 +195,14 @@ class View:
         """Whether each projection was called once, as described above, and the last one's result went out as it was."""
         result = self._result[0] if isinstance(self._result, tuple) else None
         return sorted(self.calls) == sorted(PROJECTIONS) and result is self._given_back
+
+
+class _Untouched(Tensor):
+    """A tensor that only is passed on: whatever else is done with it raises, a dropout in evaluation mode too."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"its output projection is followed by {getattr(func, '__name__', func)}")
 
 
 class _Handed:
@@ -248,7 +262,7 @@ def _compare(module: nn.Module, shape: HeadShape, rotary: int) -> str:
             mine = [cut.of(part, -1) for part in parts]
 
             def call(cut: Cut = cut, mine: list[Tensor] = mine, bare: nn.Module = bare) -> tuple[View, Tensor]:
-                view = View(bare, shape, cut, mine)
+                view = View(bare, shape, cut, mine, traced=True)
                 return view, view.run(hidden_states, (), words)
 
             view, output = call_with_weights(_Calling(bare), {f"part.{n}": w for n, w in weights.items()}, (call,))
