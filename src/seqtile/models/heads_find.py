@@ -180,7 +180,7 @@ class View:
         self._output = output
         self._given_back = no_hidden_states(self._hidden_states)
         if self._traced:
-            self._given_back = self._given_back.as_subclass(_Untouched)  # type: ignore[arg-type]
+            self._given_back = self._given_back.as_subclass(_Untouched)
         return self._given_back
 
     @property
