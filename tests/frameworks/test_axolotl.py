@@ -25,6 +25,7 @@ STEPS = 4
 
 pytestmark = [
     pytest.mark.frameworks,
+    pytest.mark.timeout(1800),  # DeepSpeed compiles on first use
     pytest.mark.skipif(
         "SEQTILE_AXOLOTL" not in os.environ,
         reason="SEQTILE_AXOLOTL is not set: the path of an environment with axolotl (make test-frameworks sets it)",
@@ -121,7 +122,7 @@ class Axolotl:
         launcher = ["python"] if processes == 1 else ["torchrun", "--", "--nproc_per_node", str(processes)]
         done = subprocess.run(
             [str(self.home / "bin" / "axolotl"), "train", str(path), "--launcher", *launcher],
-            env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=300,
+            env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=800,
         )  # fmt: skip
         output = path.with_suffix("")
         states = list(output.glob("checkpoint-*/trainer_state.json"))
@@ -139,7 +140,7 @@ class Axolotl:
         done = subprocess.run(
             [str(self.home / "bin" / "python"), str(HERE / "axolotl_facts.py"), str(self.model),
              str(self.folder / "facts"), *map(str, files)],
-            env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
+            env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=800,
         )  # fmt: skip
         lines = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
         assert lines, done.stdout[-3000:] + done.stderr[-3000:]
