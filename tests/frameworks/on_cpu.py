@@ -25,9 +25,7 @@ def _init_with_engines(self: Any, *args: Any, **kwargs: Any) -> None:
     asked = os.environ.get("ACCELERATE_USE_CPU")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         os.environ.pop("ACCELERATE_USE_CPU", None)
-        if state.PartialState().num_processes < int(os.environ["WORLD_SIZE"]):  # made before DeepSpeed's processes met
-            state.PartialState._reset_state()
-            state.PartialState(cpu=True)
+        state.PartialState(cpu=True)  # axolotl has just thrown the former one away
     try:
         _init(self, *args, **kwargs)
     finally:
