@@ -85,9 +85,7 @@ class Probe:
     notes: tuple[str, ...]
 
 
-def probe(
-    config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, loss_tile: int | None = None
-) -> Probe:
+def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, loss_tile: int | None = None) -> Probe:
     """Run one real step of ``tokens`` tokens, tiled and untiled, with random weights, and compare with the plan.
 
     On an accelerator the lengths double from 1,024 up to ``tokens`` until one does not fit; on the CPU the step runs

@@ -161,6 +161,7 @@ def largest_tensors(error: BaseException, model: Any, optimizer: Any, whereabout
 
     What only a kernel or the autograd engine holds, and never was an object of Python's, is not among them.
     """
+    gc.collect()  # what nobody holds any more would be listed too
     plain = causal_model(model)
     names = {id(module): name for name, module in plain.named_modules() if name}
     known: dict[int, tuple[str, str]] = {}
