@@ -95,13 +95,17 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
     ranks = request.gpus
     trained = counts.trained
     frozen = counts.weights - trained
-    # The fake run holds every weight and gradient in bf16 (adapters in fp32).
-    gradient_share = found.get(GRADIENTS, 0.0) / max(1.0, trained * (4.0 if request.lora else 2.0))
+    # The fake run holds every weight and gradient in the type that is gathered (adapters in fp32).
+    size = float(request.setup().dtype.itemsize)
+    gradient_share = found.get(GRADIENTS, 0.0) / max(1.0, trained * (4.0 if request.lora else size))
     master = 4.0 * trained / ranks
-    copies = 2.0 * counts.weights / ranks if request.engine == "zero3" else 2.0 * frozen / ranks
-    gathered = 2.0 * (2 * counts.layer + counts.root)
-    bucket = 2.0 * min(ZERO3_BUCKET, counts.hidden**2) if request.engine == "zero3" else 2.0 * counts.layer
-    layer_gradients = 0.0 if request.lora else 2.0 * counts.layer
+    low = size < 4  # else the weights that are gathered are the ones that are updated
+    copies = size * (counts.weights if request.engine == "zero3" and low else frozen) / ranks
+    gathered = size * (2 * counts.layer + counts.root)
+    bucket = size * min(ZERO3_BUCKET, counts.hidden**2) if request.engine == "zero3" else size * counts.layer
+    # FSDP2 reduces the outermost unit's gradients last, so that they are whole until the backward ends.
+    whole = counts.layer + (counts.root if request.engine == "fsdp2" else 0)
+    layer_gradients = 0.0 if request.lora else size * whole
     update = phase.startswith("optimiser")
     if "weights" in request.offload:
         copies = 0.0
@@ -110,7 +114,7 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
         master = 0.0  # DeepSpeed keeps the fp32 weights with the optimiser
     found[WEIGHTS] = master + copies
     found[OPTIMIZER] = 0.0 if "optimizer" in request.offload else STATE_BYTES[request.optimizer] * trained / ranks
-    bytes_each = 4.0 if request.engine == "fsdp2" else 2.0
+    bytes_each = 4.0 if request.engine == "fsdp2" else size
     shards = bytes_each * gradient_share * trained / ranks
     found[GRADIENTS] = 0.0 if "optimizer" in request.offload and request.engine == "zero3" else shards
     found[BUFFERS] = 0.0 if update else gathered + bucket + (layer_gradients if "backward" in phase else 0.0)
