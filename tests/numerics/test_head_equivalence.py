@@ -21,6 +21,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "tiled-loss": LOSS,
     "offload": {**LOSS, "offload": True},
     "attention-saved": {**LOSS, "offload": True, "checkpoint": "attention-saved"},
+    "head-wise": {
+        **LOSS, "offload": True, "checkpoint": "attention-saved", "heads": 1, "blocks": "mlp+norm+projections"
+    },
 }
 
 

@@ -252,6 +252,29 @@ def test_what_follows_the_output_projection_is_not_lost(training: bool) -> None:
         seqtile.apply(model, blocks="none", heads=1)
 
 
+@pytest.mark.parametrize("part", ["input_layernorm", "self_attn", "self_attn.q_proj"])
+@pytest.mark.parametrize("blocks", ["auto", "none"])
+def test_a_hook_sees_what_it_would_untiled(part: str, blocks: str) -> None:
+    """The norm, or the projections, run as modules then."""
+    model = model_with("llama")
+    tiles = {} if blocks == "none" else {"tile": 5}
+    seen: list[list[Tensor]] = []
+    for changed in (False, True):
+        if changed:
+            seqtile.apply(model, blocks=blocks, heads=1, **tiles)
+        calls: list[Tensor] = []
+
+        def listen(module: Any, args: Any, words: Any, output: Any, calls: list[Tensor] = calls) -> None:
+            calls.append((args[0] if args else words["hidden_states"]).detach().clone())
+
+        hook = model.model.layers[0].get_submodule(part).register_forward_hook(listen, with_kwargs=True)
+        seen.append([*calls, gradients(model, tokens(2, LENGTH))[0], *calls])
+        hook.remove()
+    assert len(seen[0]) == len(seen[1]) > 1
+    for one, other in zip(*seen, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_models_of_another_form_are_named() -> None:
     for architecture, why in (("phi3", "projections are"), ("olmo2", "some of its heads"), ("opt", "out_proj")):
         with pytest.raises(seqtile.UserError, match=f"finds no attention.*{why}"):

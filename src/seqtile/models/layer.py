@@ -38,17 +38,22 @@ class NormedAttention:
     attention: str
 
     def stand_ins(self, layer: nn.Module) -> dict[str, Callable[..., Any]]:
-        """What the view calls in place of both; empty where there is no such norm or somebody listens to it."""
+        """What the view calls in place of both; empty where there is no such norm or somebody listens to either."""
         if not self.norm:
             return {}
         norm, attention = getattr(layer, self.norm), getattr(layer, self.attention)
         head_wise = attention.__dict__.get("forward")
-        if heard(norm) or is_wrapped(norm) or torch.compiler.is_compiling() or not hasattr(head_wise, "heads"):
+        if any(heard(part) or is_wrapped(part) for part in (norm, attention)) or not hasattr(head_wise, "heads"):
+            return {}
+        if torch.compiler.is_compiling():
             return {}
 
         def attend(*args: Any, **words: Any) -> Any:
             head_wise.norm = norm
-            return attention(*args, **words)
+            try:
+                return attention(*args, **words)
+            finally:
+                head_wise.norm = None
 
         return {self.norm: _pass_through, self.attention: attend}
 
