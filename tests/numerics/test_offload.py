@@ -155,13 +155,10 @@ def test_undo_and_copies() -> None:
 def test_the_host_is_asked_before_the_first_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.Parked, "__init__", lambda *_: pytest.fail("copied before the budget was checked"))
     model = checkpointed()
-    seqtile.apply(model, blocks="none", offload=f"memory:{LAYERS * INPUT - 1}")
-    with pytest.raises(seqtile.UserError, match="2 layer inputs of .* GiB are allowed; use shorter"):
-        step(model)
     monkeypatch.setattr(host, "available_bytes", lambda: 4 * INPUT)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     seqtile.apply(model, blocks="none", offload=True)
-    with pytest.raises(seqtile.UserError, match="free on this host for each of its 3 ranks"):
+    with pytest.raises(seqtile.UserError, match=r"2 layer inputs of .* each of its 3 ranks; use shorter .*'memory:1GiB'"):
         step(model)
 
 
@@ -178,10 +175,25 @@ def test_copies_in_flight_are_bounded_and_one_is_fetched_ahead() -> None:
     assert parked[1].fetched is not None and parked[0].fetched is None
 
 
-def test_a_budget_that_is_enough() -> None:
+@pytest.mark.parametrize("checkpoint", ["full", "attention-saved"])
+def test_what_a_bound_has_no_room_for_stays_on_the_device(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = checkpointed()
-    seqtile.apply(model, blocks="none", offload=f"memory:{LAYERS * INPUT}")
-    step(model)
+    expected = step(model)
+    most = 0
+    parked = HostMemory.park
+
+    def park(self: HostMemory, tensor: torch.Tensor) -> host.Parked:
+        nonlocal most
+        one = parked(self, tensor)
+        most = max(most, self.parked_bytes)
+        return one
+
+    monkeypatch.setattr(HostMemory, "park", park)
+    for room, takes in ((LAYERS * INPUT, LAYERS * INPUT), (LAYERS * INPUT - 1, INPUT), (INPUT - 1, 0)):
+        most = 0
+        seqtile.apply(model, blocks="none", offload=f"memory:{room}", checkpoint=checkpoint)
+        assert_equal(step(model), expected)
+        assert most == takes if checkpoint == "full" else most <= room
     assert host.available_bytes() > 2**20
 
 

@@ -166,9 +166,21 @@ def test_a_larger_device_is_limited_by_the_positions(planner: Planner) -> None:
     assert other(planner, device=find_device("h200")).longest() == (65536, "positions")
 
 
-def test_the_hosts_memory_can_be_the_limit(planner: Planner) -> None:
-    small = other(planner, offload=("checkpoints",), host_memory=round(4.05 * 2**30))
-    assert small.longest()[1].startswith("host memory: ")
+def test_what_the_host_has_no_room_for_stays_on_the_device(planner: Planner) -> None:
+    held = 4 * 16384 * 256 * 4  # layers, tokens, hidden, fp32 weights under autocast
+    process = CONSTANTS["host process"].high
+    half = other(planner, offload=("checkpoints",), host_memory=round(process + held / 2))
+    estimate = half.estimate(16384)
+    assert estimate.moved == pytest.approx(0.5)
+    assert estimate.host_terms["checkpointed hidden states"] == pytest.approx(held / 2)
+    assert recipe(half, 16384)["offload"] == f"memory:{held // 2 // 2**20}MiB"
+    all_of_it, nothing = (
+        other(planner, offload=("checkpoints",), host_memory=round(process + room)) for room in (2 * held, 0)
+    )
+    bytes_on_device = [one.estimate(16384).device.expected for one in (all_of_it, half, nothing)]
+    assert bytes_on_device == sorted(set(bytes_on_device))
+    assert recipe(all_of_it, 16384)["offload"] is True
+    assert nothing.longest() == planner.longest()
 
 
 def test_the_next_step_is_what_it_promises(planner: Planner) -> None:

@@ -76,13 +76,17 @@ class _Away:
             return
         for wrapper in tree_iter(list(_values(self.mode.storage))):
             value = getattr(wrapper, "val", None)
-            if isinstance(value, Tensor) and value.dim() > 2:
+            if isinstance(value, Tensor) and value.dim() > 2 and self.host.has_room(value):
                 self.parked.append((wrapper, self.host.park(value)))
                 wrapper.val = None
         for done in self.kept.outputs:
-            away = [self.host.park(t) if t.dim() > 2 else t for t in (done.whole, *done.tensors)]
+            away = [self._move(t) for t in (done.whole, *done.tensors)]
             self.outputs.append((done, away))
         self.kept.outputs.clear()
+
+    def _move(self, tensor: Tensor) -> Tensor | Parked:
+        assert self.host is not None
+        return self.host.park(tensor) if tensor.dim() > 2 and self.host.has_room(tensor) else tensor
 
     def fetch(self) -> None:
         for wrapper, parked in self.parked:

@@ -81,7 +81,7 @@ class HostMemory:
     """Where one model's tensors are parked.
 
     Args:
-        budget: bytes that they may take, 0 for what the host has free.
+        budget: bytes that they may take, what is beyond stays on its device; 0 for what the host has free.
     """
 
     def __init__(self, budget: int = 0) -> None:
@@ -101,6 +101,10 @@ class HostMemory:
     def parked_bytes(self) -> int:
         """Bytes on the host now."""
         return sum(one.nbytes for ref in self._order if (one := ref()) is not None)
+
+    def has_room(self, tensor: Tensor) -> bool:
+        """Whether the budget holds ``tensor`` too; the layers that come first, and are wanted last, find room."""
+        return not self.budget or self.parked_bytes + tensor.numel() * tensor.element_size() <= self.budget
 
     def park(self, tensor: Tensor) -> Parked:
         """Begin to copy ``tensor`` to the host."""
@@ -140,18 +144,17 @@ class HostMemory:
         Raises:
             UserError: with the sizes, and what to change.
         """
-        if each <= self._checked:
+        if each <= self._checked or self.budget:
             return
         count = layers()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         free = available_bytes()
-        room = self.budget or free // ranks
+        room = free // ranks
         if room and each * count > room:
-            what = "are allowed" if self.budget else f"are free on this host for each of its {ranks} ranks"
             raise UserError(
                 f"offload would put {count} layer inputs of {each / GIB:.3g} GiB on the host, {each * count / GIB:.3g} "
-                f"GiB in all, but {room / GIB:.3g} GiB {what}; use shorter sequences, more ranks per sequence, or "
-                "leave offload out"
+                f"GiB in all, but {room / GIB:.3g} GiB are free on this host for each of its {ranks} ranks; use "
+                f"shorter sequences, more ranks per sequence, or a part only: offload='memory:{max(1, room // GIB)}GiB'"
             )
         self._checked = each
 

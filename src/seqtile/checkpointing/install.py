@@ -244,7 +244,8 @@ def _only(wanted: Tensor, host: HostMemory) -> tuple[Callable[[Tensor], Any], Ca
     place = (wanted.data_ptr(), wanted.shape, wanted.dtype)
 
     def pack(tensor: Tensor) -> Any:
-        return host.park(tensor) if (tensor.data_ptr(), tensor.shape, tensor.dtype) == place else tensor
+        wanted_one = (tensor.data_ptr(), tensor.shape, tensor.dtype) == place
+        return host.park(tensor) if wanted_one and host.has_room(tensor) else tensor
 
     def unpack(packed: Any) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed.take()

@@ -141,6 +141,12 @@ def recipe_lacks(request: Request) -> list[str]:
     return found
 
 
+def offload_of(planner: Planner, estimate: Estimate) -> bool | str:
+    """The recipe's ``offload`` for checkpoints on the host: all of them, or what it has room for."""
+    room = planner.host_room()
+    return True if room is None or estimate.moved == 1.0 else f"memory:{int(room // 2**20)}MiB"
+
+
 def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     """The choices as a recipe that ``seqtile train`` takes."""
     request, setup = planner.request, planner.resolved(tokens)
@@ -150,13 +156,17 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
         found["tile"] = request.tile
     if request.keep:
         found["keep"] = request.keep
+    if request.blocks != "auto":
+        found["blocks"] = request.blocks
+    if request.heads is not None:
+        found["heads"] = request.heads
     if request.loss == "tiled":
         found["loss_tile"] = setup.loss_tile
     found["activation_checkpointing"] = request.checkpoint != "none"
     if request.checkpoint == "attention-saved":
         found["checkpoint"] = request.checkpoint
     if "checkpoints" in request.offload:
-        found["offload"] = True
+        found["offload"] = offload_of(planner, planner.estimate(tokens))
     if request.lora is not None:
         found["lora"] = {"r": request.lora.r}
     if request.engine != "single":

@@ -120,12 +120,12 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
     found[BUFFERS] = 0.0 if update else gathered + bucket + (layer_gradients if "backward" in phase else 0.0)
 
 
-def offload_checkpoints(terms: dict[str, float], layers: int, in_flight: float) -> float:
-    """Take what checkpoints keep off the device but for what is in flight; returns the bytes that moved."""
+def offload_checkpoints(terms: dict[str, float], layers: int, in_flight: float, share: float = 1.0) -> float:
+    """Take ``share`` of what checkpoints keep off the device but for what is in flight; returns the moved bytes."""
     moved = 0.0
     for name in {CHECKPOINTS, KEPT} & terms.keys():
         held = terms[name]
-        terms[name] = min(held, in_flight * held / max(1, layers))
+        terms[name] = min(held, (1 - share) * held + (in_flight if share else 0.0) * held / max(1, layers))
         moved += held - terms[name]
     return moved
 

@@ -56,6 +56,7 @@ class Estimate:
         terms: bytes on the device at that point, by what they are for.
         host_terms: the same of the host.
         square: whether a ``[tokens, tokens]`` mask is built.
+        moved: share of what checkpoints keep that waits on the host.
     """
 
     tokens: int
@@ -65,6 +66,7 @@ class Estimate:
     terms: Mapping[str, float]
     host_terms: Mapping[str, float]
     square: bool
+    moved: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,8 @@ class Planner:
         lines = self.lines(tokens) if lines is None else lines
         local = self.local(tokens)
         parts = lines.at(local, share=float(self.resolved(tokens).keep) if self.setup.keep else 0.0)
+        kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
+        share = self._moved(kept)
         best: dict[str, tuple[float, str, dict[str, float], float]] = {}
         for phase, terms in parts.items():
             counted = {**terms, "tokens": float(local * self.request.batch)}
@@ -164,13 +168,12 @@ class Planner:
                 moved = 0.0
                 if "checkpoints" in self.request.offload:
                     flight = getattr(CONSTANTS["in flight"], bound)
-                    moved = offload_checkpoints(found, self.depths.layers, flight)
+                    moved = offload_checkpoints(found, self.depths.layers, flight, share)
                 total = self._finish(found, bound)
                 if bound not in best or total > best[bound][0]:
                     best[bound] = (total, phase, found, moved)
         total, phase, found, _ = best["expected"]
-        kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
-        host_terms = on_host(self.request, self.counts, kept)
+        host_terms = on_host(self.request, self.counts, {name: share * held for name, held in kept.items()})
         processes = CONSTANTS["host process"]
         counted_host = sum(host_terms.values())
         host = [counted_host + getattr(processes, bound) * self.request.gpus for bound in _BOUNDS]
@@ -182,7 +185,23 @@ class Planner:
             terms=_named(found, self.setup),
             host_terms={**host_terms, HOST_PROCESS: processes.expected * self.request.gpus},
             square=lines.square,
+            moved=share,
         )
+
+    def host_room(self) -> float | None:
+        """Bytes of host memory that one rank's checkpoints may take; None where the host's memory was not given."""
+        if self.request.host_memory is None:
+            return None
+        others = sum(on_host(self.request, self.counts, {}).values())
+        each = (self.request.host_memory - others) / self.request.gpus - CONSTANTS["host process"].high
+        return max(0.0, each)
+
+    def _moved(self, kept: Mapping[str, float]) -> float:
+        """Share of what checkpoints keep that waits on the host: all of it, or what the host has room for."""
+        room, held = self.host_room(), sum(kept.values())
+        if "checkpoints" not in self.request.offload:
+            return 0.0
+        return 1.0 if room is None or held <= room else room / held
 
     def _finish(self, found: dict[str, float], bound: str) -> float:
         """Add context and allocator to ``found``; returns the total."""

@@ -79,7 +79,8 @@ def apply(
             and compute only the rest again; ``"full"``: they keep the layer's input alone. Either switches activation
             checkpointing on; None leaves it as it is, and with ``offload`` means ``"full"``.
         offload: the layers' checkpointed inputs wait for the backward in host memory, with ``"attention-saved"``
-            attention's output too; ``"memory:64GiB"`` bounds what they may take there (else what the host has free).
+            attention's output too; ``"memory:64GiB"`` bounds what they may take there; the layers beyond it keep theirs
+            on the device.
         heads: key-value heads per pass: attention runs for that many, and the query heads that read them, at a time,
             forward and backward, with the norm and the projections before it in tiles of tokens. ``"auto"``: as few
             as keep a device busy at the length of the batch, all at once where that is all of them; None: attention

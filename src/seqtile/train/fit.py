@@ -43,6 +43,7 @@ def fit(recipe: Recipe) -> Fitted:
     Raises:
         UserError: nothing fits, or a setting that no plan knows.
     """
+    from seqtile.memory.advise import offload_of
     from seqtile.memory.choose import choose
 
     memory = parse_bytes(recipe.fit[len("memory:") :]) if isinstance(recipe.fit, str) else None
@@ -75,10 +76,13 @@ def fit(recipe: Recipe) -> Fitted:
         why.append("fit: the high estimate does not fit; --on-oom retry goes on with smaller tiles if it comes true")
     if found.estimate.square or (request.attention == "sdpa" and recipe.packing):
         why.append("fit: sdpa attention builds a [tokens, tokens] mask for packed rows, which is not in the plan")
-    chosen = recipe.model_copy(update={**updates_of(found.settings, recipe), "fit": False})
+    updates = updates_of(found.settings, recipe)
+    if updates.get("offload"):
+        updates["offload"] = offload_of(found.planner, found.estimate)
+    chosen = recipe.model_copy(update={**updates, "fit": False})
     shown = {
         "tile": chosen.tile if chosen.tiled_mlp else "none", "loss_tile": chosen.loss_tile or "the trainer's",
-        "checkpoint": found.settings.checkpoint, "offload": str(bool(chosen.offload)).lower(), "keep": chosen.keep,
+        "checkpoint": found.settings.checkpoint, "offload": str(chosen.offload).lower(), "keep": chosen.keep,
         "blocks": chosen.blocks, "heads": chosen.heads or "all",
     }  # fmt: skip
     why += [f"fit: {name} {shown[name]}: {found.reasons[name]}" for name in shown if name in found.reasons]
