@@ -16,7 +16,7 @@ from seqtile.cli import main
 from seqtile.memory import choose as module
 from seqtile.memory.choose import LADDER, Settings, choose, tighter
 from seqtile.memory.devices import Device
-from seqtile.memory.plan import Bounds
+from seqtile.memory.estimate import Bounds
 from seqtile.memory.request import Request
 from seqtile.train import fit as fits
 from seqtile.train import launch

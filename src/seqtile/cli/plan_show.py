@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from seqtile.memory.advise import explain, next_step, not_modelled, recipe, recipe_lacks
+from seqtile.memory.estimate import Bounds, Estimate, Saving
 from seqtile.memory.flops import EFFICIENCY
-from seqtile.memory.plan import Bounds, Estimate, Planner, Saving
+from seqtile.memory.plan import Planner
 from seqtile.memory.shapes import NAMED
 
 GIB = 2**30

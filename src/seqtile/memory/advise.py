@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from seqtile._errors import UserError
+from seqtile.memory.estimate import Estimate
 from seqtile.memory.lines import KEPT_TILES
-from seqtile.memory.plan import Estimate, Planner
+from seqtile.memory.plan import Planner
 from seqtile.memory.request import Request
 from seqtile.memory.track import KEPT
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from seqtile._errors import UserError
+from seqtile.memory.estimate import Estimate
 from seqtile.memory.flops import count_work
-from seqtile.memory.plan import WORTH, Estimate, Planner
+from seqtile.memory.plan import WORTH, Planner
 from seqtile.memory.request import Request, attention_cannot_be_saved
 from seqtile.models.heads import runs_on_some_heads
 
