@@ -99,8 +99,8 @@ def test_nothing_is_kept_but_input_output_and_sums() -> None:
     assert saved.held == pytest.approx(2 + sums + angles, abs=0.01)
 
 
-COARSE = {"tile": "shards:16"}
-"""Few tiles, quicker to count: their buffers are 14 / 16 of a row. With 64 tiles: docs/attention.md."""
+COARSE = {"tile": "shards:32"}
+"""Half the tiles of the table in docs/attention.md: quicker to count, and their buffers take twice as much."""
 SAVED = {"checkpoint": "attention-saved"}
 
 
