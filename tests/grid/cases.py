@@ -120,6 +120,13 @@ class Case:
         return model(input_ids=ids, labels=ids).loss
 
 
+SDPA = {"attn_implementation": "sdpa"}
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
+HEADS = "head-wise attention"
+"""Row of the table."""
+SAVED = {"heads": 1, "checkpoint": "attention-saved"}
+
+
 @dataclass
 class Trained:
     """Gradients before each step, not yet clipped, and the weights after the last step; trainable ones only.

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from grid.cases import WORLD, Case, Trained, named
+from grid.cases import HEADS, SDPA, WORLD, Case, Trained, named
 from grid.sequence import LENGTH, Rows, Shared
 
-SDPA = {"attn_implementation": "sdpa"}
 _PADDING = ((24, 9), (6, 5))  # of the second batch, the second rank holds nothing but padding
 _AS_MANY = ((24, 9), (9, 24))  # the trainer weights tokens, the reference batches: the same if they are as many
 
@@ -30,6 +29,7 @@ CASES = [
         checkpoint="non-reentrant", path="generic", steps=2, micro_steps=2, clip=0.1, filled=_AS_MANY,
     ),
     Rows("tiled-loss", "tiled loss", config=SDPA, steps=2, tiled_loss=True, filled=_PADDING),
+    Rows("heads", HEADS, config=SDPA, steps=2, more={"heads": 1}),
     Rows("padding", "a rank with nothing but padding", config=SDPA, steps=2, filled=_PADDING),
 ]  # fmt: skip
 

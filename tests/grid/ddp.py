@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from grid.cases import REST, WORLD, Case
+from grid.cases import ALL, HEADS, REST, SAVED, SDPA, WORLD, Case
 from grid.training import Parallel
 
 CASES = [
@@ -45,6 +45,9 @@ CASES = [
         "accumulate-generic", "accumulation, clipping", micro_steps=3, clip=0.1, steps=2, path="generic",
         checkpoint="non-reentrant",
     ),
+    Case("heads", HEADS, more={"heads": 1}, micro_steps=2, clip=0.1, steps=2),
+    Case("heads-saved", HEADS, config=SDPA, checkpoint="non-reentrant", more=SAVED),
+    Case("heads-lora", HEADS, config=SDPA, checkpoint="non-reentrant", more=SAVED, adapters=ALL),
     Case("one-token", "one rank with a single token", lengths=(9, 1), grow=0),
     Case("no-token", "one rank without data", lengths=(9, 0), grow=0),
     Case("no-token-generic", "one rank without data", lengths=(9, 0), grow=0, path="generic"),

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from grid.cases import REST, WORLD, Case, named
+from grid.cases import HEADS, REST, SAVED, SDPA, WORLD, Case, named
 from grid.training import Parallel
 
 ORIGINAL, FLAT = {"use_orig_params": True}, {"use_orig_params": False}
@@ -29,6 +29,8 @@ CASES = [
     Case("original-generic", "plain", options=ORIGINAL, steps=2, path="generic"),
     Case("flat", "use_orig_params=False", options=FLAT, steps=2),
     Case("flat-generic", "use_orig_params=False", options=FLAT, steps=2, path="generic"),
+    Case("heads", HEADS, options=ORIGINAL, more={"heads": 1}, steps=2),
+    Case("heads-flat", HEADS, options=FLAT, config=SDPA, checkpoint="non-reentrant", more=SAVED),
     Case("original-checkpoint", "activation checkpointing", options=ORIGINAL, checkpoint="non-reentrant"),
     Case(
         "original-checkpoint-generic", "activation checkpointing", options=ORIGINAL, checkpoint="non-reentrant",

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from grid import zero12
-from grid.cases import WORLD, Case, Trained, named, train_alone
+from grid.cases import HEADS, SAVED, SDPA, WORLD, Case, Trained, named, train_alone
 from grid.sequence import LENGTH, Rows, Shared
 from grid.zero3 import STINGY
 
-SDPA = {"attn_implementation": "sdpa"}
 _PADDING = ((24, 9), (12, 7))  # of the second batch, the second rank holds nothing but padding
 
 CASES = [
@@ -27,6 +26,14 @@ CASES = [
         checkpoint="non-reentrant", path="generic", steps=2, micro_steps=2, clip=0.1, filled=((24, 9), (9, 24)),
     ),
     Rows("padding", "a rank with nothing but padding", config=SDPA, options=STINGY, steps=2, filled=_PADDING),
+    Rows(
+        "heads", HEADS, config={**SDPA, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4},
+        options=STINGY, steps=2, more={"heads": 1}, filled=_PADDING,
+    ),
+    Rows(
+        "heads-saved", HEADS, config={**SDPA, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4},
+        options=STINGY, steps=2, checkpoint="non-reentrant", more=SAVED,
+    ),
     Rows("tiled-loss", "tiled loss", config=SDPA, options=STINGY, steps=2, tiled_loss=True, filled=_PADDING),
     Rows(
         "tiled-loss-50", "tiled loss + attention saved, inputs on the host", config=SDPA, options=STINGY, steps=50,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grid.cases import RATE, REST, WORLD, Case, named
+from grid.cases import HEADS, RATE, REST, SAVED, SDPA, WORLD, Case, named
 from grid.training import Parallel
 
 ONE, TWO = ({"stage": stage} for stage in (1, 2))
@@ -32,6 +32,8 @@ _CASES = [
     Case("zero1-no-token-generic", "one rank without data", options=ONE, lengths=(9, 0), grow=0, path="generic"),
     Case("zero1-untiled-rank", "one rank untiled", options={**ONE, "overlap_comm": True}, tiles=("auto", 3)),
     Case("zero1-lora", "LoRA", options=ONE, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
+    Case("zero1-heads", HEADS, options=ONE, config=SDPA, checkpoint="non-reentrant", more=SAVED),
+    Case("zero2-heads", HEADS, options=TWO, more={"heads": 1}, micro_steps=2, steps=2),
     Case("zero2", "plain", options=TWO, steps=2),
     Case("zero2-generic", "plain", options=TWO, steps=2, path="generic"),
     Case("zero2-checkpoint", "activation checkpointing", options=TWO, checkpoint="non-reentrant"),
