@@ -19,7 +19,7 @@ from seqtile.memory.devices import Device
 from seqtile.memory.estimate import Bounds
 from seqtile.memory.request import Request
 from seqtile.train import fit as fits
-from seqtile.train import launch
+from seqtile.train import launch, run
 from seqtile.train.output import resumed_recipe
 from seqtile.train.ranks import check_same_recipe
 from seqtile.train.recipe import Recipe, build_recipe, read_recipe, resolve
@@ -215,6 +215,26 @@ def test_fit_refuses_before_anything_is_written(folder: Path, capsys: Any):
         error = capsys.readouterr().err
         assert said in error and error.strip().count("\n") == 0, error
     assert not (folder / "none").exists()
+
+
+def test_the_length_alone_chooses_where_there_is_an_accelerator(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    plain = recipe_of(folder)
+    assert plain.fit is None and run.fitted(plain, None, told.append) == plain and told == []  # none here
+    monkeypatch.setattr(fits, "can_offload", lambda: True)
+    monkeypatch.setattr(fits, "fit", lambda recipe: fits.Fitted(recipe.model_copy(update={"fit": False}), ("why",)))
+    assert run.fitted(plain, None, told.append).fit is False and told == ["why"]
+    assert run.fitted(recipe_of(folder, fit=False), None, told.append).fit is False and told == ["why"]
+    assert run.fitted(plain, folder, told.append).fit is False and told == ["why"]  # a run that goes on
+
+    def nothing(recipe: Recipe) -> Any:
+        raise UserError("no plan knows this")
+
+    monkeypatch.setattr(fits, "fit", nothing)
+    assert run.fitted(plain, None, told.append) == plain.model_copy(update={"fit": False})
+    assert told[1:] == ["fit: nothing was chosen, and the settings stay as they are: no plan knows this"]
+    with pytest.raises(UserError, match="no plan knows this"):
+        run.fitted(recipe_of(folder, fit=True), None, told.append)
 
 
 def test_a_plan_is_asked_what_the_run_does(folder: Path):

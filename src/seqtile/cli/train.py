@@ -27,7 +27,9 @@ def command(
     engine: str = typer.Option(None, help="single (default), ddp, fsdp2, zero2 or zero3.", metavar="NAME"),
     nproc: int = typer.Option(None, help="Processes of the engine (default one per accelerator).", metavar="N"),
     sp_size: int = typer.Option(None, help="Processes that share one sequence (zero3).", metavar="N"),
-    fit: bool = typer.Option(None, "--fit", help="Choose tiles, checkpoints and offload that fit these devices."),
+    fit: bool = typer.Option(
+        None, "--fit/--no-fit", help="Choose what the length needs on these devices (default: on accelerators)."
+    ),
     fit_memory: str = typer.Option(None, help="The same for devices of this size.", metavar="SIZE"),
     on_oom: str = typer.Option(
         None, help="Out of memory: stop (default) or retry, with smaller tiles.", metavar="WHAT"

@@ -117,7 +117,9 @@ class Recipe(CheckedModel):
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     trainer: dict[str, Any] = Field(default_factory=dict)
 
-    fit: bool | str = Field(False, description="choose what the length needs; 'memory:16GiB' for devices of that size")
+    fit: bool | str | None = Field(
+        None, description="choose what the length needs; 'memory:16GiB' for devices of that size; None: on accelerators"
+    )
     on_oom: Literal["stop", "retry"] = "stop"
 
     compare: bool | None = None
@@ -144,7 +146,7 @@ class Recipe(CheckedModel):
 
     @field_validator("fit")
     @classmethod
-    def _known_fit(cls, fit: bool | str) -> bool | str:
+    def _known_fit(cls, fit: bool | str | None) -> bool | str | None:
         if isinstance(fit, str) and not (fit.startswith("memory:") and parse_bytes(fit[7:])):
             raise ValueError(f"got fit {fit!r}, expected true, false or each device's memory, such as 'memory:16GiB'")
         return fit

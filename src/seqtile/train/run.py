@@ -110,16 +110,24 @@ def train(
 def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None]) -> Recipe:
     """``recipe`` with what it leaves to be chosen; a run that goes on keeps what it has.
 
-    Raises:
-        UserError: nothing fits.
-    """
-    from seqtile.train.fit import fit
+    Not told whether to choose, it does where there is an accelerator, and without a plan it leaves things as they are.
 
-    if not recipe.fit:
+    Raises:
+        UserError: it was told to, and nothing fits.
+    """
+    from seqtile.train.fit import can_offload, fit
+
+    if recipe.fit is False or (recipe.fit is None and not can_offload()):
         return recipe
     if start is not None:
         return recipe.model_copy(update={"fit": False})
-    found = fit(recipe)
+    try:
+        found = fit(recipe)
+    except UserError as error:
+        if recipe.fit is not None:
+            raise
+        tell(f"fit: nothing was chosen, and the settings stay as they are: {error}")
+        return recipe.model_copy(update={"fit": False})
     for line in found.why:
         tell(line)
     return found.recipe
