@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from grid.cases import HEADS, SDPA, WORLD, Case, Trained, named
+from grid.cases import SDPA, WORLD, Case, Trained, named
 from grid.sequence import LENGTH, Rows, Shared
 
 _PADDING = ((24, 9), (6, 5))  # of the second batch, the second rank holds nothing but padding
@@ -29,7 +29,7 @@ CASES = [
         checkpoint="non-reentrant", path="generic", steps=2, micro_steps=2, clip=0.1, filled=_AS_MANY,
     ),
     Rows("tiled-loss", "tiled loss", config=SDPA, steps=2, tiled_loss=True, filled=_PADDING),
-    Rows("heads", HEADS, config=SDPA, steps=2, more={"heads": 1}),
+    Rows("heads", "head-wise attention asked for: left whole", config=SDPA, steps=2, more={"heads": 1}),
     Rows("padding", "a rank with nothing but padding", config=SDPA, steps=2, filled=_PADDING),
 ]  # fmt: skip
 
