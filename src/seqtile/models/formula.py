@@ -52,6 +52,12 @@ def heard(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in _HOOKS)
 
 
+def heard_by_others(module: nn.Module) -> bool:
+    """The same, but for those who only want to know when it runs: seqtile's own counters."""
+    hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("seqtile.") for hook in hooks)
+
+
 def known_activation(function: Callable[[Tensor], Tensor]) -> Activation:
     """The analytic twin of ``function`` if it has one, else ``function`` with autograd's derivative."""
     with torch.no_grad(), _disable_current_modes():

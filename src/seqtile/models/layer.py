@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqtile.engines.granularity import is_wrapped
-from seqtile.models.formula import heard
+from seqtile.models.formula import heard, heard_by_others
 from seqtile.models.fuse import fused_sequence, fused_weights, row_wise
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.models.neighbours import Neighbours
@@ -43,9 +43,9 @@ class NormedAttention:
             return {}
         norm, attention = getattr(layer, self.norm), getattr(layer, self.attention)
         head_wise = attention.__dict__.get("forward")
-        if any(heard(part) or is_wrapped(part) for part in (norm, attention)) or not hasattr(head_wise, "heads"):
+        if heard(norm) or heard_by_others(attention) or any(is_wrapped(part) for part in (norm, attention)):
             return {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not hasattr(head_wise, "heads"):
             return {}
 
         def attend(*args: Any, **words: Any) -> Any:
