@@ -1,10 +1,14 @@
-"""One rank of Trainer runs with and without ``TilingCallback``: started by ``test_callback_ranks``."""
+"""One rank of Trainer runs with and without ``TilingCallback``, and of the accelerate example."""
 
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import sys
 import warnings
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +49,23 @@ def run(model: Path, output: Path, callbacks: list[Any], fresh: bool = False) ->
     }
 
 
+def loop(model: Path, folder: Path, *more: str) -> list[str]:
+    """The losses that ``examples/accelerate_loop.py`` prints."""
+    text = folder / "text.txt"
+    command = ["--model", str(model), "--text", str(text), "--length", "100", "--lr", "0.001"]
+    sys.argv = ["accelerate_loop.py", *command, "--output", str(folder / "looped"), *more]
+    with redirect_stdout(StringIO()) as said:
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "accelerate_loop.py"), run_name="__main__")
+    return re.findall(r"loss (\d\.\d{4})", said.getvalue())
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     model, folder, rank = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    runs = {
+    runs: dict[str, Any] = {
         "untiled": run(model, folder / "untiled", []),
         "tiled": run(model, folder / "tiled", [seqtile.TilingCallback(tile=16)]),
         "a model per run": run(model, folder / "fresh", [seqtile.TilingCallback(tile=16)], fresh=True),
     }
+    runs["loops"] = [loop(model, folder), loop(model, folder, "--untiled")]
     (folder / f"rank{rank}.json").write_text(json.dumps(runs))

@@ -1,4 +1,4 @@
-"""``TilingCallback`` under DDP, two ranks: what is tiled before the model is wrapped, and after."""
+"""``TilingCallback`` under DDP, two ranks: tiled before the model is wrapped, and after; and the accelerate example."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ LIMIT = 180  # far above the twenty seconds that it takes: a rank that waits for
 
 def test_two_ranks_train_to_the_untiled_losses(tmp_path: Path) -> None:
     model = tiny_run.save_model(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("\n".join(tiny_run.SENTENCES), encoding="utf-8")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -47,6 +48,10 @@ def test_two_ranks_train_to_the_untiled_losses(tmp_path: Path) -> None:
     for rank in range(2):
         runs = json.loads((tmp_path / f"rank{rank}.json").read_text())
         untiled = runs.pop("untiled")
+        tiled_loop, untiled_loop = runs.pop("loops")
+        # Eleven rows, half of them and one each; only the first process prints. The last digit may round the other way.
+        assert len(tiled_loop) == (6 if rank == 0 else 0)
+        assert [float(loss) for loss in tiled_loop] == pytest.approx([float(loss) for loss in untiled_loop], abs=1.1e-4)
         assert untiled["wrapped"] == "DistributedDataParallel" and untiled["tiled"] == 0
         for run in runs.values():
             assert run["wrapped"] == "DistributedDataParallel" and run["tiled"] == 2
