@@ -1,5 +1,5 @@
 #!/bin/bash
-# One device. Needs: pip install ms-swift seqtile
+# One device. Install first, from a clone: pip install ms-swift .
 set -e
 MODEL=${MODEL:-Qwen/Qwen3-8B}
 DATASET=${DATASET:-data.jsonl}
