@@ -159,5 +159,29 @@ def test_wrong_options_are_refused(option: str, words: dict[str, object], said: 
 def test_two_sizes_are_refused() -> None:
     with pytest.raises(seqtile.UserError, match="each size the tiles"):
         patch_mlp(Gated(), True, 1.0)
-    with pytest.raises(seqtile.UserError, match="no memory in GB"):
-        patch_mlp(Gated(), target_gb="plenty")
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ({"target_gb": "plenty"}, "target_gb='plenty': .* no memory in GB"), ({"target_gb": 0}, "target_gb=0: "),
+    ({"num_shards": 0}, "num_shards=0: expected"), ({"num_shards": 2.5}, "num_shards=2.5: expected"),
+])  # fmt: skip
+def test_a_wrong_size_is_named_as_it_was_given(words: dict[str, object], said: str) -> None:
+    with pytest.raises(seqtile.UserError, match=said):
+        patch_mlp(Gated(), **words)
+
+
+class Mixing(nn.Module):
+    def forward(self, x):
+        return x.cumsum(-2)
+
+
+def test_a_refused_module_leaves_the_others_as_they_were() -> None:
+    model = Model()
+    model.mixing = Mixing()
+    with pytest.raises(seqtile.UserError, match="cannot tile Mixing"):
+        patch_tiled_mlp(model, "shards:4", modules=["ffn", "odd", "mixing"])
+    assert not tiled(model)
+    patch_tiled_mlp(model, "shards:2", modules=["ffn", "odd"])
+    with pytest.raises(seqtile.UserError, match="cannot tile Mixing"):
+        patch_tiled_mlp(model, "shards:4", modules=["ffn", "odd", "mixing"])
+    assert tiled(model) == {"ffn": "shards:2", "Odd": "shards:2"}

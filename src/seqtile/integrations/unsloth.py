@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from seqtile._errors import UserError
 from seqtile.checkpointing.host import available_bytes
-from seqtile.models.apply import apply, check_settings, free_bytes
+from seqtile.models.apply import apply, check_settings, free_bytes, replacing
 from seqtile.models.find import find_blocks
 from seqtile.models.module import tile_module
 
@@ -61,11 +62,14 @@ def patch_tiled_mlp(
     for name in own:
         if held := next((block for block in sorted(blocks) if not name or block.startswith(f"{name}.")), None):
             raise UserError(f"modules= names {name or 'the whole model'}, which is more than an MLP: name {held}")
-    if chosen_blocks := [name for name in chosen if name in blocks]:
-        apply(model, tile=tile, only=chosen_blocks)
-    for name in own:
-        if not any(other != name and name.startswith(f"{other}.") for other in own):
-            tile_module(model.get_submodule(name), tile=tile)
+    with ExitStack() as former:  # a module that is refused leaves the others as they were
+        for name in own:
+            if not any(other != name and name.startswith(f"{other}.") for other in own):
+                module = model.get_submodule(name)
+                former.enter_context(replacing(module, own=True))
+                tile_module(module, tile=tile)
+        if chosen_blocks := [name for name in chosen if name in blocks]:
+            apply(model, tile=tile, only=chosen_blocks)
     return model
 
 
@@ -98,12 +102,13 @@ def patch_mlp(
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} each size the tiles: give one of them")
     if num_shards is not None:
-        option = f"shards:{num_shards}"
+        if isinstance(num_shards, bool) or not isinstance(num_shards, int) or num_shards < 1:
+            raise UserError(f"num_shards={num_shards!r}: expected a number of tiles, 1 or more")
+        tile = f"shards:{num_shards}"
     elif target_gb is not None:
-        option = f"target:{target_gb}"
+        tile = f"memory:{_bytes(f'target_gb={target_gb!r}', str(target_gb))}"
     else:
-        option = "target" if target_arctic is False else "arctic"
-    tile, _ = _read(option, mlp_module)
+        tile, _ = _read("target" if target_arctic is False else "arctic", mlp_module)
     tile_module(mlp_module, tile=tile)
     return mlp_module
 
@@ -123,18 +128,20 @@ def _read(option: str, model: nn.Module) -> tuple[str, list[str]]:
         named = [name for name in values[1].split(",") if name] if len(values) == 2 else []
         if len(values) == 2 and not named:
             raise UserError(f"patch_options_str={option!r} names no module after its last colon: expected {_OPTIONS}")
-        return f"memory:{_bytes(option, values[0]) if values and values[0] else _half_of_free(model)}", named
+        given = bool(values and values[0])
+        return f"memory:{_bytes(f'patch_options_str={option!r}', values[0]) if given else _half_of_free(model)}", named
     raise UserError(f"patch_options_str={option!r}: expected {_OPTIONS}")
 
 
-def _bytes(option: str, text: str) -> int:
+def _bytes(argument: str, text: str) -> int:
+    """Bytes of a memory in GB; ``argument`` is what an error quotes."""
     number = text.strip().lower().removesuffix("gib").removesuffix("gb")
     try:
         size = float(number) * _GIB
     except ValueError:
         size = math.nan
     if not 1 <= size < math.inf:
-        raise UserError(f"patch_options_str={option!r}: {text!r} is no memory in GB: expected a number above 0")
+        raise UserError(f"{argument}: {text!r} is no memory in GB: expected a number above 0")
     return int(size)
 
 
