@@ -54,8 +54,12 @@ def test_equal_to_the_twin(dtype: torch.dtype, scaling: Any, options: dict[str, 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_token_weights(reduction: str) -> None:
     given = inputs()
-    settings = {"token_weights": random(37, seed=9, grad=False).abs(), "reduction": reduction, "label_smoothing": 0.1}
-    assert_same(run(TILED, given, tile=10, **settings), run(twin, given, **settings))
+    weights = random(37, seed=9, grad=False).abs()
+    settings = {"reduction": reduction, "label_smoothing": 0.1}
+    expected = run(twin, given, token_weights=weights, **settings)
+    ignored = weights.masked_fill(given["labels"] == IGNORE, float("nan"))  # whatever stands there
+    for one in (weights, ignored):
+        assert_same(run(TILED, given, tile=10, token_weights=one, **settings), expected)
 
 
 @pytest.mark.parametrize("count", [100, 100.0, torch.tensor(100), torch.tensor(100.0)], ids=str)

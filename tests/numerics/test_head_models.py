@@ -167,6 +167,7 @@ def test_labels_counts_and_shapes_of_the_output() -> None:
         {"labels": labels, "num_items_in_batch": torch.tensor(31)},
         {"labels": labels, "num_items_in_batch": 31},
         {"labels": labels, "shift_labels": shifted},
+        {"labels": labels, "shift_labels": shifted.view(-1)},
         {"labels": labels, "ignore_index": int(ids[0, 3])},
     ]
     for kwargs in calls:
@@ -465,6 +466,22 @@ def test_compiled(caplog: pytest.LogCaptureFixture) -> None:
         whole = torch.compile(model, backend="eager")(input_ids=ids, labels=ids)
     torch.testing.assert_close(whole.loss, output.loss)
     assert whole.logits is not None and "its loss runs untiled" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["full", "attention-saved"])
+def test_compiled_with_checkpoints_that_break_the_graph(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the compiler hands a call back, it finds the model's forward and not the one that stands over it."""
+    model, ids = causal_lm("llama", num_hidden_layers=1, use_cache=False, attn_implementation="sdpa"), tokens(2, 9)
+    plain, expected = step(model, ids)
+    seqtile.apply(model, blocks="none", loss="tiled", offload=True, checkpoint=checkpoint)
+    model.compile(backend="eager")
+    with caplog.at_level(logging.WARNING):
+        output, got = step(model, ids)
+    torch.compiler.reset()
+    torch.testing.assert_close(output.loss, plain.loss)
+    assert_same_gradients(got, expected)
+    assert ("runs the decoder layers uncompiled" in caplog.text) == (checkpoint == "attention-saved")
 
 
 def test_replicas_are_refused() -> None:

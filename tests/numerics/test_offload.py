@@ -157,9 +157,10 @@ def test_the_host_is_asked_before_the_first_copy(monkeypatch: pytest.MonkeyPatch
     model = checkpointed()
     monkeypatch.setattr(host, "available_bytes", lambda: 4 * INPUT)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    seqtile.apply(model, blocks="none", offload=True)
-    with pytest.raises(seqtile.UserError, match=r"2 layer inputs .* of its 3 ranks; use shorter .*'memory:1GiB'"):
-        step(model)
+    for offload in (True, f"memory:{2 * INPUT}"):  # a bound that the host cannot give is no better than none
+        seqtile.apply(model, blocks="none", offload=offload)
+        with pytest.raises(seqtile.UserError, match=r"2 layer inputs .* of its 3 ranks; use shorter .*'memory:"):
+            step(model)
 
 
 def test_copies_in_flight_are_bounded_and_one_is_fetched_ahead() -> None:

@@ -39,7 +39,6 @@ class AttentionSaved:
         """Hears of every tensor that is kept."""
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        self.calls += 1
         kept = Kept()
         forward, recompute = create_selective_checkpoint_contexts(self._policy)
         away = _Away(self.host, forward, kept)
@@ -117,6 +116,7 @@ class _Forward:
         self.inner, self.kept, self.away, self.saved = inner, kept, away, saved
 
     def __enter__(self) -> Any:
+        self.saved.calls += 1
         self.keeping = keeping(self.kept, replaying=False)
         self.keeping.__enter__()
         return self.inner.__enter__()

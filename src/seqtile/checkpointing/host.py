@@ -144,17 +144,19 @@ class HostMemory:
         Raises:
             UserError: with the sizes, and what to change.
         """
-        if each <= self._checked or self.budget:
+        if each <= self._checked:
             return
         count = layers()
+        if self.budget:
+            count = min(count, self.budget // each)  # the others stay on the device
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         free = available_bytes()
         room = free // ranks
-        if room and each * count > room:
+        if free and each * count > room:
             raise UserError(
                 f"offload would put {count} layer inputs of {each / GIB:.3g} GiB on the host, {each * count / GIB:.3g} "
                 f"GiB in all, but {room / GIB:.3g} GiB are free on this host for each of its {ranks} ranks; use "
-                f"shorter sequences, more ranks per sequence, or a part only: offload='memory:{max(1, room // GIB)}GiB'"
+                f"shorter sequences, more ranks per sequence, or a part only: offload='memory:{room // 2**20}MiB'"
             )
         self._checked = each
 

@@ -186,6 +186,8 @@ class Checkpointing:
 
     def run(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: dict[str, Any]) -> Any:
         """One layer's checkpoint."""
+        if self.attention is not None and torch.compiler.is_compiling():
+            return self._uncompiled(base, function, args, words)
         if self.host is None:
             return base(function, *args, **words)
         first = next((value for value in args if isinstance(value, Tensor) and value.is_floating_point()), None)
@@ -197,6 +199,12 @@ class Checkpointing:
         pack, unpack = _only(first, self.host)
         with saved_tensors_hooks(pack, unpack):
             return base(function, *args, **words)
+
+    @torch.compiler.disable
+    def _uncompiled(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: Any) -> Any:
+        """PyTorch's compiler does not take a policy of what to keep, and a compiled kernel shows it no attention."""
+        self._tell("checkpoint='attention-saved' runs the decoder layers uncompiled; with torch.compile use 'full'")
+        return self.run(base, function, args, words)
 
     def layers(self) -> int:
         """Layers that are checkpointed."""

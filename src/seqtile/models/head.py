@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,8 @@ class TiledLoss:
 
     @property
     def original(self) -> Callable[..., Any]:
-        return self.before.get("forward") or type(self.module).forward.__get__(self.module)
+        # No bound method: torch.compile writes one down as module.forward, which is this object.
+        return self.before.get("forward") or partial(type(self.module).forward, self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -261,6 +263,8 @@ class TiledLoss:
             targets = shift_labels
             if targets is None:  # position t predicts token t + 1; the last one predicts nothing
                 targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            if targets.numel() == logits.hidden.shape[:-1].numel():  # transformers' own loss flattens both
+                targets = targets.reshape(logits.hidden.shape[:-1])
             return compute(head, logits, targets.to(logits.device), num_items_in_batch, ignore_index)
 
         had = model.__dict__.get("_loss_function", _NOTHING)

@@ -107,8 +107,11 @@ class Installed:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The forward that the instance had: its own if one was set before, else its class's."""
-        return self.before.get("forward") or type(self.module).forward.__get__(self.module)
+        """The forward that the instance had: its own if one was set before, else its class's.
+
+        A bound method would do, but ``torch.compile`` writes one down as ``module.forward``, which is ours.
+        """
+        return self.before.get("forward") or partial(type(self.module).forward, self.module)
 
     def inside(self) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) of everything that runs inside a tile, without the block itself."""

@@ -103,8 +103,10 @@ def linear_cross_entropy(
     kernel = choose_kernel(impl, call, weighted=token_weights is not None, per_token=reduction == "none")
     if reduction == "none":
         loss = call.per_token().loss.view(labels.shape)
-        return loss if token_weights is None else loss * token_weights
-    factors = None if token_weights is None else token_weights.detach().reshape(-1)
+        if token_weights is None:
+            return loss
+        return loss * torch.where(call.valid.view(labels.shape), token_weights.to(loss.device), 0)
+    factors = None if token_weights is None else token_weights.detach().reshape(-1).to(call.hidden.device)
     divisor = 1 if reduction == "sum" else call.count(factors) if num_items is None else num_items
     if kernel == "torch":
         return call.total(factors, divisor)
