@@ -1,7 +1,7 @@
 """A loop with accelerate, any engine: ``seqtile.apply`` comes before ``accelerator.prepare``.
 
-    accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/accelerate_loop.py \
-        --model PATH_OR_ID --text FILE --length 32768 --steps 100
+    accelerate launch --config_file examples/accelerate/fsdp2.yaml --num_processes 8 examples/accelerate_loop.py \
+        --model PATH_OR_ID --text FILE --length 32768 --epochs 1
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import sys
@@ -50,3 +51,20 @@ def test_a_loop_trains_to_the_untiled_losses(
         assert AutoModelForCausalLM.from_pretrained(output).state_dict().keys() == keys
     assert len(losses[0]) >= 8 and losses[0][0] > losses[0][-1]
     assert losses[0] == pytest.approx(losses[1], abs=2e-5)  # five digits are printed
+
+
+@pytest.mark.parametrize("path", sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("scripts/*.py")]), ids=lambda p: p.stem)
+def test_the_command_that_a_script_shows_has_its_flags(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    command = (ast.get_docstring(ast.parse(text)) or "").partition(f"examples/{path.relative_to(EXAMPLES)} ")[2]
+    assert command, "no command that runs it"
+    assert set(re.findall(r"--[\w-]+", command)) <= set(re.findall(r'add_argument\("(--[\w-]+)"', text))
+
+
+def test_accelerates_configurations_leave_the_number_of_processes_to_the_command() -> None:
+    """accelerate refuses them without it."""
+    assert not [path for path in (EXAMPLES / "accelerate").glob("*.yaml") if "num_processes" in path.read_text()]
+    for path in EXAMPLES.rglob("*"):
+        if path.suffix in (".py", ".md"):
+            for command in re.findall(r"accelerate launch(?:.*\\\n)*.*", path.read_text(encoding="utf-8")):
+                assert "--config_file" not in command or "--num_processes" in command, f"{path.name}: {command}"
