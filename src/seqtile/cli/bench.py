@@ -128,3 +128,58 @@ def step(
     show.print_steps(rows)
     show.print_files([file])
     show.print_summary(steps.summary(rows))
+
+
+@app.command()
+def ladder(
+    model: str = typer.Option(..., help="As for `seqtile plan`: a shape such as llama-8b, config.json, ..."),
+    device: str = typer.Option("h200", help="h200, h100, ... or its memory, 141GiB."),
+    host_memory: str = typer.Option(None, help="Host memory of the node, 128GiB.", metavar="SIZE"),
+    gpus: int = typer.Option(1, help="Devices of the node.", metavar="N"),
+    engine: str = typer.Option("single", help="single, ddp, fsdp2 or zero3."),
+    sp_size: int = typer.Option(1, help="Ranks that share one sequence.", metavar="N"),
+    lora: str = typer.Option(None, help="Train adapters: a rank, or r=16.", metavar="R"),
+    full: bool = typer.Option(False, "--full", help="Train every weight (the default)."),
+    optimizer: str = typer.Option("adamw", help="adamw, adamw-8bit, lion, adafactor, sgd, sgd-momentum."),
+    precision: str = typer.Option("mixed", help="mixed, bfloat16 or float32."),
+    offload: str = typer.Option("", help="On the host from the first rung on: optimizer, weights.", metavar="WHAT,.."),
+    attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),
+    efficiency: float = typer.Option(0.4, help="Share of the speed on paper that times assume."),
+    json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+    out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
+) -> None:  # fmt: skip
+    """What each technique buys in length and costs in time, one on top of the other, by the plan; needs no GPU."""
+    import json as text
+    import logging
+
+    from seqtile.bench import ladder as ladders
+    from seqtile.bench.environment import environment, stamp
+    from seqtile.cli import bench_show as show
+    from seqtile.cli.plan import host_bytes, parse_rank
+    from seqtile.memory.devices import find_device
+    from seqtile.memory.request import Request
+    from seqtile.memory.setup import Lora
+    from seqtile.memory.shapes import read_config
+
+    if full and lora is not None:
+        raise UserError("--full trains every weight and --lora does not; give one of them")
+    if not 0 < efficiency <= 1:
+        raise UserError(f"got --efficiency {efficiency}, expected a share above 0 and at most 1")
+    target = find_device(device)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    request = Request(
+        model=model, config=read_config(model), device=target, gpus=gpus, host_memory=host_bytes(host_memory),
+        engine=engine, sp_size=sp_size, lora=None if lora is None else Lora(parse_rank(lora)), optimizer=optimizer,
+        precision=precision, offload=tuple(word.strip() for word in offload.split(",") if word.strip()),
+        attention=attention,
+    )  # fmt: skip
+    directory, stem = show.fresh(out, "ladder")
+    file, plot = directory / f"{stem}.jsonl", directory / f"{stem}.png"
+    with show.Status() as status:
+        rows = ladders.run_ladder(request, efficiency, stamp(environment()), file, status.say)
+    ladders.plot_ladder(rows, plot)
+    if json:
+        print(text.dumps({"rows": rows, "files": [str(file), str(plot)]}))
+        return
+    show.print_ladder(rows)
+    show.print_files([file, plot])

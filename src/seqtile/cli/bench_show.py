@@ -138,6 +138,21 @@ def print_published(rows: Sequence[Row]) -> None:
         console.print(published.HARDWARE.format(device=device), highlight=False, soft_wrap=True)
 
 
+def print_ladder(rows: Sequence[Row]) -> None:
+    """One line a rung."""
+    from seqtile.bench import ladder
+
+    heads, cells = ladder.table(rows)
+    table = Table(box=box.SIMPLE_HEAVY, pad_edge=False, title_justify="left", title=ladder.title(rows))
+    for number, name in enumerate(heads):
+        table.add_column(name, justify="left" if number in (0, 2) else "right", no_wrap=number != 2)
+    for line in cells:
+        table.add_row(*(Text(cell) for cell in line))
+    console = console_for_tables(140)
+    console.print(table)
+    console.print(ladder.footnote(rows), highlight=False, soft_wrap=True)
+
+
 def _print_failures(console: Console, rows: Sequence[Row]) -> None:
     for row in rows:
         if "error" in row:

@@ -52,7 +52,7 @@ def command(
     target = find_device(device)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     request = Request(
-        model=model, config=read_config(model), device=target, gpus=gpus, host_memory=_bytes(host_memory),
+        model=model, config=read_config(model), device=target, gpus=gpus, host_memory=host_bytes(host_memory),
         engine=engine, sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
         offload=tuple(word.strip() for word in offload.split(",") if word.strip()), attention=attention,
         tile=None if tile == "none" else tile, keep=number(keep), loss=loss, checkpoint=checkpoint, batch=batch_size,
@@ -87,7 +87,8 @@ def number(text: str) -> float | str:
         return text
 
 
-def _bytes(text: str | None) -> int | None:
+def host_bytes(text: str | None) -> int | None:
+    """The bytes that ``--host-memory`` gives."""
     from seqtile.tiling import parse_bytes
 
     if text is None:
