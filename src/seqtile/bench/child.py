@@ -75,6 +75,11 @@ def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
 
         return measure_step(Step(**arguments["step"]), arguments["method"])
 
+    def ladder(arguments: dict[str, Any]) -> dict[str, Any]:
+        from seqtile.bench.ladder_step import Attempt, measure_attempt
+
+        return measure_attempt(Attempt(**arguments))
+
     def precision(arguments: dict[str, Any]) -> dict[str, Any]:
         import torch
 
@@ -85,7 +90,7 @@ def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
 
     return {
         "precision": precision,
-        "cell": cell, "pairs": pairs, "engine": engine, "halves": halves, "step": step,
+        "cell": cell, "pairs": pairs, "engine": engine, "halves": halves, "step": step, "ladder": ladder,
         "environment": lambda _: environment(),
     }  # fmt: skip
 

@@ -63,8 +63,10 @@ class StepRun:
         return max(part.total for part in self.peaks.values())
 
 
-def build(config: Any, setup: Setup, device: str) -> Built:
+def build(config: Any, setup: Setup, device: str, offload: bool | str = False) -> Built:
     """The model of ``config`` on ``device``, with random weights, ready to train as ``setup`` says.
+
+    ``offload`` is that of :func:`seqtile.apply`: a plan's fake runs need none, real ones do.
 
     Raises:
         UserError: Transformers cannot build it, or it has nothing to tile.
@@ -82,6 +84,8 @@ def build(config: Any, setup: Setup, device: str) -> Built:
         more: dict[str, Any] = {"loss": "tiled", "loss_tile": setup.loss_tile} if setup.loss == "tiled" else {}
         if setup.attention_saved:
             more["checkpoint"] = "attention-saved"
+        if offload:
+            more["offload"] = offload
         if setup.heads is not None:
             more["heads"] = setup.heads
         if setup.tile is not None:

@@ -1,0 +1,216 @@
+"""The ladder: by the plan from the command, and by real steps in the script that `make gpu-ladder` starts."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from seqtile.bench import ladder
+from seqtile.bench.child import guarded
+from seqtile.bench.environment import environment
+from seqtile.bench.ladder_step import Attempt, measure_attempt, places
+from seqtile.cli import main
+from seqtile.memory.choose import WHOLE_LAYER
+from seqtile.memory.devices import find_device
+from seqtile.memory.flops import EFFICIENCY, Work
+from seqtile.memory.plan import Bounds
+from seqtile.memory.request import Request
+from seqtile.memory.shapes import read_config
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SIZES: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=256, max_position_embeddings=32768, pad_token_id=0,
+)  # fmt: skip
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("ladder") / "model"
+    AutoConfig.for_model("llama", **SIZES).save_pretrained(folder)
+    return str(folder)
+
+
+class Planned:
+    """A planner in whose place every rung holds less than the one before, but where attention's output is kept."""
+
+    def __init__(self, request: Request, like: Any = None) -> None:
+        self.request, self.built = request, SimpleNamespace(model=None)
+
+    def longest(self) -> tuple[int, str]:
+        request = self.request
+        each = 8 if request.loss == "full" else 4 if request.tile is None else 0
+        each += 1 + ("checkpoints" not in request.offload) + (request.heads is None)
+        each += (request.checkpoint == "attention-saved") + (request.blocks == "auto")
+        return 1024 * (24 // each), "device memory: something"
+
+    def estimate(self, tokens: int) -> Any:
+        return SimpleNamespace(device=Bounds(1, 2, 3), host=Bounds(1, 2, 3), peak_at="head", moved=0.5)
+
+    def work(self, tokens: int) -> Any:
+        saved = self.request.checkpoint == "attention-saved"
+        return Work(6e9 * tokens, (4.5 - saved) * 1e5 * tokens**2)
+
+
+def test_each_rung_adds_one_thing_to_those_before(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "Planner", Planned)
+    monkeypatch.setattr(ladder, "runs_on_some_heads", lambda _: True)
+    h200 = find_device("h200")
+    rows = ladder.run_ladder(Request(model, read_config(model), h200, offload=("optimizer",)), EFFICIENCY, {}, None)
+    assert [row["rung"] for row in rows] == [rung.name for rung in ladder.RUNGS]
+    settings = [row["settings"] for row in rows]
+    assert settings[0] == {"tile": None, "loss": "full", "offload": ("optimizer",), "checkpoint": "layer",
+                           "blocks": "auto", "heads": None}  # fmt: skip
+    for before, after, rung in zip(settings, settings[1:], ladder.RUNGS[1:], strict=False):
+        assert {name for name in after if after[name] != before[name]} == rung.changes.keys()
+    assert settings[-1] == {"tile": "auto", "loss": "tiled", "offload": ("optimizer", "checkpoints"),
+                            "checkpoint": "layer", "blocks": WHOLE_LAYER, "heads": 1}  # fmt: skip
+    assert max(rows, key=lambda row: row["max_length"]) is rows[-1]
+    assert {row["common"]["tokens"] for row in rows} == {min(row["max_length"] for row in rows)}
+    last, saved = rows[-1]["common"], rows[-2]["common"]
+    assert saved["tflop_per_token"] < last["tflop_per_token"] == rows[0]["tflop_per_token"]
+    assert last["device_us_per_token"] == pytest.approx(1e6 * last["tflop_per_token"] / (989 * EFFICIENCY))
+
+    monkeypatch.setattr(ladder, "runs_on_some_heads", lambda _: False)
+    eager = ladder.run_ladder(Request(model, read_config(model), h200, attention="eager"), EFFICIENCY, {}, None)
+    skipped = {row["rung"]: row["skipped"] for row in eager if "skipped" in row}
+    assert [*skipped] == ["+ attention saved", "+ head-wise attention", "- attention saved"]
+    assert "needs an attention kernel" in skipped["+ attention saved"] and "heads" in skipped["+ head-wise attention"]
+    heads, cells = ladder.table(eager)
+    assert heads[-1].startswith("us/token at ") and cells[4][2].startswith("left out: needs an attention kernel")
+
+
+def test_the_command_prints_writes_and_draws(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: it comes with seqtile[train]")
+    monkeypatch.setattr(ladder, "RUNGS", ladder.RUNGS[:2])
+    arguments = ["bench", "ladder", "--model", model, "--device", "1GiB", "--lora", "r=4", "--out", str(tmp_path)]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    full, tiled = found["rows"]
+    assert 0 < full["max_length"] < tiled["max_length"] and full["limited_by"] == "device memory: logits and loss"
+    assert tiled["common"]["tokens"] == full["max_length"] and tiled["device_us_per_token"] is None
+    written = [json.loads(line) for line in Path(found["files"][0]).read_text(encoding="utf-8").splitlines()]
+    assert len(written) == 2 and all(row["versions"]["torch"] and row["date"] for row in written)
+    assert all(row["command"].startswith("seqtile ") and row["train"] == "lora r=4" for row in written)
+    assert Path(found["files"][1]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--lora", "8", "--full"], "give one of them"), (["--efficiency", "40"], "expected a share above 0"),
+     (["--device", "h201"], "did you mean 'h200'"), (["--host-memory", "lots"], "expected a size")],
+)  # fmt: skip
+def test_a_ladder_that_cannot_be(words: list[str], said: str, model: str, capsys: Any) -> None:
+    assert main(["bench", "ladder", "--model", model, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def attempt_of(model: str, **changes: Any) -> Attempt:
+    return Attempt(**{"model": model, "rung": 0, "tokens": 2048, "layers": 2, "lora": 0, "precision": "float32",
+                      "device": "cpu", "host_bytes": 0, **changes})  # fmt: skip
+
+
+@pytest.mark.parametrize("rung", [0, 2])
+@pytest.mark.parametrize("lora", [0, 4])
+def test_layers_that_are_left_out_take_what_they_would_hold(model: str, rung: int, lora: int) -> None:
+    some, whole = (measure_attempt(attempt_of(model, rung=rung, lora=lora, layers=n)) for n in (2, 4))
+    assert some["layers_of_model"] == whole["layers_of_model"] == 4
+    # What the loop over layers itself holds beside their tensors is far below a hundredth.
+    assert some["peak_gib"] == pytest.approx(whole["peak_gib"], rel=0.01)
+
+
+def test_where_checkpoints_of_a_bounded_host_are() -> None:
+    assert places(32, 2, 10, 0) == (2, 0)  # all on the host
+    assert places(32, 2, 10, 160) == (1, 15)
+    assert places(32, 2, 10, 9) == (0, 30)
+    for run in (1, 2, 4):
+        for room in range(0, 340, 7):
+            mine, others = places(32, run, 10, room)
+            on_host = 32 if not room else min(32, room // 10)
+            assert (run - mine) + others == 32 - on_host or mine in (0, run)
+
+
+class Runs:
+    """The script in this process: its attempts too, but for the first one; ``most`` of them until it is ended."""
+
+    def __init__(self, real: Callable[..., Any], most: int) -> None:
+        self.real, self.most, self.ran = real, most, [0]
+        self.made: list[tuple[int, int, int]] = []
+
+    def __call__(self, job: str, arguments: dict[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
+        if job == "environment":
+            return environment()
+        if len(self.made) == self.most:
+            raise KeyboardInterrupt
+        self.made.append((arguments["rung"], arguments["tokens"], arguments["layers"]))
+        if len(self.made) == 1 and self.most:
+            return self.real(job, arguments, timeout_s=100)
+        return guarded(lambda one: measure_attempt(Attempt(**one)), arguments)
+
+
+def test_the_script_measures_and_goes_on_where_it_was_ended(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = importlib.import_module("gpu_ladder")
+    out = tmp_path / "rows.jsonl"
+    words = ["gpu_ladder.py", "--model", model, "--device", "cpu", "--memory", "32MiB", "--precision", "float32",
+             "--start", "1024", "--within", "0.2", "--rungs", "0,2,6", "--out", str(out)]  # fmt: skip
+    monkeypatch.setattr("sys.argv", words)
+    real, runs = script.run_child, []
+    for most in (3, 6, 100, 0):
+        runs.append(Runs(real, most))
+        monkeypatch.setattr(script, "run_child", runs[-1])
+        if most in (3, 6):
+            with pytest.raises(KeyboardInterrupt):
+                script.main()
+            out.write_text(out.read_text(encoding="utf-8") + '{"kind": "att', encoding="utf-8")
+        else:
+            assert script.main() == 0
+    made = [one for run in runs for one in run.made]
+    assert len(made) == len(set(made)) and not runs[-1].made  # nothing was measured twice
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert len([row for row in rows if row["kind"] == "attempt"]) == len(made)
+    rungs = [row for row in rows if row["kind"] == "rung"]
+    assert [row["rung"] for row in rungs] == [0, 2, 6]
+    lengths = [row["max_length"] for row in rungs]
+    assert lengths == sorted(set(lengths)), lengths
+    for row in rungs:
+        assert row["max_length"] < row["shortest_that_failed"] <= 1.2 * row["max_length"] + 16
+        assert row["peak_gib"] * 2**30 <= 32 * MIB and row["limited_by"] == "device memory"
+        assert (row["layers_run"], row["layers_extrapolated"], row["search_ended"]) == (2, 2, "close enough")
+        assert row["whole_step_s"] > 0 and row["versions"]["torch"] and "--rungs 0,2,6" in row["command"]
+        assert {one.name for one in fields(Attempt)} - {"tokens"} <= row.keys()
+    assert "2 layers run, 2 extrapolated" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_rung_ends_when_its_time_is_up_and_the_script_says_what_it_needs(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = importlib.import_module("gpu_ladder")
+    monkeypatch.setattr(script, "run_child", Runs(script.run_child, 0))
+    out = tmp_path / "rows.jsonl"
+    words = ["gpu_ladder.py", "--model", model, "--device", "cpu", "--memory", "32MiB", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", [*words, "--minutes", "0", "--rungs", "7"])
+    assert script.main() == 0
+    [row] = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert (row["max_length"], row["search_ended"], row["name"]) == (0, "the time was up", "- attention saved")
+    for more, said in (([*words[:5], "--out", str(out)], "--memory SIZE"), ([*words, "--rungs", "9"], "expected numb"),
+                       ([*words, "--host-memory", "x"], "expected a size")):  # fmt: skip
+        monkeypatch.setattr("sys.argv", more)
+        assert script.main() == 2
+        assert said in capsys.readouterr().err
+    taken = asdict(attempt_of(model, memory=1, tokens=64))
+    assert guarded(lambda one: measure_attempt(Attempt(**one)), taken)["error"] == "out of memory"
