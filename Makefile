@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo gpu bench-cpu test test-fast test-highest test-lowest test-frameworks docs lint wheel clean distclean
+.PHONY: help setup demo gpu gpu-ladder bench-cpu test test-fast test-highest test-lowest test-frameworks docs lint wheel clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ demo: $(VENV)/.ready  ## train a small model on real text, tiled and untiled, an
 
 gpu: $(VENV)/.ready  ## the GPU suite, ten minutes on one device: writes rows into benchmarks/results
 	$(VENV)/bin/python benchmarks/gpu.py $(ARGS)
+
+gpu-ladder: $(VENV)/.ready  ## the longest row of every rung on one device, ten minutes a rung: start it again to go on
+	$(VENV)/bin/python benchmarks/gpu_ladder.py $(ARGS)
 
 bench-cpu: $(VENV)/.ready  ## the CPU claim: interleaved pairs against untiled, and others beside; a quarter of an hour
 	$(VENV)/bin/python benchmarks/cpu.py $(ARGS)

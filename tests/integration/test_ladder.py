@@ -20,8 +20,8 @@ from seqtile.bench.ladder_step import Attempt, measure_attempt, places
 from seqtile.cli import main
 from seqtile.memory.choose import WHOLE_LAYER
 from seqtile.memory.devices import find_device
+from seqtile.memory.estimate import Bounds
 from seqtile.memory.flops import EFFICIENCY, Work
-from seqtile.memory.plan import Bounds
 from seqtile.memory.request import Request
 from seqtile.memory.shapes import read_config
 
@@ -86,20 +86,23 @@ def test_each_rung_adds_one_thing_to_those_before(model: str, monkeypatch: pytes
     assert [*skipped] == ["+ attention saved", "+ head-wise attention", "- attention saved"]
     assert "needs an attention kernel" in skipped["+ attention saved"] and "heads" in skipped["+ head-wise attention"]
     heads, cells = ladder.table(eager)
-    assert heads[-1].startswith("us/token at ") and cells[4][2].startswith("left out: needs an attention kernel")
+    assert heads[-1].startswith("us/token at ") and cells[4][3].startswith("left out: needs an attention kernel")
 
 
 def test_the_command_prints_writes_and_draws(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: it comes with seqtile[train]")
+    model = str(tmp_path / "model")  # of so few positions that no fake run is long
+    AutoConfig.for_model("llama", **{**SIZES, "max_position_embeddings": 1024, "vocab_size": 8192}).save_pretrained(model)
     monkeypatch.setattr(ladder, "RUNGS", ladder.RUNGS[:2])
     arguments = ["bench", "ladder", "--model", model, "--device", "1GiB", "--lora", "r=4", "--out", str(tmp_path)]
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     full, tiled = found["rows"]
-    assert 0 < full["max_length"] < tiled["max_length"] and full["limited_by"] == "device memory: logits and loss"
-    assert tiled["common"]["tokens"] == full["max_length"] and tiled["device_us_per_token"] is None
+    assert full["max_length"] == tiled["max_length"] == 1024 and full["limited_by"] == "positions"
+    assert full["peak_device_gib"]["expected"] > tiled["peak_device_gib"]["expected"]
+    assert tiled["common"]["tokens"] == 1024 and tiled["device_us_per_token"] is None
     written = [json.loads(line) for line in Path(found["files"][0]).read_text(encoding="utf-8").splitlines()]
     assert len(written) == 2 and all(row["versions"]["torch"] and row["date"] for row in written)
     assert all(row["command"].startswith("seqtile ") and row["train"] == "lora r=4" for row in written)
@@ -117,12 +120,11 @@ def test_a_ladder_that_cannot_be(words: list[str], said: str, model: str, capsys
 
 
 def attempt_of(model: str, **changes: Any) -> Attempt:
-    return Attempt(**{"model": model, "rung": 0, "tokens": 2048, "layers": 2, "lora": 0, "precision": "float32",
+    return Attempt(**{"model": model, "rung": 0, "tokens": 1024, "layers": 2, "lora": 0, "precision": "float32",
                       "device": "cpu", "host_bytes": 0, **changes})  # fmt: skip
 
 
-@pytest.mark.parametrize("rung", [0, 2])
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize(("rung", "lora"), [(0, 0), (2, 4)])
 def test_layers_that_are_left_out_take_what_they_would_hold(model: str, rung: int, lora: int) -> None:
     some, whole = (measure_attempt(attempt_of(model, rung=rung, lora=lora, layers=n)) for n in (2, 4))
     assert some["layers_of_model"] == whole["layers_of_model"] == 4
@@ -159,20 +161,21 @@ class Runs:
         return guarded(lambda one: measure_attempt(Attempt(**one)), arguments)
 
 
+@pytest.mark.slow
 def test_the_script_measures_and_goes_on_where_it_was_ended(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     script = importlib.import_module("gpu_ladder")
     out = tmp_path / "rows.jsonl"
-    words = ["gpu_ladder.py", "--model", model, "--device", "cpu", "--memory", "32MiB", "--precision", "float32",
-             "--start", "1024", "--within", "0.2", "--rungs", "0,2,6", "--out", str(out)]  # fmt: skip
+    words = ["gpu_ladder.py", "--model", model, "--device", "cpu", "--memory", "16MiB", "--precision", "float32",
+             "--start", "1024", "--within", "0.5", "--rungs", "0,2", "--out", str(out)]  # fmt: skip
     monkeypatch.setattr("sys.argv", words)
     real, runs = script.run_child, []
-    for most in (3, 6, 100, 0):
+    for most in (2, 3, 100, 0):
         runs.append(Runs(real, most))
         monkeypatch.setattr(script, "run_child", runs[-1])
-        if most in (3, 6):
+        if most in (2, 3):
             with pytest.raises(KeyboardInterrupt):
                 script.main()
             out.write_text(out.read_text(encoding="utf-8") + '{"kind": "att', encoding="utf-8")
@@ -183,14 +186,14 @@ def test_the_script_measures_and_goes_on_where_it_was_ended(
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert len([row for row in rows if row["kind"] == "attempt"]) == len(made)
     rungs = [row for row in rows if row["kind"] == "rung"]
-    assert [row["rung"] for row in rungs] == [0, 2, 6]
+    assert [row["rung"] for row in rungs] == [0, 2]
     lengths = [row["max_length"] for row in rungs]
     assert lengths == sorted(set(lengths)), lengths
     for row in rungs:
-        assert row["max_length"] < row["shortest_that_failed"] <= 1.2 * row["max_length"] + 16
-        assert row["peak_gib"] * 2**30 <= 32 * MIB and row["limited_by"] == "device memory"
+        assert row["max_length"] < row["shortest_that_failed"] <= 1.5 * row["max_length"] + 16
+        assert row["peak_gib"] * 2**30 <= 16 * MIB and row["limited_by"] == "device memory"
         assert (row["layers_run"], row["layers_extrapolated"], row["search_ended"]) == (2, 2, "close enough")
-        assert row["whole_step_s"] > 0 and row["versions"]["torch"] and "--rungs 0,2,6" in row["command"]
+        assert row["whole_step_s"] > 0 and row["versions"]["torch"] and "--rungs 0,2" in row["command"]
         assert {one.name for one in fields(Attempt)} - {"tokens"} <= row.keys()
     assert "2 layers run, 2 extrapolated" in capsys.readouterr().out.splitlines()[-1]
 

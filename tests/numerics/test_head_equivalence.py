@@ -16,14 +16,14 @@ from zoo import VOCABULARY, causal_lm
 STEPS, BATCH, LENGTH, MICRO = 50, 2, 24, 2
 TILED = {"tile": 7}
 LOSS = {**TILED, "loss": "tiled", "loss_tile": 10}
+REST = {**LOSS, "offload": True, "checkpoint": "attention-saved", "blocks": "mlp+norm+projections"}
 RECIPES: dict[str, dict[str, Any]] = {
     "tiled": TILED,
     "tiled-loss": LOSS,
     "offload": {**LOSS, "offload": True},
     "attention-saved": {**LOSS, "offload": True, "checkpoint": "attention-saved"},
-    "head-wise": {
-        **LOSS, "offload": True, "checkpoint": "attention-saved", "heads": 1, "blocks": "mlp+norm+projections"
-    },
+    "rest-of-the-layer": REST,
+    "head-wise": {**REST, "heads": 1},
 }
 
 

@@ -109,7 +109,7 @@ def run_ladder(
             row["peak_device_gib"] = {
                 bound: getattr(estimate.device, bound) / GIB for bound in ("low", "expected", "high")
             }
-            row.update(peak_at=estimate.peak_at, host_gib=estimate.host.expected / GIB)
+            row.update(peak_at=estimate.peak_at, host_gib=estimate.host.expected / GIB, on_host=estimate.moved)
         rows.append(row)
         planners.append((row, planner))
     lengths = [row["max_length"] for row, _ in planners if row["max_length"]]
@@ -144,20 +144,21 @@ def _costs(planner: Planner, tokens: int, efficiency: float) -> Row:
     }
 
 
-HEAD = ("rung", "longest row", "limited by", "TFLOP/token", "us/token", "us/token at {common}")
+HEAD = ("rung", "longest row", "on the host", "limited by", "TFLOP/token", "us/token", "us/token at {common}")
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells; a rung that was skipped says why in the third."""
+    """Headings and cells; a rung that was skipped says why in the fourth."""
     common = next((row["common"]["tokens"] for row in rows if "common" in row), 0)
     cells = []
     for row in rows:
         if "skipped" in row:
-            cells.append([row["rung"], "", f"left out: {row['skipped']}", "", "", ""])
+            cells.append([row["rung"], "", "", f"left out: {row['skipped']}", "", "", ""])
         else:
             both = [_time(row), _time(row.get("common", {}))]
             flop = f"{row['tflop_per_token']:.3f}" if "tflop_per_token" in row else ""
-            cells.append([row["rung"], f"{row['max_length']:,}", row["limited_by"], flop, *both])
+            host = f"{row['on_host']:.0%}" if row.get("on_host") else ""
+            cells.append([row["rung"], f"{row['max_length']:,}", host, row["limited_by"], flop, *both])
     return [name.format(common=f"{common:,}") for name in HEAD], cells
 
 

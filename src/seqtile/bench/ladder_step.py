@@ -180,7 +180,7 @@ def measure_attempt(attempt: Attempt) -> dict[str, Any]:
     if attempt.memory and found > attempt.memory:
         raise torch.OutOfMemoryError(f"{found / GIB:.3f} GiB of {attempt.memory / GIB:.3f} GiB")
     return {
-        "peak_gib": found / GIB, "peak_from": peak.source, "step_s": seconds, "loss": float(loss),
+        "peak_gib": found / GIB, "peak_from": peak.source, "step_s": seconds, "loss": float(loss.detach()),
         "layers_of_model": whole, "layers_on_host": mine,
     }  # fmt: skip
 

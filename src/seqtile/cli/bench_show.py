@@ -145,7 +145,7 @@ def print_ladder(rows: Sequence[Row]) -> None:
     heads, cells = ladder.table(rows)
     table = Table(box=box.SIMPLE_HEAVY, pad_edge=False, title_justify="left", title=ladder.title(rows))
     for number, name in enumerate(heads):
-        table.add_column(name, justify="left" if number in (0, 2) else "right", no_wrap=number != 2)
+        table.add_column(name, justify="left" if number in (0, 3) else "right", no_wrap=number != 3)
     for line in cells:
         table.add_row(*(Text(cell) for cell in line))
     console = console_for_tables(140)

@@ -1,0 +1,65 @@
+"""Count what each part of Llama-8B's step holds with `blocks=` of more and more, in hidden-state tensors ("rows").
+
+    python benchmarks/layer_rows.py [--tokens 131072]
+
+By the plan's fake runs, in bf16, tiled loss, activation checkpoints, all layers: at the peak of each part of the
+backward everything that is not weights, gradients, optimiser states or checkpointed layer inputs, with what
+FlashAttention-2 takes inside itself. A row is 8 KiB per token, 1 GiB at 131,072 tokens. With adapters (rank 16 on every
+linear layer, in fp32, products in bf16 by autocast) the base is frozen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from dataclasses import replace
+
+import torch
+import transformers
+
+from seqtile.memory.kernels import flash2_workspace
+from seqtile.memory.lines import predict
+from seqtile.memory.setup import Lora, Setup
+from seqtile.memory.shapes import read_config
+from seqtile.memory.step import build
+from seqtile.memory.structure import cut
+from seqtile.memory.tiles import head_tile
+from seqtile.memory.track import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS
+
+STANDING = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS)
+BLOCKS = ("mlp", "mlp+norm", "mlp+norm+projections")
+TRAIN = {
+    "full": Setup(attention="flash", device_type="cuda"),
+    "LoRA": Setup(attention="flash", device_type="cuda", lora=Lora(16), autocast=True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=131072)
+    tokens = parser.parse_args().tokens
+    config = read_config("llama-8b")
+    row = 2 * config.hidden_size * tokens
+    print(f"Fake tensors, torch {torch.__version__}, transformers {transformers.__version__}, {datetime.date.today()}; "
+          f"{tokens:,} tokens")  # fmt: skip
+    for train, setup in TRAIN.items():
+        for heads in (None, 1):
+            for blocks in BLOCKS:
+                asked = _with(setup, blocks, heads, config, tokens)
+                found = predict(config, asked, tokens, workspace=flash2_workspace, device_type="cuda")
+                parts = {
+                    phase: sum(value for name, value in terms.items() if name not in STANDING) / row
+                    for phase, terms in found.parts.items()
+                }
+                told = ", ".join(f"{phase} {rows:.2f}" for phase, rows in sorted(parts.items(), key=lambda p: -p[1])
+                                 if rows > 1 and "forward" not in phase and "#0" not in phase)  # fmt: skip
+                print(f"{train}, heads {heads or 'all'}, {blocks}: {told}", flush=True)
+
+
+def _with(setup: Setup, blocks: str, heads: int | None, config: object, tokens: int) -> Setup:
+    setup = replace(setup, blocks=blocks, heads=heads)
+    return replace(setup, loss_tile=head_tile(build(cut(config, 1), setup, "meta"), setup, tokens, "cuda"))
+
+
+if __name__ == "__main__":
+    main()
