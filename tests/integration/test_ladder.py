@@ -94,7 +94,8 @@ def test_the_command_prints_writes_and_draws(
 ) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: it comes with seqtile[train]")
     model = str(tmp_path / "model")  # of so few positions that no fake run is long
-    AutoConfig.for_model("llama", **{**SIZES, "max_position_embeddings": 1024, "vocab_size": 8192}).save_pretrained(model)
+    sizes = {**SIZES, "max_position_embeddings": 1024, "vocab_size": 8192}
+    AutoConfig.for_model("llama", **sizes).save_pretrained(model)
     monkeypatch.setattr(ladder, "RUNGS", ladder.RUNGS[:2])
     arguments = ["bench", "ladder", "--model", model, "--device", "1GiB", "--lora", "r=4", "--out", str(tmp_path)]
     assert main([*arguments, "--json"]) == 0
