@@ -107,10 +107,29 @@ def test_the_head_is_called_once_however_many_tiles() -> None:
     """Engines gather a weight around the call of its module: once per step, not once per tile."""
     model, ids = loss_only(causal_lm("llama"), tile=2), tokens(BATCH, LENGTH)
     calls: list[str] = []
+
+    def out(*_: Any) -> None:
+        calls.append("out")
+
+    out.__module__ = "torch.distributed.fsdp._fully_shard"  # an engine's; anybody else's sees logits
     model.lm_head.register_forward_pre_hook(lambda *_: calls.append("in"))
-    model.lm_head.register_forward_hook(lambda *_: calls.append("out"))
+    model.lm_head.register_forward_hook(out)
     step(model, ids)
     assert calls == ["in", "out"]
+
+
+def test_a_hook_on_the_head_gets_logits(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = causal_lm("llama"), tokens(BATCH, LENGTH)
+    hook = model.lm_head.register_forward_hook(lambda module, given, logits: logits * 0.5)
+    plain, expected = step(model, ids)
+    loss_only(model)
+    with caplog.at_level(logging.WARNING):
+        output, got = step(model, ids)
+    torch.testing.assert_close(output.loss, plain.loss)
+    assert_same_gradients(got, expected)
+    assert "a hook on the head" in caplog.text
+    hook.remove()
+    assert model(input_ids=ids, labels=ids).logits is None
 
 
 def of_a_kind(architecture: str, **config: Any) -> nn.Module:

@@ -219,6 +219,9 @@ class TiledLoss:
         if not _is_causal_loss(self.module.loss_function):
             self._tell("the model's loss function was replaced after seqtile.apply: it runs untiled")
             return True
+        if hook := _listener(self.module.get_output_embeddings()):
+            self._tell(f"a hook on the head ({hook}) expects logits: the loss runs untiled")
+            return True
         return False
 
     def _tell(self, text: str) -> None:
@@ -361,6 +364,19 @@ class TiledLoss:
 
 
 _NOTHING: Any = object()
+
+_ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.", "accelerate.", "seqtile.")
+"""Whose hooks on the head bring its weight and send it away, whatever the head returns."""
+
+
+def _listener(head: nn.Module) -> str:
+    """Somebody's hook that reads or changes what the head returns, by name, or ""."""
+    for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        for hook in getattr(head, name).values():
+            function = getattr(hook, "func", hook)  # of a partial
+            if not str(getattr(function, "__module__", "")).startswith(_ENGINES):
+                return str(getattr(function, "__qualname__", type(function).__name__))
+    return ""
 
 
 def _is_plain(head: Any) -> bool:
