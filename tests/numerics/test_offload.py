@@ -174,6 +174,11 @@ def test_copies_in_flight_are_bounded_and_one_is_fetched_ahead() -> None:
     parked = [memory.park(torch.full((2,), float(number))) for number in range(3)]
     assert torch.equal(parked[2].take(), torch.full((2,), 2.0))
     assert parked[1].fetched is not None and parked[0].fetched is None
+    # a layer's input and its attention's output: a whole layer ahead, and nothing that is back already once more
+    inputs, outputs = zip(*[(memory.park(torch.zeros(2)), memory.park(torch.zeros(3))) for _ in range(3)], strict=True)
+    inputs[2].take()
+    outputs[2].take()
+    assert [one.fetched is not None for one in (*inputs, *outputs)] == [False, True, False, False, True, False]
 
 
 @pytest.mark.parametrize("checkpoint", ["full", "attention-saved"])

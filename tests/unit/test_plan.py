@@ -19,11 +19,12 @@ from seqtile.memory.devices import DEVICES, Device, find_device
 from seqtile.memory.engines import CONSTANTS, STATE_BYTES, on_device
 from seqtile.memory.plan import WORTH, Estimate, Planner, choose
 from seqtile.memory.request import Request
-from seqtile.memory.setup import OPTIMIZERS, Lora, make_optimizer
+from seqtile.memory.setup import OPTIMIZERS, Lora, Setup, make_optimizer
 from seqtile.memory.shapes import NAMED, read_config
-from seqtile.memory.step import build
+from seqtile.memory.step import build, fake_step
 from seqtile.memory.structure import count_weights
-from seqtile.train.recipe import build_recipe, read_recipe
+from seqtile.train.fit import request_of as planned_again
+from seqtile.train.recipe import build_recipe, read_recipe, resolve
 
 SIZES: dict[str, Any] = dict(
     hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -100,6 +101,9 @@ BAD = [
     (["--gpus", "8"], "need an engine"),
     (["--gpus", "8", "--engine", "zero3", "--sp-size", "3"], "does not divide 8 GPUs"),
     (["--gpus", "8", "--engine", "zero3", "--sp-size", "8"], "does not divide the 4 attention heads"),
+    (["--gpus", "8", "--engine", "fsdp2", "--sp-size", "2"], "use --engine zero3"),
+    (["--gpus", "8", "--engine", "zero3", "--sp-size", "2", "--max-length", "4097"], "use --max-length 4096"),
+    (["--engine", "ddp"], "at least 2 GPUs"),
     (["--max-length", "100000"], "beyond the 65,536 positions"),
     (["--max-length", "1"], "at least 2"),
     (["--engine", "zero9"], "use one of single"),
@@ -116,10 +120,14 @@ BAD = [
     (["--keep", "auto"], "a plan has none"),
     (["--keep", "0.5", "--tile", "none"], "without tiling"),
     (["--attention", "linear"], "use one of flash"),
+    (["--blocks", "some"], "use one of auto, mlp"),
+    (["--blocks", "mlp", "--tile", "none"], "without tiling"),
+    (["--lora", "r=4,target_modules=nothing_like_it"], "adapters cannot be made"),
     (["--lora", "r=none"], "expected a rank"),
     (["--lora", "16", "--full"], "give one of them"),
     (["--host-memory", "much"], "expected a size"),
     (["--plot", "/nowhere/plot.png"], "does not exist"),
+    (["--recipe", "/"], "is a directory"),
     (["--device", "64MiB"], "at any length"),
 ]
 
@@ -181,6 +189,37 @@ def test_what_the_host_has_no_room_for_stays_on_the_device(planner: Planner) -> 
     assert bytes_on_device == sorted(bytes_on_device) and bytes_on_device[0] < bytes_on_device[2]
     assert recipe(all_of_it, 16384)["offload"] is True
     assert nothing.longest() == planner.longest()
+    assert recipe(nothing, 16384)["offload"] is False
+    # whole layers are moved, and no bound is called for less than a MiB
+    most = other(planner, offload=("checkpoints",), host_memory=round(process + 0.7 * held))
+    assert most.estimate(16384).moved == 0.5
+
+
+@pytest.mark.parametrize("changes", [
+    {"lora": Lora(4, r".*\.(q_proj|v_proj)", 12.0, 0.1), "qlora": True}, {"optimizer": "sgd-momentum", "heads": 1},
+    {"blocks": "mlp+norm+projections", "batch": 2, "checkpoint": "attention-saved"},
+])  # fmt: skip
+def test_the_recipe_is_planned_as_what_it_was_made_of(folder: Path, changes: dict[str, Any]) -> None:
+    request = request_of(folder, **changes)
+    read, _ = build_recipe(recipe(Planner(request), 4096), {"dataset": "rows.jsonl"})
+    again = planned_again(resolve(read), DEVICE.memory)
+    for name in ("lora", "qlora", "optimizer", "heads", "blocks", "batch", "checkpoint", "attention", "tile"):
+        assert getattr(again, name) == getattr(request, name), name
+
+
+def test_a_precision_is_in_the_recipe(planner: Planner) -> None:
+    exact = recipe(Planner(replace(planner.request, precision="float32"), like=planner), 4096)
+    assert (exact["dtype"], exact["trainer"]) == ("float32", {"bf16": False})
+    assert "dtype" not in recipe(planner, 4096)
+
+
+def test_dropout_of_adapters_is_counted(folder: Path) -> None:
+    config = read_config(str(folder))
+    plain, dropped = (
+        fake_step(config, Setup(lora=Lora(4, "all-linear", None, share), loss_tile=256), 512).peak
+        for share in (0.0, 0.1)
+    )
+    assert dropped > plain
 
 
 def test_the_next_step_is_what_it_promises(planner: Planner) -> None:

@@ -68,3 +68,11 @@ def test_bad_input_is_one_sentence(
     assert words in shown.err
     assert shown.err.count("\n") == 1
     assert not out.exists()
+
+
+def test_a_directory_that_cannot_be_made_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = folder / "config.json"
+    before = taken.read_bytes()
+    assert main(["probe", "--model", str(folder), "--out", str(taken)]) == 2
+    assert "give another directory" in capsys.readouterr().err
+    assert taken.read_bytes() == before

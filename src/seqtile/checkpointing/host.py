@@ -33,6 +33,7 @@ class Parked:
         self.nbytes = tensor.numel() * tensor.element_size()
         self.copied: Any = None
         self.fetched: tuple[Tensor, Any] | None = None
+        self.taken = False
         self.host = self._to_host(tensor.detach())
 
     def _to_host(self, tensor: Tensor) -> Tensor:
@@ -64,12 +65,11 @@ class Parked:
         return self.fetched
 
     def take(self) -> Tensor:
-        """The tensor back on its device, for the stream that computes; the one packed before it is fetched ahead."""
+        """The tensor back on its device, for the stream that computes; the layer before is fetched ahead."""
         tensor, event = self.fetch()
-        self.fetched = None
-        before = self.owner.before(self)
-        if before is not None:
-            before.fetch()
+        self.fetched, self.taken = None, True
+        for earlier in self.owner.before(self):
+            earlier.fetch()
         if event is not None:
             current = torch.accelerator.current_stream(self.device)
             current.wait_event(event)
@@ -114,15 +114,16 @@ class HostMemory:
         self._order.append(weakref.ref(one))
         return one
 
-    def before(self, one: Parked) -> Parked | None:
-        """What was parked right before ``one``, if it is still wanted."""
-        earlier = None
-        for ref in self._order:
-            other = ref()
-            if other is one:
-                return earlier
-            earlier = other or earlier
-        return None
+    def before(self, one: Parked) -> list[Parked]:
+        """What was parked before ``one`` and not taken yet, back to the tensor of its shape: one layer's tensors."""
+        found: list[Parked] = []
+        parked = [other for ref in self._order if (other := ref()) is not None]
+        for other in reversed(parked[: parked.index(one)]):
+            if not other.taken:
+                found.append(other)
+                if other.host.shape == one.host.shape:
+                    return found
+        return found[:1]
 
     def stream(self, device: torch.device) -> Any:
         """The stream of copies, None where there is nothing to copy between."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from seqtile._errors import UserError
+
+if TYPE_CHECKING:
+    from seqtile.memory.setup import Lora
 
 
 def command(
@@ -26,6 +31,8 @@ def command(
     keep: str = typer.Option("0", help="Share of the tiles that keep gate and up, or memory:4GiB."),
     loss: str = typer.Option("tiled", help="tiled or full."),
     checkpoint: str = typer.Option("auto", help="Activation checkpoints: auto, layer, attention-saved or none."),
+    blocks: str = typer.Option("auto", help="What runs in tiles: auto, mlp, mlp+norm or mlp+norm+projections."),
+    heads: int = typer.Option(None, help="Key-value heads per pass of attention; all without it.", metavar="N", min=1),
     batch_size: int = typer.Option(1, help="Rows per rank.", metavar="N"),
     explain: bool = typer.Option(False, "--explain", help="Why each setting."),
     json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
@@ -43,12 +50,15 @@ def command(
 
     if full and (lora is not None or qlora):
         raise UserError("--full trains every weight and --lora and --qlora do not; give one of them")
+    _check_trains(engine, gpus, sp_size, max_length)
     for name, file in (("--recipe", recipe), ("--plot", plot)):
         if file is not None and not Path(file).expanduser().parent.is_dir():
             raise UserError(f"{name} {file!r}: its directory does not exist; make it first")
+        if file is not None and Path(file).expanduser().is_dir():
+            raise UserError(f"{name} {file!r} is a directory; give the name of a file")
     if plot is not None and not plot.endswith(".png"):
         raise UserError(f"--plot {plot!r}: expected a name that ends with .png")
-    adapters = Lora(parse_rank(lora)) if lora is not None else Lora() if qlora else None
+    adapters = parse_adapters(lora) if lora is not None else Lora() if qlora else None
     target = find_device(device)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     request = Request(
@@ -56,6 +66,7 @@ def command(
         engine=engine, sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
         offload=tuple(word.strip() for word in offload.split(",") if word.strip()), attention=attention,
         tile=None if tile == "none" else tile, keep=number(keep), loss=loss, checkpoint=checkpoint, batch=batch_size,
+        blocks=blocks, heads=heads,
     )  # fmt: skip
     from seqtile.cli import plan_show as show
     from seqtile.memory.plan import plan as make_plan
@@ -68,15 +79,29 @@ def command(
     )  # fmt: skip
 
 
-def parse_rank(text: str) -> int:
-    """The rank that ``--lora`` gives."""
-    from seqtile.train.recipe import parse_lora
+def _check_trains(engine: str, gpus: int, sp_size: int, max_length: int | None) -> None:
+    """Refuse what could be planned, but ``seqtile train`` would not take as a recipe."""
+    if engine == "ddp" and gpus == 1:
+        raise UserError("engine 'ddp' needs at least 2 GPUs; add --gpus 2 or more, or use --engine single")
+    if sp_size > 1 and engine in ("ddp", "fsdp2"):
+        raise UserError(f"sp-size {sp_size} splits sequences by DeepSpeed, got engine {engine!r}; use --engine zero3")
+    if sp_size > 1 and max_length is not None and max_length % sp_size:
+        nearest = max_length // sp_size * sp_size or sp_size
+        raise UserError(f"max length {max_length} is not a multiple of sp-size {sp_size}; use --max-length {nearest}")
 
-    words = parse_lora(text)
-    unknown = [key for key in words if key not in ("r", "alpha", "dropout", "target_modules")]
-    if unknown or not str(words.get("r", 16)).isdigit() or int(words.get("r", 16)) < 1:
-        raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16'")
-    return int(words.get("r", 16))
+
+def parse_adapters(text: str) -> Lora:
+    """The adapters that ``--lora`` gives, as ``seqtile train`` takes them."""
+    from pydantic import ValidationError
+
+    from seqtile.memory.setup import Lora
+    from seqtile.train.recipe import LoraRecipe, parse_lora
+
+    try:
+        found = LoraRecipe(**parse_lora(text))
+    except (ValidationError, ValueError):
+        raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16,alpha=32,dropout=0.05'") from None
+    return Lora(found.r, found.target_modules, found.alpha, found.dropout)
 
 
 def number(text: str) -> float | str:

@@ -102,7 +102,7 @@ def _print_verdict(
     room = request.device.memory - estimate.device.expected
     if asked is not None:
         if fits:
-            sure = "" if estimate.device.high <= request.device.memory else " (not at the high estimate)"
+            sure = "" if planner.surely_fits(estimate) else " (not at the high estimate)"
             console.print(f"{estimate.tokens:,} tokens fit with {room / GIB:,.1f} GiB to spare{sure}.", style="bold")
         elif room < 0:
             console.print(f"{estimate.tokens:,} tokens do not fit: {-room / GIB:,.1f} GiB too much.", style="bold")

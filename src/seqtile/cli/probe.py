@@ -29,10 +29,9 @@ def command(
     import logging
     from pathlib import Path
 
-    from seqtile.cli.plan import number, parse_rank
+    from seqtile.cli.plan import number, parse_adapters
     from seqtile.memory.devices import this_device
     from seqtile.memory.request import Request, check_request
-    from seqtile.memory.setup import Lora
     from seqtile.memory.shapes import read_config
 
     if full and lora is not None:
@@ -49,7 +48,7 @@ def command(
     config = read_config(model)
     here = this_device()
     request = Request(
-        model=model, config=config, device=here, lora=None if lora is None else Lora(parse_rank(lora)),
+        model=model, config=config, device=here, lora=None if lora is None else parse_adapters(lora),
         optimizer=optimizer, precision=precision, attention=attention, tile=tile, keep=number(keep), loss=loss,
         loss_tile=loss_tile, checkpoint=checkpoint, batch=batch_size, device_type=here.name,
     )  # fmt: skip
@@ -58,7 +57,10 @@ def command(
     from seqtile.memory.probe import PHASES, plot_timeline, probe
 
     directory = Path(out).expanduser()
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out!r} cannot be made ({error.strerror}); give another directory") from None
     snapshot = None if here.name == "cpu" else directory / "snapshot.pickle"
     found = probe(config, request.setup(), max_length, snapshot, loss_tile)
     plot_timeline(found, directory / "timeline.png")

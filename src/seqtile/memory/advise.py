@@ -9,8 +9,10 @@ from seqtile._errors import UserError
 from seqtile.memory.estimate import Estimate
 from seqtile.memory.lines import KEPT_TILES
 from seqtile.memory.plan import Planner
-from seqtile.memory.request import Request
+from seqtile.memory.request import WHOLE_LAYER, Request
+from seqtile.memory.setup import Lora
 from seqtile.memory.track import KEPT
+from seqtile.models.heads import runs_on_some_heads
 
 NOT_MODELLED = (
     "allocator fragmentation and driver context beyond the stated bounds",
@@ -20,6 +22,12 @@ NOT_MODELLED = (
     "image, audio and video tokens: count them into the length",
 )
 """What no plan knows."""
+
+FOUR_BIT = {
+    "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "bfloat16",
+}  # fmt: skip
+"""The 4-bit weights that are planned: doubly quantised NF4, multiplied in bf16 (QLoRA)."""
 
 
 def not_modelled(request: Request, estimate: Estimate) -> list[str]:
@@ -56,7 +64,7 @@ class Step:
 def next_step(planner: Planner, longest: int) -> Step | None:
     """The setting that buys most, cheap ones first where they at least double the length; None if none buys any."""
     best: Step | None = None
-    for flags, changes, why in _changes(planner.request):
+    for flags, changes, why in _changes(planner.request, runs_on_some_heads(planner.built.model)):
         try:
             other = Planner(replace(planner.request, **changes), like=planner)
             length, _ = other.longest()
@@ -69,7 +77,7 @@ def next_step(planner: Planner, longest: int) -> Step | None:
     return best
 
 
-def _changes(request: Request) -> list[tuple[str, dict[str, Any], str]]:
+def _changes(request: Request, some_heads: bool) -> list[tuple[str, dict[str, Any], str]]:
     found: list[tuple[str, dict[str, Any], str]] = []
     if request.loss == "full":
         found.append(("--loss tiled", {"loss": "tiled"}, "no [tokens, vocabulary] logits"))
@@ -84,6 +92,9 @@ def _changes(request: Request) -> list[tuple[str, dict[str, Any], str]]:
     if "checkpoints" not in request.offload and request.checkpoint != "none":
         moved = tuple(dict.fromkeys([*request.offload, "checkpoints"]))
         found.append((f"--offload {','.join(moved)}", {"offload": moved}, "layer inputs live on the host"))
+    if request.tile is not None and request.blocks == "auto" and some_heads and request.heads is None:
+        lean: dict[str, Any] = {"blocks": WHOLE_LAYER, "heads": 1}
+        found.append((f"--blocks {WHOLE_LAYER} --heads 1", lean, "norms, projections and attention in parts"))
     if request.sharded and "optimizer" not in request.offload:
         moved = tuple(dict.fromkeys([*request.offload, "optimizer"]))
         found.append((f"--offload {','.join(moved)}", {"offload": moved}, "optimiser states live on the host"))
@@ -91,7 +102,9 @@ def _changes(request: Request) -> list[tuple[str, dict[str, Any], str]]:
         found.append(("--engine zero3", {"engine": "zero3"}, "weights, gradients and states in shards"))
     if request.gpus > request.sp_size:
         double = 2 * request.sp_size
-        found.append((f"--sp-size {double}", {"sp_size": double}, "each rank holds a part of the sequence"))
+        engine = "" if request.engine == "zero3" else "--engine zero3 "
+        changes = {"engine": "zero3", "sp_size": double}
+        found.append((f"{engine}--sp-size {double}", changes, "each rank holds a part of the sequence"))
     if request.optimizer == "adamw" and request.lora is None:
         found.append(("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"}, "two bytes of state a weight, not eight"))
     return found
@@ -137,15 +150,17 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
 def recipe_lacks(request: Request) -> list[str]:
     """What was planned and no recipe key sets."""
     found = [f"offload of {name} (the engine's own configuration)" for name in request.offload if name != "checkpoints"]
-    if request.qlora:
-        found.append("the 4-bit model (model_kwargs: quantization_config)")
+    if request.loss == "full":
+        found.append("the loss over whole logits (the trainer's own head runs in tiles)")
     return found
 
 
 def offload_of(planner: Planner, estimate: Estimate) -> bool | str:
-    """The recipe's ``offload`` for checkpoints on the host: all of them, or what it has room for."""
+    """The recipe's ``offload`` for checkpoints on the host: all of them, what it has room for, or none."""
     room = planner.host_room()
-    return True if room is None or estimate.moved == 1.0 else f"memory:{int(room // 2**20)}MiB"
+    if room is None or estimate.moved == 1.0:
+        return True
+    return f"memory:{max(1, int(room // 2**20))}MiB" if estimate.moved else False
 
 
 def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
@@ -169,17 +184,36 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     if "checkpoints" in request.offload:
         found["offload"] = offload_of(planner, planner.estimate(tokens))
     if request.lora is not None:
-        found["lora"] = {"r": request.lora.r}
+        found["lora"] = _lora(request.lora)
     if request.engine != "single":
         found["engine"] = request.engine
         found["nproc"] = request.gpus
     if request.sp_size > 1:
         found["sp_size"] = request.sp_size
-    if request.precision == "bfloat16":
-        found["dtype"] = "bfloat16"
+    if request.precision != "mixed":
+        found["dtype"] = request.precision
     names = {"flash": "flash_attention_2", "flash3": "flash_attention_3"}
     found["model_kwargs"] = {"attn_implementation": names.get(request.attention, request.attention)}
-    if request.optimizer not in ("adamw",):
+    if request.qlora:
+        found["model_kwargs"]["quantization_config"] = dict(FOUR_BIT)
+    trainer: dict[str, Any] = {"bf16": False} if request.precision == "float32" else {}
+    if request.optimizer != "adamw":
         words = {"adamw-8bit": "adamw_bnb_8bit", "lion": "lion_32bit", "sgd-momentum": "sgd"}
-        found["trainer"] = {"optim": words.get(request.optimizer, request.optimizer)}
+        trainer["optim"] = words.get(request.optimizer, request.optimizer)
+    if request.optimizer == "sgd-momentum":
+        trainer["optim_args"] = "momentum=0.9"
+    if trainer:
+        found["trainer"] = trainer
+    return found
+
+
+def _lora(lora: Lora) -> dict[str, Any]:
+    modules = lora.target_modules
+    found: dict[str, Any] = {"r": lora.r}
+    if lora.alpha is not None:
+        found["alpha"] = lora.alpha
+    if lora.dropout:
+        found["dropout"] = lora.dropout
+    if modules != Lora.target_modules:
+        found["target_modules"] = modules if isinstance(modules, str) else list(modules)
     return found

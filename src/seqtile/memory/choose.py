@@ -15,7 +15,7 @@ from seqtile._errors import UserError
 from seqtile.memory.estimate import Estimate
 from seqtile.memory.flops import count_work
 from seqtile.memory.plan import WORTH, Planner
-from seqtile.memory.request import Request, attention_cannot_be_saved
+from seqtile.memory.request import WHOLE_LAYER, Request, attention_cannot_be_saved
 from seqtile.models.heads import runs_on_some_heads
 
 GIB = 2**30
@@ -25,8 +25,6 @@ SMALLEST_TILE = 128
 
 TILE_STEP = 4
 """A smaller tile is a quarter: every try that fails costs a step, on several ranks a restart."""
-
-WHOLE_LAYER = "mlp+norm+projections"
 
 KEEPS = (1.0, 0.5)
 """Shares of the tiles that keep gate and up, where memory is left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -58,7 +59,7 @@ class Planner:
         self.depths: Depths
         self.counts: Counts
         self._lines: dict[Setup, Lines] = {}
-        self._reference = min(max_positions(request.config) or LONGEST, 131072)
+        self._near: int | None = None
         if like is not None and like.request.config is request.config and like.request.lora == request.lora:
             self.share(like)
             self.depths, self.counts = like.depths, like.counts
@@ -151,7 +152,9 @@ class Planner:
         room, held = self.host_room(), sum(kept.values())
         if "checkpoints" not in self.request.offload:
             return 0.0
-        return 1.0 if room is None or held <= room else room / held
+        if room is None or held <= room:
+            return 1.0
+        return math.floor(self.depths.layers * room / held) / self.depths.layers  # whole layers are moved
 
     def _finish(self, found: dict[str, float], bound: str) -> float:
         """Add context and allocator to ``found``; returns the total."""
@@ -177,11 +180,11 @@ class Planner:
 
     def sure(self) -> int:
         """The longest row that fits at the high estimate too, 0 if none does; faster after :meth:`longest`."""
-        return self._reach(self.surely_fits, 0.25)[0]
+        return self._reach(self.surely_fits, 0.25, self._near)[0]
 
     def longest(self) -> tuple[int, str]:
         """The longest row that fits (0 if none does), and what limits it."""
-        found, lines = self._reach(self.fits, 0.05)
+        found, lines, self._near = self._reach(self.fits, 0.05)
         if not found:
             return 0, self._limit(self.estimate(self.request.sp_size, lines))
         positions = max_positions(self.request.config)
@@ -189,9 +192,14 @@ class Planner:
         beyond = self.estimate(min(found + max(grain, found // 256), 2**27), lines)
         return found, "positions" if positions and found >= positions else self._limit(beyond)
 
-    def _reach(self, holds: Callable[[Estimate], bool], within: float) -> tuple[int, Lines]:
-        """The longest row whose estimate ``holds``, and the lines of about that length: tiles depend on it a little."""
-        reference = self._reference
+    def _reach(
+        self, holds: Callable[[Estimate], bool], within: float, near: int | None = None
+    ) -> tuple[int, Lines, int]:
+        """The longest row whose estimate ``holds``, and the lines of about that length: tiles depend on it a little.
+
+        The search begins at ``near``; last comes the length that the lines are of.
+        """
+        reference = near or min(max_positions(self.request.config) or LONGEST, 131072)
         for _ in range(4):
             lines = self.lines(reference)
             found = self._furthest(lambda tokens, lines=lines: holds(self.estimate(tokens, lines)))  # type: ignore[misc]
@@ -202,8 +210,7 @@ class Planner:
             if shorter < 64 or (not found and self.at_least(1) > self.request.device.memory):
                 break
             reference = shorter
-        self._reference = reference
-        return found, lines
+        return found, lines, reference
 
     def _furthest(self, holds: Callable[[int], bool]) -> int:
         """The longest row for which ``holds`` is true, to half a percent; 0 if there is none."""

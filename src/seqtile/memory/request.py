@@ -21,6 +21,8 @@ ATTENTIONS = ("flash", "flash3", "sdpa", "eager")
 LOSSES = ("tiled", "full")
 CHECKPOINTINGS = ("auto", "layer", "attention-saved", "none")
 PRECISIONS = ("mixed", "bfloat16", "float32")
+WHOLE_LAYER = "mlp+norm+projections"
+BLOCKS = ("auto", "mlp", "mlp+norm", WHOLE_LAYER)
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ def check_request(request: Request, max_length: int | None) -> None:
         ("engine", request.engine, ENGINES), ("attention", request.attention, ATTENTIONS),
         ("loss", request.loss, LOSSES), ("precision", request.precision, PRECISIONS),
         ("optimizer", request.optimizer, tuple(OPTIMIZERS)), ("checkpoint", request.checkpoint, CHECKPOINTINGS),
+        ("blocks", request.blocks, BLOCKS),
     ):  # fmt: skip
         if value not in known:
             raise UserError(f"{name} {value!r} is not known here; use one of {', '.join(known)}")
@@ -138,6 +141,8 @@ def check_request(request: Request, max_length: int | None) -> None:
         except (TypeError, ValueError) as error:
             raise UserError(str(error)) from None
     check_keep(request.keep, request.tile)
+    if request.blocks != "auto" and request.tile is None:
+        raise UserError("blocks says what runs in tiles, and without tiling nothing does; drop --blocks or --tile none")
     moved = [name for name in request.offload if name != "checkpoints"]
     if moved and not request.sharded:
         raise UserError(

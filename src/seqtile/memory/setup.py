@@ -20,6 +20,8 @@ class Lora:
 
     r: int = 16
     target_modules: str | tuple[str, ...] = "all-linear"
+    alpha: float | None = None
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True)

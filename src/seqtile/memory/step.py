@@ -128,15 +128,17 @@ def _add_lora(model: Any, setup: Setup, device: str) -> Any:
     model.enable_input_require_grads()
     with torch.device(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return get_peft_model(
-            model,
-            LoraConfig(
-                r=setup.lora.r,
-                lora_alpha=2 * setup.lora.r,
-                target_modules=targets if isinstance(targets, str) else list(targets),
-                task_type="CAUSAL_LM",
-            ),
+        adapters = LoraConfig(
+            r=setup.lora.r,
+            lora_alpha=setup.lora.alpha or 2 * setup.lora.r,  # type: ignore[arg-type]
+            lora_dropout=setup.lora.dropout,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            task_type="CAUSAL_LM",
         )
+        try:
+            return get_peft_model(model, adapters)
+        except ValueError as error:
+            raise UserError(f"the adapters cannot be made: {str(error).splitlines()[0]}") from None
 
 
 def fake_step(config: Any, setup: Setup, tokens: int, workspace: Workspace | None = None) -> StepRun:

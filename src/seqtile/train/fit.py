@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile.tiling import parse_bytes
-from seqtile.train.recipe import TRL_LOSS_TILE, Recipe
+from seqtile.train.recipe import TRL_LOSS_TILE, LoraRecipe, Recipe
 
 if TYPE_CHECKING:
     from seqtile.memory.choose import Settings
     from seqtile.memory.devices import Device
     from seqtile.memory.request import Request
+    from seqtile.memory.setup import Lora
 
 OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw-8bit", "adamw_8bit": "adamw-8bit",
@@ -107,7 +108,6 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
         UserError: something that no plan knows.
     """
     from seqtile.memory.request import ENGINES, Request
-    from seqtile.memory.setup import Lora
     from seqtile.train.load import load_config
 
     if recipe.engine not in ENGINES:
@@ -127,7 +127,7 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
     plain = Request(
         model=recipe.model, config=config, device=find_memory(recipe, memory), gpus=recipe.nproc or 1,
         engine=recipe.engine, sp_size=recipe.sp_size, qlora=four_bit, optimizer=optimizer, attention=attention,
-        lora=None if recipe.lora is None else Lora(recipe.lora.r, recipe.lora.target_modules), loss="tiled",
+        lora=None if recipe.lora is None else _adapters(recipe.lora), loss="tiled",
         tile="auto" if recipe.tiled_mlp else None, precision=_precision(recipe, config), batch=recipe.batch_size,
         device_type=_device_type(), host_memory=_host_memory() if can_offload() else None,
     )  # fmt: skip
@@ -202,6 +202,12 @@ def say(fitted: Fitted, tell: Callable[[str], None]) -> Recipe:
     for line in fitted.why:
         tell(line)
     return fitted.recipe
+
+
+def _adapters(lora: LoraRecipe) -> Lora:
+    from seqtile.memory.setup import Lora
+
+    return Lora(lora.r, lora.target_modules, lora.alpha, lora.dropout)
 
 
 def _precision(recipe: Recipe, config: Any) -> str:
