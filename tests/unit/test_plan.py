@@ -202,6 +202,7 @@ def test_what_the_host_has_no_room_for_stays_on_the_device(planner: Planner) -> 
 def test_the_recipe_is_planned_as_what_it_was_made_of(folder: Path, changes: dict[str, Any]) -> None:
     request = request_of(folder, **changes)
     read, _ = build_recipe(recipe(Planner(request), 4096), {"dataset": "rows.jsonl"})
+    assert read.fit is False
     again = planned_again(resolve(read), DEVICE.memory)
     for name in ("lora", "qlora", "optimizer", "heads", "blocks", "batch", "checkpoint", "attention", "tile"):
         assert getattr(again, name) == getattr(request, name), name

@@ -155,10 +155,9 @@ def ladder(
     from seqtile.bench import ladder as ladders
     from seqtile.bench.environment import environment, stamp
     from seqtile.cli import bench_show as show
-    from seqtile.cli.plan import host_bytes, parse_rank
+    from seqtile.cli.plan import host_bytes, parse_adapters
     from seqtile.memory.devices import find_device
     from seqtile.memory.request import Request
-    from seqtile.memory.setup import Lora
     from seqtile.memory.shapes import read_config
 
     if full and lora is not None:
@@ -169,7 +168,7 @@ def ladder(
     logging.getLogger("transformers").setLevel(logging.ERROR)
     request = Request(
         model=model, config=read_config(model), device=target, gpus=gpus, host_memory=host_bytes(host_memory),
-        engine=engine, sp_size=sp_size, lora=None if lora is None else Lora(parse_rank(lora)), optimizer=optimizer,
+        engine=engine, sp_size=sp_size, lora=None if lora is None else parse_adapters(lora), optimizer=optimizer,
         precision=precision, offload=tuple(word.strip() for word in offload.split(",") if word.strip()),
         attention=attention,
     )  # fmt: skip

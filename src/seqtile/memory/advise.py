@@ -167,6 +167,7 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     """The choices as a recipe that ``seqtile train`` takes."""
     request, setup = planner.request, planner.resolved(tokens)
     found: dict[str, Any] = {"model": request.model, "max_length": tokens, "batch_size": request.batch}
+    found["fit"] = False  # all is chosen; on an accelerator the trainer would choose again
     found["tiled_mlp"] = request.tile is not None
     if request.tile is not None:
         found["tile"] = request.tile
