@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from grid.cases import RATE, Case, Trained, assert_equal, named, tile
 from seqtile import UserError
+from seqtile.models.head import standing_losses
 
 
 class Parallel:
@@ -81,6 +82,8 @@ class Parallel:
                 if last and case.clip:
                     parallel.clip(case.clip)
                 parallel.step(last)
+        for loss in standing_losses(model):
+            assert not loss.told, loss.told  # it ran untiled, and equal
         weights = parallel.weights()
         parallel.close()
         return Trained(history, weights)
