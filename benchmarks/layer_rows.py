@@ -43,22 +43,18 @@ def main() -> None:
     print(f"Fake tensors, torch {torch.__version__}, transformers {transformers.__version__}, {datetime.date.today()}; "
           f"{tokens:,} tokens")  # fmt: skip
     for train, setup in TRAIN.items():
-        for heads in (None, 1):
-            for blocks in BLOCKS:
-                asked = _with(setup, blocks, heads, config, tokens)
-                found = predict(config, asked, tokens, workspace=flash2_workspace, device_type="cuda")
-                parts = {
-                    phase: sum(value for name, value in terms.items() if name not in STANDING) / row
-                    for phase, terms in found.parts.items()
-                }
-                told = ", ".join(f"{phase} {rows:.2f}" for phase, rows in sorted(parts.items(), key=lambda p: -p[1])
-                                 if rows > 1 and "forward" not in phase and "#0" not in phase)  # fmt: skip
-                print(f"{train}, heads {heads or 'all'}, {blocks}: {told}", flush=True)
-
-
-def _with(setup: Setup, blocks: str, heads: int | None, config: object, tokens: int) -> Setup:
-    setup = replace(setup, blocks=blocks, heads=heads)
-    return replace(setup, loss_tile=head_tile(build(cut(config, 1), setup, "meta"), setup, tokens, "cuda"))
+        for blocks in BLOCKS:
+            asked = replace(setup, blocks=blocks)
+            head = head_tile(build(cut(config, 1), asked, "meta"), asked, tokens, "cuda")
+            asked = replace(asked, loss_tile=head)
+            found = predict(config, asked, tokens, workspace=flash2_workspace, device_type="cuda")
+            parts = {
+                phase: sum(value for name, value in terms.items() if name not in STANDING) / row
+                for phase, terms in found.parts.items()
+            }
+            told = ", ".join(f"{phase} {rows:.2f}" for phase, rows in sorted(parts.items(), key=lambda p: -p[1])
+                             if rows > 1 and "forward" not in phase and "#0" not in phase)  # fmt: skip
+            print(f"{train}, {blocks}: {told}", flush=True)
 
 
 if __name__ == "__main__":

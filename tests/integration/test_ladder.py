@@ -45,6 +45,7 @@ class Planned:
 
     def __init__(self, request: Request, like: Any = None) -> None:
         self.request, self.built = request, SimpleNamespace(model=None)
+        self.counts = SimpleNamespace(key_heads=2)
 
     def longest(self) -> tuple[int, str]:
         request = self.request
@@ -85,6 +86,9 @@ def test_each_rung_adds_one_thing_to_those_before(model: str, monkeypatch: pytes
     skipped = {row["rung"]: row["skipped"] for row in eager if "skipped" in row}
     assert [*skipped] == ["+ attention saved", "+ head-wise attention", "- attention saved"]
     assert "needs an attention kernel" in skipped["+ attention saved"] and "heads" in skipped["+ head-wise attention"]
+    ranks = Request(model, read_config(model), h200, gpus=2, engine="zero3", sp_size=2)
+    [last] = [row for row in ladder.run_ladder(ranks, EFFICIENCY, {}, None) if "skipped" in row]
+    assert last["rung"] == "+ head-wise attention" and "the 1 key-value head(s) that a rank has" in last["skipped"]
     heads, cells = ladder.table(eager)
     assert heads[-1].startswith("us/token at ") and cells[4][3].startswith("left out: needs an attention kernel")
 

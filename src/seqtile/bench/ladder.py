@@ -94,10 +94,10 @@ def run_ladder(
                 why = refused
             elif rung is RUNGS[-1]:
                 why = "it was never kept"
-        if wanted.heads is not None and like is not None and not runs_on_some_heads(like.built.model):
+        whole = _heads_run_whole(wanted, like) if wanted.heads is not None and like is not None else None
+        if whole is not None:
             wanted = replace(wanted, heads=None)
-            if "heads" in rung.changes:
-                why = "no attention of this model is known to run on some of its heads"
+            why = whole if "heads" in rung.changes else why
         if why is not None:
             rows.append({**start, "skipped": why})
             continue
@@ -119,6 +119,19 @@ def run_ladder(
     if output is not None:
         append_rows(output, rows)
     return rows
+
+
+def _heads_run_whole(request: Request, planner: Planner) -> str | None:
+    """Why attention is not planned one group of heads at a time; None if it is."""
+    if request.sp_size > 1:
+        left = max(1, planner.counts.key_heads // request.sp_size)
+        return (
+            f"with sp-size {request.sp_size} passes divide only the {left} key-value head(s) that a rank has after the "
+            "exchange, and no plan counts that"
+        )
+    if not runs_on_some_heads(planner.built.model):
+        return "no attention of this model is known to run on some of its heads"
+    return None
 
 
 def _asked(request: Request) -> Row:
