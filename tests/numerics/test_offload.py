@@ -163,6 +163,19 @@ def test_the_host_is_asked_before_the_first_copy(monkeypatch: pytest.MonkeyPatch
             step(model)
 
 
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  8 kB\n"}
+    monkeypatch.setattr(host, "_read", lambda path: files.get(path, ""))
+    assert host.available_bytes() == 8192
+    limit, used = host.CONTAINER[0]
+    files.update({limit: "max\n", used: "100\n"})
+    assert host.available_bytes() == 8192
+    files[limit] = "5100\n"
+    assert host.available_bytes() == 5000
+    del files["/proc/meminfo"]
+    assert host.available_bytes() == 0
+
+
 def test_copies_in_flight_are_bounded_and_one_is_fetched_ahead() -> None:
     """What a device's streams are told: its copies themselves need one (``test_on_a_device``)."""
     memory, waited = HostMemory(), list[int]()

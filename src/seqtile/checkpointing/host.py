@@ -172,12 +172,26 @@ def can_pin() -> bool:
 
 
 def available_bytes() -> int:
-    """Host memory that can be had without swapping; 0 where the system does not say."""
+    """Host memory that can be had without swapping, within a container's limit; 0 where the system does not say."""
+    words = _read("/proc/meminfo").split()
+    free = 1024 * int(words[words.index("MemAvailable:") + 1]) if "MemAvailable:" in words else 0
+    for limit, used in CONTAINER:
+        most, now = _read(limit).strip(), _read(used).strip()
+        if most.isdigit() and now.isdigit() and free:  # "max" where there is no limit
+            free = min(free, max(1, int(most) - int(now)))
+    return free
+
+
+CONTAINER = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Where Linux says what a container may take and has taken, control groups of version 2 and 1."""
+
+
+def _read(path: str) -> str:
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        with open(path, encoding="ascii") as file:
+            return file.read()
     except OSError:
-        pass
-    return 0
+        return ""
