@@ -25,7 +25,7 @@ from seqtile.bench.cell import run_child
 from seqtile.bench.environment import append_rows, stamp
 from seqtile.bench.ladder import RUNGS
 from seqtile.bench.ladder_step import Attempt, host_room
-from seqtile.cli.plan import parse_rank
+from seqtile.cli.plan import parse_adapters
 from seqtile.tiling import parse_bytes
 
 SMALLEST = 16
@@ -73,9 +73,10 @@ def run(given: argparse.Namespace) -> list[Row]:
         raise UserError(f"--device {device!r} is not here, torch finds {found['device_type']!r}: leave --device out")
     host = host_room(_bytes("--host-memory", given.host_memory)) if given.host_memory else 0
     numbers = _numbers(given.rungs)
+    # As it comes back from a line of JSON, so that rows of an earlier run are known again.
+    adapters = json.loads(json.dumps(asdict(parse_adapters(given.lora)))) if given.lora else None
     base = Attempt(
-        given.model, 0, given.start, given.layers, parse_rank(given.lora) if given.lora else 0, given.precision, device,
-        host, memory,
+        given.model, 0, given.start, given.layers, adapters, given.precision, device, host, memory,
     )  # fmt: skip
     rows = read(given.out)
     for number in numbers:

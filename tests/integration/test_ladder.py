@@ -125,12 +125,12 @@ def test_a_ladder_that_cannot_be(words: list[str], said: str, model: str, capsys
 
 
 def attempt_of(model: str, **changes: Any) -> Attempt:
-    return Attempt(**{"model": model, "rung": 0, "tokens": 1024, "layers": 2, "lora": 0, "precision": "float32",
+    return Attempt(**{"model": model, "rung": 0, "tokens": 1024, "layers": 2, "lora": None, "precision": "float32",
                       "device": "cpu", "host_bytes": 0, **changes})  # fmt: skip
 
 
-@pytest.mark.parametrize(("rung", "lora"), [(0, 0), (2, 4)])
-def test_layers_that_are_left_out_take_what_they_would_hold(model: str, rung: int, lora: int) -> None:
+@pytest.mark.parametrize(("rung", "lora"), [(0, None), (2, {"r": 4, "target_modules": ["q_proj", "down_proj"]})])
+def test_layers_that_are_left_out_take_what_they_would_hold(model: str, rung: int, lora: Any) -> None:
     some, whole = (measure_attempt(attempt_of(model, rung=rung, lora=lora, layers=n)) for n in (2, 4))
     assert some["layers_of_model"] == whole["layers_of_model"] == 4
     # What the loop over layers itself holds beside their tensors is far below a hundredth.

@@ -41,7 +41,7 @@ class Attempt:
         rung: number of the rung in :data:`seqtile.bench.ladder.RUNGS`.
         tokens: of the row.
         layers: decoder layers that run.
-        lora: rank of the adapters, 0 for training every weight.
+        lora: fields of :class:`seqtile.memory.setup.Lora`, None for training every weight.
         precision: as a plan takes it.
         device: ``torch.device`` type.
         host_bytes: host memory that the whole model's checkpoints may take; 0 for no bound.
@@ -53,7 +53,7 @@ class Attempt:
     rung: int
     tokens: int
     layers: int
-    lora: int
+    lora: dict[str, Any] | None
     precision: str
     device: str
     host_bytes: int
@@ -64,10 +64,16 @@ class Attempt:
         """The rung's settings."""
         base = Request(
             self.model, read_config(self.model), Device(self.device, self.memory, None, ""),
-            lora=Lora(self.lora) if self.lora else None, precision=self.precision, attention="sdpa",
+            lora=self._adapters(), precision=self.precision, attention="sdpa",
             device_type=self.device,
         )  # fmt: skip
         return requests(base)[self.rung][1]
+
+    def _adapters(self) -> Lora | None:
+        if self.lora is None:
+            return None
+        targets = self.lora["target_modules"]
+        return Lora(**{**self.lora, "target_modules": tuple(targets) if isinstance(targets, list) else targets})
 
 
 class LeftOut:
