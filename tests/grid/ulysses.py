@@ -36,9 +36,10 @@ CASES = [
     ),
     Rows("tiled-loss", "tiled loss", config=SDPA, options=STINGY, steps=2, tiled_loss=True, filled=_PADDING),
     Rows(
-        "tiled-loss-50", "tiled loss + attention saved, inputs on the host", config=SDPA, options=STINGY, steps=50,
-        clip=0.3, tiled_loss=True, checkpoint="non-reentrant", more={"checkpoint": "attention-saved", "offload": True},
-        learnable=True,
+        "tiled-loss-50", "tiled loss + attention saved, inputs on the host",
+        config={**SDPA, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}, options=STINGY, steps=50,
+        clip=0.3, tiled_loss=True, checkpoint="non-reentrant", learnable=True,
+        more={"checkpoint": "attention-saved", "offload": True, "heads": 1},
     ),
     Rows(
         "zero2", "over ZeRO-2", config=SDPA, options={"stage": 2},
