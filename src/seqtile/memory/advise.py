@@ -64,7 +64,9 @@ class Step:
 def next_step(planner: Planner, longest: int) -> Step | None:
     """The setting that buys most, cheap ones first where they at least double the length; None if none buys any."""
     best: Step | None = None
-    for flags, changes, why in _changes(planner.request, runs_on_some_heads(planner.built.model)):
+    for flags, changes, why in [*_changes(planner.request), *_lean(planner)]:
+        if best is not None and "heads" in changes:
+            break  # many small kernels: ten seconds of fake runs, which are for where nothing else is left
         try:
             other = Planner(replace(planner.request, **changes), like=planner)
             length, _ = other.longest()
@@ -77,7 +79,16 @@ def next_step(planner: Planner, longest: int) -> Step | None:
     return best
 
 
-def _changes(request: Request, some_heads: bool) -> list[tuple[str, dict[str, Any], str]]:
+def _lean(planner: Planner) -> list[tuple[str, dict[str, Any], str]]:
+    request = planner.request
+    given = request.tile is None or request.blocks != "auto" or request.heads is not None
+    if given or not runs_on_some_heads(planner.built.model):
+        return []
+    lean = {"blocks": WHOLE_LAYER, "heads": 1}
+    return [(f"--blocks {WHOLE_LAYER} --heads 1", lean, "norms, projections and attention in parts")]
+
+
+def _changes(request: Request) -> list[tuple[str, dict[str, Any], str]]:
     found: list[tuple[str, dict[str, Any], str]] = []
     if request.loss == "full":
         found.append(("--loss tiled", {"loss": "tiled"}, "no [tokens, vocabulary] logits"))
@@ -92,9 +103,6 @@ def _changes(request: Request, some_heads: bool) -> list[tuple[str, dict[str, An
     if "checkpoints" not in request.offload and request.checkpoint != "none":
         moved = tuple(dict.fromkeys([*request.offload, "checkpoints"]))
         found.append((f"--offload {','.join(moved)}", {"offload": moved}, "layer inputs live on the host"))
-    if request.tile is not None and request.blocks == "auto" and some_heads and request.heads is None:
-        lean: dict[str, Any] = {"blocks": WHOLE_LAYER, "heads": 1}
-        found.append((f"--blocks {WHOLE_LAYER} --heads 1", lean, "norms, projections and attention in parts"))
     if request.sharded and "optimizer" not in request.offload:
         moved = tuple(dict.fromkeys([*request.offload, "optimizer"]))
         found.append((f"--offload {','.join(moved)}", {"offload": moved}, "optimiser states live on the host"))
