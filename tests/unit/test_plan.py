@@ -190,6 +190,8 @@ def test_what_the_host_has_no_room_for_stays_on_the_device(planner: Planner) -> 
     assert recipe(all_of_it, 16384)["offload"] is True
     assert nothing.longest() == planner.longest()
     assert recipe(nothing, 16384)["offload"] is False
+    _, saving = choose(half, 16384)
+    assert saving.more and "no room for all" in saving.why
     # whole layers are moved, and no bound is called for less than a MiB
     most = other(planner, offload=("checkpoints",), host_memory=round(process + 0.7 * held))
     assert most.estimate(16384).moved == 0.5

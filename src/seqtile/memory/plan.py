@@ -328,6 +328,9 @@ def choose(planner: Planner, tokens: int) -> tuple[Planner, Saving]:
     if over <= 0:  # worth fake runs
         other = Planner(kept, like=planner)
         found = other.estimate(tokens)
+        if found.moved < 1 and more == 0:  # the host has no room for all of it
+            more = max(0.0, found.device.expected - planner.estimate(tokens).device.expected)
+            words = f"{more / 2**30:,.2f} GiB more on the device, whose host has no room for all"
         if other.surely_fits(found):
             return other, Saving(True, more, share, f"{words}, saves {share:.0%} of the step; fits, chosen")
         if other.fits(found):
