@@ -212,7 +212,8 @@ def _rungs(
 ) -> Iterator[tuple[Rung, Settings]]:
     """Every rung that differs from those before it, with what is given left as it is."""
     seen: list[Settings] = []
-    heads = 1 if runs_on_some_heads(planner.built.model) else None
+    # With Ulysses passes divide the heads that a rank has after the exchange, which no plan counts.
+    heads = 1 if request.sp_size == 1 and runs_on_some_heads(planner.built.model) else None
     before = planner.work(tokens).total
     share = 1 - count_work(replace(request, checkpoint="attention-saved"), planner.counts, tokens).total / before
     for rung in LADDER:
