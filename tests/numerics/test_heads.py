@@ -295,3 +295,22 @@ def test_what_runs_all_heads_at_once_says_so(caplog: pytest.LogCaptureFixture) -
     seqtile.undo(model)
     assert torch.equal(written, model.generate(tokens(1, 4), max_new_tokens=3, do_sample=False))
     assert not caplog.text
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_found_where_the_caller_has_switched_gradients_off(off: Any) -> None:
+    model = model_with("qwen3")
+    with off():
+        report = str(seqtile.apply(model, blocks="none", heads=1))
+    assert "head-wise attention in 2 of 2" in report
+
+
+def test_the_norm_is_not_lost_where_the_input_is_no_batch() -> None:
+    model = model_with("llama")
+    seqtile.apply(model, blocks="none", heads=1)
+    layer = model.model.layers[0]
+    attention, norm, rows = layer.self_attn.forward, layer.input_layernorm, torch.randn(3, 32, dtype=torch.float64)
+    attention.before["forward"] = lambda given: given
+    attention.norm = norm
+    norm_of_rows = norm(rows)
+    assert torch.equal(attention(rows), norm_of_rows) and not torch.equal(norm_of_rows, rows)

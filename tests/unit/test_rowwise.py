@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, CohereConfig, Exaone4Config, LlamaConfig, PretrainedConfig, Qwen3Config
 
 import seqtile
 from seqtile.models.rowwise import TiledRows
@@ -82,6 +82,16 @@ def test_head_wise_attention_runs_its_own_norm_and_projections() -> None:
     model = build(LlamaConfig(**SIZES))
     seqtile.apply(model, blocks="mlp+norm+projections", heads=1)
     assert in_tiles(model) == ["model.norm"]
+
+
+def test_head_wise_attention_leaves_the_other_norms_of_its_layer_in_tiles() -> None:
+    """Cohere's norm is read by the MLP too, EXAONE 4 norms attention's output: neither is attention's own."""
+    for config in (CohereConfig(**SIZES), Exaone4Config(**SIZES)):
+        model = build(config)
+        seqtile.apply(model, blocks="mlp+norm+projections")
+        norms = [name for name in in_tiles(model) if "norm" in name]
+        seqtile.apply(model, blocks="mlp+norm+projections", heads=1)
+        assert in_tiles(model) == norms and len(norms) > 1
 
 
 def test_norms_that_keep_little_are_left() -> None:

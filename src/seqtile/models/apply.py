@@ -122,7 +122,8 @@ def apply(
     keeping = with_free_memory(parse_keep(keep, len(chosen)), model, len(chosen))
     with rest.replacing(model), replacing(model):
         tiled = [_tile(model, block, rule, keeping, blocks != "mlp", path) for block in chosen]
-        head_wise = [part for one in attention for part in (one.name, f"{one.layer}.{one.norm}".strip("."))]
+        norms = [f"{one.layer}.{one.norm}".strip(".") for one in attention if one.norm]
+        head_wise = [*(one.name for one in attention), *norms]
         rows = _tile_rows(model, chosen, rule, blocks, head_wise, whole=len(chosen) == len(found))
         done = install_heads(model, heads, attention, untouched), *rest.install(model)
     left += untouched

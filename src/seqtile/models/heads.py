@@ -84,9 +84,10 @@ class HeadWise(Installed):
         given = dict(words)
         hidden_states = args[0] if args else given.pop("hidden_states", None)
         rest = args[1:]
-        if not isinstance(hidden_states, Tensor) or hidden_states.dim() != 3 or not hidden_states.numel():
+        if not isinstance(hidden_states, Tensor):
             return self.original(*args, **words)
-        if self._whole(hidden_states, norm, (*rest, *given.values()), given):
+        odd = hidden_states.dim() != 3 or not hidden_states.numel()
+        if odd or self._whole(hidden_states, norm, (*rest, *given.values()), given):
             normed = norm(hidden_states) if norm is not None else hidden_states
             return self.original(normed, *rest, **given)
         return self._in_passes(hidden_states, norm, rest, given)

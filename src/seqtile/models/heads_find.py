@@ -222,7 +222,10 @@ def no_hidden_states(like: Tensor) -> Tensor:
 
 def why_not(module: nn.Module, shape: HeadShape) -> str:
     """Why the module cannot run one group of heads at a time; "" if the trace and the numbers show that it can."""
-    with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+    with (
+        _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False), torch.enable_grad(),  # the caller may have switched gradients off
+    ):  # fmt: skip
         torch.manual_seed(0)
         reason = ""
         for rotary in (shape.width, shape.width // 2, shape.width // 4, 3 * shape.width // 4):
