@@ -110,7 +110,7 @@ def test_the_command_prints_writes_and_draws(
     assert tiled["common"]["tokens"] == 1024 and tiled["device_us_per_token"] is None
     written = [json.loads(line) for line in Path(found["files"][0]).read_text(encoding="utf-8").splitlines()]
     assert len(written) == 2 and all(row["versions"]["torch"] and row["date"] for row in written)
-    assert all(row["command"].startswith("seqtile ") and row["train"] == "lora r=4" for row in written)
+    assert all(row["command"].startswith("seqtile") and row["train"] == "lora r=4" for row in written)
     assert Path(found["files"][1]).read_bytes().startswith(b"\x89PNG")
 
 

@@ -193,3 +193,19 @@ def test_it_says_what_the_plan_had_said_and_what_would_have_avoided_it(
     assert re.search(r"\nthe plan for rows of 256 tokens: 0.75 GiB \(0.45 to 1.25\) of [\d,.]+ GiB, most in the ", said)
     assert "\nthis would have avoided it: tile: 64 (0.00 GiB less by the plan); --on-oom retry" in said
     assert said.endswith("no checkpoint was saved before")
+
+
+def test_tensors_without_memory_are_not_live() -> None:
+    """torch.compile leaves fake tensors behind, whose shapes may be symbols."""
+    from seqtile.counting.fake import fake_tensors
+    from seqtile.train.out_of_memory import largest_tensors
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    model = torch.nn.Linear(4, 4)
+    with fake_tensors():
+        left_behind = torch.empty(2**40)
+    torch.compile(traced, backend="aot_eager", dynamic=True)(torch.ones(5, 7))
+    lines = largest_tensors(RuntimeError("none"), model, None, None)
+    assert left_behind.numel() == 2**40 and not any("1099511627776" in line for line in lines), lines

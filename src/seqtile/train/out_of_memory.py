@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile.counting.fake import FakeTensor
 from seqtile.memory.phases import causal_model, decoder_layers
 from seqtile.tiling import parse_bytes
 
@@ -222,12 +223,18 @@ def _reachable(device_type: str) -> Iterator[tuple[int, int, Tensor]]:
         if not issubclass(type(one), Tensor):  # isinstance would ask objects that load themselves when they are asked
             continue
         tensor = getattr(one, "_local_tensor", one)
-        if tensor.device.type != device_type or (storage := _storage(tensor)) is None:
+        if tensor.device.type != device_type or isinstance(tensor, FakeTensor) or _has_symbols(tensor):
+            continue  # what torch.compile traced with holds no memory
+        if (storage := _storage(tensor)) is None:
             continue
         before = found.get(storage._cdata)
         if before is None or before[1].numel() < tensor.numel():
             found[storage._cdata] = (storage.nbytes(), tensor)
     return ((key, nbytes, tensor) for key, (nbytes, tensor) in found.items())
+
+
+def _has_symbols(tensor: Tensor) -> bool:
+    return not all(type(size) is int for size in tensor.shape)
 
 
 def _device(model: nn.Module) -> str:
