@@ -142,6 +142,28 @@ def test_what_is_refused_last_leaves_the_model_as_it_was() -> None:
         }
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["none before", "the user's before"])
+@pytest.mark.parametrize("copied", [False, True], ids=["itself", "its copy"])
+def test_undo_takes_off_the_hooks_that_transformers_leaves(own: bool, copied: bool) -> None:
+    model = causal_lm("llama", use_cache=False)
+    if own:
+        model.enable_input_require_grads()
+    embedding = model.get_input_embeddings()
+    before, attributes = list(embedding._forward_hooks), sorted(model.__dict__)
+    for _ in range(2):
+        seqtile.apply(model, blocks="none", checkpoint="attention-saved")
+        assert len(embedding._forward_hooks) == 1 + own
+    other = copy.deepcopy(model) if copied else model
+    seqtile.undo(other)
+    assert list(other.get_input_embeddings()._forward_hooks) == before
+    assert [name for name in sorted(other.__dict__) if "require_grads" in name] == [
+        name for name in attributes if "require_grads" in name
+    ]
+    if own:
+        other.disable_input_require_grads()
+        assert not other.get_input_embeddings()._forward_hooks
+
+
 def test_nothing_found_to_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")
     report = seqtile.apply(model, blocks="none", checkpoint="attention-saved")

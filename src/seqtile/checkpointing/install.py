@@ -28,6 +28,8 @@ logger = first_rank_logger(__name__)
 POLICIES = ("full", "attention-saved")
 _MARK = "_seqtile_checkpointing"
 _SETTER, _ENABLER = "_set_gradient_checkpointing", "_activation_checkpointing_enable"
+_HOOKS = "_require_grads_hooks", "_require_grads_hook"
+"""Where transformers keeps the hooks by which embeddings need a gradient; it leaves them when checkpoints go off."""
 
 
 def find_checkpointed(model: nn.Module) -> nn.Module:
@@ -97,6 +99,8 @@ class Checkpointing:
         self.attention = AttentionSaved(self.host) if policy == "attention-saved" else None
         self.upstream = self.offload and policy == "full" and not _has(offload) and _transformers_offloads(module)
         self.switched_on = False
+        self.before: dict[str, Any] = {}
+        self.hooks: list[Any] = []
         self.told: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,8 +126,10 @@ class Checkpointing:
         if on and not self.upstream:
             self._change(lambda former: former if _ours(former) else self.around(former))
         else:
+            self.before = {name: module.__dict__[name] for name in _HOOKS if name in module.__dict__}
             _quietly_enable(module)
             self.switched_on = not on
+            self.hooks = list(module.__dict__.get(_HOOKS[0]) or ())
 
     def remove(self) -> None:
         own = self.module.__dict__
@@ -131,6 +137,13 @@ class Checkpointing:
             own.pop(name, None)
         if self.switched_on:
             self.module.gradient_checkpointing_disable()
+            if own.get(_HOOKS[0]) == self.hooks:  # else somebody has asked for the same since
+                for name in _HOOKS:
+                    own.pop(name, None)
+                own.update(self.before)
+            for hook in self.hooks:
+                if hook not in self.before.get(_HOOKS[0], ()):
+                    hook.remove()
         elif self.upstream:
             _quietly_enable(self.module)  # with the former function, the offload gone
         else:
