@@ -314,3 +314,21 @@ def test_the_norm_is_not_lost_where_the_input_is_no_batch() -> None:
     attention.norm = norm
     norm_of_rows = norm(rows)
     assert torch.equal(attention(rows), norm_of_rows) and not torch.equal(norm_of_rows, rows)
+
+
+class CentredNorm(nn.Module):
+    """Has the form of a norm, but reads other tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(1, keepdim=True)) * self.weight * 30
+
+
+def test_a_norm_that_mixes_tokens_stays_whole() -> None:
+    model = model_with("llama")
+    for layer in model.model.layers:
+        layer.input_layernorm = CentredNorm()
+    assert_exact(model, tokens(2, LENGTH), heads=1)

@@ -23,6 +23,7 @@ from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
 from seqtile.models.find import Left, linear_widths, looks_like_attention
 from seqtile.models.neighbours import find_norm_before
+from seqtile.models.probe import mixes_tokens
 from seqtile.ops.attention_groups import Cut
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -69,6 +70,7 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
     found: list[Attention] = []
     left: list[Left] = []
     proved: dict[object, str] = {}
+    mixing: dict[type, bool] = {}  # norms that no tile of tokens may hold
     for name, module in modules.items():
         inside = any(name.startswith(f"{one}.") for one in [o.name for o in found] + [o.name for o in left])
         if inside or not looks_like_attention(name, module) or not _has_linears(module):
@@ -85,6 +87,12 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
         layer, _, child = name.rpartition(".")
         parent = modules.get(layer)
         norm = find_norm_before(parent, child) if parent is not None and layer else ""
+        if parent is not None and norm:
+            kind = type(getattr(parent, norm))
+            if kind not in mixing:
+                (hidden, _) = linear_widths(module.get_submodule("q_proj")) or (0, 0)
+                mixing[kind] = (mixes_tokens(getattr(parent, norm), "mlp", hidden) or "").startswith("not ")
+            norm = "" if mixing[kind] else norm
         found.append(Attention(name, module, shape, layer, norm))
     return found, left
 
