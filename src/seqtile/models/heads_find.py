@@ -87,7 +87,7 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
         layer, _, child = name.rpartition(".")
         parent = modules.get(layer)
         norm = find_norm_before(parent, child) if parent is not None and layer else ""
-        if parent is not None and norm:
+        if parent is not None and any(True for _ in getattr(parent, norm or "?", nn.Identity()).parameters()):
             kind = type(getattr(parent, norm))
             if kind not in mixing:
                 (hidden, _) = linear_widths(module.get_submodule("q_proj")) or (0, 0)
