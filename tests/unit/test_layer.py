@@ -237,3 +237,28 @@ def test_a_layer_that_uses_its_children_otherwise_keeps_them(kind: type[_Layer],
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other)
     assert model[0].calls in (0, 2)
+
+
+class _CentredNorm(nn.Module):
+    """Has the form of a norm, but reads other tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - x.mean(1, keepdim=True)) * self.weight
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("llama", "post_attention_layernorm"), ("gemma2", "post_feedforward_layernorm")]
+)
+def test_a_norm_that_mixes_tokens_stays_out_of_the_tile(architecture: str, name: str) -> None:
+    model = causal_lm(architecture)
+    for layer in model.model.layers:
+        setattr(layer, name, _CentredNorm(model.config.hidden_size))
+    ids = tokens()
+    _, expected = gradients(model, ids)
+    report = seqtile.apply(model, tile=5)
+    assert all(name not in block.together for block in report.blocks)
+    assert_same_gradients(gradients(model, ids)[1], expected)

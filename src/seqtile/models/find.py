@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,8 +103,24 @@ def find_blocks(model: nn.Module, *, everything: bool = False) -> tuple[list[Can
         if reason is not None and reason.startswith("not "):
             left.append(Left(name, class_name, reason))
         else:
+            candidate = replace(candidate, neighbours=_row_wise_ones(modules.get(candidate.layer), candidate, probed))
             found.append(_with(candidate, reason or "permuted tokens gave permuted outputs"))
     return found, left
+
+
+def _row_wise_ones(layer: nn.Module | None, block: Candidate, probed: dict[object, str | None]) -> Neighbours:
+    """The block's neighbours without norms that read other tokens, which no tile may hold."""
+    near = block.neighbours
+    for place in ("before", "after", "closing"):
+        norm = getattr(layer, getattr(near, place), None) if layer is not None and getattr(near, place) else None
+        if not isinstance(norm, nn.Module) or not any(True for _ in norm.parameters()):
+            continue
+        key = (type(norm), block.hidden)
+        if key not in probed:
+            probed[key] = mixes_tokens(norm, "mlp", block.hidden)
+        if (probed[key] or "").startswith("not "):
+            near = replace(near, **{place: ""})  # type: ignore[arg-type]
+    return near
 
 
 def _probe_key(module: nn.Module, candidate: Candidate) -> object:
