@@ -170,6 +170,7 @@ def recipe_of(folder: Path, **values: Any) -> Recipe:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("trl", reason="trl is not installed: it comes with seqtile[train]")
     folder = tmp_path_factory.mktemp("fit")
     tiny_run.save_model(folder / "model")
     tiny_run.write_jsonl(folder / "rows.jsonl", tiny_run.text_rows())
