@@ -102,6 +102,7 @@ def test_the_command_prints_writes_and_draws(
     AutoConfig.for_model("llama", **sizes).save_pretrained(model)
     monkeypatch.setattr(ladder, "RUNGS", ladder.RUNGS[:2])
     arguments = ["bench", "ladder", "--model", model, "--device", "1GiB", "--lora", "r=4", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["seqtile", *arguments])
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     full, tiled = found["rows"]
@@ -110,7 +111,7 @@ def test_the_command_prints_writes_and_draws(
     assert tiled["common"]["tokens"] == 1024 and tiled["device_us_per_token"] is None
     written = [json.loads(line) for line in Path(found["files"][0]).read_text(encoding="utf-8").splitlines()]
     assert len(written) == 2 and all(row["versions"]["torch"] and row["date"] for row in written)
-    assert all(row["command"].startswith("seqtile") and row["train"] == "lora r=4" for row in written)
+    assert all(row["command"] == " ".join(["seqtile", *arguments]) and row["train"] == "lora r=4" for row in written)
     assert Path(found["files"][1]).read_bytes().startswith(b"\x89PNG")
 
 
