@@ -228,14 +228,19 @@ def test_the_length_alone_chooses_where_there_is_an_accelerator(folder: Path, mo
     assert run.fitted(recipe_of(folder, fit=False), None, told.append).fit is False and told == ["why"]
     assert run.fitted(plain, folder, told.append).fit is False and told == ["why"]  # a run that goes on
 
-    def nothing(recipe: Recipe) -> Any:
-        raise UserError("no plan knows this")
+    demo = resolve(Recipe())
+    assert run.fitted(demo, None, told.append) is demo and told == ["why"]
+    for error in (UserError, KeyError):
 
-    monkeypatch.setattr(fits, "fit", nothing)
-    assert run.fitted(plain, None, told.append) == plain.model_copy(update={"fit": False})
-    assert told[1:] == ["fit: nothing was chosen, and the settings stay as they are: no plan knows this"]
-    with pytest.raises(UserError, match="no plan knows this"):
-        run.fitted(recipe_of(folder, fit=True), None, told.append)
+        def nothing(recipe: Recipe, error: type[Exception] = error) -> Any:
+            raise error("no plan knows this")
+
+        told.clear()
+        monkeypatch.setattr(fits, "fit", nothing)
+        assert run.fitted(plain, None, told.append) == plain.model_copy(update={"fit": False})
+        assert len(told) == 1 and told[0].startswith("fit: nothing was chosen, and the settings stay as they are: ")
+        with pytest.raises(error, match="no plan knows this"):
+            run.fitted(recipe_of(folder, fit=True), None, told.append)
 
 
 def test_a_plan_is_asked_what_the_run_does(folder: Path):

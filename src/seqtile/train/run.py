@@ -110,21 +110,22 @@ def train(
 def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None]) -> Recipe:
     """``recipe`` with what it leaves to be chosen; a run that goes on keeps what it has.
 
-    Not told whether to choose, it does where there is an accelerator, and without a plan it leaves things as they are.
+    Not told whether to choose, it does where there is an accelerator, but not for the demo, which shows one setting
+    tiled and untiled; and without a plan it leaves things as they are.
 
     Raises:
         UserError: it was told to, and nothing fits.
     """
     from seqtile.train.fit import can_offload, fit
 
-    if recipe.fit is False or (recipe.fit is None and not can_offload()):
+    if recipe.fit is False or (recipe.fit is None and (recipe.is_demo or not can_offload())):
         return recipe
     if start is not None:
         return recipe.model_copy(update={"fit": False})
     try:
         found = fit(recipe)
-    except UserError as error:
-        if recipe.fit is not None:
+    except Exception as error:
+        if recipe.fit is not None:  # else nobody asked for a plan: a model that it cannot read trains all the same
             raise
         tell(f"fit: nothing was chosen, and the settings stay as they are: {error}")
         return recipe.model_copy(update={"fit": False})
