@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from numerics._blocks import HIDDEN, INTERMEDIATE, assert_same, cut, gradients
-from seqtile.models.fuse import fused_weights, row_wise
+from seqtile.models.discover.chain import Chain
+from seqtile.models.discover.live_weights import row_wise
+from seqtile.models.discover.proof import Mode, prove
+from seqtile.models.discover.widths import linear_widths
 from seqtile.ops.fused import FusedWeights, fused_mlp
 from seqtile.ops.fused_tile import Pass
 from seqtile.ops.projection import Layer
@@ -110,6 +113,19 @@ class Fused(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         sizes = cut(x.shape[:-1].numel(), self.tile) if isinstance(self.tile, int) else self.tile
         return fused_mlp(x, weights_of(self.block), sizes, keep=self.keep)
+
+
+def fused_weights(block: nn.Module, dtype: torch.dtype | None = None) -> FusedWeights | str:
+    """The live weights of a lone block for the fused operator, or why it cannot run it, as one call would find them."""
+    widths = [found for part in block.modules() if (found := linear_widths(part)) is not None]
+    weights = [p for p in block.parameters() if p.is_floating_point()]
+    given = dtype or (weights[0].dtype if weights else torch.float32)
+    casts = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    chain = Chain((("block", block),))
+    proof, _ = prove(chain, Mode(((("b", "s", widths[0][0]),given),), torch.device("cpu"), casts))
+    if proof.why_not or isinstance(proof.formula, str):
+        return proof.why_not or str(proof.formula)
+    return chain.weights(proof.formula, given)
 
 
 def weights_of(block: nn.Module) -> FusedWeights:

@@ -22,7 +22,6 @@ from numerics._fused import (
     last_projection_alone,
     weights_of,
 )
-from seqtile.models.formula import known_activation
 from seqtile.ops import fused, fused_tile, pointwise
 from seqtile.ops.fused import FusedWeights, fused_mlp
 from seqtile.ops.projection import Packed, Projection
@@ -116,11 +115,6 @@ def test_every_activation(kind: type[nn.Module], name: str) -> None:
     assert (weights_of(model).activation in pointwise.KNOWN) == (name in ACTIVATIONS)
     x = random(2, 5, HIDDEN, dtype=torch.float64)
     assert_fused_is_untiled(model, [x], random(2, 5, HIDDEN, dtype=torch.float64, seed=2, grad=False), TILE)
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_a_known_activation_is_recognised(name: str) -> None:
-    assert known_activation(ACTIVATIONS[name]).name == name
 
 
 @pytest.mark.parametrize("act", pointwise.KNOWN, ids=lambda act: act.name)

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from numerics._blocks import assert_same, gradients, random
-from numerics._fused import Conv1D, Fused, GatedMLP, GateUpMLP, PlainMLP
+from numerics._fused import Conv1D, Fused, GatedMLP, GateUpMLP, PlainMLP, fused_weights
 from seqtile.counting import count_products
-from seqtile.models import formula
-from seqtile.models.fuse import fused_sequence, fused_weights, row_wise
+from seqtile.models.discover.live_weights import row_wise
 from seqtile.ops.fused import fused_mlp
 from zoo import ARCHITECTURES, HIDDEN, causal_lm
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import seqtile
-from seqtile.models.find import find_blocks
+from seqtile.models.discover.candidates import find_blocks
 from zoo import (
     ENCODERS,
     HIDDEN,

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import seqtile
-from seqtile.models.find import find_blocks
+from seqtile.models.discover.candidates import find_blocks
 from zoo import (
     ARCHITECTURES,
     EXPERTS,

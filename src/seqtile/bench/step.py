@@ -222,7 +222,7 @@ def _load(step: Step, device_type: str) -> Any:
 
 def _install(model: Any, step: Step, method: str) -> str:
     from seqtile.bench.methods import Ours, block_shape, install, tile_count
-    from seqtile.models.find import find_blocks
+    from seqtile.models.discover.candidates import find_blocks
 
     found, _ = find_blocks(model)
     blocks = {block.name: block for block in found if block.kind == "mlp"}

@@ -15,7 +15,7 @@ from torch import nn
 from seqtile._errors import UserError
 from seqtile.checkpointing.host import available_bytes
 from seqtile.models.apply import apply, check_settings, free_bytes, replacing
-from seqtile.models.find import find_blocks
+from seqtile.models.discover.candidates import find_blocks
 from seqtile.models.module import tile_module
 
 _GIB = 2**30

@@ -15,8 +15,10 @@ from torch import nn
 from seqtile._errors import UserError
 from seqtile.checkpointing.install import standing_checkpointing
 from seqtile.engines.granularity import refuse_wrapped
-from seqtile.engines.zero3 import gathered, is_marked, mark_leaf
-from seqtile.models.find import LOOKED_FOR, Candidate, Left, find_blocks
+from seqtile.engines.zero3 import is_marked, mark_leaf, whole_shape
+from seqtile.models.discover.candidates import LOOKED_FOR, Candidate, Left, chain_of, expected_mode, find_blocks
+from seqtile.models.discover.layer_parts import Neighbours
+from seqtile.models.discover.proof import prove
 from seqtile.models.head import standing_losses
 from seqtile.models.heads import find_for, install_heads, parse_heads
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
@@ -24,7 +26,6 @@ from seqtile.models.layer import TiledLayer, TiledPair, TiledSum
 from seqtile.models.report import Block, Report
 from seqtile.models.rest import Rest, remove_rest
 from seqtile.models.rowwise import ROWS_AUTO, TiledRows, find_rows, tile_rows, words_for
-from seqtile.ops.fused import FusedWeights
 from seqtile.tiling import KeepRule, TileRule, parse_keep, parse_tile
 
 Only = str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -35,6 +36,7 @@ def apply(
     *,
     tile: int | str = "auto",
     only: Only | None = None,
+    trust: Only | None = None,
     blocks: str = "auto",
     path: str = "auto",
     keep: float | str = 0.0,
@@ -58,6 +60,9 @@ def apply(
             arXiv 2506.13996; ``"memory:1GiB"``, the largest tile whose working set fits.
         only: the blocks to tile: a qualified name, a pattern (``"*.layers.0.*"``), several of them, or a predicate
             ``(name, module) -> bool``. Without it, every block outside vision and audio towers.
+        trust: blocks to tile although nothing could be proven of them, named as for ``only``: their caller knows that
+            they treat every token by itself and keep no state. The report names the blocks that this is about. A block
+            that was seen to mix tokens is left alone all the same.
         blocks: ``"mlp+norm"``: the norm before the MLP runs in the tile too, so that no copy of the whole hidden
             states is made in its precision; ``"mlp"``: only what the tile needs; ``"auto"``: ``"mlp+norm"``. A norm
             or dropout after the MLP is in the tile in any case, since its input would be recomputed otherwise.
@@ -112,13 +117,18 @@ def apply(
         with rest.replacing(model), replacing(model):
             done = install_heads(model, heads, attention, untouched), *rest.install(model)
         return _finish(Report((), tuple(untouched), 0, parse_keep(keep, 1), weakref.ref(model), *done))
-    found, left = find_blocks(model, everything=only is not None)
+    found, left = find_blocks(
+        model, everything=only is not None, trusted=lambda name, module: trust is not None and _fits(trust, name, module)
+    )
     found, left = _without_own(model, found, left)
     chosen = [block for block in found if only is None or _matches(only, block)]
     left += [Left(b.name, type(b.module).__name__, "not named in only=") for b in found if b not in chosen]
     idle = [one for one in _words(only) if not any(_matches(one, block) for block in found)]
-    if idle or not chosen:
+    idle += [one for one in _words(trust) if not any(_matches(one, block) for block in found)]
+    if idle or (not chosen and not any(one.unproven for one in left)):
         raise UserError(_nothing(model, found, left, idle if idle else only))
+    if not chosen:
+        logger.warning("%s", _nothing(model, found, left, None))
     keeping = with_free_memory(parse_keep(keep, len(chosen)), model, len(chosen))
     with rest.replacing(model), replacing(model):
         tiled = [_tile(model, block, rule, keeping, blocks != "mlp", path) for block in chosen]
@@ -271,17 +281,23 @@ def free_bytes(model: nn.Module) -> int:
 def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, norms: bool, path: str) -> Block:
     module, inline = found.module, found.in_layer
     near = found.neighbours if norms else replace(found.neighbours, before="")
+    trusted = found.proof is None
     setting = Setting(
-        rule, keep, path, found.hidden, found.intermediate, found.kind == "experts", found.name, found.layer
+        rule, keep, path, found.hidden, found.intermediate, found.kind == "experts", found.name, found.layer, trusted
     )
     own = None if inline else TiledForward(module, setting)
     standing: Installed | None = own
     layer = model.get_submodule(found.layer)
+    joins = inline or (bool(found.name) and "forward" not in layer.__dict__ and not trusted)
+    near = near if joins else Neighbours(members=near.members)
+    if joins and not inline and not needs_output(layer, near):
+        near = replace(near, after="", dropout="")
+    joins = inline or (joins and bool(near.before or needs_output(layer, near)))
+    why, fused, not_fused, reason = _operator(model, found, layer, near if joins else Neighbours(members=near.members))
+    if reason:
+        raise UserError(f"{found.name}: {reason}; leave it out with only=")
     together = near.members
-    joins = inline or (bool(found.name) and "forward" not in layer.__dict__)
-    if joins and (inline or near.before or needs_output(layer, near)):
-        if not inline and not needs_output(layer, near):
-            near = replace(near, after="", dropout="")
+    if joins:
         kind = TiledPair if found.kind == "pair" else TiledSum if near.closing else TiledLayer
         standing = kind(layer, setting, near, inline)
         standing.install()
@@ -291,18 +307,17 @@ def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, no
     assert standing is not None
     standing.check()
     mark_leaf(standing.module)
+    fused = fused and path != "generic"
+    if path == "fused" and not fused:
+        raise UserError(f"path='fused' does not apply to {found.name}: {not_fused}; use path='auto' or only=")
     weights = [weight for part in found.parts for weight in part.parameters()]
     sizes = [weight.element_size() for weight in weights if weight.is_floating_point()]
     x = torch.empty(0, dtype=torch.float32 if max(sizes, default=4) == 4 else torch.bfloat16, device="meta")
-    with gathered(standing.module.parameters()):
-        mlp = "experts run in the generic operator" if found.kind == "experts" else standing.fused(x.dtype)
-        fused = isinstance(mlp, FusedWeights) and path != "generic"
-        shape = replace(
-            setting.shape(x, [weight for weight in weights if weight.requires_grad], fused),
-            device_type=weights[0].device.type if weights else "cpu",
-        )
-    if path == "fused" and not fused:
-        raise UserError(f"path='fused' does not apply to {found.name}: {mlp}; use path='auto' or only=")
+    shape = setting.shape(x, [weight for weight in weights if weight.requires_grad], fused)
+    shape = replace(
+        shape, device_type=weights[0].device.type if weights else "cpu",
+        weight_numel=sum(whole_shape(weight).numel() for weight in weights if weight.requires_grad),
+    )  # fmt: skip
     for one in (own, standing):
         if one is not None:
             one.falls_back = fused
@@ -313,9 +328,23 @@ def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, no
             raise UserError(f"{found.name}: {error}") from None
     return Block(
         found.name, type(module).__name__, found.kind, "fused" if fused else "generic", found.hidden,
-        found.intermediate, together, rule.describe(shape), found.why,
-        "" if isinstance(mlp, FusedWeights) else mlp, isinstance(standing, TiledLayer) and needs_output(layer, near),
+        found.intermediate, together, rule.describe(shape), why, not_fused,
+        isinstance(standing, TiledLayer) and needs_output(layer, near),
     )  # fmt: skip
+
+
+def _operator(model: nn.Module, found: Candidate, layer: nn.Module, near: Neighbours) -> tuple[str, bool, str, str]:
+    """(what proves the block with these neighbours, whether it is fused, why not, why it cannot be tiled)."""
+    if found.proof is None:
+        return found.why, False, "nothing is known of its formula", ""
+    chain = replace(chain_of(layer, found, near), training=True)
+    proof, _ = prove(chain, expected_mode(model, chain, found.hidden))
+    if proof.why_not or isinstance(proof.formula, str):
+        return proof.how, False, str(proof.formula), proof.why_not
+    weights = chain.weights(proof.formula, expected_mode(model, chain, found.hidden).inputs[0][1])
+    if isinstance(weights, str) and not any(hasattr(p, "ds_shape") for part in found.parts for p in part.parameters()):
+        return proof.how, False, weights, ""
+    return proof.how, True, "", ""
 
 
 def needs_output(layer: nn.Module, near: object) -> bool:
@@ -338,11 +367,13 @@ def _words(only: Only | None) -> list[str]:
 
 
 def _matches(only: Only, block: Candidate) -> bool:
-    if isinstance(only, str):
-        return block.name == only or fnmatchcase(block.name, only)
+    return _fits(only, block.name, block.module)
+
+
+def _fits(only: Only, name: str, module: nn.Module) -> bool:
     if callable(only):
-        return bool(only(block.name, block.module))
-    return any(block.name == one or fnmatchcase(block.name, one) for one in only)
+        return bool(only(name, module))
+    return any(name == one or fnmatchcase(name, one) for one in ([only] if isinstance(only, str) else only))
 
 
 def _nothing(model: nn.Module, found: list[Candidate], left: list[Left], only: Only | None) -> str:

@@ -1,7 +1,7 @@
 """Head-wise attention on one instance: its forward runs one group of key-value heads after another.
 
 Nothing of the model's attention is written down here: its own forward runs on a view of the module with fewer heads
-(:mod:`seqtile.models.heads_find`). Where the decoder layer shows that nothing else reads the norm before attention, the
+(:mod:`seqtile.models.discover.attention`). Where the decoder layer shows that nothing else reads the norm before attention, the
 norm runs in the same node, so that no copy of the whole hidden states is made in its precision.
 """
 
@@ -21,10 +21,17 @@ from seqtile._log import first_rank_logger
 from seqtile.engines.flat import call_with_weights
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.engines.zero12 import reduces_as_they_arrive
-from seqtile.models.find import Left
-from seqtile.models.fuse import projection_of, row_wise
-from seqtile.models.heads_find import PROJECTIONS, Attention, HeadShape, View, between_weights, find_attention
-from seqtile.models.heads_find import no_hidden_states as nothing_like
+from seqtile.models.discover.attention import (
+    PROJECTIONS,
+    Attention,
+    HeadShape,
+    View,
+    between_weights,
+    find_attention,
+    nothing_like,
+)
+from seqtile.models.discover.candidates import Left
+from seqtile.models.discover.live_weights import projection_of, row_wise
 from seqtile.models.instance import Installed
 from seqtile.models.layer import NormedAttention, TiledLayer
 from seqtile.ops.attention_groups import Cut, Groups, cut_heads, in_groups

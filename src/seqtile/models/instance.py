@@ -20,7 +20,9 @@ from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import unmark_leaf
 from seqtile.engines.zero12 import reduces_as_they_arrive
-from seqtile.models.fuse import fused_weights
+from seqtile.models.discover.chain import Chain
+from seqtile.models.discover.facts import Facts
+from seqtile.models.discover.proof import Mode, Proof, prove
 from seqtile.ops.fused import FusedWeights, fused_mlp
 from seqtile.ops.generic import run_in_tiles
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
@@ -41,6 +43,7 @@ class Setting:
         experts: whether it is a group of routed experts.
         name: qualified name of the block.
         layer: qualified name of the decoder layer around it, or "".
+        trusted: whether its caller vouches for it, where nothing is known of it.
     """
 
     rule: TileRule
@@ -51,6 +54,7 @@ class Setting:
     experts: bool = False
     name: str = ""
     layer: str = ""
+    trusted: bool = False
 
     def shape(self, x: Tensor, weights: Sequence[Tensor], fused: bool, lanes: int = 1) -> BlockShape:
         """What the tile rule needs to know, from what the block is at this call."""
@@ -75,10 +79,11 @@ class Installed:
         self._module = weakref.ref(module)
         self.setting = setting
         self.told: set[str] = set()
+        self._proofs: dict[Any, tuple[Chain, Proof, Facts | None]] = {}
         self.before: dict[str, Any] = {name: module.__dict__[name] for name in _CHANGED if name in module.__dict__}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_module": self._module()}
+        return {**self.__dict__, "_module": self._module(), "_proofs": {}}  # which rest on this very module
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -122,19 +127,41 @@ class Installed:
         if not torch.compiler.is_compiling():
             refuse_gathering_inside(self.inside(), block=self.setting.name, layer=self.setting.layer)
 
-    def fused(self, dtype: torch.dtype) -> FusedWeights | str:
-        """The block's live weights for the fused operator on inputs of ``dtype``, or why it runs the generic one."""
-        raise NotImplementedError(f"{type(self).__name__} names no block; it is a base class")
+    def proof(self, chain: Chain, mode: Mode) -> Proof:
+        """What is known of ``chain`` in this mode: what was known at its last call, if all of it still holds.
+
+        Cost:
+            10 to 40 µs where it does; see :func:`seqtile.models.discover.proof.prove` where it does not.
+        """
+        known = self._proofs.get(mode)
+        if known is not None and known[0] == chain and known[2] is not None and known[2].hold():
+            return known[1]
+        if len(self._proofs) > 8:
+            self._proofs.clear()
+        proof, facts = prove(chain, mode)
+        self._proofs[mode] = (chain, proof, facts)
+        return proof
 
     def run(
         self,
-        parts: Sequence[nn.Module],
+        chain: Chain,
         tensors: Sequence[Tensor],
         call: Callable[[list[Tensor]], Any],
-        other_arguments: bool = False,
+        constants: Sequence[Tensor] = (),
         lanes: int = 1,
+        mode: Mode | None = None,
     ) -> Any:
-        """Run ``call`` on tiles of ``tensors``; ``parts`` hold the block's weights; a token has ``lanes`` rows."""
+        """Run ``call``, which is ``chain``, on tiles of ``tensors``.
+
+        Args:
+            chain: what runs.
+            tensors: what is split.
+            call: ``chain`` on tiles.
+            constants: other tensors that it is called with.
+            lanes: rows per token.
+            mode: how it runs, where that is not to be read from ``tensors``.
+        """
+        parts = chain.modules
 
         def weights() -> dict[str, Tensor]:
             return {
@@ -153,7 +180,16 @@ class Installed:
             self._tell_untiled(f"PEFT hands its adapters one entry per sequence ({handed}), which tiles do not keep")
             return call(list(tensors))
         x, setting = tensors[0], self.setting
-        mlp = self._choose(x.dtype, other_arguments)
+        mlp: FusedWeights | None = None
+        check: Callable[[], None] | None = None
+        if not setting.trusted and not torch.compiler.is_compiling():
+            mode = mode or mode_of(tensors, constants)
+            proof = self.proof(chain, mode)
+            if proof.why_not:
+                self._tell_untiled(proof.why_not)
+                return call(list(tensors))
+            mlp = self._fused_now(proof, chain, x.dtype)
+            check = _Unchanged(self, chain, mode, proof)
         tokens = x.shape[:-1].numel()
         live = list(weights().values())
         shape = setting.shape(x, live, mlp is not None, lanes)
@@ -165,16 +201,16 @@ class Installed:
         if self.plainly is not None:
             return self.plainly(run, tensors, sizes, mlp is not None)
         if mlp is None:
-            return run_in_tiles(run, tensors, sizes, weights)
+            return run_in_tiles(run, tensors, sizes, weights, check)
         dense, keep = mlp.dense_numel() * x.element_size(), setting.keep
-        return fused_mlp(x, mlp, sizes, keep=keep.share(sizes, shape, dense), holds_dense=keep.holds_dense(dense))
+        kept = keep.share(sizes, shape, dense)
+        return fused_mlp(x, mlp, sizes, keep=kept, holds_dense=keep.holds_dense(dense), check=check)
 
-    def _choose(self, dtype: torch.dtype, other_arguments: bool) -> FusedWeights | None:
+    def _fused_now(self, proof: Proof, chain: Chain, dtype: torch.dtype) -> FusedWeights | None:
         """The fused operator's weights if it can run this call; says so, once, if it was asked for and cannot."""
-        setting = self.setting
-        if setting.path == "generic" or setting.experts or torch.compiler.is_compiling():
+        if self.setting.path == "generic" or self.setting.experts:
             return None
-        mlp = "it was called with more than hidden states" if other_arguments else self.fused(dtype)
+        mlp = proof.formula if isinstance(proof.formula, str) else chain.weights(proof.formula, dtype)
         if isinstance(mlp, FusedWeights):
             return mlp
         if self.falls_back and mlp not in self.told:
@@ -195,6 +231,37 @@ class Installed:
 
     def note(self) -> str:
         return f"tile={self.setting.rule}"
+
+
+_AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}
+
+
+def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode:
+    """How a call with these tensors runs; the first ones are split along all but the last dimension."""
+    x = tensors[0]
+    kind = x.device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    split = (((*_AXES.get(one.dim(), ("b",) * (one.dim() - 1)), one.shape[-1]), one.dtype) for one in tensors)
+    whole = ((tuple(one.shape), one.dtype) for one in constants)
+    dtype = torch.get_autocast_dtype(kind) if casts else None
+    return Mode((*split, *whole), x.device, dtype, torch.is_grad_enabled())
+
+
+class _Unchanged:
+    """Asked before a backward recomputes: is everything that the forward read as it was?"""
+
+    def __init__(self, installed: Installed, chain: Chain, mode: Mode, proof: Proof) -> None:
+        self._installed, self._chain, self._mode, self._proof = installed, chain, mode, proof
+
+    def __call__(self) -> None:
+        now = self._installed.proof(self._chain, self._mode)
+        if now is self._proof or (now.graph is not None and now.graph == self._proof.graph):
+            return
+        raise RuntimeError(
+            f"{self._installed.setting.name}: something that its forward reads (an attribute, a global, train or eval) "
+            "was changed between forward and backward, so a tile would be recomputed as something else; change it "
+            "before the forward or after the backward"
+        )
 
 
 class _RefuseReplicas:
@@ -229,19 +296,22 @@ class TiledForward(Installed):
             # PEFT's target_parameters sets weights for the length of a call: a recompute would miss them.
             self._tell_untiled("its weights are parametrised around it; call seqtile.apply after get_peft_model")
             return original(*args, **kwargs)
-        place = _Places(args, kwargs)
-        if not place.names:
+        places = Places(args, kwargs)
+        if places.why_whole:
+            self._tell_untiled(places.why_whole)
+        if not places.names or places.why_whole:
             return original(*args, **kwargs)
-        tensors = place.take()
+        tensors = places.take()
 
         def call(tiles: list[Tensor]) -> Any:
-            filled, words = place.fill(tiles)
+            filled, words = places.fill(tiles)
             return original(*filled, **words)
 
-        return self.run([self.module], tensors, call, len(args) + len(kwargs) > 1)
-
-    def fused(self, dtype: torch.dtype) -> FusedWeights | str:
-        return fused_weights(self.module, dtype)
+        kind = "experts" if self.setting.experts else "block"
+        arguments = places if len(args) + len(kwargs) > 1 and kind == "block" else None
+        told = arguments.key if arguments is not None else ()
+        chain = Chain(((self.setting.name, self.module),), kind, arguments=arguments, call=told)
+        return self.run(chain, tensors, call, places.constants())
 
 
 def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:
@@ -262,20 +332,22 @@ class _Bare(nn.Module):
         return call(tiles)
 
 
-class _Places:
+class Places:
     """Which arguments are split along tokens: the first tensor, and every other with the same leading dimensions.
 
     A tensor of exactly the leading shape (one number per token) is split too, unless it could as well be one number
     per feature; all else is passed through.
 
-    Raises:
-        ValueError: a tensor has one row per element of the batch, which flattened tiles cannot pass on.
+    Attributes:
+        names: the arguments that are split.
+        why_whole: why the call cannot be split at all, or "": a tensor has one row per element of the batch.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.names: list[int | str] = []
         self.tensors: list[Tensor] = []
         self.flat: list[bool] = []
+        self.why_whole = ""
         self.arguments: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
         x: Tensor | None = None
         for name, value in self.arguments.items():
@@ -290,11 +362,13 @@ class _Places:
                 self.flat.append(flat)
                 self.tensors.append(value.unsqueeze(-1) if flat else value)
             elif value.dim() > 1 and len(leading) > 1 and value.shape[0] == leading[0] > 1:
-                raise ValueError(
-                    f"cannot tile: argument {name!r} has shape {tuple(value.shape)} beside hidden states "
-                    f"{tuple(x.shape)}: neither one row per token nor the same for the whole batch; leave the block "
-                    "out with only=, or call it with batch 1"
+                self.why_whole = (
+                    f"argument {name!r} has shape {tuple(value.shape)} beside hidden states {tuple(x.shape)}, neither "
+                    "one row per token nor the same for the whole batch; repeat it for every token, or call with "
+                    "batch 1"
                 )
+        split = set(self.names)
+        self.whole = [name for name, value in self.arguments.items() if isinstance(value, Tensor) and name not in split]
 
     def take(self) -> list[Tensor]:
         """The tensors to split; nothing here holds them any longer, since what runs a tile lives until backward."""
@@ -303,10 +377,21 @@ class _Places:
             self.arguments[name] = None
         return tensors
 
-    def fill(self, tiles: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments, with tiles in place of the whole tensors."""
+    def constants(self) -> list[Tensor]:
+        """The tensors that every tile gets whole."""
+        return [self.arguments[name] for name in self.whole]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What else tells one call from another: where its tensors are, and all that is none."""
+        others = tuple((name, value) for name, value in self.arguments.items() if not isinstance(value, Tensor))
+        return (tuple(self.names), tuple(self.flat), tuple(self.whole), tuple(map(repr, others)))
+
+    def fill(self, tiles: Sequence[Tensor], constants: Sequence[Tensor] | None = None) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments, with tiles, and ``constants`` if given, in place of the whole tensors."""
         filled = dict(self.arguments)
         for name, tile, flat in zip(self.names, tiles, self.flat, strict=True):
             filled[name] = tile.squeeze(-1) if flat else tile
+        filled.update(zip(self.whole, constants or [], strict=False))
         words = {name: value for name, value in filled.items() if isinstance(name, str)}
         return [value for name, value in filled.items() if not isinstance(name, str)], words

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from seqtile.engines.granularity import is_wrapped
-from seqtile.models.formula import heard, heard_by_others
-from seqtile.models.fuse import fused_sequence, fused_weights, row_wise
+from seqtile.models.discover.attention import nothing_like
+from seqtile.models.discover.chain import Chain
+from seqtile.models.discover.layer_parts import Neighbours
+from seqtile.models.discover.live_weights import has_foreign_hooks, has_hooks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
-from seqtile.models.neighbours import Neighbours
-from seqtile.ops.fused import FusedWeights
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class NormedAttention:
             return {}
         norm, attention = getattr(layer, self.norm), getattr(layer, self.attention)
         head_wise = attention.__dict__.get("forward")
-        if heard(norm) or heard_by_others(attention) or any(is_wrapped(part) for part in (norm, attention)):
+        if has_hooks(norm) or has_foreign_hooks(attention) or any(is_wrapped(part) for part in (norm, attention)):
             return {}
         if torch.compiler.is_compiling() or not hasattr(head_wise, "heads"):
             return {}
@@ -96,7 +95,7 @@ class TiledLayer(Installed):
         self.check()
         layer = self.module
         members = [(name, getattr(layer, name)) for name in self.names]
-        listeners = [name for name, p in members if isinstance(p, nn.Module) and (heard(p) or is_wrapped(p))]
+        listeners = [name for name, p in members if isinstance(p, nn.Module) and (has_hooks(p) or is_wrapped(p))]
         if listeners:
             self._tell(listeners)
             alone = self.attention.view(layer) if self.attention else None
@@ -109,7 +108,13 @@ class TiledLayer(Installed):
         view.__dict__["_modules"] = {**layer._modules, **stand_ins}
         for name in stand_ins.keys() & view.__dict__.keys():
             view.__dict__[name] = stand_ins[name]
-        return type(view).forward(view, *args, **kwargs)  # the view's: checkpointing asks whose forward this is
+        own = dict(view.__dict__)
+        try:
+            return type(view).forward(view, *args, **kwargs)  # the view's: checkpointing asks whose forward this is
+        finally:
+            for name, value in view.__dict__.items():  # what the forward sets on itself belongs to the layer
+                if name not in own or value is not own[name]:
+                    layer.__dict__[name] = value
 
     @property
     def _shares(self) -> list[str]:
@@ -119,9 +124,10 @@ class TiledLayer(Installed):
         return [*inside, near.dropout] if near.dropout else inside
 
     def _stand_ins(self, layer: nn.Module, applied: Counter[str]) -> dict[str, Callable[..., Any]]:
-        """What the view calls in place of the layer's children: the first does everything."""
-        first, *others = [name for name in self.names if name not in self._shares]
-        return {first: self._head(layer, applied), **dict.fromkeys(others, _pass_through)}
+        """What the view calls in place of the layer's children: the first does everything, the last returns it."""
+        names = [name for name in self.names if name not in self._shares]
+        head = self._head(layer, applied)
+        return {names[0]: head} if len(names) == 1 else _handing_on(names, head, type(layer).__name__)
 
     def inside(self) -> Iterator[tuple[str, nn.Module]]:
         for name in self.names:
@@ -130,61 +136,34 @@ class TiledLayer(Installed):
                 if inner or self.inline:
                     yield f"{name}.{inner}".rstrip("."), part
 
-    def fused(self, dtype: torch.dtype) -> FusedWeights | str:
+    def chain(self) -> Chain:
+        """What runs in the tile now."""
         layer, near = self.module, self.neighbours
-        parts = [getattr(layer, name) for name in near.members]
-        if self.inline:
-            shares = [part for part in parts if isinstance(part, (int, float))]
-            if any(shares) and layer.training:
-                return "a dropout stands between its linear layers"
-            parts = [part for part in parts if not isinstance(part, (int, float))]
-            mlp = fused_sequence(*parts) if len(parts) == 3 else f"the layer calls {len(parts)} members one by one"
-        else:
-            mlp = fused_weights(parts[0], dtype)
-        follower = getattr(layer, near.after) if near.after else None
-        share = float(getattr(layer, near.dropout)) if near.dropout and layer.training else 0.0
-        if isinstance(follower, nn.Dropout):
-            share, follower = (float(follower.p) if follower.training else 0.0), None
-        norms = [row_wise(norm) if norm is not None else None for norm in (self._before, follower)]
-        for part in (mlp, *norms):
-            if isinstance(part, str):
-                return part
-        assert isinstance(mlp, FusedWeights)
-        if share and mlp.dropout:
-            return "a dropout follows a block that ends with one"
-        before, after = norms
-        assert not isinstance(before, str) and not isinstance(after, str)
-        return replace(mlp, before=before, after=after, dropout=mlp.dropout or share)
+        before, after, closing = (getattr(layer, name) if name else None for name in (near.before, near.after, near.closing))
+        share = float(getattr(layer, near.dropout)) if near.dropout else 0.0
+        members = tuple((name, getattr(layer, name)) for name in near.members)
+        return Chain(members, self.kind, before, after, share, closing, layer.training)
 
     @property
-    def _before(self) -> nn.Module | None:
-        return getattr(self.module, self.neighbours.before) if self.neighbours.before else None
+    def kind(self) -> str:
+        return "inline" if self.inline else "block"
 
     def _tell(self, listeners: list[str]) -> None:
         alone = "untiled" if self.inline else "without its neighbours in the tile"
-        news = f"runs {alone}: a hook listens to {', '.join(listeners)}"
+        news = f"runs {alone}: {', '.join(listeners)} has hooks"
         if news not in self.told:
             self.told.add(news)
             logger.warning("%s %s", type(self.module).__name__, news)
 
     def _head(self, layer: nn.Module, applied: Counter[str]) -> Callable[[Tensor], Any]:
-        shares, near = self._shares, self.neighbours
-        names = [name for name in (*self.names, near.dropout) if name and name != near.closing]
-        members = [getattr(layer, name) for name in names]
-        closing = getattr(layer, near.closing) if near.closing else None
-        parts = [member for member in (*members, closing) if isinstance(member, nn.Module)]
+        shares, chain = self._shares, self.chain()
+        block = None if self.inline else _forward_of(chain.members[0][1])
 
         def call(tiles: list[Tensor]) -> Any:
-            (hidden_states,) = tiles
-            for member in members:
-                if not isinstance(member, (int, float)):
-                    hidden_states = _forward_of(member)(hidden_states)
-                elif member:
-                    hidden_states = F.dropout(hidden_states, float(member), layer.training)
-            return hidden_states if closing is None else closing(tiles[0] + hidden_states)
+            return chain.run(tiles, call=block)
 
         def head(hidden_states: Tensor) -> Any:
-            result = self.run(parts, [hidden_states], call)
+            result = self.run(chain, [hidden_states], call)
             applied.update(shares)
             return result
 
@@ -194,46 +173,85 @@ class TiledLayer(Installed):
 class TiledSum(TiledLayer):
     """``forward`` of a layer whose MLP, the sum with its input and the norm of that run in one tile (BART).
 
-    In the view the MLP gives zeros, so that the sum is the input, and the norm's stand-in does everything.
+    In the view the MLP gives nothing that could be read, and the norm's stand-in does everything.
     """
 
     def _stand_ins(self, layer: nn.Module, applied: Counter[str]) -> dict[str, Callable[..., Any]]:
-        shares, closing = self._shares, self.neighbours.closing
-        first, *others = [name for name in self.names if name not in shares and name != closing]
+        names = [name for name in self.names if name not in self._shares and name != self.neighbours.closing]
+        head, given = self._head(layer, Counter()), list[Tensor]()
 
-        def zeros(hidden_states: Tensor) -> Tensor:
-            applied.update(shares)
-            return hidden_states.new_zeros(()).expand_as(hidden_states)
+        def first(hidden_states: Tensor) -> Tensor:
+            given.append(hidden_states)
+            applied.update(self._shares)
+            return nothing_like(hidden_states)
 
-        return {first: zeros, **dict.fromkeys(others, _pass_through), closing: self._head(layer, Counter())}
+        def closing(_: Tensor) -> Any:
+            return head(given.pop())
 
-    def fused(self, dtype: torch.dtype) -> FusedWeights | str:
-        return "its norm reads the residual beside the MLP's output"
+        return {**dict.fromkeys(names, _pass_through), names[0]: first, self.neighbours.closing: closing}
 
 
 class TiledPair(TiledLayer):
     """``forward`` of a layer whose MLP is two of its children: ``second(first(x), other)`` runs in one tile."""
 
     def _stand_ins(self, layer: nn.Module, applied: Counter[str]) -> dict[str, Callable[..., Any]]:
-        first, second = (getattr(layer, name) for name in self.names)
-
-        def call(tiles: list[Tensor]) -> Any:
-            return second(first(tiles[0]), tiles[-1])
-
-        def head(hidden_states: Tensor, other: Tensor) -> Any:
-            tensors = [hidden_states] if other is hidden_states else [hidden_states, other]
-            return self.run([first, second], tensors, call)
+        chain = self.chain()
 
         one, two = self.names
-        return {one: _pass_through, two: head}
+        given: list[Tensor] = []
 
-    def fused(self, dtype: torch.dtype) -> FusedWeights | str:
-        return "its norm reads another tensor beside the MLP's output"
+        def first(hidden_states: Tensor) -> Tensor:
+            given.append(hidden_states)
+            return nothing_like(hidden_states)
+
+        def head(_: Tensor, other: Tensor) -> Any:
+            hidden_states = given.pop()
+            tensors = [hidden_states] if other is hidden_states else [hidden_states, other]
+            return self.run(chain, tensors, chain.run)
+
+        return {one: first, two: head}
+
+    @property
+    def kind(self) -> str:
+        return "pair"
 
 
 def _forward_of(member: Any) -> Callable[[Tensor], Tensor]:
     installed = member.__dict__.get("forward") if isinstance(member, nn.Module) else None
     return installed.original if isinstance(installed, TiledForward) else member
+
+
+def _handing_on(names: list[str], head: Callable[[Tensor], Any], owner: str) -> dict[str, Callable[..., Any]]:
+    """Stand-ins of which the first computes everything and the last returns it.
+
+    In between goes a tensor that spoils whatever else reads it: should the layer's forward use one of them in another
+    way than when it was traced, that does not go unnoticed.
+    """
+    held: list[Any] = []
+
+    def first(hidden_states: Tensor) -> Tensor:
+        result = head(hidden_states)
+        held[:] = [result, nothing_like(result)]
+        return held[1]
+
+    def between(hidden_states: Tensor) -> Tensor:
+        _check(hidden_states)
+        return hidden_states
+
+    def last(hidden_states: Tensor) -> Any:
+        _check(hidden_states)
+        result = held[0]
+        held.clear()
+        return result
+
+    def _check(hidden_states: Tensor) -> None:
+        if not held or (hidden_states is not held[1] and hidden_states.data_ptr() != held[1].data_ptr()):
+            raise RuntimeError(
+                f"{owner}: its forward now calls {', '.join(names)} in another way than when seqtile traced it; call "
+                "seqtile.apply again, or with blocks='mlp'"
+            )
+
+    return {**dict.fromkeys(names, between), names[0]: first, names[-1]: last}
 
 
 def _pass_through(hidden_states: Tensor) -> Tensor:

@@ -15,16 +15,21 @@ from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.models.apply import check_settings, replacing, with_free_memory
-from seqtile.models.find import linear_widths
-from seqtile.models.instance import Setting, TiledForward, logger
-from seqtile.models.probe import mixes_along, mixes_tokens
+from seqtile.models.discover.chain import Chain, inputs_of
+from seqtile.models.discover.widths import linear_widths
+from seqtile.models.discover.proof import Mode, Proof, prove
+from seqtile.models.instance import Setting, TiledForward, logger, mode_of
 from seqtile.models.report import Block, Report
-from seqtile.ops.fused import FusedWeights
-from seqtile.tiling import KeepRule, TileRule
 
 
 def tile_module(
-    module: nn.Module, *, dim: int = -2, tile: int | str = "auto", path: str = "auto", keep: float | str = 0.0
+    module: nn.Module,
+    *,
+    dim: int = -2,
+    tile: int | str = "auto",
+    path: str = "auto",
+    keep: float | str = 0.0,
+    trust: bool = False,
 ) -> Report:
     """Run one position-wise module of your own over tiles of tokens, in place.
 
@@ -40,6 +45,7 @@ def tile_module(
         tile: as for :func:`seqtile.apply`.
         path: as for :func:`seqtile.apply`; the fused operator where the module is an MLP of plain linear layers.
         keep: as for :func:`seqtile.apply`.
+        trust: tile it without a proof: its caller knows that it treats every token by itself, and keeps no state.
 
     Returns:
         A :class:`Report` of one block.
@@ -50,7 +56,8 @@ def tile_module(
         such a dimension is before ``dim`` and longer than 1: one copy of the input and one of the output.
 
     Raises:
-        UserError: an argument is wrong; or the module, run on five random tokens, mixes them or normalises over them.
+        UserError: an argument is wrong; or the trace of the module shows that a token sees others, or that it keeps a
+            state. Where no trace can be made before the first call, it is made then.
         ValueError: when it is called: a tensor argument may be one row per token or not, or an output has no row per
             token.
     """
@@ -61,48 +68,66 @@ def tile_module(
     rule, keeping = check_settings(tile, path, keep, 1)
     refuse_wrapped(module)
     name = type(module).__name__
+    hidden, widest = _widths(module)
+    along = _proof(module, _dims_along(dim, hidden), trust, ("along", dim))
+    if along.why_not and along.refuted:
+        raise UserError(
+            f"cannot tile {name} along dim={dim}: {along.why_not}; name the token dimension, or leave it untiled"
+        )
+    rows = _proof(module, ("b", "s", hidden), trust) if dim != -1 and not trust else None
+    by_rows = rows is not None and not rows.why_not
+    setting = Setting(rule, with_free_memory(keeping, module, 1), path, hidden, widest, name=name, trusted=trust)
+    own = TiledModule(module, setting, dim, by_rows)
+    not_fused = "its rows are not known to be independent"
+    if by_rows and rows is not None:
+        weights: Any = rows.formula
+        if not isinstance(weights, str):
+            weights = Chain(((name, module),)).weights(weights, _dtype(module))
+        not_fused = weights if isinstance(weights, str) else ""
+    own.falls_back = not not_fused and path != "generic"
+    if path == "fused" and not own.falls_back:
+        raise UserError(f"path='fused' does not apply to {name}: {not_fused}; use path='auto'")
     with replacing(module, own=True):
-        own, mlp, why = _tile(module, dim, rule, path, with_free_memory(keeping, module, 1))
-    setting, fused = own.setting, own.falls_back
-    weights = [weight for weight in module.parameters() if weight.requires_grad]
-    x = torch.empty(0, dtype=next((p.dtype for p in module.parameters()), torch.float32), device="meta")
-    device = next((p.device.type for p in module.parameters()), "cpu")
-    shape = replace(setting.shape(x, weights, fused), device_type=device)
-    not_fused = "" if isinstance(mlp, FusedWeights) else mlp
+        own.install()
+        own.check()
+        mark_leaf(module)
+    trained = [weight for weight in module.parameters() if weight.requires_grad]
+    shape = setting.shape(torch.empty(0, dtype=_dtype(module), device="meta"), trained, own.falls_back)
+    shape = replace(shape, device_type=next((p.device.type for p in module.parameters()), "cpu"))
+    why = along.how or ("not verified: its caller vouches for it (trust=)" if trust else NOT_YET.format(along.why_not))
     block = Block(
-        name, name, "module", "fused" if fused else "generic", setting.hidden, setting.intermediate, (),
-        rule.describe(shape), why or "permuted tokens gave permuted outputs", not_fused, False,
+        name, name, "module", "fused" if own.falls_back else "generic", hidden, widest, (), rule.describe(shape), why,
+        not_fused, False,
     )  # fmt: skip
     report = Report((block,), (), 1, setting.keep, weakref.ref(module))
     logger.info("%s", report)
+    if along.why_not and not trust:
+        logger.warning("%s: %s", name, why)
     return report
 
 
-def _tile(
-    module: nn.Module, dim: int, rule: TileRule, path: str, keep: KeepRule
-) -> tuple[TiledModule, FusedWeights | str, str | None]:
-    """Install the tiled forward: it, its weights or why it is generic, and what the probe could not tell."""
-    name = type(module).__name__
-    for inner, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._NormBase):
-            raise UserError(
-                f"cannot tile {name}: {inner or 'it'} ({type(part).__name__}) normalises over tokens; tile the parts "
-                "around it, or use a norm over features"
-            )
-    hidden, widest = _widths(module)
-    why = mixes_along(module, dim, hidden)
-    if why is not None and why.startswith("not "):
-        raise UserError(f"cannot tile {name} along dim={dim}: {why}; name the token dimension, or leave it untiled")
-    by_rows = dim != -1 and mixes_tokens(module, "mlp", hidden) is None
-    own = TiledModule(module, Setting(rule, keep, path, hidden, widest, name=name), dim, by_rows)
-    mlp = own.fused(torch.float32)
-    own.falls_back = isinstance(mlp, FusedWeights) and path != "generic"
-    if path == "fused" and not own.falls_back:
-        raise UserError(f"path='fused' does not apply to {name}: {mlp}; use path='auto'")
-    own.install()
-    own.check()
-    mark_leaf(module)
-    return own, mlp, why
+NOT_YET = "not proven on three dimensions ({}); it is judged at each call, and runs untiled where nothing is proven"
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in module.parameters()), torch.float32)
+
+
+def _dims_along(dim: int, hidden: int) -> tuple[int | str, ...]:
+    """Three dimensions with the tokens in ``dim``; the features are last, or second where the tokens are last."""
+    sizes: list[int | str] = [3, hidden, 5] if dim in (-1, 2) else [3, 3, hidden]
+    if -3 <= dim < 3:
+        sizes[dim] = "s"
+    return tuple(sizes)
+
+
+def _proof(module: nn.Module, dims: tuple[int | str, ...], trust: bool, call: tuple[Any, ...] = ()) -> Proof:
+    """What is known of the module before it is called, for an input of these dimensions."""
+    if trust or "s" not in dims:
+        return Proof("" if trust else "it was not called yet", False, None, "")
+    device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
+    mode = Mode(((dims, _dtype(module)),) * inputs_of(module), device, training=None if module.training else True)
+    return prove(Chain(((type(module).__name__, module),), call=call), mode)[0]
 
 
 def _widths(module: nn.Module) -> tuple[int, int]:
@@ -122,9 +147,6 @@ class TiledModule(TiledForward):
     def note(self) -> str:
         return f"{super().note()} along dim={self.dim}"
 
-    def fused(self, dtype: torch.dtype) -> FusedWeights | str:
-        return super().fused(dtype) if self.by_rows else "its rows are not known to be independent"
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         places = _Along(self.setting.name, self.dim, args, kwargs)
         if self.by_rows and places.features_last:
@@ -141,7 +163,15 @@ class TiledModule(TiledForward):
             return tree_map(lambda leaf: places.as_rows(leaf, len(tiles[0]), shapes), original(*filled, **words))
 
         width = tensors[0].numel() // max(len(tensors[0]), 1)
-        result = self.run([self.module], tensors, call, True, lanes=max(1, width // self.setting.hidden))
+        lanes = max(1, width // self.setting.hidden)
+        constants = places.constants()
+        mode = mode_of([one[None] for one in tensors], constants)
+        split = tuple((("s", one.shape[1]), one.dtype) for one in tensors)  # rows of one token each
+        mode = replace(mode, inputs=split + mode.inputs[len(tensors) :])
+        chain = Chain(((self.setting.name, self.module),), arguments=places, call=places.key)
+        result = self.run(chain, tensors, call, constants, lanes, mode)
+        if not shapes:  # it ran untiled, on all tokens at once: as rows too
+            return result
         rest = iter(list(shapes))
         return tree_map(lambda leaf: places.as_given(leaf, next(rest)) if isinstance(leaf, Tensor) else leaf, result)
 
@@ -150,7 +180,7 @@ class _Along:
     """Which arguments are split along a dimension, as ``[tokens, rest]``, and the way back."""
 
     def __init__(self, name: str, dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.name, self.count = name, len(args)
+        self.name, self.count, self.whole = name, len(args), list[int | str]()
         self.arguments: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
         self.split: dict[int | str, torch.Size] = {}
         x = next((value for value in self.arguments.values() if isinstance(value, Tensor) and value.dim() > 0), None)
@@ -163,8 +193,25 @@ class _Along:
         for key, value in self.arguments.items():
             if isinstance(value, Tensor) and self._has_tokens(key, value, x):
                 self.split[key] = value.shape[: self.dim] + value.shape[self.dim + 1 :]
+            elif isinstance(value, Tensor):
+                self.whole.append(key)
 
     features_last = True
+
+    @property
+    def names(self) -> list[int | str]:
+        """The arguments that are split."""
+        return list(self.split)
+
+    def constants(self) -> list[Tensor]:
+        """The tensors that every tile gets whole."""
+        return [self.arguments[key] for key in self.whole]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What else tells one call from another."""
+        others = ((key, repr(value)) for key, value in self.arguments.items() if not isinstance(value, Tensor))
+        return ("along", self.dim, tuple(self.split.items()), tuple(self.whole), tuple(others))
 
     def _has_tokens(self, key: int | str, value: Tensor, x: Tensor) -> bool:
         dim, same = self.dim, value.dim() == x.dim()
@@ -191,9 +238,9 @@ class _Along:
             self.arguments[key] = None
         return tensors
 
-    def fill(self, tiles: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments, with tiles in place of the whole tensors."""
-        filled = dict(self.arguments)
+    def fill(self, tiles: Sequence[Tensor], constants: Sequence[Tensor] | None = None) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments, with tiles, and ``constants`` if given, in place of the whole tensors."""
+        filled = dict(self.arguments) | dict(zip(self.whole, constants or [], strict=False))
         for (key, rest), tile in zip(self.split.items(), tiles, strict=True):
             filled[key] = tile.reshape(len(tile), *rest).movedim(0, self.dim)
         words = {key: value for key, value in filled.items() if isinstance(key, str)}

@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from seqtile.models.find import Left
+from seqtile.models.discover.candidates import Left
 from seqtile.models.rest import rest_notes
 from seqtile.tiling import KeepRule
 
@@ -22,7 +22,7 @@ class Block:
     Attributes:
         name: qualified name.
         class_name: class of the module, or of the layer around it for parts that are its children.
-        kind: ``"mlp"``, ``"experts"``, ``"inline"`` or ``"pair"`` (see :class:`seqtile.models.find.Candidate`), or
+        kind: ``"mlp"``, ``"experts"``, ``"inline"`` or ``"pair"`` (see :class:`seqtile.models.discover.candidates.Candidate`), or
             ``"module"``, from :func:`seqtile.tile_module`.
         path: operator that runs it: ``"fused"`` or ``"generic"``.
         hidden: width of its input.

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from seqtile.engines.zero3 import mark_leaf, whole_shape
-from seqtile.models.find import Candidate, linear_widths, looks_like_attention
+from seqtile.models.discover.candidates import Candidate, is_per_row, looks_like_attention
+from seqtile.models.discover.widths import linear_widths
 from seqtile.models.instance import Setting, TiledForward
-from seqtile.models.probe import mixes_tokens
 from seqtile.tiling import KeepRule, TileRule
 
 LEAN = ("torch.", "liger_kernel.", "apex.")
@@ -75,7 +75,7 @@ def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[s
         if not shapes or any(shape != (width,) for shape in shapes) or any(True for _ in module.children()):
             return False
         if key not in proved:
-            proved[key] = not (mixes_tokens(module, "mlp", width) or "").startswith("not ")
+            proved[key] = is_per_row(model, module, width)
         return proved[key]
 
     for name, module in modules.items():

@@ -17,7 +17,7 @@ activation recomputation, arXiv 2205.05198.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from seqtile.ops.fused_tile import Pass, sums_for
 from seqtile.ops.pointwise import Activation
-from seqtile.ops.projection import Kind, Packed, Projection
+from seqtile.ops.projection import Kind, Packed, Projection, plain_projection
 from seqtile.ops.replay import Autocast, RandomState, RowWise
 
 
@@ -85,6 +86,7 @@ class Plan:
         holds_dense: quantised weights are made dense once per pass, not at every product.
         autocast: autocast state of the forward.
         random: generator state at the start of the forward, or None when nothing is random.
+        check: asked first in the backward; raises where the recompute would be another computation.
     """
 
     first: tuple[Kind, ...]
@@ -100,6 +102,7 @@ class Plan:
     holds_dense: bool
     autocast: Autocast
     random: RandomState | None
+    check: Callable[[], None] | None = None
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -108,7 +111,13 @@ class Plan:
 
 
 def fused_mlp(
-    x: Tensor, mlp: FusedWeights, sizes: Sequence[int], *, keep: float = 0.0, holds_dense: bool = True
+    x: Tensor,
+    mlp: FusedWeights,
+    sizes: Sequence[int],
+    *,
+    keep: float = 0.0,
+    holds_dense: bool = True,
+    check: Callable[[], None] | None = None,
 ) -> Tensor:
     """Compute a gated or plain MLP one tile of tokens at a time, with one gradient per weight.
 
@@ -121,6 +130,7 @@ def fused_mlp(
         keep: share of the tiles, rounded down, whose gate and up stay in memory until their backward: 0.0 to 1.0.
         holds_dense: frozen quantised weights are made dense once per pass, all of them; else anew for every product of
             every tile (3 forward, 5 in backward, gated), one at a time.
+        check: called first in the backward; raises where what norms and activations read has changed since.
 
     Returns:
         ``[..., D]`` in the dtype of ``x``, or autocast's.
@@ -148,7 +158,7 @@ def fused_mlp(
     if not 0.0 <= keep <= 1.0:
         raise ValueError(f"keep={keep}: expected a share of the tiles, 0.0 to 1.0")
     tensors = mlp.tensors()
-    plan = _plan(x, mlp, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense)
+    plan = _plan(x, mlp, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense, check)
     x = _one_row_stride(x)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *tensors)):
         return _forward(plan, x.detach(), [t.detach() for t in tensors], {})
@@ -156,14 +166,16 @@ def fused_mlp(
     return _Fused.apply(plan, token.grad_fn, token, x, *tensors)
 
 
-def _plan(x: Tensor, mlp: FusedWeights, sizes: tuple[int, ...], keep: int, holds_dense: bool) -> Plan:
+def _plan(
+    x: Tensor, mlp: FusedWeights, sizes: tuple[int, ...], keep: int, holds_dense: bool, check: Callable[[], None] | None
+) -> Plan:
     kinds = tuple(part.kind() for part in mlp.first)
     down = mlp.down.kind()
     drops = mlp.dropout > 0 or any(kind.has_adapter and kind.dropout > 0 for kind in (*kinds, down))
     norms = [None if norm is None else (norm.function, len(norm.weights)) for norm in (mlp.before, mlp.after)]
     return Plan(
         kinds, down, mlp.activation, mlp.gated, mlp.up_first, norms[0], norms[1], mlp.dropout, sizes, keep, holds_dense,
-        Autocast.of(x), RandomState(x.device) if drops else None,
+        Autocast.of(x), RandomState(x.device) if drops else None, check,
     )  # fmt: skip
 
 
@@ -223,6 +235,8 @@ class _Fused(torch.autograd.Function):
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         plan: Plan = ctx.plan
+        if plan.check is not None:
+            plan.check()
         needs_x, *needs = ctx.needs_input_grad[3:]
         # Unpacked once, and before anything else: under a layer checkpoint this is what runs the layer again.
         x, *tensors = ctx.save.saved_tensors
@@ -240,3 +254,15 @@ class _Fused(torch.autograd.Function):
                 )
             gradients = work.gradients()
         return None, None, None, dx, *gradients
+
+
+def plain_mlp(x: Tensor, mlp: FusedWeights) -> Tensor:
+    """The twin of :func:`fused_mlp`: the whole block in plain operators, for autograd to differentiate."""
+    n = x if mlp.before is None else mlp.before.function(x, mlp.before.weights)
+    values = [plain_projection(n, part) for part in mlp.first]
+    if mlp.gated and len(values) == 1:
+        values = list(values[0].chunk(2, dim=-1))[:: -1 if mlp.up_first else 1]
+    hidden = mlp.activation.function(values[0])
+    y = plain_projection(hidden * values[1] if mlp.gated else hidden, mlp.down)
+    y = F.dropout(y, mlp.dropout) if mlp.dropout else y
+    return y if mlp.after is None else mlp.after.function(y, mlp.after.weights)

@@ -34,7 +34,13 @@ Run = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]
 Weights = Callable[[], Mapping[str, Tensor]]
 
 
-def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weights: Weights = dict) -> Any:
+def run_in_tiles(
+    run: Run,
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    weights: Weights = dict,
+    check: Callable[[], None] | None = None,
+) -> Any:
     """Compute ``run(tensors, {})`` one tile of rows at a time.
 
     Replaces ``torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in x.split(sizes)])``.
@@ -48,6 +54,7 @@ def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weig
         sizes: tokens of each tile, in order; they sum to ``N``; may be empty when ``N`` is 0.
         weights: returns the live weights that train, by name. They are asked for again at every tile, so that an
             engine may free and gather them in between.
+        check: called first in the backward; raises where a recompute of ``run`` would be another computation.
 
     Returns:
         What ``run(tensors, {})`` returns. Outputs shaped like the first input but for the last dimension keep its
@@ -75,7 +82,7 @@ def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weig
     live = weights() if torch.is_grad_enabled() else {}
     if not torch.is_grad_enabled() or not (live or any(t.requires_grad for t in tensors)):
         return _run_without_gradient(run, tensors, cuts)
-    return _run_with_gradient(run, tensors, cuts, weights, live)
+    return _run_with_gradient(run, tensors, cuts, weights, live, check)
 
 
 def _run_without_gradient(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
@@ -122,7 +129,12 @@ def _run_joined(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
 
 
 def _run_with_gradient(
-    run: Run, tensors: Sequence[Tensor], cuts: Cuts, weights: Weights, live: Mapping[str, Tensor]
+    run: Run,
+    tensors: Sequence[Tensor],
+    cuts: Cuts,
+    weights: Weights,
+    live: Mapping[str, Tensor],
+    check: Callable[[], None] | None,
 ) -> Any:
     rows = cuts.rows(tensors)
     gradients = _Gradients(cuts, [(name, weight.dtype) for name, weight in live.items()])
@@ -155,7 +167,7 @@ def _run_with_gradient(
             del result, leaves
     finally:
         last = source.end_forward()
-    joined = _Join.apply(gradients, output, last)
+    joined = _Join.apply(gradients, output, last, check)
     return output.result(joined)
 
 
@@ -369,8 +381,10 @@ class _Join(torch.autograd.Function):
     """The whole outputs; their gradients are kept for the tiles to take slices of."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: _Gradients, output: Outputs, token: Tensor) -> Any:
-        ctx.gradients = gradients
+    def forward(
+        ctx: Any, gradients: _Gradients, output: Outputs, token: Tensor, check: Callable[[], None] | None
+    ) -> Any:
+        ctx.gradients, ctx.check = gradients, check
         ctx.set_materialize_grads(False)
         buffers, output.buffers = output.buffers, []
         ctx.mark_non_differentiable(
@@ -385,5 +399,7 @@ class _Join(torch.autograd.Function):
                 "a tiled block has first derivatives only, got create_graph=True; undo tiling for this backward, or "
                 "run it without create_graph"
             )
+        if ctx.check is not None:
+            ctx.check()
         ctx.gradients.begin(outputs)
-        return None, None, None
+        return None, None, None, None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from seqtile.ops.sums import Sum
 
@@ -78,6 +79,17 @@ class Projection:
             packed, self.transposed, self.bias is not None, adapter is not None,
             adapter.scaling if adapter else 0.0, adapter.dropout if adapter else 0.0,
         )  # fmt: skip
+
+
+def plain_projection(x: Tensor, projection: Projection) -> Tensor:
+    """The projection in plain operators: ``[..., in] -> [..., out]``."""
+    weight, adapter = projection.weight, projection.adapter
+    dense = weight if isinstance(weight, Tensor) else weight.dense()
+    y = F.linear(x, dense.t() if projection.transposed else dense, projection.bias)
+    if adapter is None:
+        return y
+    dropped = F.dropout(x.to(adapter.down.dtype), adapter.dropout) if adapter.dropout else x.to(adapter.down.dtype)
+    return (y + F.linear(F.linear(dropped, adapter.down), adapter.up) * adapter.scaling).to(y.dtype)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from seqtile._errors import UserError
 from seqtile.models.apply import Only, applied
-from seqtile.models.find import find_blocks
+from seqtile.models.discover.candidates import find_blocks
 from seqtile.verification.judge import TIMES, difference, groups, severity
 from seqtile.verification.measure import BlockSizes, Loss, Measured, fresh, tiled_of
 from seqtile.verification.plain import without_recompute

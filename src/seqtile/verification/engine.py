@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from seqtile._errors import UserError
 from seqtile.models.apply import Only, apply
-from seqtile.models.find import find_blocks
+from seqtile.models.discover.candidates import find_blocks
 from seqtile.verification.compare import judged, truth_of
 from seqtile.verification.measure import BlockSizes, Measured, tiled_of
 from seqtile.verification.plain import without_recompute

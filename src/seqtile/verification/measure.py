@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from seqtile._errors import UserError
 from seqtile.counting import Product, Products, count_live_bytes, count_products
-from seqtile.models.find import Candidate, linear_widths
+from seqtile.models.discover.candidates import Candidate
+from seqtile.models.discover.widths import linear_widths
 from seqtile.models.instance import Installed
 from seqtile.verification.result import Run
 from seqtile.verification.state import without_dropout

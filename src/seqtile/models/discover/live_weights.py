@@ -1,13 +1,12 @@
-"""Whether a block is an MLP that the fused operator computes, and its live weights, at each call.
+"""The live weights of linear layers, adapters and norms, read by structure at each call.
 
-The linear layers must be plain ones, or plain ones with one LoRA adapter: read by structure at every call, since an
-adapter may be added, merged or disabled in between. The block's own ``forward`` must be the formula that the operator
-computes, which :mod:`seqtile.models.formula` proves.
+An adapter may be added, merged or disabled in between. That a block computes with them what the operator computes is
+proven by its trace (:mod:`seqtile.models.discover.formula`); what cannot be seen there is declined here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,67 +14,28 @@ from torch import Tensor, nn
 
 from seqtile.counting.fake import PLAIN
 from seqtile.engines.flat import call_with_weights, named_weights
-from seqtile.models.formula import formula_of, heard, is_linear, known_activation
-from seqtile.ops.fused import FusedWeights
-from seqtile.ops.pointwise import Activation
 from seqtile.ops.projection import Adapter, Packed, Projection
 from seqtile.ops.replay import RowWise
 
 _ADAPTED = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def fused_weights(module: nn.Module, dtype: torch.dtype | None = None) -> FusedWeights | str:
-    """The live weights of ``module`` for :func:`seqtile.ops.fused.fused_mlp`, or why it cannot run there.
-
-    Args:
-        module: a block ``[..., D] -> [..., D]``; one that is tiled already is read as it was before.
-        dtype: dtype of the input; without it 4-bit layers, which compute in a dtype of their own, are declined.
-
-    Returns:
-        The weights and their formula; or a reason, for the report.
-
-    Cost:
-        A few dozen attribute lookups; a few milliseconds at the first call of each class and configuration.
-    """
-    if torch.compiler.is_compiling():
-        return "torch.compile traces the generic operator"
-    own = module.__dict__.get("forward")
-    if own is not None and "forward" in getattr(own, "before", {"forward": own}):
-        return "its forward was replaced on the instance"
-    formula = formula_of(module)
-    if isinstance(formula, str):
-        return formula
-    first = []
-    for name in formula.first:
-        projection = projection_of(name, getattr(module, name), dtype)
-        if isinstance(projection, str):
-            return projection
-        first.append(projection)
-    down = projection_of(formula.down, getattr(module, formula.down), dtype)
-    if isinstance(down, str):
-        return down
-    dtypes = {weight.dtype for part in (*first, down) if isinstance(weight := part.weight, Tensor)}
-    if len(dtypes) > 1:  # T5 casts before its last layer, which stays in float32
-        return "its linear layers differ in dtype"
-    activation = formula.activation or Activation(formula.function, getattr(module, formula.function))
-    dropout = float(getattr(module, formula.dropout).p) if formula.dropout else 0.0
-    return FusedWeights(tuple(first), down, activation, formula.gated, formula.up_first, dropout=dropout)
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its forward."""
+    return any(getattr(module, name) for name in _HOOKS)
 
 
-def fused_sequence(up: nn.Module, function: Callable[[Tensor], Tensor], down: nn.Module) -> FusedWeights | str:
-    """The same for layers that their caller runs one after another, ``down(function(up(x)))``; see OPT."""
-    one, other = projection_of("the first linear layer", up), projection_of("the second linear layer", down)
-    if isinstance(one, str) or isinstance(other, str):
-        return one if isinstance(one, str) else str(other)
-    if isinstance(function, nn.Module) and (heard(function) or any(True for _ in function.parameters())):
-        return "its activation has hooks or weights"
-    return FusedWeights((one,), other, known_activation(function), gated=False)
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """The same, but for hooks that only note when it runs: seqtile's own counters."""
+    hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("seqtile.") for hook in hooks)
 
 
 def row_wise(norm: nn.Module) -> RowWise | str:
     """A norm that runs inside the tile of the fused operator, or why it cannot."""
-    if "forward" in norm.__dict__ or heard(norm):
-        return f"something listens to {type(norm).__name__}"
+    if "forward" in norm.__dict__ or has_hooks(norm):
+        return f"{type(norm).__name__} has hooks"
     if any(True for _ in norm.children()) or any(weight.dim() > 1 for _, weight in named_weights(norm)):
         return f"{type(norm).__name__} is no row-wise norm"
     live = dict(named_weights(norm))
@@ -100,12 +60,21 @@ def _unusable(weight: Tensor) -> str:
     return ""
 
 
-def projection_of(name: str, layer: nn.Module, dtype: torch.dtype | None = None) -> Projection | str:
-    """A plain linear layer, or one with a LoRA adapter, by its live tensors; or why it is neither."""
-    if heard(layer) or "forward" in layer.__dict__:
-        return f"a hook listens to {name}"
+def projection_of(
+    name: str, layer: nn.Module, dtype: torch.dtype | None = None, *, traced: bool = False
+) -> Projection | str:
+    """A plain linear layer, or one with a LoRA adapter, by its live tensors; or why it is neither.
+
+    Args:
+        name: what messages call it.
+        layer: the layer.
+        dtype: dtype of its input; without it 4-bit layers, which compute in a dtype of their own, are declined.
+        traced: whether a trace shows that the layer computes what the result says, a forward of its own included.
+    """
+    if has_hooks(layer) or "forward" in layer.__dict__:
+        return f"{name} has hooks"
     if hasattr(layer, "base_layer"):
-        return _adapted(name, layer, dtype)
+        return _adapted(name, layer, dtype, traced)
     kind = type(layer)
     if kind.__name__ == "Linear4bit" and kind.__module__ == "bitsandbytes.nn.modules":
         return _packed(name, layer, dtype)
@@ -117,8 +86,8 @@ def projection_of(name: str, layer: nn.Module, dtype: torch.dtype | None = None)
     reason = _unusable(weight) or (_unusable(bias) if bias is not None else "")
     if reason:
         return f"{name}: {reason}"
-    if not transposed and kind.forward is not nn.Linear.forward and not is_linear(layer):
-        return f"{name} ({kind.__name__}) computes more than a linear layer"
+    if not transposed and kind.forward is not nn.Linear.forward and not traced:
+        return f"{name} ({kind.__name__}) may compute more than a linear layer"
     return Projection(weight, bias, transposed)
 
 
@@ -143,12 +112,12 @@ def _packed(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | st
     return Projection(Packed(dense, (layer.out_features, layer.in_features)), bias)
 
 
-def _adapted(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | str:
+def _adapted(name: str, layer: Any, dtype: torch.dtype | None, traced: bool) -> Projection | str:
     """PEFT's LoRA layer: ``base(x) + B(A(dropout(x))) * scaling``."""
     kind = type(layer)
     if (kind.__module__, kind.__name__) not in _ADAPTED:
         return f"{name} is a {kind.__module__}.{kind.__name__}"
-    base = projection_of(name, layer.base_layer, dtype)
+    base = projection_of(name, layer.base_layer, dtype, traced=traced)
     if isinstance(base, str):
         return base
     if layer.merged:
@@ -167,7 +136,7 @@ def _adapted(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | s
     if up.bias is not None or down.bias is not None:
         return f"{name}: its adapter has a bias"
     drop = layer.lora_dropout[adapter]
-    if type(drop) not in (nn.Dropout, nn.Identity) or heard(drop):
+    if type(drop) not in (nn.Dropout, nn.Identity) or has_hooks(drop):
         return f"{name}: its adapter drops by {type(drop).__name__}"
     share = float(drop.p) if isinstance(drop, nn.Dropout) and drop.training else 0.0
     assert isinstance(down.weight, Tensor) and isinstance(up.weight, Tensor)

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
-from seqtile.models.find import Left, linear_widths, looks_like_attention
-from seqtile.models.neighbours import find_norm_before
-from seqtile.models.probe import mixes_tokens
+from seqtile.models.discover.candidates import Left, LayerTraces, is_per_row, looks_like_attention
+from seqtile.models.discover.layer_parts import norm_before
+from seqtile.models.discover.widths import linear_widths
 from seqtile.ops.attention_groups import Cut
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -67,10 +67,10 @@ class Attention:
 def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
     """Attention modules of the known form in module order, and the others with the reason."""
     modules = dict(model.named_modules())
+    traces = LayerTraces(modules)
     found: list[Attention] = []
     left: list[Left] = []
     proved: dict[object, str] = {}
-    mixing: dict[type, bool] = {}  # norms that no tile of tokens may hold
     for name, module in modules.items():
         inside = any(name.startswith(f"{one}.") for one in [o.name for o in found] + [o.name for o in left])
         if inside or not looks_like_attention(name, module) or not _has_linears(module):
@@ -86,13 +86,12 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
             continue
         layer, _, child = name.rpartition(".")
         parent = modules.get(layer)
-        norm = find_norm_before(parent, child) if parent is not None and layer else ""
-        if parent is not None and any(True for _ in getattr(parent, norm or "?", nn.Identity()).parameters()):
-            kind = type(getattr(parent, norm))
-            if kind not in mixing:
-                (hidden, _) = linear_widths(module.get_submodule("q_proj")) or (0, 0)
-                mixing[kind] = (mixes_tokens(getattr(parent, norm), "mlp", hidden) or "").startswith("not ")
-            norm = "" if mixing[kind] else norm
+        norm = ""
+        if parent is not None and layer:
+            hidden = (linear_widths(module.get_submodule("q_proj")) or (0, 0))[0]
+            steps = traces.of(parent, hidden, {})
+            norm = norm_before(parent, steps, child) if steps is not None else ""
+            norm = norm if norm and is_per_row(model, getattr(parent, norm), hidden) else ""
         found.append(Attention(name, module, shape, layer, norm))
     return found, left
 
@@ -186,7 +185,7 @@ class View:
     def _take(self, output: Tensor) -> Tensor:
         self.calls.append("o_proj")
         self._output = output
-        self._given_back = no_hidden_states(self._hidden_states)
+        self._given_back = nothing_like(self._hidden_states)
         if self._traced:
             self._given_back = self._given_back.as_subclass(_Untouched)
         return self._given_back
@@ -223,7 +222,7 @@ class _Handed:
         return self._view.hand(self._name, hidden_states)
 
 
-def no_hidden_states(like: Tensor) -> Tensor:
+def nothing_like(like: Tensor) -> Tensor:
     """A tensor of this shape that takes no memory and spoils whatever reads it."""
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(like.shape)
 
@@ -245,7 +244,10 @@ def why_not(module: nn.Module, shape: HeadShape) -> str:
 
 
 def _compare(module: nn.Module, shape: HeadShape, rotary: int) -> str:
-    tokens = 6
+    return _compare_at(module, shape, rotary, 6) or _compare_at(module, shape, rotary, 37)
+
+
+def _compare_at(module: nn.Module, shape: HeadShape, rotary: int, tokens: int) -> str:
     # Small heads of the same number would do, but head_dim is read in many ways.
     sizes = [shape.query * shape.width, *[shape.groups * shape.width] * 2]
     parts = [torch.randn(1, tokens, size, dtype=torch.float32, requires_grad=True) for size in sizes]
@@ -260,7 +262,7 @@ def _compare(module: nn.Module, shape: HeadShape, rotary: int) -> str:
     }  # fmt: skip
     taken = inspect.signature(type(module).forward).parameters
     words = {name: value for name, value in offered.items() if name in taken}
-    hidden_states = no_hidden_states(torch.empty(1, tokens, 8))
+    hidden_states = nothing_like(torch.empty(1, tokens, 8))
     gradient = torch.randn(1, tokens, sizes[0])
     leaves = [*parts, *weights.values()]
     seen: list[list[Tensor]] = []
@@ -301,15 +303,20 @@ class _Calling(nn.Module):
 
 
 def _bare(module: nn.Module) -> nn.Module:
-    """A shallow copy in evaluation mode that computes attention by plain products, whatever kernel the module has."""
+    """A shallow copy for training that drops nothing and computes attention by plain products, whatever its kernel."""
     bare: nn.Module = object.__new__(type(module))
-    bare.__dict__.update(module.__dict__)
-    bare.__dict__.pop("forward", None)
-    bare.__dict__["_parameters"] = dict(module._parameters)
-    bare.__dict__["_modules"] = {name: child for name, child in module._modules.items() if name not in PROJECTIONS}
-    bare.training = False
+    own = bare.__dict__
+    own.update(module.__dict__)
+    own.pop("forward", None)
+    own.update({name: 0.0 for name, value in module.__dict__.items() if "drop" in name and isinstance(value, float)})
+    own["_parameters"] = dict(module._parameters)
+    own["_modules"] = {
+        name: nn.Identity() if isinstance(child, nn.Dropout) else child
+        for name, child in module._modules.items() if name not in PROJECTIONS
+    }  # fmt: skip
+    bare.training = True
     config = copy.copy(getattr(module, "config", None))
     if config is not None:
         config.__dict__["_attn_implementation_internal"] = "eager"
-        bare.__dict__["config"] = config
+        own["config"] = config
     return bare

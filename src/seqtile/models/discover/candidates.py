@@ -1,0 +1,250 @@
+"""Find the blocks of a model that treat every token by itself: candidates by structure, proven by their traces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqtile.models.discover.chain import Chain, inputs_of
+from seqtile.models.discover.layer_parts import (
+    LayerSteps,
+    Neighbours,
+    around,
+    inline,
+    layer_steps,
+    looks_inline,
+    pair,
+    plain_children,
+)
+from seqtile.models.discover.proof import Mode, Proof, prove
+from seqtile.models.discover.widths import experts_widths, half_widths, linear_widths, mlp_widths
+
+LOOKED_FOR = (
+    "a module with two or three linear layers D -> F and F -> D (gate, up, down; fused gate_up, down; fc1, fc2), "
+    "experts with 3-D weights, or such linear layers called one after another in a layer"
+)
+
+_NOT_LANGUAGE = re.compile(r"(^|\.)(visual|vision|image|audio|speech|vq)[^.]*(\.|$)")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A position-wise block.
+
+    Attributes:
+        name: qualified name of the module, or of the first linear layer of an inline block.
+        kind: ``"mlp"``, ``"experts"``, ``"inline"`` (linear layers that are children of the layer) or ``"pair"``
+            (two children of the layer with one linear layer each).
+        module: the block; the layer for ``"inline"`` and ``"pair"``.
+        hidden: width of its input.
+        intermediate: width of its widest tensor, per token.
+        layer: qualified name of the layer around it, "" if there is none.
+        neighbours: what runs before and after it in that layer, and in the same tile.
+        why: what proves that it is position-wise.
+        proof: the proof; None for one that its caller vouches for.
+    """
+
+    name: str
+    kind: str
+    module: nn.Module
+    hidden: int
+    intermediate: int
+    layer: str
+    neighbours: Neighbours
+    why: str = ""
+    proof: Proof | None = None
+
+    @property
+    def in_layer(self) -> bool:
+        """Whether the layer's own ``forward`` calls its parts, so that there is no module of its own."""
+        return self.kind in ("inline", "pair")
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules that hold the block's weights."""
+        if not self.in_layer:
+            return [self.module]
+        members = [getattr(self.module, name) for name in self.neighbours.members]
+        return [part for part in members if isinstance(part, nn.Module)]
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module that was left alone.
+
+    Attributes:
+        name: qualified name.
+        class_name: its class.
+        why: one sentence.
+        unproven: whether nothing is known of it, so that ``trust=`` may name it, rather than something against it.
+    """
+
+    name: str
+    class_name: str
+    why: str
+    unproven: bool = False
+
+
+Trusted = Callable[[str, nn.Module], bool]
+
+
+def find_blocks(
+    model: nn.Module, *, everything: bool = False, trusted: Trusted = lambda name, module: False
+) -> tuple[list[Candidate], list[Left]]:
+    """Position-wise blocks of ``model`` in module order, and what resembles one but is left alone.
+
+    Args:
+        model: any module tree; nothing in it is changed.
+        everything: also blocks of vision and audio towers, which are left alone otherwise.
+        trusted: whether a block's caller vouches for it, where nothing is known of it.
+
+    Returns:
+        The blocks, outermost first, none inside another; and the modules left alone with the reason.
+    """
+    modules = dict(model.named_modules())
+    traces = LayerTraces(modules)
+    found: list[Candidate] = []
+    left: list[Left] = []
+    for name, module in modules.items():
+        if any(not block.name or name.startswith(f"{block.name}.") for block in found if not block.in_layer):
+            continue
+        candidate = _classify(name, module, traces)
+        class_name = type(module).__name__
+        if candidate is None:
+            if why := _unread(name, module):
+                left.append(Left(name, class_name, why))
+            continue
+        if not everything and _NOT_LANGUAGE.search(name):
+            left.append(Left(name, class_name, "vision or audio tower; name it in only= to tile it"))
+            continue
+        judged = _judged(model, candidate, trusted)
+        (found if isinstance(judged, Candidate) else left).append(judged)  # type: ignore[arg-type]
+    return found, left
+
+
+class LayerTraces:
+    """The steps of each layer's forward, traced once for layers of one kind."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.modules = modules
+        self._known: dict[object, LayerSteps | None] = {}
+
+    def of(self, layer: nn.Module, hidden: int, blocks: Mapping[str, int]) -> LayerSteps | None:
+        plain = plain_children(layer, blocks)
+        numbers = tuple((k, v) for k, v in vars(layer).items() if isinstance(v, (int, float, str, bool)) and k != "layer_idx")
+        key = (type(layer) if type(layer).__module__.startswith("transformers.") else id(layer), numbers, hidden,
+               tuple(plain.items()), tuple(type(child) for child in layer.children()))  # fmt: skip
+        if key not in self._known:
+            self._known[key] = layer_steps(layer, hidden, plain)
+        return self._known[key]
+
+
+def chain_of(layer: nn.Module | None, block: Candidate, near: Neighbours) -> Chain:
+    """What runs in one tile of ``block`` with these neighbours."""
+    if block.kind in ("mlp", "experts"):
+        members: list[tuple[str, Any]] = [(block.name, block.module)]
+    else:
+        members = [(name, getattr(layer, name)) for name in near.members]
+    before, after, closing = (getattr(layer, name) if name else None for name in (near.before, near.after, near.closing))
+    share = float(getattr(layer, near.dropout)) if near.dropout else 0.0
+    kind = "block" if block.kind == "mlp" else block.kind
+    training = True if layer is None else layer.training
+    return Chain(tuple(members), kind, before, after, share, closing, training)
+
+
+def expected_mode(model: nn.Module, chain: Chain, hidden: int, dims: tuple[int | str, ...] | None = None) -> Mode:
+    """The mode in which a chain will run in training, as far as its modules tell."""
+    weights = [p for module in chain.modules for p in module.parameters() if p.is_floating_point() and p.element_size() > 1]
+    dtype = weights[0].dtype if weights else torch.float32
+    device = weights[0].device if weights and not weights[0].is_meta else torch.device("cpu")
+    block = chain.members[0][1]
+    count = 2 if chain.kind == "pair" else inputs_of(block) if chain.kind == "block" else 1
+    inputs: tuple[tuple[tuple[int | str, ...], torch.dtype], ...] = ((dims or ("b", "s", hidden), dtype),) * count
+    if chain.kind == "experts":
+        inputs = ((("bs", hidden), dtype), (("bs", 2), torch.int64), (("bs", 2), dtype))
+    return Mode(inputs, device, training=None if model.training else True)
+
+
+def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate | Left:
+    class_name = type(block.module).__name__
+    layer = model.get_submodule(block.layer) if block.layer or block.in_layer else None
+    for near in _variants(block.neighbours):
+        chain = replace(chain_of(layer, block, near), training=True)
+        proof, _ = prove(chain, expected_mode(model, chain, block.hidden))
+        if not proof.why_not:
+            return replace(block, neighbours=near, why=proof.how, proof=proof)
+    if not proof.refuted and trusted(block.name, block.module):
+        return replace(block, why="not verified: its caller vouches for it (trust=)")
+    if proof.refuted:
+        return Left(block.name, class_name, f"not position-wise: {proof.why_not}")
+    why = f"not proven: {proof.why_not}; trust={block.name!r} tiles it if you know that it treats every token by itself"
+    return Left(block.name, class_name, why, True)
+
+
+def is_per_row(model: nn.Module, norm: nn.Module, hidden: int) -> bool:
+    """Whether a norm treats every token by itself, in the same way whether it is given ``[B, T, D]`` or rows."""
+    chain = Chain((("norm", norm),), "inline")
+    whole, _ = prove(chain, expected_mode(model, chain, hidden))
+    rows, _ = prove(chain, expected_mode(model, chain, hidden, ("bs", hidden)))
+    if whole.graph is None or rows.graph is None:
+        return False
+    return (whole.graph.outputs[1][0], whole.graph.gradients) == (rows.graph.outputs[1][0], rows.graph.gradients)
+
+
+def _variants(near: Neighbours) -> Iterator[Neighbours]:
+    """All neighbours, then fewer: one that reads other tokens must not take the block out of its tiles."""
+    without = dict(after="", dropout="", closing="")
+    seen = []
+    for one in (near, replace(near, **without), replace(near, before=""), replace(near, before="", **without)):  # type: ignore[arg-type]
+        if one not in seen:
+            seen.append(one)
+            yield one
+
+
+def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | None:
+    if looks_like_attention(name, module):
+        return None
+    layer, _, child = name.rpartition(".")
+    parent = traces.modules.get(layer)
+    if (widths := mlp_widths(module)) is not None:
+        near = Neighbours(members=(child,))
+        if name and parent is not None and (steps := traces.of(parent, widths[0], {child: 0})) is not None:
+            near = around(parent, steps, child)
+        return Candidate(name, "mlp", module, *widths, layer, near)
+    experts: Any = module
+    while type(experts).__name__ == "ParamWrapper":  # PEFT's target_parameters: tile around it, it sets the weights
+        experts = experts.base_layer
+    if (widths := experts_widths(experts)) is not None:
+        return Candidate(name, "experts", module, *widths, layer, Neighbours())
+    for kind, look, width in (("inline", inline, linear_widths), ("pair", pair, half_widths)):
+        wide = {child: found for child, part in module.named_children() if (found := width(part)) is not None}
+        two = looks_inline(wide)
+        if two is None:
+            continue
+        steps = traces.of(module, wide[two[0]][0], {child: out for child, (_, out) in wide.items()})
+        near_or_none = look(module, steps, wide) if steps is not None else None
+        if near_or_none is not None:
+            first = near_or_none.members[0]
+            return Candidate(f"{name}.{first}".lstrip("."), kind, module, *wide[first], name, near_or_none)
+    return None
+
+
+def looks_like_attention(name: str, module: nn.Module) -> bool:
+    return bool(re.search(r"attn|attention", f"{name.rpartition('.')[2]} {type(module).__name__}", re.IGNORECASE))
+
+
+def _unread(name: str, module: nn.Module) -> str:
+    """Why a layer with linear layers like an MLP's is none; "" where nothing resembles one."""
+    if looks_like_attention(name, module) or linear_widths(module) is not None:  # an adapter's two are inside
+        return ""
+    if type(module).forward in (nn.Module.forward, nn.Sequential.forward) or len(list(module.children())) < 2:
+        return ""
+    for width in (linear_widths, half_widths):
+        if two := looks_inline({child: width(part) for child, part in module.named_children()}):
+            return f"its forward does not call {two[0]} and {two[1]} plainly one after another"
+    return ""

@@ -1,0 +1,148 @@
+"""Whether a block computes what the fused operator computes, forward and backward.
+
+The block's trace must be that of the operator's plain twin on the same weights: outputs, the input's gradient, every
+weight's gradient, and what is drawn at random.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile.models.discover.live_weights import has_hooks, projection_of
+from seqtile.models.discover.widths import linear_widths
+from seqtile.models.discover.sizes import NotPerToken, Untraceable
+from seqtile.models.discover.trace import Graph, Tracer
+from seqtile.ops.fused import FusedWeights, plain_mlp
+from seqtile.ops.pointwise import GELU, GELU_TANH, RELU, RELU2, SILU, Activation
+
+if TYPE_CHECKING:
+    from seqtile.models.discover.chain import Chain, ViewOf
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Which of its children a block calls, and how: ``down(act(gate(x)) * up(x))`` or ``down(act(up(x)))``.
+
+    Attributes:
+        first: names of gate and up, of gate_up, or of up.
+        down: name of the down projection.
+        activation: a known one, or None: the child or attribute ``function``.
+        form: how the block writes a known one.
+        function: name of the activation on the module, where it is no known one.
+        gated: whether there is a gate.
+        up_first: order of the halves of gate_up.
+        dropout: name of the dropout on the output that drops now, or "".
+    """
+
+    first: tuple[str, ...]
+    down: str
+    activation: Activation | None
+    function: str
+    gated: bool
+    up_first: bool
+    dropout: str
+    form: Callable[[Tensor], Tensor] | None = None
+
+    def weights(self, parts: Mapping[str, Any], dtype: torch.dtype) -> FusedWeights | str:
+        """The live weights among ``parts``, or why the operator cannot run on them."""
+        found = []
+        for name in (*self.first, self.down):
+            projection = projection_of(name, parts[name], dtype, traced=True)
+            if isinstance(projection, str):
+                return projection
+            found.append(projection)
+        if len({one.weight.dtype for one in found if isinstance(one.weight, Tensor)}) > 1:
+            return "its linear layers differ in dtype"  # T5 casts before its last layer, which stays in float32
+        activation = self.activation or Activation(self.function, parts[self.function])
+        dropout = float(parts[self.dropout].p) if self.dropout else 0.0
+        return FusedWeights(tuple(found[:-1]), found[-1], activation, self.gated, self.up_first, dropout=dropout)
+
+
+def _gelu_new(z: Tensor) -> Tensor:
+    return 0.5 * z * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * torch.pow(z, 3.0))))
+
+
+def _gelu_fast(z: Tensor) -> Tensor:
+    return 0.5 * z * (1.0 + torch.tanh(z * 0.7978845608 * (1.0 + 0.044715 * z * z)))
+
+
+_BY_OPERATOR: Mapping[str, tuple[tuple[Activation, Callable[[Tensor], Tensor]], ...]] = {
+    "silu": ((SILU, SILU.function),),
+    "gelu": ((GELU, GELU.function), (GELU_TANH, GELU_TANH.function)),
+    "relu": ((RELU, RELU.function), (RELU2, RELU2.function)),
+    "tanh": ((GELU_TANH, _gelu_new), (GELU_TANH, _gelu_fast)),  # as GPT-2 writes it
+}
+"""The activations that the operator knows, by an operator in the trace, and how a block may write them."""
+
+
+def formula_of(chain: Chain, graph: Graph, tracer: Tracer) -> Formula | str:
+    """The formula that a traced chain computes, or why it is none."""
+    why = "its trace is another formula than down(act(gate(x)) * up(x)) or down(act(up(x)))"
+    dtype, reasons = tracer.inputs[0][1], dict[str, str]()
+    trained = {name for name, gradient in graph.gradients if gradient is not None and not name.startswith("input ")}
+    if len(tracer.inputs) > 1:
+        return "it was called with more than hidden states"
+    for formula in _candidates(chain.parts(), graph):
+        if isinstance(formula, str):
+            return formula
+        used: set[str] = set()
+
+        def plain(view: ViewOf, inputs: list[Tensor], formula: Formula = formula, used: set[str] = used) -> Tensor:
+            weights = chain.weights(formula, dtype, view)
+            if isinstance(weights, str):
+                raise Untraceable(weights)
+            used.update(tracer.names[id(weight)] for weight in weights.tensors())
+            if formula.form is not None:
+                weights = replace(weights, activation=replace(weights.activation, function=formula.form))
+            x = inputs[0]
+            return plain_mlp(x.flatten(0, -2), weights).unflatten(0, x.shape[:-1])  # [tokens, D], as tiles are run
+
+        try:
+            if tracer.trace(plain, like=graph) == graph and trained <= used:
+                return formula
+        except Untraceable as error:
+            why = reasons.setdefault("first", str(error))
+        except (NotPerToken, RuntimeError, TypeError, ValueError):
+            continue
+    return why
+
+
+def _candidates(parts: Mapping[str, Any], graph: Graph) -> Iterator[Formula | str]:
+    linears = {name: widths for name, part in parts.items() if (widths := linear_widths(part)) is not None}
+    if len(linears) not in (2, 3):
+        yield f"{len(linears)} linear layers where 2 or 3 were expected"
+        return
+    heard = [name for name, part in parts.items() if isinstance(part, nn.Module) and has_hooks(part)]
+    if heard:
+        yield f"{heard[0]} has hooks"
+        return
+    *before, down = linears
+    hidden, inner = linears[down][1], linears[down][0]
+    double = len(before) == 1 and linears[before[0]][1] == 2 * inner
+    if any(linears[name] != (hidden, 2 * inner if double else inner) for name in before):
+        yield "its linear layers are not D -> F and F -> D"
+        return
+    drops = [name for name, part in parts.items() if type(part) is nn.Dropout and part.p > 0]
+    functions = [name for name, part in parts.items()
+                 if callable(part) and name not in (*linears, *drops, "forward", "extra_repr")]  # fmt: skip
+    known = [one for name, ones in _BY_OPERATOR.items() if name in graph.operators for one in ones]
+    choices = [(one, "", form) for one, form in known] + [(None, name, None) for name in functions]
+    for activation, function, form in choices:
+        for drop in ["", *drops]:
+            for first, gated, up_first in _orders(before, double):
+                yield Formula(first, down, activation, function, gated, up_first, drop, form)
+
+
+def _orders(before: list[str], double: bool) -> list[tuple[tuple[str, ...], bool, bool]]:
+    """(first projections, gated, up_first) that the widths allow."""
+    if len(before) == 2:
+        return [((before[0], before[1]), True, False), ((before[1], before[0]), True, False)]
+    if double:
+        return [((before[0],), True, False), ((before[0],), True, True)]
+    return [((before[0],), False, False)]

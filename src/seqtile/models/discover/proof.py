@@ -1,0 +1,168 @@
+"""Proofs that what runs in a tile treats every token by itself, what it computes, and for how long they hold.
+
+A proof is made once for all modules whose code reads the same values, in one mode: training or evaluation, dtypes,
+autocast, with or without gradients. At each call a block asks whether what the proof rests on is still so
+(:meth:`Facts.hold`); where it is not, the proof is looked up or made again.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqtile.models.discover.chain import Chain
+from seqtile.models.discover.facts import Code, Facts
+from seqtile.models.discover.formula import Formula, formula_of
+from seqtile.models.discover.probe import probe
+from seqtile.models.discover.sizes import NoRule, NotPerToken, Untraceable
+from seqtile.models.discover.trace import Graph, Tracer, in_a_thread
+
+
+@dataclass(frozen=True)
+class Mode:
+    """In what way a call runs.
+
+    Attributes:
+        inputs: dimensions and dtype of each tensor that is split; a word stands for token axes.
+        device: where they are.
+        autocast: dtype of autocast, None where it is off.
+        gradients: whether a backward will follow.
+        training: True to take every module for training, None to take each as it is.
+    """
+
+    inputs: tuple[tuple[tuple[int | str, ...], torch.dtype], ...]
+    device: torch.device
+    autocast: torch.dtype | None = None
+    gradients: bool = True
+    training: bool | None = None
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known of a chain in one mode.
+
+    Attributes:
+        why_not: why it is not proven to treat every token by itself; "" if it is.
+        refuted: whether it is known not to, rather than not known.
+        graph: what it computes; None where no trace tells.
+        formula: what the fused operator needs to know, or why it cannot run it.
+        how: what proves it.
+    """
+
+    why_not: str
+    refuted: bool
+    graph: Graph | None
+    formula: Formula | str
+    how: str = ""
+
+
+BY_TRACE = "by its trace, forward and backward"
+BY_TRIAL = "tried out at two lengths, outputs and gradients (no trace can follow it)"
+
+_proofs: OrderedDict[Any, list[tuple[Any, Code, Proof]]] = OrderedDict()
+MOST = 512
+"""Most kinds of chains whose proofs are remembered."""
+
+
+def prove(chain: Chain, mode: Mode) -> tuple[Proof, Facts | None]:
+    """The proof of a chain in a mode, and what it rests on.
+
+    Cost:
+        Where one is known for modules like these, some 100 µs; else 10 to 100 ms.
+    """
+    modules = chain.modules
+    tree = tuple(type(part) for module in modules for part in module.modules())
+    key = (chain.key, tree, mode.inputs, mode.device, mode.autocast, mode.gradients)
+    known = _proofs.setdefault(key, [])
+    _proofs.move_to_end(key)
+    while len(_proofs) > MOST:
+        _proofs.popitem(last=False)
+    for frozen, code, proof in known:
+        try:
+            facts = Facts(modules, chain.functions, code, mode.training)
+        except Untraceable:
+            continue
+        if facts.frozen == frozen:
+            return proof, facts
+    code = Code()
+    proof = in_a_thread(lambda: _prove(chain, mode, code))
+    try:
+        facts = Facts(modules, chain.functions, code, mode.training)
+    except Untraceable as error:
+        return Proof(str(error), False, None, str(error)), None
+    if len(known) >= 64:  # a value that changes all the time
+        known.clear()
+    known.append((facts.frozen, code, proof))
+    return proof, facts
+
+
+def _prove(chain: Chain, mode: Mode, code: Code) -> Proof:
+    before, drawn = _generators(), ""
+    try:
+        proof = _tried_out(chain, mode, code) if chain.kind == "experts" else _traced(chain, mode, code)
+    except NotPerToken as error:
+        return Proof(str(error), True, None, "")
+    except Untraceable as error:
+        return Proof(str(error), False, None, "")
+    except Exception as error:  # noqa: BLE001 - whatever a stranger's module raises
+        text = str(error).splitlines()[0][:200] if str(error) else ""
+        return Proof(f"it could not be executed here ({type(error).__name__}: {text})", False, None, "")
+    finally:
+        drawn = _restored(before)
+    return Proof(f"its forward draws from {drawn}", True, None, "") if drawn else proof
+
+
+def _traced(chain: Chain, mode: Mode, code: Code) -> Proof:
+    tracer = Tracer(chain.modules, mode.inputs, mode.device, mode.autocast, mode.gradients, mode.training)
+    try:
+        graph = tracer.trace(lambda view, inputs: chain.run(inputs, view), code, functions=chain.functions)
+    except NoRule as error:
+        return replace(_tried_out(chain, mode, code), formula=str(error))
+    assert graph is not None
+    _check_rows(graph, chain, mode)
+    return Proof("", False, graph, chain.fusable() or formula_of(chain, graph, tracer), BY_TRACE)
+
+
+def _check_rows(graph: Graph, chain: Chain, mode: Mode) -> None:
+    """Every output must have its tokens where the first input has them, or all of them in its first dimension."""
+    given = mode.inputs[0][0]
+    leading = tuple(tuple(one) if isinstance(one, str) else () for one in given[:-1])
+    axes = tuple(axis for dim in leading for axis in dim)
+    for _, dims, _ in (one for one in graph.outputs[1:] if isinstance(one, tuple)):
+        place = chain.call[1] if chain.call and chain.call[0] == "along" else None
+        kept = dims[place] == ("s",) if place is not None else dims[:-1] == leading and not dims[-1]
+        if not kept and not (place is None and dims[0] == axes and not any(dims[1:])):
+            raise NotPerToken("it returns its tokens in other dimensions than it takes them")
+
+
+def _tried_out(chain: Chain, mode: Mode, code: Code) -> Proof:
+    probe(chain, mode.inputs, mode.training, code)
+    return Proof("", False, None, "experts run in the generic operator", BY_TRIAL)
+
+
+def _generators() -> list[tuple[str, Any, bytes, Callable[[Any], Any]]]:
+    """(whose, state, the same to compare, how to put it back) of the generators that others share with a trace."""
+    state = torch.get_rng_state()
+    known = [("PyTorch's", state, state.numpy().tobytes(), torch.set_rng_state),
+             ("Python's", random.getstate(), repr(random.getstate()).encode(), random.setstate)]  # fmt: skip
+    if "numpy" in sys.modules:
+        numpy: Any = sys.modules["numpy"].random
+        known.append(("NumPy's", numpy.get_state(), numpy.get_state()[1].tobytes(), numpy.set_state))
+    return known
+
+
+def _restored(before: list[tuple[str, Any, bytes, Callable[[Any], Any]]]) -> str:
+    """The generator that moved on since then, "" for none; all are put back."""
+    moved = ""
+    for (whose, state, then, put_back), (_, _, now, _) in zip(before, _generators(), strict=False):
+        if then != now:
+            moved = moved or f"{whose} random generator"
+            put_back(state)
+    return moved

@@ -1,0 +1,76 @@
+"""Widths of linear layers, MLPs and experts, as their weights show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from seqtile.engines.zero3 import whole_shape
+
+
+def linear_widths(module: Any) -> tuple[int, int] | None:
+    """(in, out) of a linear layer of any make: ``nn.Linear``, quantised, adapter-wrapped or ``Conv1D``."""
+    for names in (("nx", "nf"), ("in_features", "out_features")):
+        wide = [getattr(module, name, None) for name in names]
+        if isinstance(wide[0], int) and isinstance(wide[1], int):
+            return wide[0], wide[1]
+    return None
+
+
+def half_widths(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of half an MLP: a module with one linear layer, and norms, dropouts and an activation beside it."""
+    if linear_widths(module) is not None or any(True for _ in module.parameters(recurse=False)):
+        return None
+    linears = [widths for child in module.children() if (widths := linear_widths(child)) is not None]
+    rest = [child for child in module.children() if linear_widths(child) is None]
+    return linears[0] if len(linears) == 1 and all(map(_is_small, rest)) else None
+
+
+def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
+    """(hidden, intermediate) if the module is a gated or plain MLP by its linear children."""
+    linears = []
+    for child in _parts(module):
+        widths = linear_widths(child)
+        if widths is not None:
+            linears.append(widths)
+        elif any(True for _ in child.parameters()) and not _is_small(child):
+            return None
+    if any(True for _ in module.parameters(recurse=False)) or len(linears) not in (2, 3):
+        return None
+    hidden, out = linears[0]
+    down = linears[-1]
+    if down[1] != hidden or any(widths != (hidden, out) for widths in linears[:-1]):
+        return None
+    if len(linears) == 2 and out == 2 * down[0]:
+        return hidden, down[0]
+    return (hidden, out) if out == down[0] else None
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.Sequential):
+            yield from _parts(child)
+        else:
+            yield child
+
+
+def _is_small(module: nn.Module) -> bool:
+    """Norms and activations inside an MLP: at most one-dimensional parameters, and nothing below."""
+    return not any(True for _ in module.children()) and all(len(whole_shape(p)) <= 1 for p in module.parameters())
+
+
+def experts_widths(module: nn.Module) -> tuple[int, int] | None:
+    """(hidden, intermediate of the experts a token visits) if the module holds routed experts as 3-D weights."""
+    stacks = [p for p in module.parameters(recurse=False) if len(whole_shape(p)) == 3]
+    if len(stacks) < 2 or whole_shape(stacks[0])[0] != whole_shape(stacks[-1])[0]:
+        return None
+    down = whole_shape(getattr(module, "down_proj", stacks[-1]))
+    sides = set(whole_shape(stacks[0])[1:]) & set(down[1:])
+    config = getattr(module, "config", None)
+    hidden = getattr(module, "hidden_dim", None) or getattr(module, "hidden_size", None)
+    hidden = hidden or getattr(config, "hidden_size", None) or (min(sides) if sides else down[1])
+    inner = [side for side in down[1:] if side != hidden]
+    visits = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k", None) or 1
+    return int(hidden), int(inner[0] if inner else hidden) * int(visits)
