@@ -127,7 +127,8 @@ def _traced(chain: Chain, mode: Mode, code: Code) -> Proof:
         return replace(_tried_out(chain, mode, code), formula=str(error))
     assert graph is not None
     _check_rows(graph, chain, mode)
-    return Proof("", False, graph, chain.fusable() or formula_of(chain, graph, tracer), BY_TRACE)
+    names = code.mentioned | {name for name, _ in chain.members}  # a layer calls the parts of an inline block itself
+    return Proof("", False, graph, chain.fusable() or formula_of(chain, graph, tracer, names), BY_TRACE)
 
 
 def _check_rows(graph: Graph, chain: Chain, mode: Mode) -> None:

@@ -6,7 +6,7 @@ there. Its operators are followed one by one (:mod:`seqtile.models.discover.toke
 
 from __future__ import annotations
 
-import os
+import logging
 import sys
 import threading
 import types
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from seqtile.models.discover.facts import INTERNAL, Code, Facts
-from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, at, counted
+from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, at, counted, holds_tokens
 from seqtile.models.discover.token_rules import Call, Dims, Expressions, Flow, pointwise, rule_for, tensors_in
 
 ONE_TOKEN = {"b": 1, "m": 1, "s": 1}
@@ -98,8 +98,6 @@ class Recorder(TorchDispatchMode):
         known = self.flows.get(id(tensor))
         if known is not None:
             return known
-        if tensor.dim() == 0 and not isinstance(tensor, FakeTensor):
-            return Flow((), self.expressions.number("number", tensor.item(), tensor.dtype))
         raise Untraceable(f"it reads a tensor {tuple(tensor.shape)} that is no weight or buffer of its own")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,7 +108,7 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         for tensor in tensors_in((*args, *kwargs.values())):
-            if not isinstance(tensor, FakeTensor) and tensor.dim() and func is not torch.ops.aten.lift_fresh.default:
+            if not isinstance(tensor, FakeTensor) and func is not torch.ops.aten.lift_fresh.default:
                 raise Untraceable(f"it reads a tensor {tuple(tensor.shape)} that is no weight or buffer of its own")
         try:
             result = func(*args, **kwargs)
@@ -131,6 +129,8 @@ class Recorder(TorchDispatchMode):
         written = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
         out = tensors_in([result])
         self.operators.add(name)
+        if name != "slice" and any(type(value) is int and holds_tokens(value) for value in given.values()):
+            raise NotPerToken(f"its forward computes with the number of tokens ({name})")
         self._compare(name, given, out)
         if self.expected is not None:
             return
@@ -213,15 +213,22 @@ class Sizes(TorchFunctionMode):
         return result
 
 
+_LOUD = logging.getLogger("torch._subclasses.fake_tensor")
+
+
 def in_a_thread(function: Callable[[], Any]) -> Any:
     """``function()`` in a thread of its own: no mode, hook or autocast state of the caller reaches it."""
     answer: list[Any] = []
 
     def call() -> None:
+        level = _LOUD.level
+        _LOUD.setLevel(logging.CRITICAL + 1)  # it writes a traceback for everything that cannot run on fake tensors
         try:
             answer.append((function(), None))
         except BaseException as error:  # noqa: BLE001 - handed to the caller below
             answer.append((None, error))
+        finally:
+            _LOUD.setLevel(level)
 
     thread = threading.Thread(target=call, name="seqtile-trace")
     thread.start()
@@ -441,6 +448,8 @@ class Tracer:
             return None
         gradients: list[tuple[str, int | None]] = []
         differentiable = [leaf for leaf in flat if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if self.gradients and not differentiable:
+            raise Untraceable("its output passes no gradient back")
         if self.gradients and differentiable and judged:
             upstream = []
             for number, leaf in enumerate(differentiable):
