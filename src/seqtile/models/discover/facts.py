@@ -28,6 +28,7 @@ _TORCH = os.path.dirname(torch.__file__)
 _LAYERS = os.path.join(_TORCH, "nn", "modules")
 _OURS = os.path.dirname(seqtile.__file__)
 _NEEDED = ("typing_extensions", "sympy", "mpmath", "networkx", "numpy", "optree", "opt_einsum", "einops", "triton")
+_KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel")
 _STANDARD = os.path.dirname(os.__file__)
 _DYNAMIC = {"getattr", "setattr", "hasattr", "vars", "__dict__", "globals", "locals", "eval", "exec", "attrgetter"}
 _FORWARD = methodcaller("get", "forward")
@@ -103,7 +104,9 @@ class Code:
     def _see(self, code: types.CodeType, kind: str) -> None:
         self._seen.add(code)
         self.mentioned.update(code.co_names, code.co_freevars)
-        self.dynamic |= kind == "user" and not _DYNAMIC.isdisjoint(code.co_names)
+        if not _DYNAMIC.isdisjoint(code.co_names):  # libraries that we know spell out what they look up
+            self.mentioned.update(constant for constant in code.co_consts if isinstance(constant, str))
+            self.dynamic |= kind == "user" and _package_of(code.co_filename) not in _KNOWN_LIBRARIES
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._see(constant, kind)
@@ -122,9 +125,12 @@ def _place_of(path: str) -> str:
         return "layer"
     if path.startswith((_TORCH, _OURS)):
         return ""
-    package = path.rpartition("-packages" + os.sep)[2].partition(os.sep)[0].removesuffix(".py")
     standard = path.startswith("<") or (path.startswith(_STANDARD) and "-packages" not in path)
-    return "library" if standard or package in _NEEDED else "user"
+    return "library" if standard or _package_of(path) in _NEEDED else "user"
+
+
+def _package_of(path: str) -> str:
+    return path.rpartition("-packages" + os.sep)[2].partition(os.sep)[0].removesuffix(".py")
 
 
 def _kind_of(frame: types.FrameType | None) -> str:
@@ -179,6 +185,7 @@ class Facts:
         self._expected: list[Any] = []
         self._live: list[Any] = []
         self._copies: list[Any] = []
+        self._empty: list[Any] = []
         self._places: dict[int, int] = {}
         self._tensors: list[tuple[dict[str, Any], str]] = []
         self._attributes: list[tuple[dict[str, Any], str]] = []
@@ -196,6 +203,7 @@ class Facts:
         self.frozen = frozen
         self._dtypes = [scope[name].dtype for scope, name in self._tensors]
         self._tree, self._owns = tree, [part.__dict__ for part in tree]
+        self._sizes = list(map(len, self._owns))
         self._kinds, self._forwards = [type(part) for part in tree], list(map(_FORWARD, self._owns))
 
     def hold(self) -> bool:
@@ -208,7 +216,9 @@ class Facts:
             return (
                 self._live == self._copies
                 and list(map(type, self._tree)) == self._kinds
+                and list(map(len, self._owns)) == self._sizes  # an attribute that appears may hide one of the class
                 and list(map(_FORWARD, self._owns)) == self._forwards
+                and not any(self._empty)
                 and [read(owner) for read, owner in self._reads] == self._expected
                 and [scope[name].dtype for scope, name in self._tensors] == self._dtypes
             )
@@ -234,6 +244,10 @@ class Facts:
                 else:
                     live.clear()
                     live.update(copy)
+        for live in self._empty:
+            if live:
+                changed = changed or "something that it keeps"
+                live.clear()
         for (read, owner), names, expected in zip(self._reads, self._names, self._expected, strict=True):
             if not names or read(owner) == expected:
                 continue
@@ -256,6 +270,9 @@ class Facts:
         self._expected.append(read(owner))
 
     def _contain(self, live: Any, copy: Any) -> None:
+        if isinstance(live, dict) and not live:
+            self._empty.append(live)
+            return
         self._live.append(live)
         self._copies.append(copy)
         if len(self._live) + len(self._reads) > MOST:
@@ -307,10 +324,6 @@ class Facts:
                  and not isinstance(value, Tensor)]  # fmt: skip
         if names:
             self._read(names, scope)
-        if self._code.names is not None:
-            self._reads.append((frozenset(self._code.names - scope.keys() - skip).isdisjoint, scope))
-            self._names.append(())
-            self._expected.append(True)
         return tuple((name, self._freeze(scope[name], depth + 1)) for name in sorted(names))
 
     def _reads_name(self, name: str, scope: dict[str, Any]) -> bool:

@@ -104,7 +104,7 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
             return plain_mlp(x.flatten(0, -2), weights).unflatten(0, x.shape[:-1])  # [tokens, D], as tiles are run
 
         try:
-            if tracer.trace(plain, like=graph) == graph and trained <= used:
+            if tracer.trace(plain, graph) == graph and trained <= used:
                 return formula
         except Untraceable as error:
             why = reasons.setdefault("first", str(error))
