@@ -102,7 +102,17 @@ class _Result(Tensor):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int):
             return self
-        return () if isinstance(index, slice) and index.start else super().__getitem__(index)
+        return _Rest() if isinstance(index, slice) and index.start else super().__getitem__(index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        pass
+
+
+class _Rest(tuple[Any, ...]):
+    """What is behind the first of several results: a tuple, or something that a tensor can be added to."""
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
+        return other if isinstance(other, Tensor) else tuple(self) + other
 
 
 def _result(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -237,9 +247,10 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
         one.name for one in parameters if one.default is None and not re.search("past|cache|output|use_", one.name)
     ]
     for shape in ((7, 5, hidden), (7, 5, 6, hidden), (7, hidden, 5, 6)):  # no code unpacks a tensor into seven
-        for given in (needed, needed + others):
+        for given in ([], needed, needed + others):
+            words = {**dict.fromkeys(needed), **{name: shape for name in given}}
             try:
-                return in_a_thread(partial(_run, layer, shape, plain, given))
+                return in_a_thread(partial(_run, layer, shape, plain, words))
             except Exception:  # noqa: BLE001 - it wants another shape, or arguments that nobody knows
                 continue
     return None
@@ -248,7 +259,9 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def _run(layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given: Sequence[str]) -> LayerSteps:
+def _run(
+    layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given: Mapping[str, Sequence[int] | None]
+) -> LayerSteps:
     run = _Run(layer, plain)
     before = {
         name: value.copy() if type(value) in (list, set, dict) else value for name, value in vars(run.view).items()
@@ -256,7 +269,7 @@ def _run(layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given
     with torch.no_grad():
         x = torch.empty(tuple(shape), device="meta")
         run.number(x)
-        words = {name: _result(x, shape) for name in given}
+        words = {name: None if one is None else _result(x, one) for name, one in given.items()}
         with run:
             type(layer).forward(run.view, x, **words)
     if len(before) != len(vars(run.view)) or any(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, axes_in
 
@@ -226,7 +227,8 @@ def literal(call: Call) -> list[Flow]:
     values = call.first
     if values.numel() > 1000:
         raise Untraceable(f"it makes a tensor of {values.numel():,} numbers that no one can compare")
-    key = ("literal", tuple(values.shape), str(values.dtype), str(values.tolist()))
+    with _disable_current_modes():  # its numbers are real
+        key = ("literal", tuple(values.shape), str(values.dtype), str(values.tolist()))
     return [Flow(((),) * values.dim(), call.expressions.number(*key))]
 
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten
 from seqtile.models.discover.facts import Code, Facts
 from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, at, axes_in, counted, holds_tokens
 from seqtile.models.discover.token_rules import (
+    MIXED,
     RULES,
     Atoms,
     Call,
@@ -111,6 +112,12 @@ class Recorder(TorchDispatchMode):
                 for tensor in tensors:
                     if self.expected is None or not isinstance(tensor, FakeTensor):
                         self.flow(tensor)
+            if (
+                func in _CUTS
+                and tensors[0].dim()
+                and holds_tokens(tensors[0].shape[[*args, *kwargs.values(), 0][_CUTS[func]]])
+            ):
+                raise NotPerToken(f"{MIXED}: it cuts between them")  # into as many pieces as there are tokens
             try:
                 result = func(*args, **kwargs)
             except DataDependentOutputException:
@@ -131,8 +138,7 @@ class Recorder(TorchDispatchMode):
             raise NotPerToken(f"its forward computes with the number of tokens ({name})")
         rule = rule_for(func, name)
         if rule not in (same, reshaped) and name not in _LAYOUT:
-            plain = tuple(one for one in tree_flatten(list(given.values()))[0] if not isinstance(one, Tensor))
-            self._compare((name, plain, tuple(tuple(tensor.shape) for tensor in out)))
+            self._compare(name.rstrip("_"), given, out)
         if self.expected is not None:
             return
         written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
@@ -172,25 +178,38 @@ class Recorder(TorchDispatchMode):
         expr = self.expressions.unique() if shared else flow.expr
         self._flows[id(target)] = replace(flow, expr=expr, root=root)
 
-    def _compare(self, step: Any) -> None:
+    def _compare(self, name: str, given: Mapping[str, Any], out: Sequence[Tensor]) -> None:
         """Remember the step, or see that it is the one that the judged trace made at this place."""
-        place = len(self.steps)
-        self.steps.append(step)
-        if place > LONGEST:
-            raise Untraceable(f"it runs more than {LONGEST:,} operators")
-        if self.expected is not None and (place >= len(self.expected) or _for_one(self.expected[place]) != step):
-            raise NotPerToken(f"its forward computes something else for another number of tokens ({step[0]})")
+        plain = tuple(one for one in tree_flatten(list(given.values()))[0] if not isinstance(one, Tensor))
+        shapes = tuple(tuple(tensor.shape) for tensor in out)
+        # A linear layer is one operator or two, depending on whether its input is contiguous.
+        names = {"addmm": ("mm", "add"), "baddbmm": ("bmm", "add"), "addmv": ("mv", "add")}.get(name, (name,))
+        for one in names:
+            step = (one, plain if one == name and one != "add" else (), shapes)
+            self.steps.append(step)
+            place = len(self.steps) - 1
+            if place > LONGEST:
+                raise Untraceable(f"it runs more than {LONGEST:,} operators")
+            if self.expected is not None and (
+                place >= len(self.expected) or _of_one(self.expected[place]) != _of_one(step)
+            ):
+                raise NotPerToken(f"its forward computes something else for another number of tokens ({name})")
 
+
+_CUTS = {torch.ops.aten.split.Tensor: 2, torch.ops.aten.split_with_sizes.default: 2, torch.ops.aten.unbind.int: 1}
+"""Operators that return a tensor for every piece, and the place of the dimension among their arguments."""
 
 _LAYOUT = ("expand", "permute", "transpose", "t")
 """Operators that compute nothing, beside copies and reshapes: which of them run may depend on sizes."""
 
 
-def _for_one(value: Any) -> Any:
-    """What a number or a step of the judged trace is for a single token."""
-    if isinstance(value, tuple):
-        return tuple(map(_for_one, value))
-    return at(value, ONE_TOKEN) if type(value) is int else value
+def _of_one(step: tuple[str, tuple[Any, ...], tuple[tuple[int, ...], ...]]) -> Any:
+    """What a step of the judged trace is for a single token; dimensions of size 1 do not count."""
+    name, plain, shapes = step
+    sizes = tuple(tuple(at(size, ONE_TOKEN) for size in shape) for shape in shapes)
+    return name, tuple(at(one, ONE_TOKEN) if type(one) is int else one for one in plain), [
+        tuple(size for size in shape if size != 1) for shape in sizes
+    ]  # fmt: skip
 
 
 class Sizes(TorchFunctionMode):
@@ -256,15 +275,14 @@ class Tracer:
         device: where the inputs are.
         autocast: its dtype where it is on.
         gradients: whether there is a backward.
-        training: True to take every module for training, None to take each as it is.
     """
 
     def __init__(
         self, modules: Sequence[nn.Module], inputs: Sequence[tuple[Sequence[int | str], torch.dtype]],
-        device: torch.device, autocast: torch.dtype | None = None, gradients: bool = True, training: bool | None = None,
+        device: torch.device, autocast: torch.dtype | None = None, gradients: bool = True,
     ) -> None:  # fmt: skip
         self.modules, self.inputs, self.device = modules, inputs, device
-        self.autocast, self.gradients, self.training = autocast, gradients, training
+        self.autocast, self.gradients = autocast, gradients
         self.axes = frozenset("".join(one for sizes, _ in inputs for one in sizes if isinstance(one, str)))
         self.names: dict[int, str] = {}
         self._expressions, self._mode = Expressions(), FakeTensorMode()
@@ -311,7 +329,7 @@ class Tracer:
     def _run(
         self, function: Function, recorder: Recorder, sizes: Mapping[str, int], like: Graph | None = None
     ) -> Graph | None:
-        views = Views(self._fake, self.training)
+        views = Views(self._fake)
         for number, module in enumerate(self.modules):
             views.of(module, str(number))
         self.names = {id(tensor): name for name, tensor in views.weights()}
