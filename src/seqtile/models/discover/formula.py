@@ -129,8 +129,8 @@ def _candidates(parts: Mapping[str, Any], graph: Graph, mentioned: set[str]) -> 
         yield "its linear layers are not D -> F and F -> D"
         return
     drops = [name for name, part in parts.items() if type(part) is nn.Dropout and part.p > 0]
-    functions = [name for name, part in parts.items()
-                 if callable(part) and name in mentioned and name not in (*linears, *drops)]  # fmt: skip
+    called = [name for name in parts if name in mentioned or name.isdigit()]  # nn.Sequential mentions none of its own
+    functions = [name for name in called if callable(parts[name]) and name not in (*linears, *drops)]
     known = [one for name, ones in _BY_OPERATOR.items() if name in graph.operators for one in ones]
     choices = [(one, "", form) for one, form in known] + [(None, name, None) for name in functions]
     for activation, function, form in choices:

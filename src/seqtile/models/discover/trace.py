@@ -33,6 +33,7 @@ from seqtile.models.discover.token_rules import (
     Expressions,
     Flow,
     drawn,
+    features,
     literal,
     reshaped,
     rule_for,
@@ -85,9 +86,8 @@ class Recorder(TorchDispatchMode):
         self.draws: Counter[int] = Counter()
         self.operators: set[str] = set()
         self.no_rule: NoRule | None = None
-        self._flows: dict[int, Flow] = {}
+        self._known: dict[int, tuple[Tensor, Flow]] = {}
         self._owners: dict[int, str] = {}
-        self._alive: list[Tensor] = []
 
     def leaf(self, tensor: Tensor, dims: tuple[Atoms, ...], owner: str) -> None:
         """Make a weight, a buffer, an input or an upstream gradient known, by its name."""
@@ -95,13 +95,12 @@ class Recorder(TorchDispatchMode):
         self._owners[id(tensor)] = owner
 
     def _add(self, tensor: Tensor, flow: Flow) -> None:
-        self._flows[id(tensor)] = replace(flow, root=flow.root if flow.root >= 0 else id(tensor))
-        self._alive.append(tensor)
+        self._known[id(tensor)] = tensor, replace(flow, root=flow.root if flow.root >= 0 else id(tensor))
 
     def flow(self, tensor: Tensor) -> Flow:
-        if id(tensor) not in self._flows:
+        if id(tensor) not in self._known:
             raise Untraceable(f"it reads a tensor {tuple(tensor.shape)} that is no weight or buffer of its own")
-        return self._flows[id(tensor)]
+        return self._known[id(tensor)][1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -170,13 +169,15 @@ class Recorder(TorchDispatchMode):
         root = self.flow(target).root
         if owner := self._owners.get(root):
             raise NotPerToken(f"its forward writes into {owner}")
-        shared = [key for key, one in self._flows.items() if one.root == root and key != id(target)]
-        for key in shared:  # other views of the same memory: what they hold now has no name
-            if flow.summed != self._flows[key].summed:
-                raise NotPerToken("a sum over tokens is written beside them")
-            self._flows[key] = replace(self._flows[key], expr=self.expressions.unique())
-        expr = self.expressions.unique() if shared else flow.expr
-        self._flows[id(target)] = replace(flow, expr=expr, root=root)
+        for key, (other, known) in list(self._known.items()):
+            if (
+                known.root == root and other is not target
+            ):  # the whole of the same memory holds the same, a part has no name
+                if flow.summed != known.summed:
+                    raise NotPerToken("a sum over tokens is written beside them")
+                whole = other.numel() == target.numel() and features(other, known.dims) == features(target, flow.dims)
+                self._known[key] = other, replace(known, expr=flow.expr if whole else self.expressions.unique())
+        self._known[id(target)] = target, replace(flow, root=root)
 
     def _compare(self, name: str, given: Mapping[str, Any], out: Sequence[Tensor]) -> None:
         """Remember the step, or see that it is the one that the judged trace made at this place."""
