@@ -1,0 +1,52 @@
+"""What operators read while a piece of code runs, seen from outside.
+
+A hook or a forward that notes its calls in a list changes state, which is a reason to leave its block untiled. A
+dispatch mode belongs to nobody's forward, and the traces that prove a block run in a thread where it is not active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, operator: str, weights: set[int]) -> None:
+        super().__init__()
+        self.operator, self.weights = operator, weights
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, FakeTensor)]
+        others = [t for t in tensors if t.untyped_storage()._cdata not in self.weights]
+        if self.weights:
+            reads = len(others) < len(tensors) and bool(others)
+        else:
+            reads = func._schema.name.removeprefix("aten::").removesuffix("_") == self.operator and bool(others)
+        if reads and not isinstance(result, FakeTensor):
+            x = max(others, key=lambda t: (t.dim(), t.numel()))  # a bias may be among them
+            self.rows.append(x.numel() // max(x.shape[-1], 1))
+        return result
+
+
+@contextmanager
+def rows_of(*watched: str | Tensor) -> Iterator[list[int]]:
+    """Rows of the tensors that an operator is given, in order of its calls: one operator's, or whatever reads weights.
+
+    Args:
+        watched: the name of one operator without its ``aten::``, in place or not, such as ``"silu"``; or weights:
+            their products and whatever else reads them together with another tensor, forward and backward.
+    """
+    names = [one for one in watched if isinstance(one, str)]
+    weights = {one.untyped_storage()._cdata for one in watched if isinstance(one, Tensor)}
+    assert len(names) <= 1 and bool(names) != bool(weights)
+    with _Watch("".join(names), weights) as watch:
+        yield watch.rows
