@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from pytest import MonkeyPatch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -50,3 +53,25 @@ def rows_of(*watched: str | Tensor) -> Iterator[list[int]]:
     assert len(names) <= 1 and bool(names) != bool(weights)
     with _Watch("".join(names), weights) as watch:
         yield watch.rows
+
+
+@contextmanager
+def dropout_that_scales(monkeypatch: MonkeyPatch) -> Iterator[list[float]]:
+    """Dropouts scale instead of drawing, so that tiled and untiled agree; twice or never would show.
+
+    Nothing is to be proven inside: a trace must see the real dropout.
+
+    Yields:
+        The probabilities of all that were asked to drop.
+    """
+    shares: list[float] = []
+
+    def scaling(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        assert not (p and training and 0 in x.stride())  # the zeros that stand for a block's output in the view
+        shares.append(p)
+        return x / (1 - p) if training and p else x
+
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "dropout", scaling)
+        patch.setattr(torch.Tensor, "bernoulli_", lambda mask, p: shares.append(1 - p) or mask.fill_(True))
+        yield shares
