@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import seqtile
+from watching import rows_of
 from zoo import causal_lm
 
 CHECK = torch.testing.assert_close
@@ -64,15 +65,13 @@ def _run(module: nn.Module, *inputs: torch.Tensor, **words: object) -> list[torc
 
 
 def _same(module: nn.Module, dim: int, *inputs: torch.Tensor, tile: int | str = 4, **words: object) -> seqtile.Report:
-    expected = _run(module, *inputs, **words)
+    weight = next(module.parameters())
+    with rows_of(weight) as whole:
+        expected = _run(module, *inputs, **words)
     report = seqtile.tile_module(module, dim=dim, tile=tile)
-    seen: list[int] = []
-    handle = next(part for part in module.modules() if part is not module).register_forward_hook(
-        lambda m, args, out: seen.append(out.numel())
-    )
-    got = _run(module, *inputs, **words)
-    handle.remove()
-    assert len(seen) > 2  # several tiles ran
+    with rows_of(weight) as tiles:
+        got = _run(module, *inputs, **words)
+    assert whole and len(tiles) > 2 * len(whole) and max(tiles) < max(whole)  # several tiles ran, forward and backward
     for one, other in zip(got, expected, strict=True):
         CHECK(one, other)
     assert got[0].is_contiguous()
@@ -84,7 +83,7 @@ def test_any_dimension_of_rows(dim: int) -> None:
     module, x = Scaled().double(), _random(7, 5, 8)
     report = _same(module, dim, x)
     assert str(report) == "tiled 1 of 1 modules (Scaled), 4 tokens per tile, generic"
-    assert "permuted tokens" in report.blocks[0].why
+    assert report.blocks[0].why == "by its trace, forward and backward"
     gate, mask = _random(7, 5, 8, seed=2), _random(7, 5, seed=3)
     _same(Scaled().double(), dim, x, gate, scale=2.0, shift=_random(6, seed=4))
     if dim >= 0:  # from the end, a [7, 5] mask has its tokens elsewhere
@@ -202,9 +201,9 @@ class Mixing(nn.Module):
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (Mixing, {"dim": 1}, "cannot tile Mixing along dim=1: not position-wise: an output depends on other tokens"),
-        (PerColumn, {"dim": 0}, "an output depends on other tokens"),
-        (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), {}, r"1 \(BatchNorm1d\) normalises over tokens"),
+        (Mixing, {"dim": 1}, "cannot tile Mixing along dim=1: one token's output depends on other tokens: cumsum"),
+        (PerColumn, {"dim": 0}, "one token's output depends on other tokens: mean is taken over them"),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), {}, "its forward writes into 0.1.num_batches_tracked"),
         (lambda: nn.Linear(8, 8), {"dim": "1"}, "got str, expected an int"),
         (lambda: nn.Linear(8, 8), {"tile": "fast"}, "is not a tile rule"),
         (lambda: nn.Linear(8, 8), {"keep": 2.0}, "got a share outside"),
