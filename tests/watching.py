@@ -23,6 +23,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, operator: str, weights: set[int]) -> None:
         super().__init__()
         self.operator, self.weights = operator, weights
+        self.shapes: list[torch.Size] = []
         self.rows: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,23 +37,35 @@ class _Watch(TorchDispatchMode):
             reads = func._schema.name.removeprefix("aten::").removesuffix("_") == self.operator and bool(others)
         if reads and not isinstance(result, FakeTensor):
             x = max(others, key=lambda t: (t.dim(), t.numel()))  # a bias may be among them
+            self.shapes.append(x.shape)
             self.rows.append(x.numel() // max(x.shape[-1], 1))
         return result
 
 
 @contextmanager
-def rows_of(*watched: str | Tensor) -> Iterator[list[int]]:
-    """Rows of the tensors that an operator is given, in order of its calls: one operator's, or whatever reads weights.
+def shapes_of(*watched: str | Tensor) -> Iterator[list[torch.Size]]:
+    """Shapes of the tensors that an operator is given, in order of its calls: one operator's, or whatever reads weights.
 
     Args:
         watched: the name of one operator without its ``aten::``, in place or not, such as ``"silu"``; or weights:
             their products and whatever else reads them together with another tensor, forward and backward.
     """
+    with _watch(watched) as watch:
+        yield watch.shapes
+
+
+@contextmanager
+def rows_of(*watched: str | Tensor) -> Iterator[list[int]]:
+    """As :func:`shapes_of`: the products of all dimensions but the last."""
+    with _watch(watched) as watch:
+        yield watch.rows
+
+
+def _watch(watched: tuple[str | Tensor, ...]) -> _Watch:
     names = [one for one in watched if isinstance(one, str)]
     weights = {one.untyped_storage()._cdata for one in watched if isinstance(one, Tensor)}
     assert len(names) <= 1 and bool(names) != bool(weights)
-    with _Watch("".join(names), weights) as watch:
-        yield watch.rows
+    return _Watch("".join(names), weights)
 
 
 @contextmanager
