@@ -142,6 +142,10 @@ class Installed:
         self._proofs[mode] = (chain, proof, facts)
         return proof
 
+    def facts(self, mode: Mode) -> Facts | None:
+        """What the proof of the last call in this mode rests on."""
+        return self._proofs[mode][2]
+
     def run(
         self,
         chain: Chain,
@@ -189,7 +193,7 @@ class Installed:
                 self._tell_untiled(proof.why_not)
                 return call(list(tensors))
             mlp = self._fused_now(proof, chain, x.dtype)
-            check = _Unchanged(self, chain, mode, proof)
+            check = _Unchanged(self, chain, mode, proof, generic=mlp is None)
         tokens = x.shape[:-1].numel()
         live = list(weights().values())
         shape = setting.shape(x, live, mlp is not None, lanes)
@@ -250,18 +254,36 @@ def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode
 class _Unchanged:
     """Asked before a backward recomputes: is everything that the forward read as it was?"""
 
-    def __init__(self, installed: Installed, chain: Chain, mode: Mode, proof: Proof) -> None:
+    def __init__(self, installed: Installed, chain: Chain, mode: Mode, proof: Proof, generic: bool) -> None:
         self._installed, self._chain, self._mode, self._proof = installed, chain, mode, proof
+        self._generic = generic
+        self._tensors = self._read()
+
+    def _read(self) -> list[tuple[str, Tensor, int]]:
+        """What the recompute will read: the fused operator has its weights from autograd, the generic one asks again."""
+        facts = self._installed.facts(self._mode)
+        return facts.tensors(weights=self._generic) if facts is not None else []
 
     def __call__(self) -> None:
         now = self._installed.proof(self._chain, self._mode)
-        if now is self._proof or (now.graph is not None and now.graph == self._proof.graph):
-            return
-        raise RuntimeError(
-            f"{self._installed.setting.name}: something that its forward reads (an attribute, a global, train or eval) "
-            "was changed between forward and backward, so a tile would be recomputed as something else; change it "
-            "before the forward or after the backward"
-        )
+        changed = now is not self._proof and (now.graph is None or now.graph != self._proof.graph)
+        what = "something that its forward reads (an attribute, a global, train or eval)" if changed else ""
+        tensors = self._read()
+        for (name, tensor, version), (_, other, later) in zip(self._tensors, tensors, strict=False):
+            if version != later or not _is_same(tensor, other):
+                what = f"its {name}"
+        if what:
+            raise RuntimeError(
+                f"{self._installed.setting.name}: {what} was changed between forward and backward, so a tile would be "
+                "recomputed as something else; change it before the forward or after the backward"
+            )
+
+
+def _is_same(one: Tensor, other: Any) -> bool:
+    """Whether both are one tensor, or the same place in one: FSDP1 makes new views of its flat parameter."""
+    if one is other or not isinstance(other, Tensor):
+        return one is other
+    return one._base is not None and one._base is other._base and one.storage_offset() == other.storage_offset()
 
 
 class _RefuseReplicas:

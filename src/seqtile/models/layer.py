@@ -231,7 +231,7 @@ def _handing_on(names: list[str], head: Callable[[Tensor], Any], owner: str) -> 
 
     def first(hidden_states: Tensor) -> Tensor:
         result = head(hidden_states)
-        held[:] = [result, nothing_like(result)]
+        held[:] = [result, nothing_like(hidden_states)]
         return held[1]
 
     def between(hidden_states: Tensor) -> Tensor:

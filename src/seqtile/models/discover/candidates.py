@@ -193,7 +193,7 @@ def is_per_row(model: nn.Module, norm: nn.Module, hidden: int) -> bool:
     rows, _ = prove(chain, expected_mode(model, chain, hidden, ("bs", hidden)))
     if whole.graph is None or rows.graph is None:
         return False
-    return (whole.graph.outputs[1][0], whole.graph.gradients) == (rows.graph.outputs[1][0], rows.graph.gradients)
+    return (whole.graph.outputs[2][0], whole.graph.gradients) == (rows.graph.outputs[2][0], rows.graph.gradients)
 
 
 def _variants(near: Neighbours) -> Iterator[Neighbours]:

@@ -6,13 +6,16 @@ closures and defaults of that code are remembered, with what dictionaries, lists
 
 from __future__ import annotations
 
+import abc
 import functools
 import inspect
 import os
+import re
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -25,8 +28,10 @@ _TORCH = os.path.dirname(torch.__file__)
 _LAYERS = os.path.join(_TORCH, "nn", "modules")
 _OURS = os.path.dirname(seqtile.__file__)
 _NEEDED = ("typing_extensions", "sympy", "mpmath", "networkx", "numpy", "optree", "opt_einsum", "einops", "triton")
+_KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel")
 _STANDARD = os.path.dirname(os.__file__)
 _DYNAMIC = {"getattr", "setattr", "hasattr", "vars", "__dict__", "globals", "locals", "eval", "exec", "attrgetter"}
+_FORWARD = methodcaller("get", "forward")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _KNOWN_CALLS = frozenset(
     (None, "builtins", "math", "cmath", "operator", "_operator", "itertools", "functools", "_functools", "_collections",
@@ -34,6 +39,9 @@ _KNOWN_CALLS = frozenset(
      "types", "string", "_string", "threading", "_thread", "contextlib", "_contextvars", "einops", "opt_einsum")
 )  # fmt: skip
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis), slice)
+_FIXED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+          types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, re.Pattern, range,
+          weakref.ref, type(abc.ABC._abc_impl), torch._C.Generator.__mro__[0], type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))  # fmt: skip
 MOST = 500
 """Most things that a proof may rest on."""
 
@@ -42,12 +50,14 @@ class Code:
     """The Python code that a trace ran, without PyTorch's own.
 
     Attributes:
-        names: every name that it mentions; None where it looks names up at run time.
+        mentioned: every name that it mentions.
+        names: the names that it may read: those, or None for any, where it looks names up at run time.
         scopes: the global variables of that code.
     """
 
     def __init__(self) -> None:
-        self.names: set[str] | None = set()
+        self.mentioned: set[str] = set()
+        self.dynamic = False
         self.scopes: dict[int, dict[str, Any]] = {}
         self._seen: set[types.CodeType] = set()
 
@@ -93,12 +103,17 @@ class Code:
 
     def _see(self, code: types.CodeType, kind: str) -> None:
         self._seen.add(code)
-        if self.names is not None:
-            dynamic = _DYNAMIC.intersection(code.co_names) and kind == "user"
-            self.names = None if dynamic else self.names.union(code.co_names, code.co_freevars)
+        self.mentioned.update(code.co_names, code.co_freevars)
+        if not _DYNAMIC.isdisjoint(code.co_names):  # libraries that we know spell out what they look up
+            self.mentioned.update(constant for constant in code.co_consts if isinstance(constant, str))
+            self.dynamic |= kind == "user" and _package_of(code.co_filename) not in _KNOWN_LIBRARIES
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._see(constant, kind)
+
+    @property
+    def names(self) -> set[str] | None:
+        return None if self.dynamic else self.mentioned
 
     def reads(self, name: str) -> bool:
         return self.names is None or name in self.names
@@ -110,9 +125,12 @@ def _place_of(path: str) -> str:
         return "layer"
     if path.startswith((_TORCH, _OURS)):
         return ""
-    package = path.rpartition("-packages" + os.sep)[2].partition(os.sep)[0].removesuffix(".py")
     standard = path.startswith("<") or (path.startswith(_STANDARD) and "-packages" not in path)
-    return "library" if standard or package in _NEEDED else "user"
+    return "library" if standard or _package_of(path) in _NEEDED else "user"
+
+
+def _package_of(path: str) -> str:
+    return path.rpartition("-packages" + os.sep)[2].partition(os.sep)[0].removesuffix(".py")
 
 
 def _kind_of(frame: types.FrameType | None) -> str:
@@ -167,8 +185,10 @@ class Facts:
         self._expected: list[Any] = []
         self._live: list[Any] = []
         self._copies: list[Any] = []
+        self._empty: list[Any] = []
         self._places: dict[int, int] = {}
         self._tensors: list[tuple[dict[str, Any], str]] = []
+        self._attributes: list[tuple[dict[str, Any], str]] = []
         self._alive: list[Any] = []
         frozen: list[Any] = []
         tree = list(dict.fromkeys(part for module in modules for part in module.modules()))
@@ -182,6 +202,9 @@ class Facts:
             frozen.append(self._of_scope(scope, 0))
         self.frozen = frozen
         self._dtypes = [scope[name].dtype for scope, name in self._tensors]
+        self._tree, self._owns = tree, [part.__dict__ for part in tree]
+        self._sizes = list(map(len, self._owns))
+        self._kinds, self._forwards = [type(part) for part in tree], list(map(_FORWARD, self._owns))
 
     def hold(self) -> bool:
         """Whether everything is as it was.
@@ -192,11 +215,23 @@ class Facts:
         try:
             return (
                 self._live == self._copies
+                and list(map(type, self._tree)) == self._kinds
+                and list(map(len, self._owns)) == self._sizes  # an attribute that appears may hide one of the class
+                and list(map(_FORWARD, self._owns)) == self._forwards
+                and not any(self._empty)
                 and [read(owner) for read, owner in self._reads] == self._expected
                 and [scope[name].dtype for scope, name in self._tensors] == self._dtypes
             )
         except (AttributeError, KeyError, ValueError, RuntimeError):  # something is gone, or a tensor came in
             return False
+
+    def tensors(self, weights: bool) -> list[tuple[str, Tensor, int]]:
+        """(name, tensor, version) of the buffers and tensors in attributes now, and with ``weights`` of those too."""
+        found = [(name, scope.get(name)) for scope, name in (*self._tensors, *self._attributes)]
+        return [
+            (name, one, -1 if isinstance(one, nn.Parameter) or one.is_inference() else one._version)
+            for name, one in found if isinstance(one, Tensor) and (weights or not isinstance(one, nn.Parameter))
+        ]  # fmt: skip
 
     def restore(self) -> str:
         """Put back what has changed; what it was, "" for nothing."""
@@ -209,6 +244,10 @@ class Facts:
                 else:
                     live.clear()
                     live.update(copy)
+        for live in self._empty:
+            if live:
+                changed = changed or "something that it keeps"
+                live.clear()
         for (read, owner), names, expected in zip(self._reads, self._names, self._expected, strict=True):
             if not names or read(owner) == expected:
                 continue
@@ -231,6 +270,9 @@ class Facts:
         self._expected.append(read(owner))
 
     def _contain(self, live: Any, copy: Any) -> None:
+        if isinstance(live, dict) and not live:
+            self._empty.append(live)
+            return
         self._live.append(live)
         self._copies.append(copy)
         if len(self._live) + len(self._reads) > MOST:
@@ -249,6 +291,7 @@ class Facts:
                 if tensor is not None:
                     self._tensors.append((scope, name))
                     specs.append((name, tuple(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype, type(tensor)))
+        self._attributes += [(own, name) for name, value in own.items() if isinstance(value, Tensor)]
         hooks = [self._freeze(hook, 1) for name in _HOOKS for hook in own.get(name, {}).values()]
         children = [(name, self._places.get(id(child))) for name, child in part._modules.items()]
         training = None
@@ -281,10 +324,6 @@ class Facts:
                  and not isinstance(value, Tensor)]  # fmt: skip
         if names:
             self._read(names, scope)
-        if self._code.names is not None:
-            self._reads.append((frozenset(self._code.names - scope.keys() - skip).isdisjoint, scope))
-            self._names.append(())
-            self._expected.append(True)
         return tuple((name, self._freeze(scope[name], depth + 1)) for name in sorted(names))
 
     def _reads_name(self, name: str, scope: dict[str, Any]) -> bool:
@@ -320,11 +359,20 @@ class Facts:
             return _Same(value)
         if isinstance(value, property):
             return tuple(self._freeze(one, depth + 1) for one in (value.fget, value.fset) if one is not None)
+        if isinstance(value, (classmethod, staticmethod)):
+            return (type(value), self._freeze(value.__func__, depth + 1))
+        if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.size < 2**16:
+            self._reads.append((_bytes_of, value))
+            self._names.append(())
+            self._expected.append(value.tobytes())
+            return (type(value), value.tobytes())
         own = getattr(value, "__dict__", None)
-        if type(own) is dict and not isinstance(value, (types.BuiltinFunctionType, classmethod, staticmethod)):
+        if type(own) is dict:
             self._alive.append(value)
             return (type(value), self._of_scope(own, depth, skip=INTERNAL))
-        return _Same(value)
+        if isinstance(value, _FIXED):
+            return _Same(value)
+        raise Untraceable(f"it reads a {type(value).__name__}, whose changes cannot be seen")
 
     def _of_owner(self, owner: Any, depth: int) -> Any:
         """The names that the code reads of a class or a module of the user's."""
@@ -340,6 +388,7 @@ class Facts:
             return _Same(function)
         self._places[id(function)] = -1 - len(self._places)
         self._alive.append(function)
+        self._read(["__code__", "__defaults__", "__kwdefaults__"], function)
         cells = []
         for cell in function.__closure__ or ():
             try:
@@ -352,6 +401,10 @@ class Facts:
         defaults = self._freeze(function.__defaults__ or (), depth + 1)
         named = self._freeze(function.__kwdefaults__ or {}, depth + 1)
         return (_Same(function.__code__), tuple(cells), defaults, named)
+
+
+def _bytes_of(array: Any) -> bytes:
+    return array.tobytes()
 
 
 class _Same:

@@ -81,14 +81,14 @@ _BY_OPERATOR: Mapping[str, tuple[tuple[Activation, Callable[[Tensor], Tensor]], 
 """The activations that the operator knows, by an operator in the trace, and how a block may write them."""
 
 
-def formula_of(chain: Chain, graph: Graph, tracer: Tracer) -> Formula | str:
+def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) -> Formula | str:
     """The formula that a traced chain computes, or why it is none."""
     why = "its trace is another formula than down(act(gate(x)) * up(x)) or down(act(up(x)))"
     dtype, reasons = tracer.inputs[0][1], dict[str, str]()
     trained = {name for name, gradient in graph.gradients if gradient is not None and not name.startswith("input ")}
     if len(tracer.inputs) > 1:
         return "it was called with more than hidden states"
-    for formula in _candidates(chain.parts(), graph):
+    for formula in _candidates(chain.parts(), graph, mentioned):
         if isinstance(formula, str):
             return formula
         used: set[str] = set()
@@ -104,7 +104,7 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer) -> Formula | str:
             return plain_mlp(x.flatten(0, -2), weights).unflatten(0, x.shape[:-1])  # [tokens, D], as tiles are run
 
         try:
-            if tracer.trace(plain, like=graph) == graph and trained <= used:
+            if tracer.trace(plain, graph) == graph and trained <= used:
                 return formula
         except Untraceable as error:
             why = reasons.setdefault("first", str(error))
@@ -113,7 +113,7 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer) -> Formula | str:
     return why
 
 
-def _candidates(parts: Mapping[str, Any], graph: Graph) -> Iterator[Formula | str]:
+def _candidates(parts: Mapping[str, Any], graph: Graph, mentioned: set[str]) -> Iterator[Formula | str]:
     linears = {name: widths for name, part in parts.items() if (widths := linear_widths(part)) is not None}
     if len(linears) not in (2, 3):
         yield f"{len(linears)} linear layers where 2 or 3 were expected"
@@ -130,7 +130,7 @@ def _candidates(parts: Mapping[str, Any], graph: Graph) -> Iterator[Formula | st
         return
     drops = [name for name, part in parts.items() if type(part) is nn.Dropout and part.p > 0]
     functions = [name for name, part in parts.items()
-                 if callable(part) and name not in (*linears, *drops, "forward", "extra_repr")]  # fmt: skip
+                 if callable(part) and name in mentioned and name not in (*linears, *drops)]  # fmt: skip
     known = [one for name, ones in _BY_OPERATOR.items() if name in graph.operators for one in ones]
     choices = [(one, "", form) for one, form in known] + [(None, name, None) for name in functions]
     for activation, function, form in choices:

@@ -217,7 +217,7 @@ def _run(layer: nn.Module, hidden: int, plain: Mapping[str, int], returns: Calla
             view.__dict__[name] = value.copy()
     before = {name: value.copy() if isinstance(value, (list, set, dict)) else value for name, value in vars(view).items()}
     with FakeTensorMode(), torch.no_grad():
-        x = torch.empty(2, 5, hidden)
+        x = torch.empty(7, 5, hidden)  # no code unpacks a tensor into seven
         notes.number(x)
         with _Watch(notes):
             type(layer).forward(view, x, **words)

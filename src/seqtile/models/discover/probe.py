@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Code
 from seqtile.models.discover.sizes import NotPerToken, Untraceable
-from seqtile.models.discover.trace import Views, unwatched
+from seqtile.models.discover.trace import unwatched
+from seqtile.models.discover.views import Views
 from seqtile.models.discover.widths import experts_widths
 
 LENGTHS = ((2, 7, (5, 1, 8)), (1, 37, (11, 26)))

@@ -122,12 +122,12 @@ def _prove(chain: Chain, mode: Mode, code: Code) -> Proof:
 def _traced(chain: Chain, mode: Mode, code: Code) -> Proof:
     tracer = Tracer(chain.modules, mode.inputs, mode.device, mode.autocast, mode.gradients, mode.training)
     try:
-        graph = tracer.trace(lambda view, inputs: chain.run(inputs, view), code, functions=chain.functions)
+        graph = tracer.judge(lambda view, inputs: chain.run(inputs, view), code, chain.functions)
     except NoRule as error:
         return replace(_tried_out(chain, mode, code), formula=str(error))
-    assert graph is not None
     _check_rows(graph, chain, mode)
-    return Proof("", False, graph, chain.fusable() or formula_of(chain, graph, tracer), BY_TRACE)
+    names = code.mentioned | {name for name, _ in chain.members}  # a layer calls the parts of an inline block itself
+    return Proof("", False, graph, chain.fusable() or formula_of(chain, graph, tracer, names), BY_TRACE)
 
 
 def _check_rows(graph: Graph, chain: Chain, mode: Mode) -> None:
@@ -135,7 +135,7 @@ def _check_rows(graph: Graph, chain: Chain, mode: Mode) -> None:
     given = mode.inputs[0][0]
     leading = tuple(tuple(one) if isinstance(one, str) else () for one in given[:-1])
     axes = tuple(axis for dim in leading for axis in dim)
-    for _, dims, _ in (one for one in graph.outputs[1:] if isinstance(one, tuple)):
+    for _, dims, _ in graph.outputs[2:]:
         place = chain.call[1] if chain.call and chain.call[0] == "along" else None
         kept = dims[place] == ("s",) if place is not None else dims[:-1] == leading and not dims[-1]
         if not kept and not (place is None and dims[0] == axes and not any(dims[1:])):

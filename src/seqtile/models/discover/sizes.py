@@ -93,6 +93,11 @@ for _how, _names in {
         setattr(TokenCount, f"__{_name}__", _refusing(_how))
 
 
+def holds_tokens(number: int) -> bool:
+    """Whether a number of the judged trace came from the number of tokens."""
+    return number != 0 and any(number % prime == 0 for prime in SIZES.values())
+
+
 def counted(number: int) -> int:
     """``number``, watched if it holds token axes."""
-    return TokenCount(number) if number and any(number % prime == 0 for prime in SIZES.values()) else number
+    return TokenCount(number) if holds_tokens(number) else number

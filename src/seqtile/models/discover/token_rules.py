@@ -1,8 +1,9 @@
 """How every operator passes the token dimensions of its inputs on to its outputs.
 
-A rule says where the token axes are in the output, and refuses an operator through which one token sees another. Beside
-them it keeps an *expression*: the computation per token, with the layout of the token axes left out. Two blocks that
-compute the same have equal expressions, whichever shapes they do it in. An operator without a rule proves nothing.
+A trace runs on sizes that are large primes (:mod:`seqtile.models.discover.sizes`), so a shape tells which dimensions
+hold tokens. A rule refuses an operator through which one token sees another. Beside that it gives the output an
+*expression*: the computation per token, with the layout of the token dimensions left out. Two blocks that compute the
+same have equal expressions, whichever shapes they do it in. An operator without a rule proves nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -19,13 +21,8 @@ from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceabl
 
 MIXED = "one token's output depends on other tokens"
 
-
-Dims = tuple[tuple[str | int, ...], ...]
-
-
-def letters(dims: Iterable[tuple[str | int, ...]]) -> list[str]:
-    """The token axes in dimensions."""
-    return [one for dim in dims for one in dim if isinstance(one, str)]
+Atoms = tuple[str | int, ...]
+"""What is in a dimension with tokens: axes, and sizes of features flattened with them; ``()`` for features alone."""
 
 
 @dataclass(frozen=True)
@@ -33,34 +30,31 @@ class Flow:
     """What is known of one tensor of a trace.
 
     Attributes:
-        dims: what is in each dimension that holds tokens: their axes, "b" (batch), "m" and "s" (sequence), and sizes of
-            features flattened with them; ``()`` for a dimension of features alone.
+        dims: what is in each of its dimensions.
         expr: number of the expression that it holds.
         summed: whether it is a sum over tokens, or linear in one, as a weight's gradient is.
         root: number of the tensor whose memory it shares.
     """
 
-    dims: Dims
+    dims: tuple[Atoms, ...]
     expr: int
     summed: bool = False
     root: int = -1
 
     @property
-    def axes(self) -> frozenset[str]:
-        return frozenset(letters(self.dims))
-
-
-_COUNTER = itertools.count()
+    def axes(self) -> list[str]:
+        """The token axes in its dimensions."""
+        return [one for dim in self.dims for one in dim if isinstance(one, str)]
 
 
 class Expressions:
-    """Numbers for expressions: equal ones have the same number."""
+    """Numbers for expressions: equal ones have the same number, in every trace of this process."""
 
     def __init__(self) -> None:
         self.keys: dict[int, tuple[Any, ...]] = {}
 
     def number(self, *key: Any) -> int:
-        number = hash(key)  # the same in every trace of this process
+        number = hash(key)
         self.keys[number] = key
         return number
 
@@ -69,12 +63,12 @@ class Expressions:
         return self.number("unique", next(_COUNTER))
 
     def joined(self, name: str, parts: Iterable[Any]) -> int:
-        """Operands whose order does not matter, as (expression) or a plain number; nested ones are taken apart."""
-        neutral, flat = (0 if name == "add" else 1), list[Any]()
+        """Operands whose order does not matter, flows and plain numbers; nested ones are taken apart."""
+        neutral, flat = ("number", 0.0 if name == "add" else 1.0), list[Any]()
         for part in parts:
             key = self.keys[part.expr] if isinstance(part, Flow) else ("number", float(part))
             nested = key[1] if key[0] == name else ((part.expr,) if isinstance(part, Flow) else (key,))
-            flat += [one for one in nested if one != ("number", float(neutral))]
+            flat += [one for one in nested if one != neutral]
         flat.sort(key=repr)
         return flat[0] if len(flat) == 1 and isinstance(flat[0], int) else self.number(name, tuple(flat))
 
@@ -83,6 +77,9 @@ class Expressions:
         if key[0] == "permute" and len(key[2]) == len(order):
             expr, order = key[1], [key[2][place] for place in order]
         return expr if list(order) == sorted(order) else self.number("permute", expr, tuple(order))
+
+
+_COUNTER = itertools.count()
 
 
 @dataclass
@@ -105,30 +102,69 @@ class Call:
     expressions: Expressions
     axes: frozenset[str]
 
-    def flows(self) -> list[Flow]:
-        return [self.flow(tensor) for tensor in tensors_in(list(self.args.values()))]
+    @property
+    def first(self) -> Tensor:
+        """The first tensor among the arguments."""
+        return tensors_in(self.args.values())[0]
+
+    def flows(self, *names: str) -> list[Flow]:
+        """What is known of the tensors in these arguments, or in all."""
+        return [self.flow(one) for one in tensors_in(self.args[name] for name in names or self.args)]
+
+    def mixes(self, how: str) -> NotPerToken:
+        return NotPerToken(f"{MIXED}: {self.name} {how}")
+
+    def dims(self, out: Tensor) -> tuple[Atoms, ...]:
+        """What is in each dimension of an output, by its sizes; as in the inputs where two orders are possible."""
+        dims: list[Atoms] = []
+        for size in out.shape:
+            axes = axes_in(size)
+            atoms: Atoms = tuple(axes)
+            if axes and (len(axes) > 1 or size != SIZES[axes]):
+                inputs = [(t, self.flow(t)) for t in tensors_in(self.args.values())]
+                same = [d for t, flow in inputs for n, d in zip(t.shape, flow.dims, strict=True) if n == size]
+                if len(set(same)) > 1:
+                    raise self.mixes("joins two orders of them")
+                if not same and size != prod(SIZES[axis] for axis in axes):
+                    raise Untraceable("it puts tokens and features into one dimension")
+                atoms = same[0] if same else atoms
+            dims.append(atoms)
+        return tuple(dims)
+
+    def flow_of(self, out: Tensor, expr: int, summed: bool = False) -> Flow:
+        flow = Flow(self.dims(out), expr, summed)
+        if len(flow.axes) > len(set(flow.axes)):
+            raise self.mixes("of every pair of them")
+        return flow
 
     def expr(self, *besides: Any) -> int:
-        """Expression of the call: its operator, its arguments and ``besides``."""
-        return self.expressions.number(self.name, *(self._key(value) for value in self.args.values()), *besides)
+        """The operator and its arguments, dimensions counted among those without tokens, from the last."""
+        return self.expressions.number(self.name, *(self._key(*one) for one in self.args.items()), *besides)
 
-    def _key(self, value: Any) -> Hashable:
+    def _key(self, name: str, value: Any) -> Hashable:
         if isinstance(value, Tensor):
             return ("expression", self.flow(value).expr)
         if isinstance(value, (list, tuple)):
-            return tuple(self._key(one) for one in value)
+            return tuple(self._key(name, one) for one in value)
+        if name in ("dim", "dims") and isinstance(value, int):
+            return ("dim", place_of(self.flow(self.first).dims, value))
         return (type(value), value)
 
-    def linear_in_sums(self, *names: str) -> bool:
-        """Whether only the arguments of these names are sums over tokens, so that the result is one too."""
-        others = [value for name, value in self.args.items() if name not in names]
-        if any(self.flow(tensor).summed for tensor in tensors_in(others)):
-            raise NotPerToken(f"{MIXED}: {self.name} of a sum over tokens")
-        mine = [self.flow(tensor) for tensor in tensors_in([self.args.get(name) for name in names])]
-        summed = [flow for flow in mine if flow.summed]
-        if summed and (len(summed) < len(mine) or any(self.flow(t).axes for t in tensors_in(others))):
-            raise NotPerToken(f"{MIXED}: {self.name} joins tokens and a sum over tokens")
-        return bool(summed)
+    def is_sum(self, *linear: str, all_of_them: bool = False) -> bool:
+        """Whether the result is a sum over tokens, as the arguments are in which the operator is linear.
+
+        Raises:
+            NotPerToken: it takes such a sum in another argument, or joins it with tokens.
+        """
+        flows = self.flows()
+        if not any(flow.summed for flow in flows):
+            return False
+        mine = self.flows(*(name for name in linear if name in self.args)) if linear else []
+        sums = [flow for flow in mine if flow.summed]
+        whole = len(sums) == len(mine) if all_of_them else len(sums) == 1
+        if not whole or len(sums) < sum(flow.summed for flow in flows) or any(f.axes for f in flows if not f.summed):
+            raise self.mixes("of a sum over tokens and something else")
+        return True
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
@@ -141,489 +177,324 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def features(tensor: Tensor, dims: Dims) -> tuple[int, ...]:
+def features(tensor: Tensor, dims: Sequence[Atoms]) -> tuple[int, ...]:
     """Sizes of the dimensions without tokens; leading ones of size 1 change nothing and are left out."""
-    sizes = [size for size, axes in zip(tensor.shape, dims, strict=True) if not axes]
-    while sizes and sizes[0] == 1:
-        del sizes[0]
-    return tuple(sizes)
+    sizes = [size for size, atoms in zip(tensor.shape, dims, strict=True) if not atoms]
+    return tuple(itertools.dropwhile(lambda size: size == 1, sizes))
 
 
-def feature_place(tensor: Tensor, dims: Dims, dim: int, what: str) -> int:
-    """Where a dimension stands among those without tokens, from the last, -1.
-
-    Raises:
-        NotPerToken: it holds tokens.
-    """
-    dim %= max(tensor.dim(), 1)
-    if tensor.dim() and dims[dim]:
-        raise NotPerToken(f"{MIXED}: {what} over them")
-    return -sum(not axes for axes in dims[dim:]) if tensor.dim() else -1
+def place_of(dims: Sequence[Atoms], dim: int) -> int:
+    """Where a dimension stands among those without tokens, from the last, -1."""
+    return -sum(not atoms for atoms in dims[dim % max(len(dims), 1) :])
 
 
 # -- element by element ----------------------------------------------------------------------------------------------
 
-
-def broadcast(call: Call, shape: Sequence[int], tensors: Iterable[Tensor]) -> Dims:
-    """Token axes of an output of ``shape`` whose inputs are broadcast against each other."""
-    dims: list[tuple[str | int, ...]] = [()] * len(shape)
-    for tensor in tensors:
-        given = call.flow(tensor).dims
-        for place, axes in enumerate(given, len(shape) - len(given)):
-            if axes and dims[place] not in ((), axes):
-                raise NotPerToken(f"{MIXED}: {call.name} of two layouts of them")
-            dims[place] = dims[place] or axes
-    if len(letters(dims)) > len(set(letters(dims))):
-        raise NotPerToken(f"{MIXED}: {call.name} of every pair of them")
-    return tuple(dims)
+_ALL = ("add", "sub", "where", "rsub")
+"""Operators that are linear in all operands together."""
 
 
-_LINEAR = {
-    "mul": ("self", "other"), "div": ("self",), "neg": ("self",), "add": ("self", "other"), "sub": ("self", "other"),
-    "masked_fill": ("self",), "where": ("self", "other"), "conj": ("self",),
-}  # fmt: skip
-"""Arguments in which an operator is linear; a backward is linear in the gradient."""
-
-
-def pointwise(call: Call) -> Flow | list[Flow]:
-    if len(call.out) > 1:
-        return [replace(_pointwise(call), expr=call.expr(number)) for number in range(len(call.out))]
-    return _pointwise(call)
-
-
-def _pointwise(call: Call) -> Flow:
-    args = call.args
-    gradient = [name for name in args if name.startswith("grad")] if call.name.endswith("_backward") else []
-    if call.name == "mul" and all(flow.summed for flow in call.flows()) and len(call.flows()) > 1:
-        raise NotPerToken(f"{MIXED}: a product of sums over tokens")
-    linear = _LINEAR.get(call.name, tuple(gradient))
-    if call.name == "mul" and any(flow.summed for flow in call.flows()):
-        if any(flow.axes for flow in call.flows()):
-            raise NotPerToken(f"{MIXED}: mul joins tokens and a sum over tokens")
-        summed = True
-    else:
-        summed = call.linear_in_sums(*linear)
-    dims = broadcast(call, call.out[0].shape, tensors_in(args.values()))
-    number = call.expressions
-    operands = [call.flow(v) if isinstance(v, Tensor) else v for v in (args.get("self"), args.get("other"))]
-    plain = [one if isinstance(one, Flow) or not isinstance(one, (int, float)) else float(one) for one in operands]
+def pointwise(call: Call) -> list[Flow]:
+    args, number = call.args, call.expressions
+    gradients = [name for name in args if name.startswith("grad")] if call.name.endswith("_backward") else []
+    operands = ("self", "other") if call.name in (*_ALL, "mul") else ("self",) if call.name in ("div", "neg") else gradients
+    summed = call.is_sum(*operands, all_of_them=call.name in _ALL)
+    one, other = (call.flow(v) if isinstance(v, Tensor) else v for v in (args.get("self"), args.get("other")))
     if call.name in ("add", "mul") and args.get("alpha", 1) == 1:
-        return Flow(dims, number.joined(call.name, plain), summed)
-    if call.name == "div" and args.get("rounding_mode") is None and operands[1] == 1:
-        return Flow(dims, operands[0].expr, summed)  # type: ignore[union-attr]
-    return Flow(dims, call.expr(), summed)
+        return [call.flow_of(call.out[0], number.joined(call.name, (one, other)), summed)]
+    if call.name == "div" and args.get("rounding_mode") is None and other == 1 and isinstance(one, Flow):
+        return [call.flow_of(call.out[0], one.expr, summed)]
+    return [call.flow_of(out, call.expr(place), summed) for place, out in enumerate(call.out)]
 
 
 # -- layout ----------------------------------------------------------------------------------------------------------
 
 
-def reshaped(call: Call) -> Flow:
-    given = call.flow(call.args["self"])
-    out = call.out[0]
-    dims = _regrouped(call.args["self"].shape, given.dims, out.shape)
-    before, after = features(call.args["self"], given.dims), features(out, dims)
-    expr = given.expr if before == after else call.expressions.number("reshape", given.expr, after)
-    return replace(given, dims=dims, expr=expr)
+def same(call: Call) -> list[Flow]:
+    """Copies and conversions: only a change of dtype is a computation."""
+    tensor, given = call.first, call.flow(call.first)
+    changed = tensor.dtype != call.out[0].dtype
+    return [replace(given, expr=call.expressions.number("to", given.expr, call.out[0].dtype) if changed else given.expr)]
 
 
-def _regrouped(shape: Sequence[int], dims: Dims, wanted: Sequence[int]) -> Dims:
-    """What is in each dimension after a reshape to the sizes ``wanted``."""
-    atoms = [one for size, inside in zip(shape, dims, strict=True) for one in (inside or (size,)) if one != 1]
-    found = []
-    for size in wanted:
+def reshaped(call: Call) -> list[Flow]:
+    tensor, out, given = call.first, call.out[0], call.flow(call.first)
+    atoms = [one for size, inside in zip(tensor.shape, given.dims, strict=True) for one in inside or (size,) if one != 1]
+    dims: list[Atoms] = []
+    for size in out.shape:
         taken: list[str | int] = []
         while size > 1:
-            room = atoms[0] if isinstance(atoms[0], int) else SIZES[atoms[0]]
+            first = atoms[0]
+            room = first if isinstance(first, int) else SIZES[first]
             if size % room == 0:
                 taken, size = [*taken, atoms.pop(0)], size // room
-            elif isinstance(atoms[0], int) and room % size == 0:
+            elif isinstance(first, int) and room % size == 0:
                 taken, atoms[0], size = [*taken, size], room // size, 1
             else:
-                raise NotPerToken(f"{MIXED}: a reshape splits them")
-        found.append(tuple(taken) if letters([tuple(taken)]) else ())
-    return tuple(found)
+                raise call.mixes("splits or scrambles them")
+        dims.append(tuple(taken) if any(isinstance(one, str) for one in taken) else ())
+    before, after = features(tensor, given.dims), features(out, dims)
+    expr = given.expr if before == after else call.expressions.number("reshape", given.expr, after)
+    return [replace(given, dims=tuple(dims), expr=expr)]
 
 
-def permuted(call: Call) -> Flow:
-    tensor = call.args["self"]
-    given, count = call.flow(tensor), tensor.dim()
-    order = list(range(count))
+def permuted(call: Call) -> list[Flow]:
+    tensor, count = call.first, call.first.dim()
+    given, order = call.flow(tensor), list(range(count))
     if call.name == "permute":
         order = [dim % count for dim in call.args["dims"]]
     elif count > 1:
-        one, two = (call.args.get(name, default) % count for name, default in (("dim0", 0), ("dim1", 1)))
+        one, two = (call.args.get(name, dim) % count for name, dim in (("dim0", 0), ("dim1", 1)))
         order[one], order[two] = order[two], order[one]
-    dims = tuple(given.dims[dim] for dim in order)
     places = [dim for dim in range(count) if not given.dims[dim]]
     moved = [places.index(dim) for dim in order if not given.dims[dim]]
-    lead = len(moved) - len(features(tensor, given.dims))
+    lead = len(moved) - len(features(tensor, given.dims))  # dimensions of size 1 that the expression leaves out
     if moved[:lead] == list(range(lead)):
-        moved = [place - lead for place in moved[lead:]]
+        expr = call.expressions.permuted(given.expr, [place - lead for place in moved[lead:]])
     else:
-        return replace(given, dims=dims, expr=call.expressions.number("permute", given.expr, tuple(moved), "padded"))
-    return replace(given, dims=dims, expr=call.expressions.permuted(given.expr, moved))
+        expr = call.expressions.number("permute", given.expr, tuple(moved), "padded")
+    return [replace(given, dims=tuple(given.dims[dim] for dim in order), expr=expr)]
 
 
-def expanded(call: Call) -> Flow:
-    tensor, out = call.args["self"], call.out[0]
-    given = call.flow(tensor)
-    lead = out.dim() - tensor.dim()
-    dims = [*((),) * lead, *given.dims]
-    for place, size in enumerate(out.shape):
-        if not dims[place] and (place < lead or tensor.shape[place - lead] != size):
-            dims[place] = tuple(axes_in(size))
-    if given.summed and frozenset(letters(dims)) - given.axes:
-        raise NotPerToken(f"{MIXED}: a sum over tokens goes back to each of them")
-    after = features(out, dims)
-    same = features(tensor, given.dims) == after
-    return replace(given, dims=tuple(dims),
-                   expr=given.expr if same else call.expressions.number("expand", given.expr, after))  # fmt: skip
+def expanded(call: Call) -> list[Flow]:
+    tensor, given = call.first, call.flow(call.first)
+    flow = call.flow_of(call.out[0], given.expr, given.summed)
+    if given.summed and len(flow.axes) > len(given.axes):
+        raise call.mixes("gives a sum over tokens to each of them")
+    after = features(call.out[0], flow.dims)
+    wider = features(tensor, given.dims) != after
+    expr = call.expressions.number("expand", given.expr, after) if wider else given.expr
+    return [replace(given, dims=flow.dims, expr=expr)]
 
 
 def cut(call: Call) -> list[Flow]:
     """slice, select, split and unbind: equal pieces have equal expressions, whichever operator cuts them."""
-    tensor, args = call.args["self"], call.args
-    given, dim = call.flow(tensor), args.get("dim", 0) % max(tensor.dim(), 1)
-    size = tensor.shape[dim]
-    if call.name == "slice" and call.out[0].shape == tensor.shape and given.dims[dim]:
-        if args.get("end") in (None, size) or args["end"] >= 2**62:  # all of them, however many
-            return [given]
-    place = feature_place(tensor, given.dims, dim, f"{call.name} is")
-    flows, start = [], 0
+    tensor, args, given = call.first, call.args, call.flow(call.first)
+    dim = args.get("dim", 0) % max(tensor.dim(), 1)
+    size, flows, start = tensor.shape[dim], list[Flow](), 0
+    if given.dims[dim]:
+        if call.name == "slice" and call.out[0].shape == tensor.shape and (args["end"] or size) in (size, 2**63 - 1):
+            return [given]  # all of them, however many
+        raise call.mixes("takes some of them")
     for out in call.out:
-        dropped = out.dim() < tensor.dim()
-        length, step = (1 if dropped else out.shape[dim]), 1
+        dropped, step = out.dim() < tensor.dim(), args.get("step", 1)
+        length = 1 if dropped else out.shape[dim]
         if call.name in ("slice", "select"):
-            start = args.get("start", args.get("index", 0)) or 0
-            start, step = (start + size if start < 0 else start), args.get("step", 1)
-        dims = given.dims[:dim] + given.dims[dim + 1 :] if dropped else given.dims
+            start = args.get("start", args.get("index")) or 0
+            start += size if start < 0 else 0
+        piece = ("slice", given.expr, place_of(given.dims, dim), start, length, step, dropped)
         whole = length == size and not dropped
-        piece = (start, length, step) + (("dropped",) if dropped else ())
-        expr = given.expr if whole else call.expressions.number("slice", given.expr, place, *piece)
-        flows.append(replace(given, dims=dims, expr=expr))
+        flow = call.flow_of(out, given.expr if whole else call.expressions.number(*piece), given.summed)
+        flows.append(replace(flow, root=given.root))
         start += length
     return flows
 
 
-def same(call: Call) -> Flow:
-    """Copies and conversions: only a change of dtype is a computation."""
-    tensor, out = call.args["self"], call.out[0]
-    given = call.flow(tensor)
-    expr = given.expr if tensor.dtype == out.dtype else call.expressions.number("to", given.expr, out.dtype)
-    return Flow(given.dims, expr, given.summed)
-
-
-def view_as_it_is(call: Call) -> Flow:
-    return call.flow(call.args["self"])
+def placed(call: Call) -> list[Flow]:
+    """cat, stack, padding, and the backwards of slice and select: along dimensions without tokens."""
+    out = call.out[0]
+    dims = [call.args.get("dim", 0) % out.dim()]
+    if call.name == "constant_pad_nd":
+        dims = [out.dim() - 1 - number // 2 for number, pad in enumerate(call.args["pad"]) if pad]
+    summed = call.is_sum("tensors", "self", "grad_output", all_of_them=True)
+    flow = call.flow_of(out, 0, summed)
+    if any(flow.dims[dim] for dim in dims):
+        raise call.mixes("puts them behind each other")
+    places, sizes = tuple(place_of(flow.dims, dim) for dim in dims), tuple(out.shape[dim] for dim in dims)
+    plain = [value for name, value in call.args.items() if name not in ("dim", "input_sizes") and not tensors_in([value])]
+    exprs = tuple(one.expr for one in call.flows())
+    return [replace(flow, expr=call.expressions.number(call.name, exprs, places, sizes, repr(plain)))]
 
 
 # -- along a dimension -----------------------------------------------------------------------------------------------
 
 
 def along(call: Call) -> list[Flow]:
-    """Operators that read along dimensions, which no token axis may be in; the output keeps or loses those."""
-    tensor = next(iter(tensors_in(call.args.values())))
-    given = call.flow(tensor)
-    named = [call.args[name] for name in ("dim", "dims", "axis") if call.args.get(name) is not None]
-    chosen = named[0] if named else list(range(tensor.dim()))
-    chosen = chosen if isinstance(chosen, (list, tuple)) else [chosen]
-    over = {dim % max(tensor.dim(), 1) for dim in (chosen or range(tensor.dim()))} if tensor.dim() else set()
-    tokens_too = any(given.dims[dim] for dim in over)
-    if tokens_too and call.name != "sum":
-        raise NotPerToken(f"{MIXED}: {call.name} is taken over them")
-    gradients = [name for name in call.args if name.startswith("grad")]
-    linear = {"sum": ("self",), "mean": ("self",), "cumsum": ("self",), "flip": ("self",)}.get(call.name, gradients)
-    summed = call.linear_in_sums(*linear) or tokens_too
-    places = sorted(-sum(not axes for axes in given.dims[dim:]) for dim in over if not given.dims[dim])
-    flows = []
-    for number, out in enumerate(call.out):
-        if out.dim() == tensor.dim():
-            dims = tuple(() if dim in over else axes for dim, axes in enumerate(given.dims))
-        else:
-            dims = tuple(axes for dim, axes in enumerate(given.dims) if dim not in over)
-        if len(dims) != out.dim():
-            raise Untraceable(f"{call.name} gave an unexpected shape")
-        others = [axes for t in tensors_in(call.args.values()) for axes in call.flow(t).axes]
-        if set(others) - given.axes:
-            raise NotPerToken(f"{MIXED}: {call.name} of two layouts of them")
-        plain = {name: value for name, value in call.args.items() if name not in ("dim", "dims", "axis")}
-        shape = features(tensor, given.dims) if tokens_too else ()
-        key = replace(call, args=plain).expr(
-            tuple(places), "over tokens" if tokens_too else "", number, shape)  # fmt: skip
-        flows.append(Flow(dims, key, summed))
-    return flows
+    """Operators that read along dimensions, which must be without tokens; only a plain sum may go over them."""
+    tensor, args, given = call.first, call.args, call.flow(call.first)
+    count = tensor.dim()
+    named = next((args[name] for name in ("dim", "dims") if args.get(name) not in (None, [])), list(range(count)))
+    if "normalized_shape" in args:
+        named = list(range(count - len(args["normalized_shape"]), count))
+    over = {dim % max(count, 1) for dim in (named if isinstance(named, (list, tuple)) else [named])} if count else set()
+    whole = sorted(dim for dim in over if given.dims[dim])
+    if whole and call.name != "sum":
+        raise call.mixes("is taken over them")
+    linear = ("self",) if call.name in ("sum", "mean", "cumsum", "flip") else tuple(n for n in args if n.startswith("grad"))
+    summed = call.is_sum(*linear) or bool(whole)
+    shape = features(tensor, given.dims) if whole else ()
+    weights = "normalized_shape" in args and call.name.endswith("_backward")  # their gradients are sums over tokens
+    places = tuple(sorted(place_of(given.dims, dim) for dim in over - set(whole)))
+    plain = replace(call, args={name: value for name, value in args.items() if name not in ("dim", "dims")})
+    return [
+        call.flow_of(out, plain.expr(places, bool(whole), number, shape), summed or (weights and number > 0))
+        for number, out in enumerate(call.out)
+    ]
 
 
-def normalised(call: Call) -> list[Flow]:
-    """Layer and RMS norms and their backward: over trailing dimensions; weights' gradients are sums over tokens."""
-    tensor = call.args["input"]
-    given, width = call.flow(tensor), len(call.args["normalized_shape"])
-    if any(given.dims[tensor.dim() - width :]):
-        raise NotPerToken(f"{MIXED}: {call.name} is taken over them")
-    if any(flow.summed for flow in call.flows()):
-        raise NotPerToken(f"{MIXED}: {call.name} of a sum over tokens")
-    flows = []
-    for number, out in enumerate(call.out):
-        whole = out.dim() == tensor.dim()
-        weight = call.name.endswith("_backward") and number > 0
-        dims = tuple(() for _ in out.shape) if weight or not whole else given.dims
-        flows.append(Flow(dims, call.expr(number), weight))
-    return flows
-
-
-def joined(call: Call) -> Flow:
-    """cat and stack along a dimension without tokens."""
-    parts = call.args["tensors"]
-    out, dim = call.out[0], call.args.get("dim", 0) % call.out[0].dim()
-    summed = call.linear_in_sums("tensors")
-    known = [list(call.flow(part).dims) for part in parts if part.dim() > 1 or part.shape[0]]
-    if call.name == "stack":
-        known = [[*dims[:dim], (), *dims[dim:]] for dims in known]
-    if any(dims != known[0] for dims in known) or known[0][dim]:
-        raise NotPerToken(f"{MIXED}: {call.name} puts them behind each other, or beside something else")
-    place = feature_place(out, known[0], dim, "cat is")
-    plain = [call.flow(part).expr for part in parts]
-    return Flow(tuple(known[0]), call.expressions.number(call.name, tuple(plain), place), summed)
-
-
-def placed(call: Call) -> Flow:
-    """Backwards of slice and select, and padding: a tensor of zeros with the gradient at a place."""
-    tensor = call.args.get("grad_output", call.args.get("self"))
-    given, out = call.flow(tensor), call.out[0]
-    if call.name == "constant_pad_nd":
-        pads = call.args["pad"]
-        dims = [out.dim() - 1 - number // 2 for number, pad in enumerate(pads) if pad]
-        if given.summed and call.args.get("value", 0):
-            raise NotPerToken(f"{MIXED}: a sum over tokens is padded")
-    else:
-        dims = [call.args["dim"] % out.dim()]
-    labels = list(given.dims)
-    if call.name == "select_backward":
-        labels.insert(dims[0], ())
-    places = [feature_place(out, labels, dim, "a cut is made") for dim in dims]
-    sizes = [out.shape[dim] for dim in dims]
-    plain = [call.args.get(name) for name in ("start", "end", "step", "index", "value", "pad")]
-    plain = [tuple(one) if isinstance(one, list) else one for one in plain]
-    expr = call.expressions.number(call.name, given.expr, tuple(places), tuple(sizes), *plain)
-    return Flow(tuple(labels), expr, given.summed)
-
-
-def looked_up(call: Call) -> Flow:
-    """``table[index]`` with one index per token into a constant, or constant indices into features."""
-    table = call.args.get("weight", call.args.get("self"))
-    indices = call.args["indices"] if call.name == "index" else [call.args["indices"]]
-    given, out = call.flow(table), call.out[0]
+def looked_up(call: Call) -> list[Flow]:
+    """``table[index]``: an index per token into a constant, constant indices into features, or ``gather``."""
+    table, gather = call.args.get("weight", call.args.get("self")), call.name in ("gather", "scatter", "scatter_add")
+    indices = call.args["indices"] if call.name == "index" else [call.args["index" if gather else "indices"]]
     used = [(dim, one) for dim, one in enumerate(indices) if one is not None]
-    if call.flow(used[0][1]).summed or len(used) != 1:
+    given = call.flow(table)
+    if len(used) != 1 or any(flow.summed for flow in call.flows()):
         raise NoRule(f"it uses {call.name} with {len(used)} indices, for which there is no rule")
-    dim, index = used[0]
-    if given.dims[dim]:
-        raise NotPerToken(f"{MIXED}: an index picks some of them")
-    mine = call.flow(index).dims
-    if given.axes and any(mine):
-        raise NotPerToken(f"{MIXED}: an index of theirs picks from other tokens")
-    dims = given.dims[:dim] + mine + given.dims[dim + 1 :]
-    assert len(dims) == out.dim()
-    return Flow(dims, call.expr(dim), given.summed)
-
-
-def gathered(call: Call) -> Flow:
-    tensor, index = call.args["self"], call.args["index"]
-    given, other = call.flow(tensor), call.flow(index)
-    place = feature_place(tensor, given.dims, call.args["dim"], "gather is")
-    if given.dims != other.dims or given.summed or any(one.summed for one in call.flows()):
-        raise NotPerToken(f"{MIXED}: {call.name} of two layouts of them")
-    plain = {name: value for name, value in call.args.items() if name != "dim"}
-    return Flow(given.dims, replace(call, args=plain).expr(place))
+    dim, index = (call.args["dim"] if gather else used[0][0]), used[0][1]
+    if given.dims[dim] or (given.axes and (call.flow(index).dims != given.dims if gather else call.flow(index).axes)):
+        raise call.mixes("picks some of them")
+    return [call.flow_of(call.out[0], call.expr(place_of(given.dims, dim)))]
 
 
 # -- products --------------------------------------------------------------------------------------------------------
 
+_FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "mv": ("self", "vec"), "dot": ("self", "tensor"),
+            "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec")}  # fmt: skip
 
-def product(call: Call) -> Flow:
-    args = call.args
-    left, right = (args[one] for one in {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "mv": ("self", "vec"),
-                                         "dot": ("self", "tensor"), "addmm": ("mat1", "mat2"),
-                                         "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec")}[call.name])  # fmt: skip
-    one, two, number = call.flow(left), call.flow(right), call.expressions
-    first, second = one.dims, two.dims
-    *rows, inner = first
-    batch, rows = rows[: left.dim() - 2], rows[left.dim() - 2 :]
-    other_inner, columns = (second[-2], second[-1:]) if right.dim() > 1 else (second[-1], ())
-    if inner != other_inner:
-        raise NotPerToken(f"{MIXED}: {call.name} multiplies along them")
-    if one.summed and two.summed or (one.summed and two.axes) or (two.summed and one.axes):
-        raise NotPerToken(f"{MIXED}: a product with a sum over tokens")
-    heads = tuple(a or b for a, b in zip(batch, second[: len(batch)], strict=True))
-    if any(a and b and a != b for a, b in zip(batch, second, strict=False)):
-        raise NotPerToken(f"{MIXED}: {call.name} of two layouts of them")
-    dims = (*heads, *rows, *columns)
-    left_axes, right_axes = set(letters((*batch, *rows))), set(letters((*second[: len(batch)], *columns)))
-    shared = set(letters(heads))
-    if (left_axes & right_axes) - shared or set(letters([inner])) & (left_axes | right_axes):
-        raise NotPerToken(f"{MIXED}: {call.name} of every pair of them")
-    if inner and shared and left_axes | right_axes != shared:
-        raise NotPerToken(f"{MIXED}: {call.name} multiplies along them")
-    flat = not batch or (left.shape[0] == 1 and not any(batch))
-    if inner:
-        order = sorted((one.expr, two.expr)) if flat and left.dim() > 1 < right.dim() else [one.expr, two.expr]
-        expr = number.number("outer", *order, *(() if flat else (call.name, first, second)))
-        if order != [one.expr, two.expr]:
-            expr = number.permuted(expr, (1, 0))
-        summed = True
-        # [K, tokens] @ [tokens, N]: the features of the first are its rows, those of the second its columns.
-    elif flat and any(columns) and not any(rows) and right.dim() > 1:
-        expr, summed = number.number("mm", two.expr, number.permuted(one.expr, (1, 0))), one.summed or two.summed
+
+def product(call: Call) -> list[Flow]:
+    args, number = call.args, call.expressions
+    left, right = (args[name] for name in _FACTORS[call.name])
+    one, two = call.flow(left), call.flow(right)
+    inner = one.dims[-1]
+    if inner != two.dims[-2 if right.dim() > 1 else -1]:
+        raise call.mixes("multiplies along them")
+    batch = set(Flow(one.dims[: left.dim() - 2], 0).axes)
+    if (set(one.axes) & set(two.axes)) - batch != set(Flow((inner,), 0).axes) or (inner and batch):
+        raise call.mixes("of every pair of them")
+    if (one.summed and (two.summed or two.axes)) or (two.summed and one.axes):
+        raise call.mixes("with a sum over tokens")
+    flat = left.dim() <= 2 or (left.shape[0] == 1 and right.shape[0] == 1)
+    where = () if flat else (one.dims, two.dims)
+    summed = one.summed or two.summed or bool(inner)
+    if inner and left.dim() > 1 < right.dim():  # [K, tokens] @ [tokens, N]
+        order = sorted((one.expr, two.expr)) if flat else [one.expr, two.expr]
+        expr = number.number("outer", *order, *where)
+        expr = expr if order == [one.expr, two.expr] else number.permuted(expr, (1, 0))
+    elif flat and right.dim() > 1 and two.axes and not one.axes:  # [N, K] @ [K, tokens]: the other way round
+        expr = number.number("mm", two.expr, number.permuted(one.expr, (1, 0)))
     else:
-        where = () if flat else (batch, rows, columns)
-        expr, summed = number.number("mm", one.expr, two.expr, *where), one.summed or two.summed
-    flow = Flow(dims, expr, summed)
-    if call.name.startswith(("add", "badd")):
-        added = args["self"]
-        if args.get("alpha", 1) != 1 or args.get("beta", 1) != 1:
-            return replace(flow, expr=call.expr())
-        known = call.flow(added)
-        if known.summed != flow.summed:
-            raise NotPerToken(f"{MIXED}: {call.name} joins tokens and a sum over tokens")
-        return Flow(dims, number.joined("add", [known, flow]), summed)
-    return flow
+        expr = number.number("mm", one.expr, two.expr, *where)
+    flow = call.flow_of(call.out[0], expr, summed)
+    if "beta" not in args:
+        return [flow]
+    added = call.flow(args["self"])
+    if added.summed != summed or args.get("alpha", 1) != 1 or args["beta"] != 1:
+        raise NoRule(f"it uses {call.name} with factors, for which there is no rule")
+    return [replace(flow, expr=number.joined("add", (added, flow)))]
 
 
-def convolved(call: Call) -> Flow:
+def convolved(call: Call) -> list[Flow]:
     """A convolution whose kernel has one element is a linear layer at every place."""
-    args = call.args
-    x, weight = args["input"], args["weight"]
-    given = call.flow(x)
+    args, weight = call.args, call.args["weight"]
     plain = all(one == 1 for one in (*args["stride"], *weight.shape[2:])) and not any(args["padding"])
-    if not plain or args["transposed"] or given.dims[1] or args["groups"] != 1 or call.flow(weight).axes:
-        raise NotPerToken(f"{MIXED}: a convolution over them")
-    return Flow(given.dims, call.expr())
+    if not plain or args["transposed"] or args["groups"] != 1 or call.flow(call.first).dims[1] or call.flow(weight).axes:
+        raise call.mixes("goes over several of them")
+    return [call.flow_of(out, call.expr(number), number > 0) for number, out in enumerate(call.out)]
 
 
-def convolved_backward(call: Call) -> list[Flow]:
-    args, flows = call.args, []
-    given = call.flow(args["grad_output"])
-    plain = all(one == 1 for one in (*args["stride"], *args["weight"].shape[2:])) and not any(args["padding"])
-    if not plain or args["transposed"] or args["groups"] != 1:
-        raise NotPerToken(f"{MIXED}: a convolution over them")
-    for number, out in enumerate(call.out):
-        flows.append(Flow(given.dims if number == 0 else ((),) * out.dim(), call.expr(number), number > 0))
-    return flows
+# -- what is made, drawn or written ----------------------------------------------------------------------------------
 
 
-# -- what is made or drawn -------------------------------------------------------------------------------------------
-
-
-def made(call: Call) -> Flow:
+def made(call: Call) -> list[Flow]:
     """Tensors of one value: their shape says where the tokens are."""
-    dims = tuple(tuple(axes_in(size)) for size in call.out[0].shape)
-    value = call.args.get("fill_value", call.name if "empty" not in call.name else call.expressions.unique())
-    value = call.flow(value).expr if isinstance(value, Tensor) else value
-    kind = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}.get(call.name, value)
-    return Flow(dims, call.expressions.number("constant", kind, features(call.out[0], dims), call.out[0].dtype))
+    value = {"zeros": 0, "zero": 0, "ones": 1}.get(call.name.removeprefix("new_").removesuffix("_like").strip("_"))
+    value = call.args.get("fill_value", call.args.get("value", value))
+    if isinstance(value, Tensor):
+        if call.flow(value).summed or call.flow(value).axes:
+            raise call.mixes("with a value of theirs")
+        value = ("expression", call.flow(value).expr)
+    value = call.expressions.unique() if value is None else value
+    flow = call.flow_of(call.out[0], 0)
+    return [replace(flow, expr=call.expressions.number("constant", value, features(call.out[0], flow.dims), call.out[0].dtype))]
 
 
-def counted_up(call: Call) -> Flow:
-    if any(axes_in(size) for size in call.out[0].shape):
+def counted_up(call: Call) -> list[Flow]:
+    if call.flow_of(call.out[0], 0).axes:
         raise NotPerToken("its forward depends on the position of a token")
-    return Flow(((),) * call.out[0].dim(), call.expr())
+    return [call.flow_of(call.out[0], call.expr())]
 
 
 def dropped(call: Call) -> list[Flow]:
     """Dropout's masks: every token has numbers of its own."""
-    tensor = call.args.get("self", call.args.get("input"))
-    given = call.flow(tensor)
-    if given.axes != call.axes:
+    given = call.flow(call.first)
+    if set(given.axes) != call.axes:
         raise NotPerToken("it draws random numbers that several tokens share, or that belong to none")
-    p = next((value for name, value in call.args.items() if isinstance(value, float)), call.args.get("p"))
-    p = call.flow(p).expr if isinstance(p, Tensor) else p
     if call.name == "bernoulli_":
-        return [replace(given, expr=call.expressions.number("bernoulli", p, features(tensor, given.dims)))]
-    return [Flow(given.dims, call.expr(number)) for number in range(len(call.out))]
+        shape = features(call.first, given.dims)
+        return [replace(given, expr=call.expressions.number("bernoulli", call.args.get("p"), shape))]
+    return [call.flow_of(out, call.expr(number)) for number, out in enumerate(call.out)]
 
 
-def filled(call: Call) -> Flow:
-    tensor, value = call.args["self"], call.args.get("value", 0)
-    known = call.flow(value) if isinstance(value, Tensor) else None
-    if known is not None and (known.summed or known.axes):
-        raise NotPerToken(f"{MIXED}: {call.name} with a value of theirs")
-    given = call.flow(tensor)
-    return replace(given, expr=call.expressions.number("constant", known.expr if known else value, features(tensor, given.dims), tensor.dtype), summed=False)
+def copied(call: Call) -> list[Flow]:
+    tensor, source = call.args["self"], call.flow(call.args["src"])
+    flow = call.flow_of(tensor, source.expr, source.summed)
+    if source.summed and flow.axes:
+        raise call.mixes("gives a sum over tokens to each of them")
+    same_shape = features(tensor, flow.dims) == features(call.args["src"], source.dims)
+    expr = source.expr if same_shape else call.expr()
+    cast = tensor.dtype != call.args["src"].dtype
+    return [replace(flow, expr=call.expressions.number("to", expr, tensor.dtype) if cast else expr)]
 
 
-def copied(call: Call) -> Flow:
-    tensor, source = call.args["self"], call.args["src"]
-    given, known = call.flow(tensor), call.flow(source)
-    dims = broadcast(call, tensor.shape, [tensor, source])
-    if known.summed and given.axes:
-        raise NotPerToken(f"{MIXED}: a sum over tokens goes back to each of them")
-    expr = known.expr if features(tensor, dims) == features(source, known.dims) else call.expr()
-    if tensor.dtype != source.dtype:
-        expr = call.expressions.number("to", expr, tensor.dtype)
-    return replace(given, dims=dims, expr=expr, summed=known.summed)
-
-
-def refused_because(why: str) -> Callable[[Call], Flow]:
-    def rule(call: Call) -> Flow:
+def refusing(why: str) -> Rule:
+    def rule(call: Call) -> list[Flow]:
         if any(flow.axes or flow.summed for flow in call.flows()):
-            raise NotPerToken(f"{MIXED}: {why} ({call.name})")
+            raise call.mixes(why)
         raise NoRule(f"it uses {call.name} of a weight, for which there is no rule")
 
     return rule
 
 
-_POINTWISE = frozenset((
-    "mish_backward", "elu_backward", "celu_backward", "softplus_backward", "log_sigmoid_forward", "log_sigmoid_backward",
-    "hardswish_backward", "hardsigmoid_backward", "leaky_relu_backward", "softshrink_backward", "hardshrink_backward",
-    "hardtanh_backward", "logit_backward", "rrelu_with_noise_backward", "_prelu_kernel", "_prelu_kernel_backward", "_conj", "_neg_view",
-))  # fmt: skip
-"""Operators that are pointwise and not tagged so."""
+def drawn(call: Call) -> list[Flow]:
+    raise NotPerToken(f"it draws random numbers that are no dropout's ({call.name})")
 
-Rule = Callable[[Call], Flow | list[Flow]]
+
+Rule = Callable[[Call], list[Flow]]
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_copy", "unsqueeze", "squeeze", "flatten",
-                     "_reshape_alias", "view_copy"), reshaped),
-    **dict.fromkeys(("t", "transpose", "permute"), permuted),
-    "expand": expanded,
-    **dict.fromkeys(("slice", "select", "split", "split_with_sizes", "unbind", "narrow", "chunk"), cut),
-    **dict.fromkeys(("clone", "_to_copy", "contiguous", "lift_fresh_copy"), same),
-    **dict.fromkeys(("detach", "alias", "lift_fresh", "view_as_real_copy"), view_as_it_is),
-    **dict.fromkeys(("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "std_mean", "logsumexp",
-                     "linalg_vector_norm", "norm", "prod", "any", "all", "argmax", "argmin", "topk", "sort", "cumsum",
-                     "cumprod", "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
-                     "glu", "glu_backward", "flip", "roll", "median", "kthvalue"), along),
-    **dict.fromkeys(("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
-                    normalised),
-    **dict.fromkeys(("cat", "stack"), joined),
-    **dict.fromkeys(("slice_backward", "select_backward", "constant_pad_nd"), placed),
-    **dict.fromkeys(("index", "embedding", "index_select"), looked_up),
-    **dict.fromkeys(("gather", "scatter", "scatter_add"), gathered),
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv"), product),
-    "convolution": convolved,
-    "convolution_backward": convolved_backward,
-    **dict.fromkeys(("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like",
-                     "ones_like", "full_like", "empty_like", "scalar_tensor", "empty_strided", "new_empty_strided"),
-                    made),
-    **dict.fromkeys(("arange", "linspace", "eye", "tril_indices", "triu_indices", "randperm"), counted_up),
-    **dict.fromkeys(("native_dropout", "bernoulli_", "bernoulli"), dropped),
-    **dict.fromkeys(("fill_", "zero_"), filled),
-    "copy_": copied,
-    **dict.fromkeys(("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "bincount",
-                     "unique_dim", "histc"), refused_because("it decides by their values")),
-    **dict.fromkeys(("as_strided", "unfold", "diagonal", "tril", "triu", "native_batch_norm", "_native_batch_norm_legit",
-                     "_native_batch_norm_legit_no_training", "native_group_norm", "_scaled_dot_product_flash_attention",
-                     "_scaled_dot_product_flash_attention_for_cpu"), refused_because("an operator over several of them")),
+    name: rule
+    for rule, names in (
+        (same, "clone _to_copy detach alias lift_fresh lift_fresh_copy contiguous"),
+        (reshaped, "view _unsafe_view reshape _reshape_copy _reshape_alias unsqueeze squeeze view_copy"),
+        (permuted, "t transpose permute"),
+        (expanded, "expand"),
+        (cut, "slice select split split_with_sizes unbind"),
+        (placed, "cat stack slice_backward select_backward constant_pad_nd"),
+        (along, "sum mean amax amin max min var var_mean std std_mean logsumexp linalg_vector_norm norm prod any all argmax "
+                "argmin topk sort cumsum cumprod _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data "
+                "glu glu_backward flip roll median kthvalue native_layer_norm native_layer_norm_backward "
+                "_fused_rms_norm _fused_rms_norm_backward"),
+        (looked_up, "index embedding gather scatter scatter_add"),
+        (product, " ".join(_FACTORS)),
+        (convolved, "convolution convolution_backward"),
+        (made, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
+               "scalar_tensor empty_strided new_empty_strided fill_ zero_"),
+        (counted_up, "arange linspace eye tril_indices triu_indices randperm"),
+        (dropped, "native_dropout bernoulli_ bernoulli"),
+        (copied, "copy_"),
+        (refusing("decides by their values"), "_local_scalar_dense is_nonzero equal nonzero masked_select _unique2 "
+                                              "bincount unique_dim histc"),
+        (refusing("goes over several of them"), "as_strided unfold diagonal tril triu native_batch_norm "
+            "_native_batch_norm_legit _native_batch_norm_legit_no_training native_group_norm "
+            "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"),
+    )
+    for name in names.split()
 }  # fmt: skip
+
+_POINTWISE = frozenset(
+    "mish_backward elu_backward celu_backward softplus_backward log_sigmoid_forward log_sigmoid_backward _conj _neg_view "
+    "hardswish_backward hardsigmoid_backward leaky_relu_backward softshrink_backward hardshrink_backward _prelu_kernel "
+    "hardtanh_backward logit_backward rrelu_with_noise_backward _prelu_kernel_backward".split()
+)
+"""Operators that are pointwise and not tagged so."""
 
 
 def rule_for(func: Any, name: str) -> Rule | None:
-    """The rule of an operator, None where there is none."""
+    """The rule of an operator, or of the one whose result it writes in place; None where there is none."""
     if name in RULES:
         return RULES[name]
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        return _random
-    return pointwise if torch.Tag.pointwise in func.tags or name in _POINTWISE else None
-
-
-def _random(call: Call) -> Flow:
-    raise NotPerToken(f"it draws random numbers that are no dropout's ({call.name})")
+    plain = getattr(torch.ops.aten, name.rstrip("_"), None)
+    tags = {tag for kind in (plain.overloads() if plain else ()) for tag in getattr(plain, kind).tags} | set(func.tags)
+    if torch.Tag.nondeterministic_seeded in tags:
+        return drawn
+    return pointwise if torch.Tag.pointwise in tags or name in _POINTWISE else RULES.get(name.rstrip("_"))

@@ -1,19 +1,19 @@
 """A record of what a function of hidden states does, forward and backward, on tensors without memory.
 
-The function runs in a thread of its own: modes, autocast, checkpoint hooks and profilers of the caller are left behind
-there. Its operators are followed one by one (:mod:`seqtile.models.discover.token_rules`).
+The function runs in a thread of its own: modes, autocast, checkpoint hooks and profilers of the caller stay behind.
+Its operators are followed one by one (:mod:`seqtile.models.discover.token_rules`).
 """
 
 from __future__ import annotations
 
-import os
+import logging
 import sys
 import threading
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -23,18 +23,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from seqtile.models.discover.facts import INTERNAL, Code, Facts
-from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, at, counted
-from seqtile.models.discover.token_rules import Call, Dims, Expressions, Flow, pointwise, rule_for, tensors_in
+from seqtile.models.discover.facts import Code, Facts
+from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, at, axes_in, counted, holds_tokens
+from seqtile.models.discover.token_rules import RULES, Atoms, Call, Expressions, Flow, drawn, reshaped, rule_for, same, tensors_in
+from seqtile.models.discover.views import Views
 
-ONE_TOKEN = {"b": 1, "m": 1, "s": 1}
+ONE_TOKEN = dict.fromkeys(SIZES, 1)
 """Sizes of the trace that must be the same computation as the judged one."""
 
-_LAYOUT = frozenset((
-    "view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t",
-    "clone", "detach", "alias", "contiguous", "lift_fresh", "_to_copy", "view_copy",
-))  # fmt: skip
-"""Operators that compute nothing: which of them run may depend on sizes."""
+LONGEST = 5000
+"""Most operators of a trace."""
+
+_UNUSED = ("layout", "device", "pin_memory", "memory_format", "generator", "non_blocking", "output_mask")
+"""Arguments that change no value."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Graph:
     """What a trace found.
 
     Attributes:
-        outputs: (expression, dtype) of each tensor that the function returned, and how they are nested.
+        outputs: (expression, dimensions, dtype) of each tensor that the function returned, after how they are nested.
         gradients: expression of the gradient of every input and weight, by name; None where there is none.
         draws: the random draws, each with how often it was made.
         operators: names of all operators.
@@ -54,150 +55,129 @@ class Graph:
     operators: frozenset[str] = field(compare=False)
 
 
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Inside, PyTorch's own code runs, which the profiler need not see."""
-    profile = sys.getprofile()
-    sys.setprofile(None)
-    try:
-        yield
-    finally:
-        sys.setprofile(profile)
-
-
 class Recorder(TorchDispatchMode):
-    """Sees every operator of one trace, those of the backward included."""
+    """Sees every operator of one trace, those of the backward included.
 
-    def __init__(self, expressions: Expressions, axes: frozenset[str], longest: int) -> None:
+    Args:
+        expressions: where expressions get their numbers.
+        axes: the token axes of the inputs.
+        expected: the steps of the judged trace, where this one only has to be the same.
+    """
+
+    def __init__(self, expressions: Expressions, axes: frozenset[str], expected: Sequence[Any] | None = None) -> None:
         super().__init__()
-        self.expressions, self.axes = expressions, axes
-        self.sizes: Mapping[str, int] = SIZES
-        self.expected: Sequence[Any] | None = None
-        self.longest = longest
-        self.forward_steps = 0
-        self.flows: dict[int, Flow] = {}
-        self.owned: dict[int, str] = {}
+        self.expressions, self.axes, self.expected = expressions, axes, expected
         self.steps: list[Any] = []
+        self.forward = 0
         self.draws: Counter[int] = Counter()
         self.operators: set[str] = set()
+        self.no_rule: NoRule | None = None
+        self._flows: dict[int, Flow] = {}
+        self._owners: dict[int, str] = {}
         self._alive: list[Tensor] = []
 
-    def add(self, tensor: Tensor, flow: Flow, owner: str = "") -> None:
-        """Make a tensor known; ``owner`` names the weight, buffer or input that it is."""
-        root = flow.root if flow.root >= 0 else id(tensor)
-        self.flows[id(tensor)] = Flow(flow.dims, flow.expr, flow.summed, root)
-        if owner:
-            self.owned[root] = owner
+    def leaf(self, tensor: Tensor, dims: tuple[Atoms, ...], owner: str) -> None:
+        """Make a weight, a buffer, an input or an upstream gradient known, by its name."""
+        self._add(tensor, Flow(dims, self.expressions.number("leaf", owner, tensor.dtype)))
+        self._owners[id(tensor)] = owner
+
+    def _add(self, tensor: Tensor, flow: Flow) -> None:
+        self._flows[id(tensor)] = replace(flow, root=flow.root if flow.root >= 0 else id(tensor))
         self._alive.append(tensor)
 
-    def leaf(self, tensor: Tensor, dims: Dims, owner: str) -> Tensor:
-        self.add(tensor, Flow(dims, self.expressions.number("leaf", owner, tensor.dtype)), owner)
-        return tensor
-
     def flow(self, tensor: Tensor) -> Flow:
-        known = self.flows.get(id(tensor))
-        if known is not None:
-            return known
-        if tensor.dim() == 0 and not isinstance(tensor, FakeTensor):
-            return Flow((), self.expressions.number("number", tensor.item(), tensor.dtype))
-        raise Untraceable(f"it reads a tensor {tuple(tensor.shape)} that is no weight or buffer of its own")
+        if id(tensor) not in self._flows:
+            raise Untraceable(f"it reads a tensor {tuple(tensor.shape)} that is no weight or buffer of its own")
+        return self._flows[id(tensor)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].device
         with unwatched():
-            return self._run(func, args, kwargs or {})
+            kwargs, tensors = kwargs or {}, tensors_in((*args, *(kwargs or {}).values()))
+            if func is not torch.ops.aten.lift_fresh.default:
+                for tensor in tensors:
+                    if self.expected is None or not isinstance(tensor, FakeTensor):
+                        self.flow(tensor)
+            try:
+                result = func(*args, **kwargs)
+            except DataDependentOutputException:
+                if self.expected is None and any(flow.axes or flow.summed for flow in map(self.flow, tensors)):
+                    raise NotPerToken("its forward decides by the values of its input") from None
+                raise Untraceable("it reads the value of a weight") from None
+            self._record(func, args, kwargs, tensors_in([result]))
+            return result
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        for tensor in tensors_in((*args, *kwargs.values())):
-            if not isinstance(tensor, FakeTensor) and tensor.dim() and func is not torch.ops.aten.lift_fresh.default:
-                raise Untraceable(f"it reads a tensor {tuple(tensor.shape)} that is no weight or buffer of its own")
-        try:
-            result = func(*args, **kwargs)
-        except DataDependentOutputException:
-            if self.expected is None and any(f.axes or f.summed for f in map(self.flow, tensors_in(args))):
-                raise NotPerToken("its forward decides by the values of its input") from None
-            raise Untraceable("it reads the value of a weight") from None
-        self._record(func, args, kwargs, result)
-        return result
-
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        space, _, name = func._schema.name.partition("::")
-        name = name if space == "aten" else func._schema.name
-        given = {one.name: one.default_value for one in func._schema.arguments if one.has_default_value()}
-        given |= dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-        for unused in ("layout", "device", "pin_memory", "memory_format", "generator", "non_blocking", "output_mask"):
-            given.pop(unused, None)
-        written = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
-        out = tensors_in([result])
+    def _record(self, func: Any, args: Any, kwargs: Any, out: list[Tensor]) -> None:
+        schema = func._schema
+        name = schema.name.removeprefix("aten::")
+        given = {one.name: one.default_value for one in schema.arguments if one.has_default_value()}
+        given |= dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
+        given = {key: value for key, value in given.items() if key not in _UNUSED}
         self.operators.add(name)
-        self._compare(name, given, out)
+        if name != "slice" and any(type(value) is int and holds_tokens(value) for value in given.values()):
+            raise NotPerToken(f"its forward computes with the number of tokens ({name})")
+        rule = rule_for(func, name)
+        if not (rule in (same, reshaped) or name in _LAYOUT):
+            self._compare((name, tuple(one for one in tree_flatten(list(given.values()))[0] if not isinstance(one, Tensor)),
+                           tuple(tuple(tensor.shape) for tensor in out)))  # fmt: skip
         if self.expected is not None:
             return
-        base = name.rstrip("_") if written and name not in ("copy_", "fill_", "zero_", "bernoulli_") else name
+        written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
         arguments = {key: value for key, value in given.items() if key not in written or key == "self"}
-        rule = rule_for(func, base) or (rule_for_pointwise(func, base))
-        if rule is None:
-            raise NoRule(f"it uses {name}, for which there is no rule")
+        base = name if name in RULES else name.rstrip("_") if written else name
         call = Call(base, arguments, out, self.flow, self.expressions, self.axes)
-        found = rule(call)
-        flows = found if isinstance(found, list) else [found]
+        try:
+            if rule is None:
+                raise NoRule(f"it uses {name}, for which there is no rule")
+            flows = rule(call) if self.no_rule is None or rule is drawn else []
+        except NoRule as error:  # go on: what comes later may refute
+            self.no_rule = self.no_rule or error
+            flows = []
+        if self.no_rule is not None:
+            flows = [Flow(tuple(tuple(axes_in(size)) for size in one.shape), self.expressions.unique()) for one in out]
         if "bernoulli" in name or name == "native_dropout":
             self.draws[flows[0].expr] += 1
-        targets = [given[key] for key in written] or out
-        views = any(one.alias_info is not None for one in func._schema.returns) and not written
-        for target, flow in zip(targets, flows, strict=True):
+        views = not written and any(one.alias_info is not None for one in schema.returns)
+        for target, flow in zip([given[key] for key in written] or out, flows, strict=True):
             if len(flow.dims) != target.dim():
                 raise Untraceable(f"{name} gave an unexpected shape")
             if written:
                 self._write(target, flow)
             else:
-                root = self.flow(tensors_in(given.values())[0]).root if views else -1
-                self.add(target, Flow(flow.dims, flow.expr, flow.summed, root))
+                self._add(target, replace(flow, root=self.flow(call.first).root if views else -1))
 
     def _write(self, target: Tensor, flow: Flow) -> None:
         root = self.flow(target).root
-        if owner := self.owned.get(root):
+        if owner := self._owners.get(root):
             raise NotPerToken(f"its forward writes into {owner}")
-        shared = [key for key, one in self.flows.items() if one.root == root and key != id(target)]
+        shared = [key for key, one in self._flows.items() if one.root == root and key != id(target)]
         for key in shared:  # other views of the same memory: what they hold now has no name
-            self.flows[key] = Flow(self.flows[key].dims, self.expressions.unique(), self.flows[key].summed, root)
-            if flow.summed != self.flows[key].summed:
+            if flow.summed != self._flows[key].summed:
                 raise NotPerToken("a sum over tokens is written beside them")
+            self._flows[key] = replace(self._flows[key], expr=self.expressions.unique())
         expr = self.expressions.unique() if shared else flow.expr
-        self.flows[id(target)] = Flow(flow.dims, expr, flow.summed, root)
+        self._flows[id(target)] = replace(flow, expr=expr, root=root)
 
-    def _compare(self, name: str, given: Mapping[str, Any], out: list[Tensor]) -> None:
-        """Remember the call, or see that it is the one that the first trace made at this place."""
-        if name in _LAYOUT or name == "sym_size":
-            return
-        numbers = [leaf for leaf in tree_flatten(list(given.values()))[0] if not isinstance(leaf, Tensor)]
-        step = (name, tuple(numbers), tuple(tuple(tensor.shape) for tensor in out))
+    def _compare(self, step: Any) -> None:
+        """Remember the step, or see that it is the one that the judged trace made at this place."""
+        place = len(self.steps)
         self.steps.append(step)
-        if len(self.steps) > self.longest:
-            raise Untraceable(f"it runs more than {self.longest:,} operators")
-        place = len(self.steps) - 1
-        if self.expected is not None and (
-            place >= len(self.expected) or _at(self.expected[place], self.sizes) != step
-        ):
-            raise NotPerToken(f"its forward computes something else for another number of tokens ({name})")
-
-    def finished(self) -> None:
-        if self.expected is not None and len(self.steps) != len(self.expected):
-            raise NotPerToken("its forward computes something else for another number of tokens")
+        if place > LONGEST:
+            raise Untraceable(f"it runs more than {LONGEST:,} operators")
+        if self.expected is not None and (place >= len(self.expected) or _for_one(self.expected[place]) != step):
+            raise NotPerToken(f"its forward computes something else for another number of tokens ({step[0]})")
 
 
-def _at(value: Any, sizes: Mapping[str, int]) -> Any:
+_LAYOUT = ("expand", "permute", "transpose", "t")
+"""Operators that compute nothing, beside copies and reshapes: which of them run may depend on sizes."""
+
+
+def _for_one(value: Any) -> Any:
+    """What a number or a step of the judged trace is for a single token."""
     if isinstance(value, tuple):
-        return tuple(_at(one, sizes) for one in value)
-    return at(value, sizes) if type(value) is int else value
-
-
-def rule_for_pointwise(func: Any, base: str) -> Any:
-    """A variant that writes into its first argument is pointwise if the plain operator is."""
-    plain = getattr(torch.ops.aten, base, None)
-    tags = [tag for overload in (plain.overloads() if plain else ()) for tag in getattr(plain, overload).tags]
-    return pointwise if torch.Tag.pointwise in tags else None
+        return tuple(map(_for_one, value))
+    return at(value, ONE_TOKEN) if type(value) is int else value
 
 
 class Sizes(TorchFunctionMode):
@@ -213,15 +193,33 @@ class Sizes(TorchFunctionMode):
         return result
 
 
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside, PyTorch's own code runs, which the profiler need not see."""
+    profile = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(profile)
+
+
+_LOUD = logging.getLogger("torch._subclasses.fake_tensor")
+
+
 def in_a_thread(function: Callable[[], Any]) -> Any:
     """``function()`` in a thread of its own: no mode, hook or autocast state of the caller reaches it."""
     answer: list[Any] = []
 
     def call() -> None:
+        level = _LOUD.level
+        _LOUD.setLevel(logging.CRITICAL + 1)  # it writes a traceback for everything that cannot run on fake tensors
         try:
             answer.append((function(), None))
         except BaseException as error:  # noqa: BLE001 - handed to the caller below
             answer.append((None, error))
+        finally:
+            _LOUD.setLevel(level)
 
     thread = threading.Thread(target=call, name="seqtile-trace")
     thread.start()
@@ -232,95 +230,8 @@ def in_a_thread(function: Callable[[], Any]) -> Any:
     return result
 
 
-class Views:
-    """Copies of modules whose weights have shapes but no memory; what runs on them leaves the modules as they are."""
-
-    def __init__(self, make: Callable[[Tensor, torch.device | str], Tensor], training: bool | None) -> None:
-        self._make, self._training = make, training
-        self._views: dict[int, nn.Module] = {}
-        self._weights: dict[int, tuple[str, Tensor]] = {}
-        self._former: list[tuple[nn.Module, dict[str, Any]]] = []
-
-    def of(self, module: nn.Module, name: str) -> nn.Module:
-        known = self._views.get(id(module))
-        if known is not None:
-            return known
-        view: nn.Module = object.__new__(type(module))
-        self._views[id(module)] = view
-        own = view.__dict__
-        own.update(module.__dict__)
-        own["_parameters"] = {key: self._fake(f"{name}.{key}", one) for key, one in module._parameters.items()}
-        own["_buffers"] = {key: self._fake(f"{name}.{key}", one) for key, one in module._buffers.items()}
-        own["_modules"] = {
-            key: self.of(child, f"{name}.{key}") if isinstance(child, nn.Module) else child
-            for key, child in module._modules.items()
-        }
-        for key, value in module.__dict__.items():
-            if isinstance(value, Tensor):
-                own[key] = self._fake(f"{name}.{key}", value)
-            elif type(value) in (list, dict, set) and key not in INTERNAL:
-                own[key] = value.copy()
-        if self._training is not None:
-            own["training"] = self._training
-        _bind_forward(own, module, view)
-        self._former.append((view, {key: _copied(value) for key, value in own.items()}))
-        return view
-
-    def _fake(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        if id(tensor) not in self._weights:
-            fake = self._make(tensor, "cpu" if tensor.is_meta else tensor.device)
-            self._weights[id(tensor)] = (name, fake)
-        return self._weights[id(tensor)][1]
-
-    def __getitem__(self, module: nn.Module) -> nn.Module:
-        return self._views[id(module)]
-
-    def alias(self, module: nn.Module, other: nn.Module) -> None:
-        """Give the copy of ``other`` for ``module`` too."""
-        self._views[id(module)] = self._views[id(other)]
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._weights.values()
-
-    def changed(self) -> str:
-        """What a call changed in a module, or ""."""
-        for view, former in self._former:
-            for name, value in view.__dict__.items():
-                if name not in former or _differs(former[name], value):
-                    return f"{type(view).__name__}.{name}"
-        return ""
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, (list, dict, set)) else value
-
-
-def _differs(one: Any, other: Any) -> bool:
-    if one is other:
-        return False
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() != other.keys() or any(_differs(value, other[key]) for key, value in one.items())
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) != len(other) or any(map(_differs, one, other))
-    return isinstance(one, Tensor) or isinstance(other, Tensor) or one != other
-
-
-def _bind_forward(own: dict[str, Any], module: nn.Module, view: nn.Module) -> None:
-    """A forward of the instance's own that is bound to the module is bound to the view instead."""
-    forward = own.pop("forward", None)
-    forward = getattr(forward, "before", {"forward": forward}).get("forward")
-    if isinstance(forward, types.MethodType) and forward.__self__ is module:
-        forward = types.MethodType(forward.__func__, view)
-    if forward is not None:
-        own["forward"] = forward
-
-
-Sizes_ = Sequence[int | str]
-"""Sizes of an input; a word stands for token axes."""
-
 Function = Callable[[Callable[[nn.Module], Any], list[Tensor]], Any]
+"""Takes what gives a module's copy, and the inputs."""
 
 
 class Tracer:
@@ -328,87 +239,94 @@ class Tracer:
 
     Args:
         modules: what the functions run.
-        inputs: dimensions of each input, and its dtype.
+        inputs: sizes and dtype of each input; a word stands for the token axes in a dimension.
         device: where the inputs are.
         autocast: its dtype where it is on.
         gradients: whether there is a backward.
         training: True to take every module for training, None to take each as it is.
-        longest: most operators of a trace.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], inputs: Sequence[tuple[Sizes_, torch.dtype]], device: torch.device,
-        autocast: torch.dtype | None = None, gradients: bool = True, training: bool | None = None, longest: int = 5000,
-    ) -> None:
+        self, modules: Sequence[nn.Module], inputs: Sequence[tuple[Sequence[int | str], torch.dtype]],
+        device: torch.device, autocast: torch.dtype | None = None, gradients: bool = True, training: bool | None = None,
+    ) -> None:  # fmt: skip
         self.modules, self.inputs, self.device = modules, inputs, device
-        self.autocast, self.gradients, self.training, self.longest = autocast, gradients, training, longest
-        self.expressions = Expressions()
-        self.mode = FakeTensorMode()
+        self.autocast, self.gradients, self.training = autocast, gradients, training
+        self.axes = frozenset("".join(one for sizes, _ in inputs for one in sizes if isinstance(one, str)))
         self.names: dict[int, str] = {}
-        self.axes = frozenset("".join(one for dims, _ in inputs for one in dims if isinstance(one, str)))
+        self._expressions, self._mode = Expressions(), FakeTensorMode()
 
-    def trace(
-        self, function: Function, code: Code | None = None, like: Graph | None = None, functions: Sequence[Any] = ()
-    ) -> Graph | None:
-        """What ``function`` computes.
+    def judge(self, function: Function, code: Code, functions: Sequence[Any] = ()) -> Graph:
+        """What ``function`` computes, if it treats every token by itself and changes nothing.
 
         Args:
-            function: takes what gives a module's copy, and the inputs.
-            functions: functions besides modules that run.
-            like: a graph; where the outputs are others, there is no backward, and the result is None.
-            code: notes the code that runs; with it the function must do the same to a single token.
+            function: what to trace.
+            code: notes the code that runs.
+            functions: functions besides modules that run in it.
+
+        Raises:
+            NotPerToken: it does not.
+            Untraceable: nothing is known of it.
         """
-        recorder = Recorder(self.expressions, self.axes, self.longest)
-        before = Facts(self.modules, functions, Code.written(self.modules, functions)) if code is not None else None
-        sys.setprofile(code.profile if code is not None else None)
+        recorder = Recorder(self._expressions, self.axes)
+        before = Facts(self.modules, functions, Code.written(self.modules, functions))
+        sys.setprofile(code.profile)
         try:
-            graph = self._run(function, recorder, like)
+            graph = self._run(function, recorder, SIZES)
         finally:
             sys.setprofile(None)
-            if before is not None and (changed := before.restore()):
-                raise NotPerToken(f"its forward changes {changed}")
-        if code is not None:
+            changed = before.restore()
+        if not changed:  # once more, on one token, with an eye on all that the code was seen to read
             before = Facts(self.modules, functions, code)
-            other = Recorder(self.expressions, self.axes, self.longest)
-            other.sizes, other.expected = ONE_TOKEN, recorder.steps[: recorder.forward_steps]
-            self._run(function, other)
-            other.finished()
-            if changed := before.restore():
-                raise NotPerToken(f"its forward changes {changed}")
+            try:
+                self._run(function, Recorder(self._expressions, self.axes, recorder.steps[: recorder.forward]), ONE_TOKEN)
+            finally:
+                changed = before.restore()
+        if changed:
+            raise NotPerToken(f"its forward changes {changed}")
+        if recorder.no_rule is not None:
+            raise recorder.no_rule
+        assert graph is not None
         return graph
 
-    def _run(self, function: Function, recorder: Recorder, like: Graph | None = None) -> Graph | None:
-        sizes = recorder.sizes
+    def trace(self, function: Function, like: Graph) -> Graph | None:
+        """What ``function`` computes, or None where its outputs are others than in the graph ``like``."""
+        return self._run(function, Recorder(self._expressions, self.axes), SIZES, like)
+
+    def _run(
+        self, function: Function, recorder: Recorder, sizes: Mapping[str, int], like: Graph | None = None
+    ) -> Graph | None:
         views = Views(self._fake, self.training)
         for number, module in enumerate(self.modules):
             views.of(module, str(number))
-        leaves: dict[str, Tensor] = {}
         self.names = {id(tensor): name for name, tensor in views.weights()}
-        with self.mode:
-            inputs = [
-                torch.empty([one if isinstance(one, int) else _size(one, sizes) for one in dims], dtype=dtype,
-                            device=self.device).requires_grad_(dtype.is_floating_point or dtype.is_complex)
-                for dims, dtype in self.inputs
-            ]
-        for number, (tensor, (dims, _)) in enumerate(zip(inputs, self.inputs, strict=True)):
+        leaves: dict[str, Tensor] = {}
+        graph = None
+        for number, (dims, dtype) in enumerate(self.inputs):
+            shape = [one if isinstance(one, int) else prod(sizes[axis] for axis in one) for one in dims]
+            with self._mode:
+                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            leaves[f"input {number}"] = tensor.requires_grad_(dtype.is_floating_point or dtype.is_complex)
             recorder.leaf(tensor, tuple(tuple(one) if isinstance(one, str) else () for one in dims), f"input {number}")
-            leaves[f"input {number}"] = tensor
+        # Not the leaves themselves: autocast keeps one copy of a leaf for all who cast it, and hidden states are none.
+        inputs = list(leaves.values())
         for name, tensor in views.weights():
             recorder.leaf(tensor, ((),) * tensor.dim(), name)
-            if tensor.requires_grad:
-                leaves[name] = tensor
+            leaves |= {name: tensor} if tensor.requires_grad else {}
         with ExitStack() as stack:
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(self.device.type, dtype=self.autocast))
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(self.mode)
+            stack.enter_context(self._mode)
             stack.enter_context(recorder)
             stack.enter_context(Sizes())
-            # Not the leaves themselves: autocast keeps one copy of a leaf for all who cast it, and hidden states are none.
             result = function(views.__getitem__, [tensor.view_as(tensor) for tensor in inputs])
-            recorder.forward_steps = len(recorder.steps)
-            graph = self._backward(result, leaves, recorder, like)
+            recorder.forward = len(recorder.steps)
+            if recorder.expected is None:
+                graph = self._backward(result, leaves, recorder, like)
+            elif len(recorder.steps) != len(recorder.expected):
+                raise NotPerToken("its forward computes something else for another number of tokens")
         if changed := views.changed():
             raise NotPerToken(f"its forward changes {changed}")
         return graph
@@ -416,54 +334,47 @@ class Tracer:
     def _fake(self, tensor: Tensor, device: torch.device | str) -> Tensor:
         """A tensor without memory in a weight's place: of its whole shape, and trained."""
         shape = getattr(tensor, "ds_shape", tensor.shape)
-        with self.mode:
+        with self._mode:
             fake = torch.empty(tuple(shape), dtype=tensor.dtype, device=device)
         trains = isinstance(tensor, nn.Parameter) or tensor.requires_grad
         fake.requires_grad_(trains and (fake.is_floating_point() or fake.is_complex()))
         return nn.Parameter(fake, requires_grad=fake.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def _backward(
-        self, result: Any, leaves: dict[str, Tensor], recorder: Recorder, like: Graph | None
+        self, result: Any, leaves: Mapping[str, Tensor], recorder: Recorder, like: Graph | None
     ) -> Graph | None:
+        """The graph, after a backward from upstream gradients of their own; None if it was not to be made."""
         flat, spec = tree_flatten(result)
-        judged = recorder.expected is None
-        outputs: list[Any] = [str(spec)]
-        for leaf in flat:
-            if not isinstance(leaf, Tensor):
-                outputs.append(leaf)
-                continue
-            if judged:
-                flow = recorder.flow(leaf)
-                if flow.axes != self.axes or flow.summed:
-                    raise NotPerToken(f"it returns a tensor that has no row per token ({tuple(leaf.shape)})")
-                outputs.append((flow.expr, flow.dims, leaf.dtype))
-        if like is not None and like.outputs != tuple(outputs):
+        tensors = [one for one in flat if isinstance(one, Tensor)]
+        flows = [recorder.flow(one) for one in tensors]
+        if recorder.no_rule is None:
+            for one, flow in zip(tensors, flows, strict=True):
+                if set(flow.axes) != self.axes or flow.summed:
+                    raise NotPerToken(f"it returns a tensor that has no row per token (shape {tuple(one.shape)})")
+        rest = [one for one in flat if not isinstance(one, Tensor)]
+        described = [(flow.expr, flow.dims, one.dtype) for one, flow in zip(tensors, flows, strict=True)]
+        outputs = (str(spec), repr(rest), *described)
+        if like is not None and like.outputs != outputs:
             return None
         gradients: list[tuple[str, int | None]] = []
-        differentiable = [leaf for leaf in flat if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if self.gradients and differentiable and judged:
-            upstream = []
-            for number, leaf in enumerate(differentiable):
-                gradient = torch.empty_like(leaf)
-                recorder.leaf(gradient, recorder.flow(leaf).dims, f"upstream {number}")
-                upstream.append(gradient)
-            found = torch.autograd.grad(differentiable, list(leaves.values()), upstream, allow_unused=True)
+        if self.gradients:
+            ends = [one for one in tensors if one.requires_grad]
+            if not ends:
+                raise Untraceable("its output passes no gradient back")
+            upstream = [torch.empty_like(one) for one in ends]
+            for number, (one, gradient) in enumerate(zip(ends, upstream, strict=True)):
+                recorder.leaf(gradient, recorder.flow(one).dims, f"upstream {number}")
+            found = torch.autograd.grad(ends, list(leaves.values()), upstream, allow_unused=True)
             for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
-                if gradient is None:
-                    gradients.append((name, None))
-                    continue
-                flow, wanted = recorder.flow(gradient), recorder.flow(leaf)
-                if wanted.axes and (flow.dims != wanted.dims or flow.summed):
-                    raise NotPerToken("the gradient of its input depends on other tokens")
-                if not wanted.axes and (not flow.summed or flow.axes):
-                    raise NotPerToken(f"the gradient of {name} is no sum over tokens")
-                gradients.append((name, flow.expr))
-        return Graph(tuple(outputs), tuple(gradients), tuple(sorted(recorder.draws.items())),
-                     frozenset(recorder.operators))  # fmt: skip
+                gradients.append((name, None if gradient is None else self._gradient(name, leaf, gradient, recorder)))
+        draws = tuple(sorted(recorder.draws.items()))
+        return Graph(outputs, tuple(gradients), draws, frozenset(recorder.operators))
 
-
-def _size(axes: str, sizes: Mapping[str, int]) -> int:
-    product = 1
-    for axis in axes:
-        product *= sizes[axis]
-    return product
+    def _gradient(self, name: str, leaf: Tensor, gradient: Tensor, recorder: Recorder) -> int:
+        flow, wanted = recorder.flow(gradient), recorder.flow(leaf)
+        if recorder.no_rule is None:
+            if wanted.axes and (flow.dims != wanted.dims or flow.summed):
+                raise NotPerToken("the gradient of its input depends on other tokens")
+            if not wanted.axes and (not flow.summed or flow.axes):
+                raise NotPerToken(f"the gradient of {name} is no sum over tokens")
+        return flow.expr

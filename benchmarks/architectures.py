@@ -1,0 +1,490 @@
+"""Tile a tiny model of every architecture in transformers and write down what became of each.
+
+    python benchmarks/architectures.py [--only NAME ...] [--write docs/architectures.md] [--jsonl FILE]
+
+Every model type of the installed transformers is built small, with random weights in float32 (``tiny_models.py``), and
+without a network. ``seqtile.apply`` is called on the model in training mode as its config makes it, with its dropouts:
+what it says is the table. Then loss and every gradient of one training step, tiled, are compared with an untiled
+model's; dropout is off there, and ``apply`` is called in evaluation mode, as on a model that ``from_pretrained``
+returns. About a quarter of an hour on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import logging
+import os
+import random
+import re
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from tiny_models import MAX_PARAMETERS, Batch, auto_classes, batches, build, parameters_of, tiny_config
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
+
+import seqtile
+from seqtile._errors import UserError
+
+SECONDS = 60
+TILE = 3
+RTOL = {torch.float32: 1.3e-6, torch.float64: 1e-7}
+RELATIVE = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""Largest relative error (L2) of any one gradient that is not itself nearly zero."""
+
+
+@dataclass
+class Record:
+    """What became of one architecture.
+
+    Attributes:
+        architecture: the ``model_type``.
+        auto_class: transformers' class that built it, "" where none did.
+        model_class: class of the model.
+        parameters: their number.
+        error: why it could not be built, or "".
+        refused: why nothing was tiled, or "".
+        blocks: of each tiled block name, class_name, kind, path, together, not_fused, why.
+        left: of each block left alone name, class_name, why.
+        inputs: names of the tensors in the batch.
+        result: ``"equal"``, ``"WRONG ..."``, ``"raises: ..."`` or ``"could not be run: ..."``; "" if nothing was tiled.
+        reached: number of tiled blocks whose weights got a gradient in the step that was compared.
+        note: how the comparison was made where it was not in float32.
+    """
+
+    architecture: str
+    auto_class: str = ""
+    model_class: str = ""
+    parameters: int = 0
+    error: str = ""
+    refused: str = ""
+    blocks: list[dict[str, Any]] = field(default_factory=list)
+    left: list[dict[str, str]] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    result: str = ""
+    reached: int = 0
+    note: str = ""
+
+    @property
+    def state(self) -> str:
+        """One of the words in ``STATES``."""
+        if self.error:
+            return "not built"
+        if self.refused:
+            return "left untiled" if self.refused.startswith("nothing to tile") else "refused"
+        return next((state for state in STATES if self.result.startswith(state)), "not compared")
+
+
+STATES = {
+    "equal": "tiled, and loss and all gradients equal the untiled model's",
+    "WRONG": "tiled, and the loss or a gradient differs",
+    "raises": "tiled, and its training step raises an error that the untiled model's does not",
+    "not compared": "tiled, but no training step could be run on a generic batch",
+    "left untiled": "nothing in it was tiled",
+    "refused": "refused by `seqtile.apply`",
+    "not built": "could not be built tiny",
+}
+
+
+class TookTooLong(BaseException):
+    """An architecture used up its time; no ``except Exception`` on the way holds it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these architectures")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page, in Markdown")
+    parser.add_argument("--jsonl", type=Path, metavar="FILE", help="write one line per architecture with all details")
+    parser.add_argument("--date", default=str(datetime.date.today()), help="of the page; today unless given")
+    options = parser.parse_args()
+    if options.write and options.only:
+        parser.error("--write needs all architectures: leave out --only")
+    if unknown := set(options.only or ()) - set(CONFIG_MAPPING):
+        parser.error(f"transformers {transformers.__version__} has no {', '.join(sorted(unknown))}")
+    torch.set_num_threads(1)
+    quiet()
+    records = []
+    for number, name in enumerate(sorted(options.only or CONFIG_MAPPING)):
+        if number % 10 == 0:
+            gc.collect()  # 0.2 s: more than many of these models take
+        if (record := examine(name)) is None:
+            continue
+        records.append(record)
+        print(f"{name}: {record.state}{': ' if reason(record) else ''}{reason(record)}", flush=True)
+        if options.only:
+            print(*("  " + row for rows in rows_of(record).values() for row in rows), sep="\n")
+    if options.jsonl:
+        options.jsonl.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
+    if options.write:
+        options.write.write_text(page(records, options.date), encoding="utf-8")
+    print(summary(records))
+
+
+def quiet() -> None:
+    """No messages of transformers and of seqtile between the lines that are printed here."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("seqtile").setLevel(logging.ERROR)
+
+
+def examine(architecture: str) -> Record | None:
+    """Build, tile and compare one architecture; None where transformers has no model for its config alone."""
+    record = Record(architecture)
+    try:
+        with at_most(SECONDS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # transformers has something to say about most tiny configs
+            return _examine(record)
+    except TookTooLong:
+        record.error = f"took more than {SECONDS} s"
+        return record
+
+
+def _examine(record: Record) -> Record | None:
+    errors: list[str] = []
+    tried = False
+    best: Record | None = None
+    for narrow in (True, False):
+        try:
+            config = tiny_config(record.architecture, narrow=narrow)
+        except Exception as error:  # noqa: BLE001 - whatever a config raises is the result
+            errors.append(one_line(error))
+            tried = True
+            continue
+        for auto in auto_classes(config):
+            tried = True
+            one = Record(record.architecture, auto.__name__)
+            try:
+                one.parameters = parameters_of(auto, config)
+                if one.parameters > MAX_PARAMETERS:
+                    raise ValueError(f"{one.parameters / 1e6:.0f} million parameters are too many for a tiny model")
+                _tile(one, auto, narrow)
+            except Exception as error:  # noqa: BLE001 - whatever a model raises is the result
+                errors.append(one_line(error))
+                continue
+            if one.state != "not compared":
+                return one
+            best = best or one
+        if best is not None:
+            return best
+    if not tried:
+        return None
+    record.error = errors[0]
+    return record
+
+
+def _tile(record: Record, auto: Any, narrow: bool) -> None:
+    """Fill in what ``seqtile.apply`` says and does."""
+    config = tiny_config(record.architecture, narrow=narrow)
+    model = build(auto, config).train()
+    record.model_class = type(model).__name__
+    try:
+        report = seqtile.apply(model, tile=TILE)
+    except UserError as error:
+        record.refused = " ".join(str(error).split())
+        return
+    except Exception as error:  # noqa: BLE001 - an error that is not meant for the user is what must be seen
+        record.result = f"raises: {one_line(error)}"
+        return
+    for block in report.blocks:
+        words = ("name", "class_name", "kind", "path", "not_fused", "why")
+        record.blocks.append({**{word: getattr(block, word) for word in words}, "together": list(block.together)})
+    record.left = [{"name": one.name, "class_name": one.class_name, "why": one.why} for one in report.left]
+    if not record.blocks:
+        seen = "; ".join(f"{one.name} ({one.class_name}): {one.why}" for one in report.left[:3])
+        record.refused = f"nothing to tile in {record.model_class}; found {seen or 'nothing that resembles a block'}"
+        return
+    del model, report
+    _compare(record, auto, narrow)
+
+
+def _compare(record: Record, auto: Any, narrow: bool) -> None:
+    """One training step tiled and untiled, each on a new model, so that neither sees what the other changed."""
+
+    def model_of(dtype: torch.dtype) -> nn.Module:
+        return build(auto, tiny_config(record.architecture, narrow=narrow, random=False)).to(dtype)
+
+    def tiled_model_of(dtype: torch.dtype) -> tuple[nn.Module, list[str]]:
+        model = model_of(dtype).eval()
+        return model, [block.name for block in seqtile.apply(model, tile=TILE).blocks]
+
+    error, fits, trial = "", False, model_of(torch.float32)
+    for batch in batches(trial):
+        try:
+            step(trial, batch)
+            fits = True
+            break
+        except Exception as failed:  # noqa: BLE001 - whatever a model raises on a batch is the result
+            error = error or one_line(failed)
+    if not fits:
+        record.result = f"could not be run: {error or 'no batch of known inputs fits its forward'}"
+        return
+    del trial
+    record.inputs = sorted(batch)
+    expected = step(model_of(torch.float32), batch)
+    try:
+        model, names = tiled_model_of(torch.float32)
+        got = step(model, batch)
+    except Exception as failed:  # noqa: BLE001 - an error that only the tiled model raises is what must be seen
+        record.result = f"raises: {one_line(failed)}"
+        return
+    record.reached = sum(_reached(model, name) for name in names)
+    record.result = difference(got, expected)
+    if record.result == "equal":
+        return
+    if difference(step(model_of(torch.float32), batch), expected) != "equal":
+        record.result = "could not be run: two untiled steps from the same seed differ"
+        return
+    try:
+        double = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+        exact = difference(step(tiled_model_of(torch.float64)[0], double), step(model_of(torch.float64), double))
+    except Exception:  # noqa: BLE001 - float64 is not what every architecture can compute in
+        return
+    record.note, record.result = f"in float64; in float32 {record.result}", exact
+
+
+def _reached(model: nn.Module, name: str) -> bool:
+    weights = model.get_submodule(name).parameters()
+    return any(weight.grad is not None and bool(weight.grad.any()) for weight in weights)
+
+
+Step = tuple[Tensor, dict[str, Tensor | None]]
+
+
+def step(model: nn.Module, batch: Batch) -> Step:
+    """Loss and gradients of one training step; without a loss of its own, of a weighted mean of what it returns."""
+    model.train()
+    seed()
+    outputs = model(**batch)
+    loss = outputs.get("loss") if hasattr(outputs, "get") else None
+    if loss is None:
+        tensors = [tensor for tensor in _tensors(outputs) if tensor.requires_grad and tensor.is_floating_point()]
+        if not tensors:
+            raise ValueError("its outputs have no gradient")
+        weights = torch.Generator().manual_seed(3)
+        loss = sum((t * torch.randn(t.shape, generator=weights).to(t)).mean() for t in tensors)
+    loss = loss.sum()
+    if not loss.isfinite():
+        raise ValueError("its loss is not finite")
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+
+
+def seed() -> None:
+    import numpy
+
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+def difference(got: Step, expected: Step) -> str:
+    """``"equal"``, or ``"WRONG"`` with the largest relative error and the parameter that has it.
+
+    Two bounds hold at once. On the scale of the model's largest gradient, which is what a step of training sees, each
+    element as near as ``torch.testing.assert_close`` asks of one product; and each gradient that is not nearly zero on
+    that scale (1e-4 of it) with a relative error below 1e-3, so that a wrong factor in a small gradient is seen too.
+    """
+    (loss, gradients), (expected_loss, references) = got, expected
+    rtol, relative = RTOL[loss.dtype], RELATIVE[loss.dtype]
+    scale = max((g.abs().max().item() for g in references.values() if g is not None and g.numel()), default=0.0)
+    if scale == 0.0:
+        return "could not be run: all gradients are zero"
+    worst, name = 0.0, ""
+    if not torch.allclose(loss, expected_loss, rtol=10 * rtol, atol=10 * rtol):
+        worst, name = abs((loss - expected_loss) / expected_loss).item(), "loss"
+    for parameter, reference in references.items():
+        value = gradients[parameter]
+        if (value is None) != (reference is None):
+            return f"WRONG: a gradient where there is none, or none where there is one ({parameter})"
+        if reference is None or value is None or not reference.numel():
+            continue
+        error = (value - reference).norm().item() / max(reference.norm().item(), 1e-4 * scale)
+        far = ((value - reference).abs() > 10 * rtol * scale + rtol * reference.abs()).any()
+        small = reference.abs().max().item() < 1e-4 * scale
+        if not value.isfinite().all() or far or (error > relative and not small):
+            if not error <= worst:
+                worst, name = error, parameter
+    return f"WRONG {worst:.1e} ({name})" if name else "equal"
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise :class:`TookTooLong` in the ``with`` block after so long; a timer that runs already goes on after it."""
+
+    def stop(*_: object) -> None:
+        raise TookTooLong
+
+    began = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, stop)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 0.1) if left else 0.0, interval)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error that says something, short and without folders."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    line = lines[0] if lines else type(error).__name__
+    if len(lines) > 1 and "validator" in line:  # of a config: the next line says what is wrong
+        line = lines[1]
+    line = re.sub(r"(?<![\w.])/[\w.+-][\w./+-]*/", "", line)
+    line = re.sub(r"0x[0-9a-f]{6,}", "0x...", line)
+    line = re.sub(r"\. (You can install|Please install|Check out the instructions).*", "", line)
+    return line if len(line) <= 160 else line[:157] + "..."
+
+
+def reason(record: Record) -> str:
+    """Why there is no equal result; of a refusal only what was found in the model."""
+    found = re.search(r"; found (.*?)(; pass |$)", record.refused)
+    refused = one_line(ValueError(found[1] if found else record.refused)) if record.refused else ""
+    return record.error or refused or ("" if record.result == "equal" else record.result)
+
+
+def pattern(name: str) -> str:
+    """A qualified name with the numbers of layers left open."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def rows_of(record: Record) -> dict[str, list[str]]:
+    """The rows of one architecture in each of the page's tables."""
+    rows: dict[str, list[str]] = {"tiled": [], "left": [], "untiled": [], "not built": []}
+    name = record.architecture
+    if record.error:
+        rows["not built"].append(_row(name, record.error))
+    elif record.refused:
+        rows["untiled"].append(_row(name, reason(record)))
+    kinds = Counter(
+        (pattern(b["name"]), b["class_name"], _operator(b), " + ".join(b["together"])) for b in record.blocks
+    )
+    for (where, class_name, operator, together), number in kinds.items():
+        rows["tiled"].append(_row(name, f"{number} × `{where}`", class_name, operator, together, _result(record)))
+    left = Counter((pattern(one["name"]), one["class_name"], one["why"]) for one in record.left)
+    for (where, class_name, why), number in left.items():
+        rows["left"].append(_row(name, f"{number} × `{where}`", class_name, why))
+    return rows
+
+
+def _operator(block: dict[str, Any]) -> str:
+    return "fused" if block["path"] == "fused" else f"generic: {block['not_fused']}"
+
+
+def _result(record: Record) -> str:
+    if record.state == "equal" and record.reached < len(record.blocks):
+        return f"equal ({record.reached} of {len(record.blocks)} blocks had a gradient)"
+    return record.result
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(map(_plain, cells)) + " |"
+
+
+def _plain(text: str) -> str:
+    """As the text stands, whatever Markdown would make of it; names in backquotes stay code."""
+    parts = re.split(r"(`[^`]*`)", text)
+    parts[::2] = [re.sub(r"([*\[\]`])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
+    return "".join(parts).replace("|", "\\|")
+
+
+def summary(records: Sequence[Record]) -> str:
+    states = Counter(record.state for record in records)
+    blocks = [block for record in records for block in record.blocks]
+    paths = Counter(block["path"] for block in blocks)
+    counts = ", ".join(f"{states[state]} {state}" for state in STATES)
+    return (
+        f"{len(records)} architectures: {counts}; {len(blocks)} tiled blocks, {paths['fused']} by the fused operator, "
+        f"{paths['generic']} by the generic one."
+    )
+
+
+def page(records: Sequence[Record], date: str) -> str:
+    """The page in Markdown; the same for the same records."""
+    tables: dict[str, list[str]] = {}
+    for record in sorted(records, key=lambda record: record.architecture):
+        for table, rows in rows_of(record).items():
+            tables.setdefault(table, []).extend(rows)
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    words = "\n".join(f"- {state}: {meaning}." for state, meaning in STATES.items())
+    return PAGE.format(
+        header=f"{date}, `python benchmarks/architectures.py --write docs/architectures.md`, {versions}, CPU.",
+        summary=summary(records),
+        states=words,
+        tile=TILE,
+        **{name.replace(" ", "_"): "\n".join(rows) for name, rows in tables.items()},
+    )
+
+
+PAGE = """# Architectures
+
+{header}
+
+**{summary}**
+
+{states}
+
+Every model type of transformers that has a model of its own is built tiny (two layers, or one of each kind; width 64;
+random weights, float32) and tiled with `seqtile.apply(model, tile={tile})`. The tables say what `apply` reports in
+training mode, with the dropout that the config has by default. The result is of one training step without dropout,
+where `apply` was called in evaluation mode, as on a model from `from_pretrained`: loss and every gradient against the
+untiled model's. Multimodal models are given text alone where they run on it, so that only their language model gets a
+gradient; vision and audio towers are left alone unless `only=` names them. A row that changes when this page is written
+again is a change of what seqtile does, or of transformers.
+
+## Tiled
+
+`2 × model.layers.*.mlp` stands for two blocks. Members in the tile run in the same tile of tokens as the block: its
+norms, dropouts and halves.
+
+| architecture | blocks | class | operator | members in the tile | result |
+|---|---|---|---|---|---|
+{tiled}
+
+## Left alone in these
+
+| architecture | blocks | class | why |
+|---|---|---|---|
+{left}
+
+## Nothing tiled
+
+| architecture | why |
+|---|---|
+{untiled}
+
+## Not built
+
+| architecture | error |
+|---|---|
+{not_built}
+"""
+
+if __name__ == "__main__":
+    sys.exit(main())

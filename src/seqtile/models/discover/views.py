@@ -1,0 +1,102 @@
+"""Copies of modules with other tensors in the place of their weights; what runs on them leaves the modules as they are."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile.models.discover.facts import INTERNAL
+
+MakeTensor = Callable[[Tensor, torch.device | str], Tensor]
+"""Makes the tensor that a copy has in place of one of the module's, on a device."""
+
+
+class Views:
+    """Copies of modules whose weights have shapes but no memory; what runs on them leaves the modules as they are."""
+
+    def __init__(self, make: Callable[[Tensor, torch.device | str], Tensor], training: bool | None) -> None:
+        self._make, self._training = make, training
+        self._views: dict[int, nn.Module] = {}
+        self._weights: dict[int, tuple[str, Tensor]] = {}
+        self._former: list[tuple[nn.Module, dict[str, Any]]] = []
+
+    def of(self, module: nn.Module, name: str) -> nn.Module:
+        known = self._views.get(id(module))
+        if known is not None:
+            return known
+        view: nn.Module = object.__new__(type(module))
+        self._views[id(module)] = view
+        own = view.__dict__
+        own.update(module.__dict__)
+        own["_parameters"] = {key: self._fake(f"{name}.{key}", one) for key, one in module._parameters.items()}
+        own["_buffers"] = {key: self._fake(f"{name}.{key}", one) for key, one in module._buffers.items()}
+        own["_modules"] = {
+            key: self.of(child, f"{name}.{key}") if isinstance(child, nn.Module) else child
+            for key, child in module._modules.items()
+        }
+        for key, value in module.__dict__.items():
+            if isinstance(value, Tensor):
+                own[key] = self._fake(f"{name}.{key}", value)
+            elif type(value) in (list, dict, set) and key not in INTERNAL:
+                own[key] = value.copy()
+        if self._training is not None:
+            own["training"] = self._training
+        _bind_forward(own, module, view)
+        self._former.append((view, {key: _copied(value) for key, value in own.items()}))
+        return view
+
+    def _fake(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in self._weights:
+            fake = self._make(tensor, "cpu" if tensor.is_meta else tensor.device)
+            self._weights[id(tensor)] = (name, fake)
+        return self._weights[id(tensor)][1]
+
+    def __getitem__(self, module: nn.Module) -> nn.Module:
+        return self._views[id(module)]
+
+    def alias(self, module: nn.Module, other: nn.Module) -> None:
+        """Give the copy of ``other`` for ``module`` too."""
+        self._views[id(module)] = self._views[id(other)]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._weights.values()
+
+    def changed(self) -> str:
+        """What a call changed in a module, or ""."""
+        for view, former in self._former:
+            for name, value in view.__dict__.items():
+                if name not in former or _differs(former[name], value):
+                    return f"{type(view).__name__}.{name}"
+        return ""
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, dict, set)) else value
+
+
+def _differs(one: Any, other: Any) -> bool:
+    if one is other:
+        return False
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() != other.keys() or any(_differs(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) != len(other) or any(map(_differs, one, other))
+    return isinstance(one, Tensor) or isinstance(other, Tensor) or one != other
+
+
+def _bind_forward(own: dict[str, Any], module: nn.Module, view: nn.Module) -> None:
+    """A forward of the instance's own that is bound to the module is bound to the view instead."""
+    forward = own.pop("forward", None)
+    forward = getattr(forward, "before", {"forward": forward}).get("forward")
+    if isinstance(forward, types.MethodType) and forward.__self__ is module:
+        forward = types.MethodType(forward.__func__, view)
+    if forward is not None:
+        own["forward"] = forward
+
+
