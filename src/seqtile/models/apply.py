@@ -118,7 +118,9 @@ def apply(
             done = install_heads(model, heads, attention, untouched), *rest.install(model)
         return _finish(Report((), tuple(untouched), 0, parse_keep(keep, 1), weakref.ref(model), *done))
     found, left = find_blocks(
-        model, everything=only is not None, trusted=lambda name, module: trust is not None and _fits(trust, name, module)
+        model,
+        everything=only is not None,
+        trusted=lambda name, module: trust is not None and _fits(trust, name, module),
     )
     found, left = _without_own(model, found, left)
     chosen = [block for block in found if only is None or _matches(only, block)]

@@ -1,8 +1,8 @@
 """Head-wise attention on one instance: its forward runs one group of key-value heads after another.
 
 Nothing of the model's attention is written down here: its own forward runs on a view of the module with fewer heads
-(:mod:`seqtile.models.discover.attention`). Where the decoder layer shows that nothing else reads the norm before attention, the
-norm runs in the same node, so that no copy of the whole hidden states is made in its precision.
+(:mod:`seqtile.models.discover.attention`). Where the decoder layer shows that nothing else reads the norm before
+attention, the norm runs in the same node, so that no copy of the whole hidden states is made in its precision.
 """
 
 from __future__ import annotations

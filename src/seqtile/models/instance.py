@@ -237,7 +237,9 @@ class Installed:
         return f"tile={self.setting.rule}"
 
 
-_AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}
+def _axes(x: Tensor) -> tuple[str, ...]:
+    """The token axes in each leading dimension; more than three are more than a trace tells apart."""
+    return {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}.get(x.dim(), ("b",) * (x.dim() - 1))
 
 
 def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode:
@@ -245,8 +247,8 @@ def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode
     x = tensors[0]
     kind = x.device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    split = (((*_AXES.get(one.dim(), ("b",) * (one.dim() - 1)), one.shape[-1]), one.dtype) for one in tensors)
-    whole = ((tuple(one.shape), one.dtype) for one in constants)
+    split: list[Any] = [((*_axes(one), one.shape[-1]), one.dtype) for one in tensors]
+    whole: list[Any] = [(tuple(one.shape), one.dtype) for one in constants]
     dtype = torch.get_autocast_dtype(kind) if casts else None
     return Mode((*split, *whole), x.device, dtype, torch.is_grad_enabled())
 
@@ -260,7 +262,7 @@ class _Unchanged:
         self._tensors = self._read()
 
     def _read(self) -> list[tuple[str, Tensor, int]]:
-        """What the recompute will read: the fused operator has its weights from autograd, the generic one asks again."""
+        """What a recompute will read: the fused operator has its weights from autograd, the generic one asks again."""
         facts = self._installed.facts(self._mode)
         return facts.tensors(weights=self._generic) if facts is not None else []
 
@@ -409,7 +411,9 @@ class Places:
         others = tuple((name, value) for name, value in self.arguments.items() if not isinstance(value, Tensor))
         return (tuple(self.names), tuple(self.flat), tuple(self.whole), tuple(map(repr, others)))
 
-    def fill(self, tiles: Sequence[Tensor], constants: Sequence[Tensor] | None = None) -> tuple[list[Any], dict[str, Any]]:
+    def fill(
+        self, tiles: Sequence[Tensor], constants: Sequence[Tensor] | None = None
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments, with tiles, and ``constants`` if given, in place of the whole tensors."""
         filled = dict(self.arguments)
         for name, tile, flat in zip(self.names, tiles, self.flat, strict=True):

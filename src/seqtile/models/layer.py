@@ -139,7 +139,9 @@ class TiledLayer(Installed):
     def chain(self) -> Chain:
         """What runs in the tile now."""
         layer, near = self.module, self.neighbours
-        before, after, closing = (getattr(layer, name) if name else None for name in (near.before, near.after, near.closing))
+        before, after, closing = (
+            getattr(layer, name) if name else None for name in (near.before, near.after, near.closing)
+        )
         share = float(getattr(layer, near.dropout)) if near.dropout else 0.0
         members = tuple((name, getattr(layer, name)) for name in near.members)
         return Chain(members, self.kind, before, after, share, closing, layer.training)

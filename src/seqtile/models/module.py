@@ -16,8 +16,8 @@ from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.models.apply import check_settings, replacing, with_free_memory
 from seqtile.models.discover.chain import Chain, inputs_of
-from seqtile.models.discover.widths import linear_widths
 from seqtile.models.discover.proof import Mode, Proof, prove
+from seqtile.models.discover.widths import linear_widths
 from seqtile.models.instance import Setting, TiledForward, logger, mode_of
 from seqtile.models.report import Block, Report
 
@@ -238,7 +238,9 @@ class _Along:
             self.arguments[key] = None
         return tensors
 
-    def fill(self, tiles: Sequence[Tensor], constants: Sequence[Tensor] | None = None) -> tuple[list[Any], dict[str, Any]]:
+    def fill(
+        self, tiles: Sequence[Tensor], constants: Sequence[Tensor] | None = None
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments, with tiles, and ``constants`` if given, in place of the whole tensors."""
         filled = dict(self.arguments) | dict(zip(self.whole, constants or [], strict=False))
         for (key, rest), tile in zip(self.split.items(), tiles, strict=True):

@@ -22,8 +22,8 @@ class Block:
     Attributes:
         name: qualified name.
         class_name: class of the module, or of the layer around it for parts that are its children.
-        kind: ``"mlp"``, ``"experts"``, ``"inline"`` or ``"pair"`` (see :class:`seqtile.models.discover.candidates.Candidate`), or
-            ``"module"``, from :func:`seqtile.tile_module`.
+        kind: ``"mlp"``, ``"experts"``, ``"inline"`` or ``"pair"`` (see
+            :class:`seqtile.models.discover.candidates.Candidate`), or ``"module"``, from :func:`seqtile.tile_module`.
         path: operator that runs it: ``"fused"`` or ``"generic"``.
         hidden: width of its input.
         intermediate: width of its widest tensor per token.

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
-from seqtile.models.discover.candidates import Left, LayerTraces, is_per_row, looks_like_attention
+from seqtile.models.discover.candidates import LayerTraces, Left, is_per_row, looks_like_attention
 from seqtile.models.discover.layer_parts import norm_before
 from seqtile.models.discover.widths import linear_widths
 from seqtile.ops.attention_groups import Cut

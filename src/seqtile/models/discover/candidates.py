@@ -136,7 +136,9 @@ class LayerTraces:
 
     def of(self, layer: nn.Module, hidden: int, blocks: Mapping[str, int]) -> LayerSteps | None:
         plain = plain_children(layer, blocks)
-        numbers = tuple((k, v) for k, v in vars(layer).items() if isinstance(v, (int, float, str, bool)) and k != "layer_idx")
+        numbers = tuple(
+            (k, v) for k, v in vars(layer).items() if isinstance(v, (int, float, str, bool)) and k != "layer_idx"
+        )
         key = (type(layer) if type(layer).__module__.startswith("transformers.") else id(layer), numbers, hidden,
                tuple(plain.items()), tuple(type(child) for child in layer.children()))  # fmt: skip
         if key not in self._known:
@@ -150,7 +152,9 @@ def chain_of(layer: nn.Module | None, block: Candidate, near: Neighbours) -> Cha
         members: list[tuple[str, Any]] = [(block.name, block.module)]
     else:
         members = [(name, getattr(layer, name)) for name in near.members]
-    before, after, closing = (getattr(layer, name) if name else None for name in (near.before, near.after, near.closing))
+    before, after, closing = (
+        getattr(layer, name) if name else None for name in (near.before, near.after, near.closing)
+    )
     share = float(getattr(layer, near.dropout)) if near.dropout else 0.0
     kind = "block" if block.kind == "mlp" else block.kind
     training = True if layer is None else layer.training
@@ -159,7 +163,9 @@ def chain_of(layer: nn.Module | None, block: Candidate, near: Neighbours) -> Cha
 
 def expected_mode(model: nn.Module, chain: Chain, hidden: int, dims: tuple[int | str, ...] | None = None) -> Mode:
     """The mode in which a chain will run in training, as far as its modules tell."""
-    weights = [p for module in chain.modules for p in module.parameters() if p.is_floating_point() and p.element_size() > 1]
+    weights = [
+        p for module in chain.modules for p in module.parameters() if p.is_floating_point() and p.element_size() > 1
+    ]
     dtype = weights[0].dtype if weights else torch.float32
     device = weights[0].device if weights and not weights[0].is_meta else torch.device("cpu")
     block = chain.members[0][1]
@@ -226,11 +232,12 @@ def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | 
         two = looks_inline(wide)
         if two is None:
             continue
-        steps = traces.of(module, wide[two[0]][0], {child: out for child, (_, out) in wide.items()})
-        near_or_none = look(module, steps, wide) if steps is not None else None
-        if near_or_none is not None:
-            first = near_or_none.members[0]
-            return Candidate(f"{name}.{first}".lstrip("."), kind, module, *wide[first], name, near_or_none)
+        for hidden in dict.fromkeys(wide[child][0] for child in two):
+            steps = traces.of(module, hidden, {child: out for child, (_, out) in wide.items()})
+            found_near = look(module, steps, wide) if steps is not None else None
+            if found_near is not None:
+                first = found_near.members[0]
+                return Candidate(f"{name}.{first}".lstrip("."), kind, module, *wide[first], name, found_near)
     return None
 
 

@@ -22,12 +22,15 @@ ViewOf = Callable[[nn.Module], Any]
 class Arguments(Protocol):
     """Where the tensors of a call go among its arguments."""
 
-    names: list[int | str]
+    @property
+    def names(self) -> Sequence[int | str]: ...
 
     @property
     def key(self) -> tuple[Any, ...]: ...
 
-    def fill(self, tiles: Sequence[Tensor], constants: Sequence[Tensor] | None = None) -> tuple[list[Any], dict[str, Any]]: ...
+    def fill(
+        self, tiles: Sequence[Tensor], constants: Sequence[Tensor] | None = None
+    ) -> tuple[list[Any], dict[str, Any]]: ...
 
 
 def itself(module: nn.Module) -> Any:

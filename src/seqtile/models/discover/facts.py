@@ -14,7 +14,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
@@ -27,23 +27,33 @@ from seqtile.models.discover.sizes import Untraceable
 _TORCH = os.path.dirname(torch.__file__)
 _LAYERS = os.path.join(_TORCH, "nn", "modules")
 _OURS = os.path.dirname(seqtile.__file__)
-_NEEDED = ("typing_extensions", "sympy", "mpmath", "networkx", "numpy", "optree", "opt_einsum", "einops", "triton")
-_KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel")
 _STANDARD = os.path.dirname(os.__file__)
+_NEEDED = ("typing_extensions", "sympy", "mpmath", "networkx", "numpy", "optree", "opt_einsum", "einops", "triton")
+"""Packages that PyTorch calls: their code belongs to whoever calls it, as that of Python's own library does."""
+
+_KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel")
+"""Libraries that look attributes up by names which they spell out."""
+
 _DYNAMIC = {"getattr", "setattr", "hasattr", "vars", "__dict__", "globals", "locals", "eval", "exec", "attrgetter"}
+_KNOWN_CALLS = frozenset(
+    "builtins math cmath operator _operator itertools functools _functools collections _collections _abc typing "
+    "_typing _warnings _weakref re _sre copy enum inspect types string _string threading _thread contextlib "
+    "_contextvars einops opt_einsum".split()
+)
+"""Modules whose functions, written in C, return the same for the same arguments."""
+
 _FORWARD = methodcaller("get", "forward")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_KNOWN_CALLS = frozenset(
-    (None, "builtins", "math", "cmath", "operator", "_operator", "itertools", "functools", "_functools", "_collections",
-     "collections", "_abc", "typing", "_typing", "_warnings", "_weakref", "re", "_sre", "copy", "enum", "inspect",
-     "types", "string", "_string", "threading", "_thread", "contextlib", "_contextvars", "einops", "opt_einsum")
+_PLAIN = (int, float, complex, str, bytes, slice, range, type(None), type(...), torch.dtype, torch.device, torch.Size)
+_FIXED = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+    types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, re.Pattern, weakref.ref,
+    type(vars(abc.ABC)["_abc_impl"]), torch._ops.OpOverload, torch._ops.OpOverloadPacket,
 )  # fmt: skip
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis), slice)
-_FIXED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
-          types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, re.Pattern, range,
-          weakref.ref, type(abc.ABC._abc_impl), torch._C.Generator.__mro__[0], type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))  # fmt: skip
-MOST = 500
-"""Most things that a proof may rest on."""
+"""Types of objects without attributes that cannot change."""
+
+MOST, LARGEST = 500, 10_000
+"""Most things that a proof may rest on, and entries of a container among them."""
 
 
 class Code:
@@ -147,12 +157,16 @@ def _kind_of(frame: types.FrameType | None) -> str:
 
 
 def _is_known_call(function: Any) -> bool:
+    if function in (sys.getrecursionlimit, sys._getframe, sys.intern):
+        return True
     module = getattr(function, "__module__", None)
     owner = getattr(function, "__self__", None)
     if owner is None or isinstance(owner, types.ModuleType):
-        return module in _KNOWN_CALLS or str(module).startswith("torch") or owner is not None and owner.__name__ in _KNOWN_CALLS
-    kind = owner if isinstance(owner, type) else type(owner)
-    return kind.__module__ in _KNOWN_CALLS or kind.__module__.startswith("torch") or issubclass(kind, (Tensor, nn.Module))
+        names = [module or "builtins", getattr(owner, "__name__", "")]
+    else:
+        kind = owner if isinstance(owner, type) else type(owner)
+        names = ["torch"] if issubclass(kind, (Tensor, nn.Module)) else [kind.__module__]
+    return any(name in _KNOWN_CALLS or name.startswith("torch") for name in names)
 
 
 def _is_full(cell: Any) -> bool:
@@ -344,7 +358,10 @@ class Facts:
         if isinstance(value, (list, tuple, set, frozenset, dict)):
             if not isinstance(value, (tuple, frozenset)) and not _holds_tensors(value):
                 self._contain(value, type(value)(value) if type(value) in (list, set, dict) else value.copy())
-            items = value.items() if isinstance(value, dict) else value if not isinstance(value, (set, frozenset)) else sorted(value, key=repr)
+            if len(value) > LARGEST:
+                raise Untraceable(f"it reads a {type(value).__name__} with more than {LARGEST:,} entries")
+            items = list(value.items()) if isinstance(value, dict) else list(value)
+            items = sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
             return (type(value), *[self._freeze(item, depth + 1) for item in items])
         if isinstance(value, functools.partial):
             return (functools.partial, self._freeze(value.func, depth + 1), self._freeze(value.args, depth + 1),
@@ -429,6 +446,7 @@ def _is_users(value: Any) -> bool:
     return top not in sys.stdlib_module_names and top not in ("torch", "numpy", "transformers", "peft", "accelerate")
 
 
-INTERNAL = frozenset(
-    (*vars(nn.Module()), "forward", "extra_repr", "_replicate_for_data_parallel", "training", "__builtins__", "__name__", "__file__")
+INTERNAL = frozenset(vars(nn.Module())).union(
+    ("forward", "extra_repr", "_replicate_for_data_parallel", "training", "__builtins__", "__name__", "__file__")
 )
+"""Attributes that are PyTorch's, or ours."""

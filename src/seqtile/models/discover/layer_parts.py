@@ -7,16 +7,20 @@ between them runs: who reads what is then a matter of looking.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from dis import opname
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from seqtile.engines.zero3 import whole_shape
+from seqtile.models.discover.facts import INTERNAL
 from seqtile.models.discover.trace import in_a_thread
 
 
@@ -59,24 +63,6 @@ class Step:
     makes: int
 
 
-class _Child:
-    """Stands for a child: notes its call, and when anything else of it is read."""
-
-    def __init__(self, name: str, child: nn.Module, call: Callable[..., Any], notes: _Notes) -> None:
-        self.__dict__.update(_name=name, _child=child, _call=call, _notes=notes)
-
-    def __call__(self, *args: Any, **words: Any) -> Any:
-        return self._call(*args, **words)
-
-    def __getattr__(self, attribute: str) -> Any:
-        self._notes.steps.append(Step("attribute", self._name, (), -1, -1))
-        return getattr(self._child, attribute)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self._child)
-
-
 class LayerSteps:
     """The calls in one run of a layer's forward."""
 
@@ -99,33 +85,93 @@ class LayerSteps:
         return readers[0] if len(readers) == 1 else None
 
 
-class _Watch(TorchFunctionMode):
-    def __init__(self, notes: _Notes) -> None:
+class _Result(Tensor):
+    """What a stand-in returns: a tensor that may as well be a tuple of tensors, as long as the code wants it to be.
+
+    Unpacked, it is as many as there are names for it; indexed with a number, it is itself.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[Any]:
+        frame = sys._getframe(1)
+        wanted = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
+        count = wanted[1] if opname[wanted[0]] == "UNPACK_SEQUENCE" else 2
+        return iter([self, *[_result(self, self.shape) for _ in range(count - 1)]])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            return self
+        return () if isinstance(index, slice) and index.start else super().__getitem__(index)
+
+
+def _result(like: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty(tuple(shape), dtype=like.dtype, device="meta").as_subclass(_Result)
+
+
+class _Run(TorchFunctionMode):
+    """One run of a layer's forward: notes what reads what."""
+
+    def __init__(self, layer: nn.Module, plain: Mapping[str, int]) -> None:
         super().__init__()
-        self._notes = notes
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self._notes.inside or not isinstance(result, (Tensor, tuple, list)) or isinstance(result, torch.Size):
-            return result
-        name = getattr(func, "__name__", str(func))
-        if func is nn.functional.dropout:
-            p = inspect.signature(func).bind(*args, **kwargs).arguments.get("p", 0.5)
-            result = args[0].clone() if result is args[0] and args else result
-            self._notes.add("dropout", self._notes.dropouts.get(p, ""), args, kwargs, result)
-        else:
-            self._notes.add("operator", name, args, kwargs, result)
-        return result
-
-
-class _Notes:
-    def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.dropouts: dict[float, str] = {}
-        self.inside = False
+        self._plain = plain
+        self._dropouts: dict[float, str] = {}
+        self._inside = False
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
+        self.view = self._view(layer)
+
+    def _view(self, layer: nn.Module) -> Any:
+        """The layer with stand-ins for its children, weights without memory, and one probability for each dropout."""
+        view: Any = object.__new__(type(layer))
+        own = view.__dict__
+        own.update(layer.__dict__)
+        own.pop("forward", None)
+        # Transformers' own switches: neither changes who reads what, and both would run the parts in other ways.
+        own.update(training=True, gradient_checkpointing=False, chunk_size_feed_forward=0)
+        own["_modules"] = {
+            name: None if child is None else _Child(name, child, self) for name, child in layer._modules.items()
+        }
+        for kind in ("_parameters", "_buffers"):
+            own[kind] = {name: None if one is None else _weight(one) for name, one in own[kind].items()}
+        for name, value in vars(layer).items():
+            if isinstance(value, float) and "drop" in name:
+                p = 0.25 + len(self._dropouts) / 1024
+                self._dropouts[p], own[name] = name, p
+            elif callable(value) and name in self._plain:
+                own[name] = self.stand_in(name)
+            elif type(value) in (list, set, dict) and name not in INTERNAL:
+                own[name] = value.copy()
+        return view
+
+    def stand_in(self, name: str, width: int | None = None) -> Callable[..., Any]:
+        def call(*args: Any, **words: Any) -> Any:
+            given = list(_tensors((words.get("hidden_states"), *args, *words.values())))
+            if not given:
+                raise TypeError(f"{name} was called without a tensor")
+            self._inside = True
+            y = _result(given[0], (*given[0].shape[:-1], self._plain.get(name) or given[0].shape[-1]))
+            y = y if name not in self._plain else y.as_subclass(Tensor)
+            self._inside = False
+            self.add("child", name, args, words, y)
+            return y
+
+        return call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        if name == "__bool__":
+            return False  # "is something infinite?"
+        result = func(*args, **kwargs)
+        if self._inside or not isinstance(result, (Tensor, tuple, list)) or isinstance(result, torch.Size):
+            return result
+        if func is nn.functional.dropout:
+            p = inspect.signature(func).bind(*args, **kwargs).arguments.get("p", 0.5)
+            self.add("dropout", self._dropouts.get(p, ""), args, kwargs, result)
+        else:
+            self.add("operator", name, args, kwargs, result)
+        return result
 
     def number(self, tensor: Tensor) -> int:
         self._alive.append(tensor)
@@ -139,6 +185,31 @@ class _Notes:
         self.steps.append(Step(kind, name, tuple(self.number(one) for one in given), hidden_states, made))
 
 
+class _Child:
+    """Stands for a child: its call is noted, and when anything else of it is read."""
+
+    def __init__(self, name: str, child: nn.Module, run: _Run) -> None:
+        self.__dict__.update(_name=name, _child=child, _run=run, _call=run.stand_in(name))
+
+    def __call__(self, *args: Any, **words: Any) -> Any:
+        return self._call(*args, **words)
+
+    def __getattr__(self, attribute: str) -> Any:
+        self._run.steps.append(Step("attribute", self._name, (), -1, -1))
+        value = getattr(self._child, attribute)
+        if isinstance(value, Tensor):
+            return _weight(value)
+        return self._run.stand_in(f"{self._name}.{attribute}") if inspect.ismethod(value) else value
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._child)
+
+
+def _weight(tensor: Tensor) -> Tensor:
+    return torch.empty(tuple(whole_shape(tensor)), dtype=tensor.dtype, device="meta")
+
+
 def _tensors(values: Any) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
@@ -147,12 +218,6 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
         elif isinstance(value, dict):
             yield from _tensors(value.values())
-
-
-_RETURNS: tuple[Callable[[Tensor], Any], ...] = (
-    lambda y: (y, None), lambda y: (y, None, None), lambda y: y, lambda y: (y,), lambda y: (y, None, None, None),
-)  # fmt: skip
-"""What attention modules and their like return; the layer's own code tells which."""
 
 
 def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> LayerSteps | None:
@@ -164,70 +229,45 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
         plain: children that return one tensor, with its width.
 
     Cost:
-        A few milliseconds.
+        One to a few milliseconds.
     """
-    for returns in _RETURNS:
-        try:
-            return in_a_thread(lambda returns=returns: _run(layer, hidden, plain, returns))  # type: ignore[misc]
-        except Exception:  # noqa: BLE001, S112 - another arity of its attention, or arguments that nobody knows
-            continue
+    parameters = list(inspect.signature(type(layer).forward).parameters.values())[2:]
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind in _NAMED]
+    others = [
+        one.name for one in parameters if one.default is None and not re.search("past|cache|output|use_", one.name)
+    ]
+    for shape in ((7, 5, hidden), (7, 5, 6, hidden), (7, hidden, 5, 6)):  # no code unpacks a tensor into seven
+        for given in (needed, needed + others):
+            try:
+                return in_a_thread(partial(_run, layer, shape, plain, given))
+            except Exception:  # noqa: BLE001 - it wants another shape, or arguments that nobody knows
+                continue
     return None
 
 
-def _run(layer: nn.Module, hidden: int, plain: Mapping[str, int], returns: Callable[[Tensor], Any]) -> LayerSteps:
-    notes = _Notes()
-    view: Any = object.__new__(type(layer))
-    view.__dict__.update(layer.__dict__)
-    view.__dict__.pop("forward", None)
-    # Transformers' own switches: neither changes who reads what, and both would run the parts in other ways.
-    view.__dict__.update(training=True, gradient_checkpointing=False, chunk_size_feed_forward=0)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
-    def stand_in(name: str) -> Callable[..., Any]:
-        def run(*args: Any, **words: Any) -> Any:
-            notes.inside = True
-            x = next(_tensors((words.get("hidden_states"), *args, *words.values())))
-            y = x.new_empty(*x.shape[:-1], plain.get(name) or x.shape[-1])
-            notes.inside = False
-            notes.add("child", name, args, words, y)
-            return y if name in plain else returns(y)
 
-        return run
-
-    modules = {}
-    for name, child in layer._modules.items():
-        if child is None:
-            modules[name] = None
-            continue
-        modules[name] = _Child(name, child, stand_in(name), notes)
-    view.__dict__["_modules"] = modules
-    for name, value in vars(layer).items():
-        if isinstance(value, float) and "drop" in name:
-            p = 0.25 + len(notes.dropouts) / 1024  # one of its own for each, so that a call tells which it is
-            notes.dropouts[p] = name
-            view.__dict__[name] = p
-        elif callable(value) and name in plain:
-            view.__dict__[name] = stand_in(name)
-    words = {}
-    parameters = list(inspect.signature(type(layer).forward).parameters.values())[1:]
-    for parameter in parameters[1:]:
-        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
-            words[parameter.name] = None
-    for name, value in vars(layer).items():
-        if isinstance(value, (list, set, dict)) and name not in vars(nn.Module()):
-            view.__dict__[name] = value.copy()
-    before = {name: value.copy() if isinstance(value, (list, set, dict)) else value for name, value in vars(view).items()}
-    with FakeTensorMode(), torch.no_grad():
-        x = torch.empty(7, 5, hidden)  # no code unpacks a tensor into seven
-        notes.number(x)
-        with _Watch(notes):
-            type(layer).forward(view, x, **words)
-    if len(before) != len(vars(view)) or any(before[k] is not v and before[k] != v for k, v in vars(view).items()):
+def _run(layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given: Sequence[str]) -> LayerSteps:
+    run = _Run(layer, plain)
+    before = {
+        name: value.copy() if type(value) in (list, set, dict) else value for name, value in vars(run.view).items()
+    }
+    with torch.no_grad():
+        x = torch.empty(tuple(shape), device="meta")
+        run.number(x)
+        words = {name: _result(x, shape) for name in given}
+        with run:
+            type(layer).forward(run.view, x, **words)
+    if len(before) != len(vars(run.view)) or any(
+        before[k] is not v and before[k] != v for k, v in vars(run.view).items()
+    ):
         raise RuntimeError("the layer's forward changes the layer")
-    return LayerSteps(notes.steps)
+    return LayerSteps(run.steps)
 
 
 def is_small(layer: nn.Module, name: str) -> bool:
-    """Whether a child may run in a tile beside a block by its shape, as norms and dropouts do: no matrices, no parts."""
+    """Whether a child may run in a tile beside a block, as norms and dropouts do: no matrices, no parts."""
     child = getattr(layer, name, None) if name else None
     if not isinstance(child, nn.Module) or any(True for _ in child.children()):
         return False
@@ -235,7 +275,7 @@ def is_small(layer: nn.Module, name: str) -> bool:
 
 
 def plain_children(layer: nn.Module, blocks: Mapping[str, int]) -> dict[str, int]:
-    """Children that return one tensor: norms, dropouts, activations, and ``blocks`` with their widths (0: the input's)."""
+    """Widths of children that return one tensor: norms, dropouts, activations (0: the input's), and ``blocks``."""
     small = {name: 0 for name, _ in layer.named_children() if is_small(layer, name)}
     functions = {name: 0 for name, value in vars(layer).items() if callable(value) and not isinstance(value, type)}
     return {**small, **functions, **blocks}
@@ -292,7 +332,7 @@ def inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, 
         else:
             continue
         names = tuple(one.name for one in members)
-        if widths[name][0] >= widths[name][1] or len(set(names)) < len(names):
+        if len(set(names)) < len(names):
             continue
         near = _followed(layer, steps, members[-1], Neighbours(members=names))
         maker = steps.maker(members[0])
@@ -306,7 +346,9 @@ def _may_be_inside(layer: nn.Module, step: Step, widths: Mapping[str, tuple[int,
     if step.kind == "operator" or not step.name:
         return False
     child = getattr(layer, step.name, None)
-    return step.kind == "dropout" or step.name in widths or not isinstance(child, nn.Module) or is_small(layer, step.name)
+    return (
+        step.kind == "dropout" or step.name in widths or not isinstance(child, nn.Module) or is_small(layer, step.name)
+    )
 
 
 def _closing(layer: nn.Module, steps: LayerSteps, members: list[Step], near: Neighbours) -> str:

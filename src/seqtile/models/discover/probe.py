@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ LENGTHS = ((2, 7, (5, 1, 8)), (1, 37, (11, 26)))
 """(batch, tokens, tiles) of the two trials."""
 
 
-def probe(chain: Chain, inputs: Sequence[tuple[Sequence[int | str], torch.dtype]], training: bool | None, code: Code) -> None:
+def probe(
+    chain: Chain, inputs: Sequence[tuple[Sequence[int | str], torch.dtype]], training: bool | None, code: Code
+) -> None:
     """Compare ``chain`` on tiles with ``chain`` on all tokens.
 
     Raises:
@@ -111,12 +113,18 @@ def _upstream(leaf: Tensor, start: int) -> Tensor:
     """A fixed gradient of the output: the same for a token wherever it is."""
     count = leaf.numel()
     first = start * (count // max(leaf.shape[0], 1))
-    return torch.arange(first, first + count, device=leaf.device, dtype=torch.float32).sin().to(leaf.dtype).view_as(leaf)
+    return (
+        torch.arange(first, first + count, device=leaf.device, dtype=torch.float32).sin().to(leaf.dtype).view_as(leaf)
+    )
 
 
 def _inputs(
-    chain: Chain, views: Views, inputs: Sequence[tuple[Sequence[int | str], torch.dtype]], rows: int, generator: torch.Generator
-) -> list[Tensor]:  # fmt: skip
+    chain: Chain,
+    views: Views,
+    inputs: Sequence[tuple[Sequence[int | str], torch.dtype]],
+    rows: int,
+    generator: torch.Generator,
+) -> list[Tensor]:
     if chain.kind == "experts":
         module: Any = views[chain.modules[0]]
         stack = next(p for p in module.parameters() if p.dim() == 3)
@@ -127,7 +135,10 @@ def _inputs(
     if any(not dtype.is_floating_point for _, dtype in inputs):
         raise Untraceable("it takes tensors that are no hidden states")
     widths = [next(size for size in dims if isinstance(size, int)) for dims, _ in inputs]
-    return [torch.randn(rows, width, generator=generator).to(dtype) for width, (_, dtype) in zip(widths, inputs, strict=True)]
+    return [
+        torch.randn(rows, width, generator=generator).to(dtype)
+        for width, (_, dtype) in zip(widths, inputs, strict=True)
+    ]
 
 
 def _hidden(module: Any) -> int:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Code, Facts
@@ -147,9 +145,10 @@ def _tried_out(chain: Chain, mode: Mode, code: Code) -> Proof:
     return Proof("", False, None, "experts run in the generic operator", BY_TRIAL)
 
 
-def _generators() -> list[tuple[str, Any, bytes, Callable[[Any], Any]]]:
+def _generators() -> list[tuple[str, Any, bytes, Any]]:
     """(whose, state, the same to compare, how to put it back) of the generators that others share with a trace."""
     state = torch.get_rng_state()
+    known: list[tuple[str, Any, bytes, Any]]
     known = [("PyTorch's", state, state.numpy().tobytes(), torch.set_rng_state),
              ("Python's", random.getstate(), repr(random.getstate()).encode(), random.setstate)]  # fmt: skip
     if "numpy" in sys.modules:
@@ -158,7 +157,7 @@ def _generators() -> list[tuple[str, Any, bytes, Callable[[Any], Any]]]:
     return known
 
 
-def _restored(before: list[tuple[str, Any, bytes, Callable[[Any], Any]]]) -> str:
+def _restored(before: list[tuple[str, Any, bytes, Any]]) -> str:
     """The generator that moved on since then, "" for none; all are put back."""
     moved = ""
     for (whose, state, then, put_back), (_, _, now, _) in zip(before, _generators(), strict=False):

@@ -197,7 +197,9 @@ _ALL = ("add", "sub", "where", "rsub")
 def pointwise(call: Call) -> list[Flow]:
     args, number = call.args, call.expressions
     gradients = [name for name in args if name.startswith("grad")] if call.name.endswith("_backward") else []
-    operands = ("self", "other") if call.name in (*_ALL, "mul") else ("self",) if call.name in ("div", "neg") else gradients
+    operands = (
+        ("self", "other") if call.name in (*_ALL, "mul") else ("self",) if call.name in ("div", "neg") else gradients
+    )
     summed = call.is_sum(*operands, all_of_them=call.name in _ALL)
     one, other = (call.flow(v) if isinstance(v, Tensor) else v for v in (args.get("self"), args.get("other")))
     if call.name in ("add", "mul") and args.get("alpha", 1) == 1:
@@ -214,12 +216,25 @@ def same(call: Call) -> list[Flow]:
     """Copies and conversions: only a change of dtype is a computation."""
     tensor, given = call.first, call.flow(call.first)
     changed = tensor.dtype != call.out[0].dtype
-    return [replace(given, expr=call.expressions.number("to", given.expr, call.out[0].dtype) if changed else given.expr)]
+    return [
+        replace(given, expr=call.expressions.number("to", given.expr, call.out[0].dtype) if changed else given.expr)
+    ]
+
+
+def literal(call: Call) -> list[Flow]:
+    """Numbers that the code writes down, as a tensor."""
+    values = call.first
+    if values.numel() > 1000:
+        raise Untraceable(f"it makes a tensor of {values.numel():,} numbers that no one can compare")
+    key = ("literal", tuple(values.shape), str(values.dtype), str(values.tolist()))
+    return [Flow(((),) * values.dim(), call.expressions.number(*key))]
 
 
 def reshaped(call: Call) -> list[Flow]:
     tensor, out, given = call.first, call.out[0], call.flow(call.first)
-    atoms = [one for size, inside in zip(tensor.shape, given.dims, strict=True) for one in inside or (size,) if one != 1]
+    atoms = [
+        one for size, inside in zip(tensor.shape, given.dims, strict=True) for one in inside or (size,) if one != 1
+    ]
     dims: list[Atoms] = []
     for size in out.shape:
         taken: list[str | int] = []
@@ -301,7 +316,9 @@ def placed(call: Call) -> list[Flow]:
     if any(flow.dims[dim] for dim in dims):
         raise call.mixes("puts them behind each other")
     places, sizes = tuple(place_of(flow.dims, dim) for dim in dims), tuple(out.shape[dim] for dim in dims)
-    plain = [value for name, value in call.args.items() if name not in ("dim", "input_sizes") and not tensors_in([value])]
+    plain = [
+        value for name, value in call.args.items() if name not in ("dim", "input_sizes") and not tensors_in([value])
+    ]
     exprs = tuple(one.expr for one in call.flows())
     return [replace(flow, expr=call.expressions.number(call.name, exprs, places, sizes, repr(plain)))]
 
@@ -320,7 +337,9 @@ def along(call: Call) -> list[Flow]:
     whole = sorted(dim for dim in over if given.dims[dim])
     if whole and call.name != "sum":
         raise call.mixes("is taken over them")
-    linear = ("self",) if call.name in ("sum", "mean", "cumsum", "flip") else tuple(n for n in args if n.startswith("grad"))
+    linear = (
+        ("self",) if call.name in ("sum", "mean", "cumsum", "flip") else tuple(n for n in args if n.startswith("grad"))
+    )
     summed = call.is_sum(*linear) or bool(whole)
     shape = features(tensor, given.dims) if whole else ()
     weights = "normalized_shape" in args and call.name.endswith("_backward")  # their gradients are sums over tokens
@@ -334,6 +353,7 @@ def along(call: Call) -> list[Flow]:
 
 def looked_up(call: Call) -> list[Flow]:
     """``table[index]``: an index per token into a constant, constant indices into features, or ``gather``."""
+    table: Any
     table, gather = call.args.get("weight", call.args.get("self")), call.name in ("gather", "scatter", "scatter_add")
     indices = call.args["indices"] if call.name == "index" else [call.args["index" if gather else "indices"]]
     used = [(dim, one) for dim, one in enumerate(indices) if one is not None]
@@ -388,7 +408,13 @@ def convolved(call: Call) -> list[Flow]:
     """A convolution whose kernel has one element is a linear layer at every place."""
     args, weight = call.args, call.args["weight"]
     plain = all(one == 1 for one in (*args["stride"], *weight.shape[2:])) and not any(args["padding"])
-    if not plain or args["transposed"] or args["groups"] != 1 or call.flow(call.first).dims[1] or call.flow(weight).axes:
+    if (
+        not plain
+        or args["transposed"]
+        or args["groups"] != 1
+        or call.flow(call.first).dims[1]
+        or call.flow(weight).axes
+    ):
         raise call.mixes("goes over several of them")
     return [call.flow_of(out, call.expr(number), number > 0) for number, out in enumerate(call.out)]
 
@@ -398,7 +424,7 @@ def convolved(call: Call) -> list[Flow]:
 
 def made(call: Call) -> list[Flow]:
     """Tensors of one value: their shape says where the tokens are."""
-    value = {"zeros": 0, "zero": 0, "ones": 1}.get(call.name.removeprefix("new_").removesuffix("_like").strip("_"))
+    value: Any = {"zeros": 0, "zero": 0, "ones": 1}.get(call.name.removeprefix("new_").removesuffix("_like").strip("_"))
     value = call.args.get("fill_value", call.args.get("value", value))
     if isinstance(value, Tensor):
         if call.flow(value).summed or call.flow(value).axes:
@@ -406,7 +432,11 @@ def made(call: Call) -> list[Flow]:
         value = ("expression", call.flow(value).expr)
     value = call.expressions.unique() if value is None else value
     flow = call.flow_of(call.out[0], 0)
-    return [replace(flow, expr=call.expressions.number("constant", value, features(call.out[0], flow.dims), call.out[0].dtype))]
+    return [
+        replace(
+            flow, expr=call.expressions.number("constant", value, features(call.out[0], flow.dims), call.out[0].dtype)
+        )
+    ]
 
 
 def counted_up(call: Call) -> list[Flow]:
@@ -454,16 +484,17 @@ Rule = Callable[[Call], list[Flow]]
 RULES: Mapping[str, Rule] = {
     name: rule
     for rule, names in (
-        (same, "clone _to_copy detach alias lift_fresh lift_fresh_copy contiguous"),
+        (same, "clone _to_copy detach alias contiguous"),
+        (literal, "lift_fresh lift_fresh_copy"),
         (reshaped, "view _unsafe_view reshape _reshape_copy _reshape_alias unsqueeze squeeze view_copy"),
         (permuted, "t transpose permute"),
         (expanded, "expand"),
         (cut, "slice select split split_with_sizes unbind"),
         (placed, "cat stack slice_backward select_backward constant_pad_nd"),
-        (along, "sum mean amax amin max min var var_mean std std_mean logsumexp linalg_vector_norm norm prod any all argmax "
-                "argmin topk sort cumsum cumprod _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data "
-                "glu glu_backward flip roll median kthvalue native_layer_norm native_layer_norm_backward "
-                "_fused_rms_norm _fused_rms_norm_backward"),
+        (along, "sum mean amax amin max min var var_mean std std_mean logsumexp linalg_vector_norm norm prod any all "
+                "argmax argmin topk sort cumsum cumprod _softmax _log_softmax _softmax_backward_data "
+                "_log_softmax_backward_data glu glu_backward flip roll median kthvalue native_layer_norm "
+                "native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"),
         (looked_up, "index embedding gather scatter scatter_add"),
         (product, " ".join(_FACTORS)),
         (convolved, "convolution convolution_backward"),
@@ -482,9 +513,9 @@ RULES: Mapping[str, Rule] = {
 }  # fmt: skip
 
 _POINTWISE = frozenset(
-    "mish_backward elu_backward celu_backward softplus_backward log_sigmoid_forward log_sigmoid_backward _conj _neg_view "
-    "hardswish_backward hardsigmoid_backward leaky_relu_backward softshrink_backward hardshrink_backward _prelu_kernel "
-    "hardtanh_backward logit_backward rrelu_with_noise_backward _prelu_kernel_backward".split()
+    "mish_backward elu_backward celu_backward softplus_backward log_sigmoid_forward log_sigmoid_backward _conj "
+    "_neg_view hardswish_backward hardsigmoid_backward leaky_relu_backward softshrink_backward hardshrink_backward "
+    "hardtanh_backward logit_backward rrelu_with_noise_backward _prelu_kernel _prelu_kernel_backward".split()
 )
 """Operators that are pointwise and not tagged so."""
 

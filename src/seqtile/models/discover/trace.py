@@ -25,7 +25,19 @@ from torch.utils._pytree import tree_flatten
 
 from seqtile.models.discover.facts import Code, Facts
 from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, at, axes_in, counted, holds_tokens
-from seqtile.models.discover.token_rules import RULES, Atoms, Call, Expressions, Flow, drawn, reshaped, rule_for, same, tensors_in
+from seqtile.models.discover.token_rules import (
+    RULES,
+    Atoms,
+    Call,
+    Expressions,
+    Flow,
+    drawn,
+    literal,
+    reshaped,
+    rule_for,
+    same,
+    tensors_in,
+)
 from seqtile.models.discover.views import Views
 
 ONE_TOKEN = dict.fromkeys(SIZES, 1)
@@ -114,13 +126,13 @@ class Recorder(TorchDispatchMode):
         given = {one.name: one.default_value for one in schema.arguments if one.has_default_value()}
         given |= dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
         given = {key: value for key, value in given.items() if key not in _UNUSED}
-        self.operators.add(name)
+        self.operators.add(name.rstrip("_"))
         if name != "slice" and any(type(value) is int and holds_tokens(value) for value in given.values()):
             raise NotPerToken(f"its forward computes with the number of tokens ({name})")
         rule = rule_for(func, name)
-        if not (rule in (same, reshaped) or name in _LAYOUT):
-            self._compare((name, tuple(one for one in tree_flatten(list(given.values()))[0] if not isinstance(one, Tensor)),
-                           tuple(tuple(tensor.shape) for tensor in out)))  # fmt: skip
+        if rule not in (same, reshaped) and name not in _LAYOUT:
+            plain = tuple(one for one in tree_flatten(list(given.values()))[0] if not isinstance(one, Tensor))
+            self._compare((name, plain, tuple(tuple(tensor.shape) for tensor in out)))
         if self.expected is not None:
             return
         written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
@@ -145,7 +157,8 @@ class Recorder(TorchDispatchMode):
             if written:
                 self._write(target, flow)
             else:
-                self._add(target, replace(flow, root=self.flow(call.first).root if views else -1))
+                root = self.flow(call.first).root if views and rule is not literal else -1
+                self._add(target, replace(flow, root=root))
 
     def _write(self, target: Tensor, flow: Flow) -> None:
         root = self.flow(target).root
@@ -279,7 +292,9 @@ class Tracer:
         if not changed:  # once more, on one token, with an eye on all that the code was seen to read
             before = Facts(self.modules, functions, code)
             try:
-                self._run(function, Recorder(self._expressions, self.axes, recorder.steps[: recorder.forward]), ONE_TOKEN)
+                self._run(
+                    function, Recorder(self._expressions, self.axes, recorder.steps[: recorder.forward]), ONE_TOKEN
+                )
             finally:
                 changed = before.restore()
         if changed:

@@ -1,4 +1,4 @@
-"""Copies of modules with other tensors in the place of their weights; what runs on them leaves the modules as they are."""
+"""Copies of modules with other tensors in place of their weights; what runs on them leaves the modules as they are."""
 
 from __future__ import annotations
 
@@ -98,5 +98,3 @@ def _bind_forward(own: dict[str, Any], module: nn.Module, view: nn.Module) -> No
         forward = types.MethodType(forward.__func__, view)
     if forward is not None:
         own["forward"] = forward
-
-
