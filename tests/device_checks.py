@@ -166,7 +166,8 @@ CHECKS: dict[str, Callable[[], Any]] = {
 def main(result: Path) -> None:
     warnings.simplefilter("ignore")
     second_device.use()
-    live_weights.PLAIN = (*live_weights.PLAIN, second_device.OnDevice)  # plain to seqtile, as an accelerator's tensors are
+    # Plain to seqtile, as an accelerator's tensors are.
+    live_weights.PLAIN = (*live_weights.PLAIN, second_device.OnDevice)
     found = {}
     for name, check in CHECKS.items():
         try:

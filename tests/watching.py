@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "convolution_backward"}
+
 
 class _Watch(TorchDispatchMode):
     def __init__(self, operator: str, weights: set[int]) -> None:
@@ -31,11 +33,12 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, FakeTensor)]
         others = [t for t in tensors if t.untyped_storage()._cdata not in self.weights]
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")
         if self.weights:
-            reads = len(others) < len(tensors) and bool(others)
+            watched = name in _PRODUCTS and len(others) < len(tensors)
         else:
-            reads = func._schema.name.removeprefix("aten::").removesuffix("_") == self.operator and bool(others)
-        if reads and not isinstance(result, FakeTensor):
+            watched = name == self.operator
+        if watched and others:
             x = max(others, key=lambda t: (t.dim(), t.numel()))  # a bias may be among them
             self.shapes.append(x.shape)
             self.rows.append(x.numel() // max(x.shape[-1], 1))
@@ -44,11 +47,11 @@ class _Watch(TorchDispatchMode):
 
 @contextmanager
 def shapes_of(*watched: str | Tensor) -> Iterator[list[torch.Size]]:
-    """Shapes of the tensors that an operator is given, in order of its calls: one operator's, or whatever reads weights.
+    """Shapes of the tensors that one operator is given, or that are multiplied by a weight, in order of the calls.
 
     Args:
-        watched: the name of one operator without its ``aten::``, in place or not, such as ``"silu"``; or weights:
-            their products and whatever else reads them together with another tensor, forward and backward.
+        watched: the name of the operator without its ``aten::``, in place or not, such as ``"silu"``; or weights, whose
+            matrix products and convolutions are watched, forward and backward.
     """
     with _watch(watched) as watch:
         yield watch.shapes

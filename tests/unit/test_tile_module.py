@@ -204,7 +204,7 @@ class Mixing(nn.Module):
     [
         (Mixing, {"dim": 1}, "cannot tile Mixing along dim=1: one token's output depends on other tokens: cumsum"),
         (PerColumn, {"dim": 0}, "one token's output depends on other tokens: mean is taken over them"),
-        (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), {}, "its forward writes into 0.1.num_batches_tracked"),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), {}, "its forward writes into 0.1.num_batches"),
         (lambda: nn.Linear(8, 8), {"dim": "1"}, "got str, expected an int"),
         (lambda: nn.Linear(8, 8), {"tile": "fast"}, "is not a tile rule"),
         (lambda: nn.Linear(8, 8), {"keep": 2.0}, "got a share outside"),
