@@ -204,7 +204,9 @@ def test_hooks_on_the_block_fire_once_with_whole_tensors(architecture: str, path
     mlp = model.model.layers[0].mlp
     mlp.register_forward_hook(lambda m, args, out: seen.append(("forward", args[0].shape, out.shape)))
     mlp.register_full_backward_hook(lambda m, gin, gout: seen.append(("backward", gin[0].shape, gout[0].shape)))
-    _, got = gradients(model, ids)
+    with rows_of(mlp.gate_proj.weight) as rows:
+        _, got = gradients(model, ids)
+    assert rows[:6] == [5, 5, 4, 4, 4, 4]  # and the block stays tiled
     whole = torch.Size((2, 13, 32))
     assert seen == [("forward", whole, whole), ("backward", whole, whole)]
     assert_same_gradients(got, expected)

@@ -8,7 +8,7 @@ from torch import nn
 
 import seqtile
 from seqtile.models import layer as tiled_layer
-from watching import dropout_that_scales
+from watching import dropout_that_scales, rows_of
 from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
 NEIGHBOURS = {
@@ -81,7 +81,9 @@ def test_a_hook_on_a_member_takes_the_neighbours_out_of_the_tile(path: str, capl
     seqtile.apply(model, tile=5, path=path)
     seen: list[torch.Size] = []
     model.model.layers[0].post_feedforward_layernorm.register_forward_hook(lambda m, a, out: seen.append(out.shape))
-    _, got = gradients(model, ids)
+    with rows_of(model.model.layers[0].mlp.gate_proj.weight) as rows:
+        _, got = gradients(model, ids)
+    assert rows[:6] == [5, 5, 4, 4, 4, 4]  # the block alone stays tiled
     gradients(model, ids)
     assert seen == [torch.Size((2, 13, 32))] * 2
     assert_same_gradients(got, expected)
