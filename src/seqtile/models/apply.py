@@ -18,7 +18,7 @@ from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import is_marked, mark_leaf, whole_shape
 from seqtile.models.discover.candidates import LOOKED_FOR, Candidate, Left, chain_of, expected_mode, find_blocks
 from seqtile.models.discover.layer_parts import Neighbours
-from seqtile.models.discover.proof import prove
+from seqtile.models.discover.proof import for_training, prove
 from seqtile.models.head import standing_losses
 from seqtile.models.heads import find_for, install_heads, parse_heads
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
@@ -339,11 +339,13 @@ def _operator(model: nn.Module, found: Candidate, layer: nn.Module, near: Neighb
     """(what proves the block with these neighbours, whether it is fused, why not, why it cannot be tiled)."""
     if found.proof is None:
         return found.why, False, "nothing is known of its formula", ""
-    chain = replace(chain_of(layer, found, near), training=True)
-    proof, _ = prove(chain, expected_mode(model, chain, found.hidden))
+    with for_training(model):
+        chain = chain_of(layer, found, near)
+        mode = expected_mode(chain, found.hidden)
+        proof, _ = prove(chain, mode)
     if proof.why_not or isinstance(proof.formula, str):
         return proof.how, False, str(proof.formula), proof.why_not
-    weights = chain.weights(proof.formula, expected_mode(model, chain, found.hidden).inputs[0][1])
+    weights = chain.weights(proof.formula, mode.inputs[0][1])
     if isinstance(weights, str) and not any(hasattr(p, "ds_shape") for part in found.parts for p in part.parameters()):
         return proof.how, False, weights, ""
     return proof.how, True, "", ""

@@ -16,7 +16,7 @@ from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.models.apply import check_settings, replacing, with_free_memory
 from seqtile.models.discover.chain import Chain, inputs_of
-from seqtile.models.discover.proof import Mode, Proof, prove
+from seqtile.models.discover.proof import Mode, Proof, for_training, prove
 from seqtile.models.discover.widths import linear_widths
 from seqtile.models.instance import Setting, TiledForward, logger, mode_of
 from seqtile.models.report import Block, Report
@@ -126,8 +126,9 @@ def _proof(module: nn.Module, dims: tuple[int | str, ...], trust: bool, call: tu
     if trust or "s" not in dims:
         return Proof("" if trust else "it was not called yet", False, None, "")
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
-    mode = Mode(((dims, _dtype(module)),) * inputs_of(module), device, training=None if module.training else True)
-    return prove(Chain(((type(module).__name__, module),), call=call), mode)[0]
+    mode = Mode(((dims, _dtype(module)),) * inputs_of(module), device)
+    with for_training(module):
+        return prove(Chain(((type(module).__name__, module),), call=call), mode)[0]
 
 
 def _widths(module: nn.Module) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from seqtile.models.discover.layer_parts import (
     pair,
     plain_children,
 )
-from seqtile.models.discover.proof import Mode, Proof, prove
+from seqtile.models.discover.proof import Mode, Proof, for_training, prove
 from seqtile.models.discover.widths import experts_widths, half_widths, linear_widths, mlp_widths
 
 LOOKED_FOR = (
@@ -122,7 +122,8 @@ def find_blocks(
         if not everything and _NOT_LANGUAGE.search(name):
             left.append(Left(name, class_name, "vision or audio tower; name it in only= to tile it"))
             continue
-        judged = _judged(model, candidate, trusted)
+        with for_training(model):
+            judged = _judged(model, candidate, trusted)
         (found if isinstance(judged, Candidate) else left).append(judged)  # type: ignore[arg-type]
     return found, left
 
@@ -161,7 +162,7 @@ def chain_of(layer: nn.Module | None, block: Candidate, near: Neighbours) -> Cha
     return Chain(tuple(members), kind, before, after, share, closing, training)
 
 
-def expected_mode(model: nn.Module, chain: Chain, hidden: int, dims: tuple[int | str, ...] | None = None) -> Mode:
+def expected_mode(chain: Chain, hidden: int, dims: tuple[int | str, ...] | None = None) -> Mode:
     """The mode in which a chain will run in training, as far as its modules tell."""
     weights = [
         p for module in chain.modules for p in module.parameters() if p.is_floating_point() and p.element_size() > 1
@@ -173,15 +174,15 @@ def expected_mode(model: nn.Module, chain: Chain, hidden: int, dims: tuple[int |
     inputs: tuple[tuple[tuple[int | str, ...], torch.dtype], ...] = ((dims or ("b", "s", hidden), dtype),) * count
     if chain.kind == "experts":
         inputs = ((("bs", hidden), dtype), (("bs", 2), torch.int64), (("bs", 2), dtype))
-    return Mode(inputs, device, training=None if model.training else True)
+    return Mode(inputs, device)
 
 
 def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate | Left:
     class_name = type(block.module).__name__
     layer = model.get_submodule(block.layer) if block.name or block.in_layer else None
     for near in _variants(block.neighbours):
-        chain = replace(chain_of(layer, block, near), training=True)
-        proof, _ = prove(chain, expected_mode(model, chain, block.hidden))
+        chain = chain_of(layer, block, near)
+        proof, _ = prove(chain, expected_mode(chain, block.hidden))
         if not proof.why_not:
             return replace(block, neighbours=near, why=proof.how, proof=proof)
     if not proof.refuted and trusted(block.name, block.module):
@@ -195,8 +196,9 @@ def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate |
 def is_per_row(model: nn.Module, norm: nn.Module, hidden: int) -> bool:
     """Whether a norm treats every token by itself, in the same way whether it is given ``[B, T, D]`` or rows."""
     chain = Chain((("norm", norm),), "inline")
-    whole, _ = prove(chain, expected_mode(model, chain, hidden))
-    rows, _ = prove(chain, expected_mode(model, chain, hidden, ("bs", hidden)))
+    with for_training(model):
+        whole, _ = prove(chain, expected_mode(chain, hidden))
+        rows, _ = prove(chain, expected_mode(chain, hidden, ("bs", hidden)))
     if whole.graph is None or rows.graph is None:
         return False
     return (whole.graph.outputs[2][0], whole.graph.gradients) == (rows.graph.outputs[2][0], rows.graph.gradients)

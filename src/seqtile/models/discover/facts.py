@@ -190,10 +190,8 @@ class Facts:
         Untraceable: it reads more than can be watched.
     """
 
-    def __init__(
-        self, modules: Sequence[nn.Module], functions: Sequence[Any], code: Code, training: bool | None = None
-    ) -> None:
-        self._code, self._training = code, training
+    def __init__(self, modules: Sequence[nn.Module], functions: Sequence[Any], code: Code) -> None:
+        self._code = code
         self._reads: list[tuple[Callable[[Any], Any], Any]] = []
         self._names: list[tuple[str, ...]] = []
         self._expected: list[Any] = []
@@ -310,7 +308,7 @@ class Facts:
         children = [(name, self._places.get(id(child))) for name, child in part._modules.items()]
         training = None
         if self._code.reads("training"):
-            training = own.get("training") if self._training is None else self._training
+            training = own.get("training")
             self._read(["training"], own)
         named = self._of_scope(own, 0, skip=INTERNAL)
         return (type(part), training, specs, children, hooks, named, self._forward(own))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.models.discover.live_weights import has_hooks, projection_of
-from seqtile.models.discover.sizes import NotPerToken, Untraceable
+from seqtile.models.discover.sizes import Untraceable
 from seqtile.models.discover.trace import Graph, Tracer
 from seqtile.models.discover.widths import linear_widths
 from seqtile.ops.fused import FusedWeights, plain_mlp
@@ -108,7 +108,7 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
                 return formula
         except Untraceable as error:
             why = reasons.setdefault("first", str(error))
-        except (NotPerToken, RuntimeError, TypeError, ValueError):
+        except Exception:  # noqa: BLE001 - a function that wants something else than rows is no activation
             continue
     return why
 
@@ -129,8 +129,8 @@ def _candidates(parts: Mapping[str, Any], graph: Graph, mentioned: set[str]) -> 
         yield "its linear layers are not D -> F and F -> D"
         return
     drops = [name for name, part in parts.items() if type(part) is nn.Dropout and part.p > 0]
-    functions = [name for name, part in parts.items()
-                 if callable(part) and name in mentioned and name not in (*linears, *drops)]  # fmt: skip
+    called = [name for name in parts if name in mentioned or name.isdigit()]  # nn.Sequential mentions none of its own
+    functions = [name for name in called if callable(parts[name]) and name not in (*linears, *drops)]
     known = [one for name, ones in _BY_OPERATOR.items() if name in graph.operators for one in ones]
     choices = [(one, "", form) for one, form in known] + [(None, name, None) for name in functions]
     for activation, function, form in choices:

@@ -102,7 +102,17 @@ class _Result(Tensor):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int):
             return self
-        return () if isinstance(index, slice) and index.start else super().__getitem__(index)
+        return _Rest() if isinstance(index, slice) and index.start else super().__getitem__(index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        pass
+
+
+class _Rest(tuple[Any, ...]):
+    """What is behind the first of several results: a tuple, or something that a tensor can be added to."""
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
+        return other if isinstance(other, Tensor) else tuple(self) + other
 
 
 def _result(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -237,9 +247,10 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
         one.name for one in parameters if one.default is None and not re.search("past|cache|output|use_", one.name)
     ]
     for shape in ((7, 5, hidden), (7, 5, 6, hidden), (7, hidden, 5, 6)):  # no code unpacks a tensor into seven
-        for given in (needed, needed + others):
+        for given in ([], needed, needed + others):
+            words = {**dict.fromkeys(needed), **{name: shape for name in given}}
             try:
-                return in_a_thread(partial(_run, layer, shape, plain, given))
+                return in_a_thread(partial(_run, layer, shape, plain, words))
             except Exception:  # noqa: BLE001 - it wants another shape, or arguments that nobody knows
                 continue
     return None
@@ -248,7 +259,9 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def _run(layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given: Sequence[str]) -> LayerSteps:
+def _run(
+    layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given: Mapping[str, Sequence[int] | None]
+) -> LayerSteps:
     run = _Run(layer, plain)
     before = {
         name: value.copy() if type(value) in (list, set, dict) else value for name, value in vars(run.view).items()
@@ -256,7 +269,7 @@ def _run(layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given
     with torch.no_grad():
         x = torch.empty(tuple(shape), device="meta")
         run.number(x)
-        words = {name: _result(x, shape) for name in given}
+        words = {name: None if one is None else _result(x, one) for name, one in given.items()}
         with run:
             type(layer).forward(run.view, x, **words)
     if len(before) != len(vars(run.view)) or any(
@@ -293,9 +306,12 @@ def norm_before(layer: nn.Module, steps: LayerSteps, name: str) -> str:
     """The norm that makes the hidden states of the child ``name``, and of nothing else; or ""."""
     call = steps.call_of(name)
     maker = steps.maker(call) if call is not None else None
-    if maker is None or maker.kind != "child" or not is_small(layer, maker.name) or len(maker.reads) != 1:
-        return ""
-    return maker.name if steps.call_of(maker.name) is not None else ""
+    return maker.name if maker is not None and _is_norm_call(layer, steps, maker) else ""
+
+
+def _is_norm_call(layer: nn.Module, steps: LayerSteps, step: Step) -> bool:
+    """Whether a step is the only call of a small child, on one tensor."""
+    return len(step.reads) == 1 and is_small(layer, step.name) and steps.call_of(step.name) is step
 
 
 def _followed(layer: nn.Module, steps: LayerSteps, last: Step, near: Neighbours) -> Neighbours:
@@ -304,9 +320,7 @@ def _followed(layer: nn.Module, steps: LayerSteps, last: Step, near: Neighbours)
         return near
     if after.kind == "dropout":
         return replace(near, dropout=after.name)
-    if after.kind == "child" and is_small(layer, after.name) and steps.call_of(after.name) is not None:
-        return replace(near, after=after.name)
-    return near
+    return replace(near, after=after.name) if _is_norm_call(layer, steps, after) else near
 
 
 def looks_inline(widths: Mapping[str, tuple[int, int] | None]) -> tuple[str, str] | None:
@@ -332,11 +346,11 @@ def inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, 
         else:
             continue
         names = tuple(one.name for one in members)
-        if len(set(names)) < len(names):
+        if any(one.kind == "child" and steps.call_of(one.name) is not one for one in members):
             continue
         near = _followed(layer, steps, members[-1], Neighbours(members=names))
         maker = steps.maker(members[0])
-        if maker is not None and maker.kind == "child" and is_small(layer, maker.name) and len(maker.reads) == 1:
+        if maker is not None and _is_norm_call(layer, steps, maker):
             return replace(near, before=maker.name)
         return replace(near, closing=_closing(layer, steps, members, near))
     return None
@@ -359,9 +373,9 @@ def _closing(layer: nn.Module, steps: LayerSteps, members: list[Step], near: Nei
     if total is None or total.name not in ("add", "__add__") or len(total.reads) != 2:
         return ""
     norm = steps.reader(total)
-    if members[0].hidden_states not in total.reads or norm is None or norm.kind != "child" or len(norm.reads) != 1:
+    if members[0].hidden_states not in total.reads or norm is None:
         return ""
-    return norm.name if is_small(layer, norm.name) else ""
+    return norm.name if _is_norm_call(layer, steps, norm) else ""
 
 
 def pair(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:

@@ -27,9 +27,7 @@ LENGTHS = ((2, 7, (5, 1, 8)), (1, 37, (11, 26)))
 """(batch, tokens, tiles) of the two trials."""
 
 
-def probe(
-    chain: Chain, inputs: Sequence[tuple[Sequence[int | str], torch.dtype]], training: bool | None, code: Code
-) -> None:
+def probe(chain: Chain, inputs: Sequence[tuple[Sequence[int | str], torch.dtype]], code: Code) -> None:
     """Compare ``chain`` on tiles with ``chain`` on all tokens.
 
     Raises:
@@ -38,7 +36,7 @@ def probe(
     """
     module = chain.modules[0] if chain.kind == "experts" else None
     small = _small_experts(module) if module is not None else None
-    views = Views(_RealTensors(small is None), training)
+    views = Views(_RealTensors(small is None))
     for number, part in enumerate([small] if small is not None else chain.modules):
         views.of(part, str(number))
     if small is not None and module is not None:

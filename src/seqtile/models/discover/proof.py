@@ -10,10 +10,13 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Code, Facts
@@ -32,14 +35,12 @@ class Mode:
         device: where they are.
         autocast: dtype of autocast, None where it is off.
         gradients: whether a backward will follow.
-        training: True to take every module for training, None to take each as it is.
     """
 
     inputs: tuple[tuple[tuple[int | str, ...], torch.dtype], ...]
     device: torch.device
     autocast: torch.dtype | None = None
     gradients: bool = True
-    training: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,20 @@ class Proof:
 BY_TRACE = "by its trace, forward and backward"
 BY_TRIAL = "tried out at two lengths, outputs and gradients (no trace can follow it)"
 
+
+@contextmanager
+def for_training(model: nn.Module) -> Iterator[None]:
+    """Inside, a model that is in evaluation mode, as ``from_pretrained`` gives it, is in the mode of training."""
+    modules = [] if model.training else [module for module in model.modules() if not module.training]
+    for module in modules:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = False
+
+
 _proofs: OrderedDict[Any, list[tuple[Any, Code, Proof]]] = OrderedDict()
 MOST = 512
 """Most kinds of chains whose proofs are remembered."""
@@ -84,7 +99,7 @@ def prove(chain: Chain, mode: Mode) -> tuple[Proof, Facts | None]:
         _proofs.popitem(last=False)
     for frozen, code, proof in known:
         try:
-            facts = Facts(modules, chain.functions, code, mode.training)
+            facts = Facts(modules, chain.functions, code)
         except Untraceable:
             continue
         if facts.frozen == frozen:
@@ -92,7 +107,7 @@ def prove(chain: Chain, mode: Mode) -> tuple[Proof, Facts | None]:
     code = Code()
     proof = in_a_thread(lambda: _prove(chain, mode, code))
     try:
-        facts = Facts(modules, chain.functions, code, mode.training)
+        facts = Facts(modules, chain.functions, code)
     except Untraceable as error:
         return Proof(str(error), False, None, str(error)), None
     if len(known) >= 64:  # a value that changes all the time
@@ -118,7 +133,7 @@ def _prove(chain: Chain, mode: Mode, code: Code) -> Proof:
 
 
 def _traced(chain: Chain, mode: Mode, code: Code) -> Proof:
-    tracer = Tracer(chain.modules, mode.inputs, mode.device, mode.autocast, mode.gradients, mode.training)
+    tracer = Tracer(chain.modules, mode.inputs, mode.device, mode.autocast, mode.gradients)
     try:
         graph = tracer.judge(lambda view, inputs: chain.run(inputs, view), code, chain.functions)
     except NoRule as error:
@@ -141,7 +156,7 @@ def _check_rows(graph: Graph, chain: Chain, mode: Mode) -> None:
 
 
 def _tried_out(chain: Chain, mode: Mode, code: Code) -> Proof:
-    probe(chain, mode.inputs, mode.training, code)
+    probe(chain, mode.inputs, code)
     return Proof("", False, None, "experts run in the generic operator", BY_TRIAL)
 
 

@@ -9,13 +9,14 @@ same have equal expressions, whichever shapes they do it in. An operator without
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, axes_in
 
@@ -125,7 +126,7 @@ class Call:
                 same = [d for t, flow in inputs for n, d in zip(t.shape, flow.dims, strict=True) if n == size]
                 if len(set(same)) > 1:
                     raise self.mixes("joins two orders of them")
-                if not same and size != prod(SIZES[axis] for axis in axes):
+                if not same and size != math.prod(SIZES[axis] for axis in axes):
                     raise Untraceable("it puts tokens and features into one dimension")
                 atoms = same[0] if same else atoms
             dims.append(atoms)
@@ -206,7 +207,22 @@ def pointwise(call: Call) -> list[Flow]:
         return [call.flow_of(call.out[0], number.joined(call.name, (one, other)), summed)]
     if call.name == "div" and args.get("rounding_mode") is None and other == 1 and isinstance(one, Flow):
         return [call.flow_of(call.out[0], one.expr, summed)]
+    if _always(call):
+        same = one.expr if call.name == "clamp" and isinstance(one, Flow) else number.number("always")
+        same = one.expr if call.name == "where" and isinstance(one, Flow) else same
+        return [call.flow_of(call.out[0], same, summed)]
     return [call.flow_of(out, call.expr(place), summed) for place, out in enumerate(call.out)]
+
+
+def _always(call: Call) -> bool:
+    """Whether a bound is infinite, so that the operator changes nothing; and what its gradient makes of that."""
+    args, always = call.args, call.expressions.number("always")
+    if call.name == "clamp":
+        return args.get("min") in (None, -math.inf) and args.get("max") in (None, math.inf)
+    if call.name in ("ge", "le"):
+        return args.get("other") == (-math.inf if call.name == "ge" else math.inf)
+    masks = call.flows("condition") if call.name == "where" else call.flows() if call.name == "logical_and" else []
+    return bool(masks) and all(flow.expr == always for flow in masks)
 
 
 # -- layout ----------------------------------------------------------------------------------------------------------
@@ -226,7 +242,8 @@ def literal(call: Call) -> list[Flow]:
     values = call.first
     if values.numel() > 1000:
         raise Untraceable(f"it makes a tensor of {values.numel():,} numbers that no one can compare")
-    key = ("literal", tuple(values.shape), str(values.dtype), str(values.tolist()))
+    with _disable_current_modes():  # its numbers are real
+        key = ("literal", tuple(values.shape), str(values.dtype), str(values.tolist()))
     return [Flow(((),) * values.dim(), call.expressions.number(*key))]
 
 

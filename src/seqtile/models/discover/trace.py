@@ -26,12 +26,14 @@ from torch.utils._pytree import tree_flatten
 from seqtile.models.discover.facts import Code, Facts
 from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, at, axes_in, counted, holds_tokens
 from seqtile.models.discover.token_rules import (
+    MIXED,
     RULES,
     Atoms,
     Call,
     Expressions,
     Flow,
     drawn,
+    features,
     literal,
     reshaped,
     rule_for,
@@ -84,9 +86,8 @@ class Recorder(TorchDispatchMode):
         self.draws: Counter[int] = Counter()
         self.operators: set[str] = set()
         self.no_rule: NoRule | None = None
-        self._flows: dict[int, Flow] = {}
+        self._known: dict[int, tuple[Tensor, Flow]] = {}
         self._owners: dict[int, str] = {}
-        self._alive: list[Tensor] = []
 
     def leaf(self, tensor: Tensor, dims: tuple[Atoms, ...], owner: str) -> None:
         """Make a weight, a buffer, an input or an upstream gradient known, by its name."""
@@ -94,13 +95,12 @@ class Recorder(TorchDispatchMode):
         self._owners[id(tensor)] = owner
 
     def _add(self, tensor: Tensor, flow: Flow) -> None:
-        self._flows[id(tensor)] = replace(flow, root=flow.root if flow.root >= 0 else id(tensor))
-        self._alive.append(tensor)
+        self._known[id(tensor)] = tensor, replace(flow, root=flow.root if flow.root >= 0 else id(tensor))
 
     def flow(self, tensor: Tensor) -> Flow:
-        if id(tensor) not in self._flows:
+        if id(tensor) not in self._known:
             raise Untraceable(f"it reads a tensor {tuple(tensor.shape)} that is no weight or buffer of its own")
-        return self._flows[id(tensor)]
+        return self._known[id(tensor)][1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -111,6 +111,12 @@ class Recorder(TorchDispatchMode):
                 for tensor in tensors:
                     if self.expected is None or not isinstance(tensor, FakeTensor):
                         self.flow(tensor)
+            if (
+                func in _CUTS
+                and tensors[0].dim()
+                and holds_tokens(tensors[0].shape[[*args, *kwargs.values(), 0][_CUTS[func]]])
+            ):
+                raise NotPerToken(f"{MIXED}: it cuts between them")  # into as many pieces as there are tokens
             try:
                 result = func(*args, **kwargs)
             except DataDependentOutputException:
@@ -131,8 +137,7 @@ class Recorder(TorchDispatchMode):
             raise NotPerToken(f"its forward computes with the number of tokens ({name})")
         rule = rule_for(func, name)
         if rule not in (same, reshaped) and name not in _LAYOUT:
-            plain = tuple(one for one in tree_flatten(list(given.values()))[0] if not isinstance(one, Tensor))
-            self._compare((name, plain, tuple(tuple(tensor.shape) for tensor in out)))
+            self._compare(name.rstrip("_"), given, out)
         if self.expected is not None:
             return
         written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
@@ -164,33 +169,48 @@ class Recorder(TorchDispatchMode):
         root = self.flow(target).root
         if owner := self._owners.get(root):
             raise NotPerToken(f"its forward writes into {owner}")
-        shared = [key for key, one in self._flows.items() if one.root == root and key != id(target)]
-        for key in shared:  # other views of the same memory: what they hold now has no name
-            if flow.summed != self._flows[key].summed:
-                raise NotPerToken("a sum over tokens is written beside them")
-            self._flows[key] = replace(self._flows[key], expr=self.expressions.unique())
-        expr = self.expressions.unique() if shared else flow.expr
-        self._flows[id(target)] = replace(flow, expr=expr, root=root)
+        for key, (other, known) in list(self._known.items()):
+            if (
+                known.root == root and other is not target
+            ):  # the whole of the same memory holds the same, a part has no name
+                if flow.summed != known.summed:
+                    raise NotPerToken("a sum over tokens is written beside them")
+                whole = other.numel() == target.numel() and features(other, known.dims) == features(target, flow.dims)
+                self._known[key] = other, replace(known, expr=flow.expr if whole else self.expressions.unique())
+        self._known[id(target)] = target, replace(flow, root=root)
 
-    def _compare(self, step: Any) -> None:
+    def _compare(self, name: str, given: Mapping[str, Any], out: Sequence[Tensor]) -> None:
         """Remember the step, or see that it is the one that the judged trace made at this place."""
-        place = len(self.steps)
-        self.steps.append(step)
-        if place > LONGEST:
-            raise Untraceable(f"it runs more than {LONGEST:,} operators")
-        if self.expected is not None and (place >= len(self.expected) or _for_one(self.expected[place]) != step):
-            raise NotPerToken(f"its forward computes something else for another number of tokens ({step[0]})")
+        plain = tuple(one for one in tree_flatten(list(given.values()))[0] if not isinstance(one, Tensor))
+        shapes = tuple(tuple(tensor.shape) for tensor in out)
+        # A linear layer is one operator or two, depending on whether its input is contiguous.
+        names = {"addmm": ("mm", "add"), "baddbmm": ("bmm", "add"), "addmv": ("mv", "add")}.get(name, (name,))
+        for one in names:
+            step = (one, plain if one == name and one != "add" else (), shapes)
+            self.steps.append(step)
+            place = len(self.steps) - 1
+            if place > LONGEST:
+                raise Untraceable(f"it runs more than {LONGEST:,} operators")
+            if self.expected is not None and (
+                place >= len(self.expected) or _of_one(self.expected[place]) != _of_one(step)
+            ):
+                raise NotPerToken(f"its forward computes something else for another number of tokens ({name})")
 
+
+_CUTS = {torch.ops.aten.split.Tensor: 2, torch.ops.aten.split_with_sizes.default: 2, torch.ops.aten.unbind.int: 1}
+"""Operators that return a tensor for every piece, and the place of the dimension among their arguments."""
 
 _LAYOUT = ("expand", "permute", "transpose", "t")
 """Operators that compute nothing, beside copies and reshapes: which of them run may depend on sizes."""
 
 
-def _for_one(value: Any) -> Any:
-    """What a number or a step of the judged trace is for a single token."""
-    if isinstance(value, tuple):
-        return tuple(map(_for_one, value))
-    return at(value, ONE_TOKEN) if type(value) is int else value
+def _of_one(step: tuple[str, tuple[Any, ...], tuple[tuple[int, ...], ...]]) -> Any:
+    """What a step of the judged trace is for a single token; dimensions of size 1 do not count."""
+    name, plain, shapes = step
+    sizes = tuple(tuple(at(size, ONE_TOKEN) for size in shape) for shape in shapes)
+    return name, tuple(at(one, ONE_TOKEN) if type(one) is int else one for one in plain), [
+        tuple(size for size in shape if size != 1) for shape in sizes
+    ]  # fmt: skip
 
 
 class Sizes(TorchFunctionMode):
@@ -256,15 +276,14 @@ class Tracer:
         device: where the inputs are.
         autocast: its dtype where it is on.
         gradients: whether there is a backward.
-        training: True to take every module for training, None to take each as it is.
     """
 
     def __init__(
         self, modules: Sequence[nn.Module], inputs: Sequence[tuple[Sequence[int | str], torch.dtype]],
-        device: torch.device, autocast: torch.dtype | None = None, gradients: bool = True, training: bool | None = None,
+        device: torch.device, autocast: torch.dtype | None = None, gradients: bool = True,
     ) -> None:  # fmt: skip
         self.modules, self.inputs, self.device = modules, inputs, device
-        self.autocast, self.gradients, self.training = autocast, gradients, training
+        self.autocast, self.gradients = autocast, gradients
         self.axes = frozenset("".join(one for sizes, _ in inputs for one in sizes if isinstance(one, str)))
         self.names: dict[int, str] = {}
         self._expressions, self._mode = Expressions(), FakeTensorMode()
@@ -311,7 +330,7 @@ class Tracer:
     def _run(
         self, function: Function, recorder: Recorder, sizes: Mapping[str, int], like: Graph | None = None
     ) -> Graph | None:
-        views = Views(self._fake, self.training)
+        views = Views(self._fake)
         for number, module in enumerate(self.modules):
             views.of(module, str(number))
         self.names = {id(tensor): name for name, tensor in views.weights()}

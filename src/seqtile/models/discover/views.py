@@ -18,8 +18,8 @@ MakeTensor = Callable[[Tensor, torch.device | str], Tensor]
 class Views:
     """Copies of modules whose weights have shapes but no memory; what runs on them leaves the modules as they are."""
 
-    def __init__(self, make: Callable[[Tensor, torch.device | str], Tensor], training: bool | None) -> None:
-        self._make, self._training = make, training
+    def __init__(self, make: MakeTensor) -> None:
+        self._make = make
         self._views: dict[int, nn.Module] = {}
         self._weights: dict[int, tuple[str, Tensor]] = {}
         self._former: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -43,8 +43,6 @@ class Views:
                 own[key] = self._fake(f"{name}.{key}", value)
             elif type(value) in (list, dict, set) and key not in INTERNAL:
                 own[key] = value.copy()
-        if self._training is not None:
-            own["training"] = self._training
         _bind_forward(own, module, view)
         self._former.append((view, {key: _copied(value) for key, value in own.items()}))
         return view
