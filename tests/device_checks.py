@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import second_device
 import seqtile
 from seqtile.checkpointing.install import standing_checkpointing
-from seqtile.models import fuse
+from seqtile.models.discover import live_weights
 from seqtile.ops.replay import RandomState
 
 TOKENS = 40
@@ -166,7 +166,8 @@ CHECKS: dict[str, Callable[[], Any]] = {
 def main(result: Path) -> None:
     warnings.simplefilter("ignore")
     second_device.use()
-    fuse.PLAIN = (*fuse.PLAIN, second_device.OnDevice)  # plain to seqtile, as an accelerator's tensors are
+    # Plain to seqtile, as an accelerator's tensors are.
+    live_weights.PLAIN = (*live_weights.PLAIN, second_device.OnDevice)
     found = {}
     for name, check in CHECKS.items():
         try:

@@ -26,6 +26,7 @@ from transformers import (
 import seqtile
 import tiny_run
 from seqtile.models.apply import tiled_names
+from watching import rows_of
 
 STEPS = 20
 COMMON: dict[str, Any] = dict(
@@ -237,16 +238,15 @@ def test_the_tiled_loss_in_trl(directory: Path, tmp_path: Path, bf16: bool) -> N
     assert "loss of LlamaForCausalLM tiled" in history(trainer)[0]["seqtile"]
 
 
-def replace_forward(trainer: Trainer) -> list[int]:
-    """As Liger's kernels do: a bound function on the instance. Returns the numbers of tokens it is called with."""
-    mlp, seen = trainer.model.model.layers[1].mlp, []
+def replace_forward(trainer: Trainer) -> torch.Tensor:
+    """As Liger's kernels do: a bound function on the instance; it halves the output. Returns a weight that it reads."""
+    mlp = trainer.model.model.layers[1].mlp
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        seen.append(x.shape[:-1].numel())
-        return type(self).forward(self, x)
+        return type(self).forward(self, x) / 2
 
     mlp.forward = forward.__get__(mlp)
-    return seen
+    return mlp.gate_proj.weight
 
 
 def test_what_another_library_replaced_is_noticed(directory: Path, tmp_path: Path) -> None:
@@ -260,10 +260,12 @@ def test_the_layers_tiles_go_on_around_a_replaced_forward(directory: Path, tmp_p
     trainer, untiled = (
         plain(directory, tmp_path, *one, max_steps=2) for one in ([seqtile.TilingCallback(tile=16)], [])
     )
-    seen = replace_forward(trainer)
-    trainer.train()
+    weight = replace_forward(trainer)
+    replace_forward(untiled)
+    with rows_of(weight) as tiles:
+        trainer.train()
     untiled.train()
-    assert set(seen) == {16}
+    assert set(tiles) == {16}
     torch.testing.assert_close(weights(trainer), weights(untiled))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from numerics._blocks import HIDDEN, INTERMEDIATE, assert_same, cut, gradients
-from seqtile.models.discover.chain import Chain
+from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.live_weights import row_wise
 from seqtile.models.discover.proof import Mode, prove
 from seqtile.models.discover.widths import linear_widths
@@ -122,7 +122,8 @@ def fused_weights(block: nn.Module, dtype: torch.dtype | None = None) -> FusedWe
     given = dtype or (weights[0].dtype if weights else torch.float32)
     casts = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     chain = Chain((("block", block),))
-    proof, _ = prove(chain, Mode(((("b", "s", widths[0][0]),given),), torch.device("cpu"), casts))
+    inputs = ((("b", "s", widths[0][0]), given),) * inputs_of(block)
+    proof, _ = prove(chain, Mode(inputs, torch.device("cpu"), casts))
     if proof.why_not or isinstance(proof.formula, str):
         return proof.why_not or str(proof.formula)
     return chain.weights(proof.formula, given)

@@ -338,7 +338,7 @@ def test_no_dropout_in_evaluation() -> None:
     check(model)
     assert torch.equal(torch.get_rng_state(), before)
     sizes = cut(10, TILE)
-    assert fused._plan(random(10, D), weights_of(model), sizes, 0, True).random is None
+    assert fused._plan(random(10, D), weights_of(model), sizes, 0, True, None).random is None
 
 
 def test_dropout_of_everything() -> None:

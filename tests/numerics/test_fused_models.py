@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import re
+import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import seqtile
 from numerics._blocks import assert_same, gradients, random
 from numerics._fused import Conv1D, Fused, GatedMLP, GateUpMLP, PlainMLP, fused_weights
 from seqtile.counting import count_products
+from seqtile.models import instance
+from seqtile.models.discover import formula, proof
 from seqtile.models.discover.live_weights import row_wise
 from seqtile.ops.fused import fused_mlp
-from zoo import ARCHITECTURES, HIDDEN, causal_lm
+from seqtile.ops.projection import Packed, Projection
+from watching import rows_of
+from zoo import ARCHITECTURES, HIDDEN, assert_same_gradients, causal_lm, tokens
+from zoo import gradients as model_gradients
 
 TILE = 4
 FUSED = {
@@ -62,8 +70,6 @@ def test_mlps_of_models(architecture: str) -> None:
 
 
 def test_a_block_that_is_tiled_is_read_as_it_was() -> None:
-    import seqtile
-
     model = causal_lm("llama")
     mlp = model.model.layers[0].mlp
     seqtile.apply(model, tile=4)
@@ -71,16 +77,35 @@ def test_a_block_that_is_tiled_is_read_as_it_was() -> None:
 
 
 def test_linear_layers_that_a_layer_calls_itself() -> None:
-    layer = causal_lm("opt", torch.float64).model.decoder.layers[0]
-    weights = fused_sequence(layer.fc1, layer.activation_fn, layer.fc2)
-    assert not isinstance(weights, str), weights
-    x = random(2, 5, HIDDEN, dtype=torch.float64)
-    torch.testing.assert_close(fused_mlp(x, weights, (4, 6)), layer.fc2(layer.activation_fn(layer.fc1(x))))
-    layer.fc2.register_forward_hook(lambda *_: None)
-    assert fused_sequence(layer.fc1, F.relu, layer.fc2) == "a hook listens to the second linear layer"
-    assert fused_sequence(layer.fc2, F.relu, layer.fc1) == "a hook listens to the first linear layer"
-    act = nn.PReLU().double()
-    assert fused_sequence(layer.fc1, act, nn.Linear(4, 4)) == "its activation has hooks or weights"
+    model, ids = causal_lm("opt", torch.float64), tokens()
+    _, expected = model_gradients(model, ids)
+    report = seqtile.apply(model, tile=TILE)
+    assert {(block.path, block.not_fused) for block in report.blocks} == {("fused", "")}
+    assert_same_gradients(model_gradients(model, ids)[1], expected)
+
+
+@pytest.mark.parametrize("child", ["fc1", "fc2"])
+def test_hooks_on_linear_layers_that_a_layer_calls_itself(child: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = causal_lm("opt", torch.float64), tokens()
+    _, expected = model_gradients(model, ids)
+    getattr(model.model.decoder.layers[0], child).register_forward_hook(lambda *_: None)
+    first, second = seqtile.apply(model, tile=TILE).blocks
+    assert (first.path, first.not_fused, second.path) == ("generic", f"{child} has hooks", "fused")
+    assert_same_gradients(model_gradients(model, ids)[1], expected)
+    assert f"OPTDecoderLayer runs untiled: {child} has hooks" in caplog.text
+
+
+def test_activations_with_hooks_or_weights_that_a_layer_calls_itself() -> None:
+    model, ids = causal_lm("opt", torch.float64), tokens()
+    for layer, act in zip(model.model.decoder.layers, (nn.PReLU().double(), nn.ReLU()), strict=True):
+        layer.activation_fn = act
+    act.register_forward_hook(lambda *_: None)
+    _, expected = model_gradients(model, ids)
+    report = seqtile.apply(model, tile=TILE)
+    assert [block.path for block in report.blocks] == ["generic", "generic"]
+    assert "another formula" in report.blocks[0].not_fused
+    assert report.blocks[1].not_fused == "activation_fn has hooks"
+    assert_same_gradients(model_gradients(model, ids)[1], expected)
 
 
 @pytest.mark.parametrize(("gate", "down"), [(0.5, 1.0), (1.0, 2.0)])
@@ -158,14 +183,14 @@ def with_odd_linear() -> nn.Module:
         (Clamped, "another formula"),
         (Residual, "another formula"),
         (Dropping, "another formula"),
-        (NormInside, r"norm \(LayerNorm\) is neither a linear layer nor an activation"),
-        (lambda: Scaled(2.0), "weights or buffers of its own"),
-        (TwoArguments, "cannot be probed"),
-        (Tupled, "does not return one tensor"),
-        (lambda: GatedMLP(act=nn.Softmax(-2)), "another formula"),
-        (lambda: GatedMLP(act=nn.RReLU()), "another formula"),
-        (lambda: GatedMLP(act=nn.PReLU()), r"act \(PReLU\) is neither"),
-        (with_odd_linear, r"up \(Odd\) computes more than a linear layer"),
+        (NormInside, "another formula"),
+        (lambda: Scaled(2.0), "another formula"),
+        (TwoArguments, "it was called with more than hidden states"),
+        (Tupled, "another formula"),
+        (lambda: GatedMLP(act=nn.Softmax(-2)), "depends on other tokens: _softmax is taken over them"),
+        (lambda: GatedMLP(act=nn.RReLU()), "random numbers that are no dropout's"),
+        (lambda: GatedMLP(act=nn.PReLU()), "another formula"),
+        (with_odd_linear, "another formula"),
         (lambda: nn.Sequential(nn.Linear(6, 6)), "1 linear layers where 2 or 3 were expected"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -251,45 +276,65 @@ def test_a_proof_dies_with_its_configuration() -> None:
     assert isinstance(fused_weights(Configured(others[-1])), str)
 
 
-def test_a_class_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """One entry per chain that is traced from now on; nothing is known at first."""
+    monkeypatch.setattr(proof, "_proofs", OrderedDict())
     asked: list[object] = []
-    prove = formula._prove
+    prove = proof._prove
 
     def noting(*args: Any) -> object:
         asked.append(args[0])
         return prove(*args)
 
-    monkeypatch.setattr(formula, "_prove", noting)
+    monkeypatch.setattr(proof, "_prove", noting)
+    return asked
+
+
+def test_a_class_is_traced_once(traced: list[object]) -> None:
     model = causal_lm("gemma2", num_hidden_layers=3)
     for _ in range(2):
         for layer in model.model.layers:
             assert not isinstance(fused_weights(layer.mlp), str)
-    assert len(asked) == 1
+    assert len(traced) == 1
 
 
-def test_an_activation_made_anew_for_each_block_is_the_same() -> None:
-    keys = [formula._identity(functools.partial(F.gelu, approximate="tanh")) for _ in range(2)]
-    assert keys[0] == keys[1] and hash(keys[0]) == hash(keys[1])
-    assert formula._identity(functools.partial(F.gelu)) != keys[0]
+def test_a_tiled_model_is_traced_once(traced: list[object]) -> None:
+    """With the norms around it, by ``apply`` and by two steps of three layers."""
+    model, ids = causal_lm("gemma2", num_hidden_layers=3), tokens()
+    seqtile.apply(model, tile=TILE)
+    for _ in range(2):
+        model_gradients(model, ids)
+    assert len(traced) == 1
 
 
-def test_the_probe_leaves_no_trace() -> None:
+def test_an_activation_made_anew_for_each_block_is_the_same(traced: list[object]) -> None:
+    for number in range(2):
+        weights = fused_weights(GatedMLP(act=functools.partial(F.gelu, approximate="tanh")))
+        assert not isinstance(weights, str) and weights.activation.name == "gelu_tanh"
+        assert len(traced) == 1, number
+    weights = fused_weights(GatedMLP(act=functools.partial(F.gelu)))
+    assert not isinstance(weights, str) and weights.activation.name == "gelu"
+    assert len(traced) == 2
+
+
+def test_the_trace_leaves_no_trace(traced: list[object]) -> None:
     """No random number drawn, no product counted, no attribute changed, whatever surrounds it."""
-    formula._proven.clear()
     mlp = PlainMLP(dropout=0.3).train()
     attributes, state = dict(vars(mlp)), torch.get_rng_state()
     with count_products() as products, torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         assert not isinstance(fused_weights(mlp), str)
+    assert traced
     with pytest.raises(RuntimeError):
         assert products.calls
     assert torch.equal(torch.get_rng_state(), state)
     assert {k: v for k, v in vars(mlp).items() if v is not attributes[k]} == {}
 
 
-def test_the_probe_runs_inside_a_checkpointed_forward() -> None:
-    formula._proven.clear()
+def test_the_trace_runs_inside_a_checkpointed_forward(traced: list[object]) -> None:
     mlp, x = GatedMLP(), random(5, 6)
     checkpoint(Fused(mlp, TILE), x, use_reentrant=False).sum().backward()
+    assert traced
     expected = torch.autograd.grad(mlp(x).sum(), x)[0]
     torch.testing.assert_close(x.grad, expected)
 
@@ -308,16 +353,29 @@ HOOKS: dict[str, Callable[[nn.Module], object]] = {
 def test_someone_who_listens_to_a_linear_layer(child: str, hook: str) -> None:
     mlp = GatedMLP()
     HOOKS[hook](getattr(mlp, child))
-    assert reason(mlp) == f"a hook listens to {child}"
+    assert reason(mlp) == f"{child} has hooks"
 
 
-def test_someone_who_listens_to_the_activation_or_replaced_the_forward() -> None:
+def test_someone_who_listens_to_the_activation() -> None:
     mlp = GatedMLP(act=nn.SiLU())
     mlp.act.register_forward_hook(lambda *_: None)
-    assert reason(mlp) == "a hook listens to act"
+    assert reason(mlp) == "act has hooks"
+
+
+def test_a_replaced_forward_is_traced_like_any_other() -> None:
     mlp = GatedMLP()
     mlp.__dict__["forward"] = lambda x: x
-    assert reason(mlp) == "its forward was replaced on the instance"
+    assert "another formula" in reason(mlp)
+    mlp.__dict__["forward"] = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), mlp)
+    assert "another formula" in reason(mlp)
+    mlp.__dict__["forward"] = types.MethodType(lambda self, x: type(self).forward(self, x), mlp)
+    assert not isinstance(fused_weights(mlp), str)
+
+
+def test_a_replaced_forward_that_keeps_a_state_is_left_alone() -> None:
+    mlp, calls = GatedMLP(), []
+    mlp.__dict__["forward"] = types.MethodType(lambda self, x: calls.append(1) or type(self).forward(self, x), mlp)
+    assert "its forward changes" in reason(mlp) and not calls
 
 
 def test_weights_that_are_no_plain_tensors() -> None:
@@ -332,6 +390,8 @@ def test_weights_that_are_no_plain_tensors() -> None:
     assert reason(mlp) == "up: its weight is quantised (int8)"
     mlp = GatedMLP()
     mlp.down.weight.data = torch.empty(0)
+    assert "could not be executed here" in reason(mlp)
+    mlp.down.weight.ds_shape = torch.Size((6, 10))  # as ZeRO-3 says what the shards are of
     assert reason(mlp) == "down: its weight is not gathered"
     mlp = GatedMLP()
     mlp.up = nn.Bilinear(6, 6, 10)
@@ -353,15 +413,17 @@ def test_sharded_weights(tmp_path: Any) -> None:
         dist.destroy_process_group()
 
 
-def test_inside_torch_compile_the_generic_operator_runs() -> None:
-    found = []
-
-    def run(x: Tensor) -> Tensor:
-        found.append(fused_weights(GatedMLP()))
-        return x + 1
-
-    torch.compile(run, backend="eager")(torch.ones(3))
-    assert found == ["torch.compile traces the generic operator"]
+def test_inside_torch_compile_the_generic_operator_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, run = [], instance.fused_mlp
+    monkeypatch.setattr(instance, "fused_mlp", lambda *a, **k: fused.append(1) or run(*a, **k))
+    mlp, x = GatedMLP(), random(2, 5, 6)
+    expected = mlp(x)
+    assert seqtile.apply(mlp, tile=TILE).blocks[0].path == "fused"
+    torch.testing.assert_close(torch.compile(mlp, backend="eager", fullgraph=True)(x), expected)
+    assert not fused
+    torch.testing.assert_close(mlp(x), expected)
+    assert fused
+    torch._dynamo.reset()
 
 
 def test_conv1d_is_known_by_its_shape_not_by_its_module() -> None:
@@ -433,10 +495,10 @@ class TestAdapters:
     def test_someone_who_listens_inside_an_adapter(self) -> None:
         mlp = self.adapted()
         mlp.down.lora_B["default"].register_forward_hook(lambda *_: None)
-        assert reason(mlp) == "a hook listens to down's adapter"
+        assert reason(mlp) == "down's adapter has hooks"
         mlp = self.adapted()
         mlp.down.base_layer.register_forward_hook(lambda *_: None)
-        assert reason(mlp) == "a hook listens to down"
+        assert reason(mlp) == "down has hooks"
 
     def test_dropout_of_another_kind(self) -> None:
         mlp = self.adapted()
@@ -444,14 +506,21 @@ class TestAdapters:
         assert reason(mlp) == "up: its adapter drops by AlphaDropout"
 
 
-class Quantised(nn.Linear):
-    """A stand-in for a quantised linear layer: frozen, and it says when it is made dense."""
+class Quantised(nn.Module):
+    """A stand-in for a quantised linear layer: frozen, in integers, and made dense for each product."""
 
-    asked = 0
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.scale = layer.weight.detach().abs().max().item() / 127
+        self.weight = nn.Parameter((layer.weight.detach() / self.scale).round().to(torch.int8), requires_grad=False)
+        self.bias = nn.Parameter(layer.bias.detach().clone(), requires_grad=False)
 
     def dense(self) -> Tensor:
-        Quantised.asked += 1
-        return self.weight.detach().clone()
+        return self.weight.float() * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.dense(), self.bias)
 
 
 @pytest.mark.parametrize(
@@ -463,23 +532,19 @@ def test_keep_decides_whether_dense_weights_stay(
     keep: float | str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three 64 x 128 weights in float32 are 96 KiB; the CPU's free memory is not read, so "auto" spares nothing."""
-    import seqtile
-    from seqtile.models import fuse, instance
-    from seqtile.ops.projection import Packed, Projection
-
     torch.manual_seed(0)
     mlp = GatedMLP(64, 128)
     for name in ("gate", "up", "down"):
-        layer = getattr(mlp, name)
-        setattr(mlp, name, Quantised(layer.in_features, layer.out_features).requires_grad_(False))
-    plain = fuse.projection_of
+        setattr(mlp, name, Quantised(getattr(mlp, name)))
+    plain = formula.projection_of
 
-    def packed(name: str, layer: nn.Module, dtype: torch.dtype | None = None) -> Projection | str:
+    def packed(name: str, layer: nn.Module, dtype: torch.dtype | None = None, **words: Any) -> Projection | str:
         if not isinstance(layer, Quantised):
-            return plain(name, layer, dtype)
+            return plain(name, layer, dtype, **words)
         return Projection(Packed(layer.dense, (layer.out_features, layer.in_features)), layer.bias)
 
-    monkeypatch.setattr(fuse, "projection_of", packed)
+    monkeypatch.setattr(formula, "projection_of", packed)
+    monkeypatch.setattr(proof, "_proofs", OrderedDict())
     kept: list[float] = []
     run = instance.fused_mlp
     monkeypatch.setattr(instance, "fused_mlp", lambda *a, **k: kept.append(k["keep"]) or run(*a, **k))
@@ -487,9 +552,11 @@ def test_keep_decides_whether_dense_weights_stay(
     (expected,) = torch.autograd.grad(mlp(x), x, upstream)
     report = seqtile.apply(mlp, tile=40, keep=keep)
     assert report.blocks[0].path == "fused", report.blocks[0].not_fused
-    Quantised.asked = 0
-    (got,) = torch.autograd.grad(mlp(x), x, upstream)
-    assert Quantised.asked == calls
+    mlp(x)  # any proof that is still missing is made now
+    kept.clear()
+    with rows_of("_to_copy") as asked:
+        (got,) = torch.autograd.grad(mlp(x), x, upstream)
+    assert len(asked) == calls
     # Gate and up of a token are 1 KiB, tiles of 34, 33 and 33: dense weights leave 64 of 160 KiB, which hold one tile;
     # 95 hold no dense weights, but two tiles.
     share = {0.5: 0.5, "memory:160KiB": 1 / 3, "memory:95KiB": 2 / 3}.get(keep, 0.0)
@@ -562,7 +629,7 @@ def test_norms_in_the_tile() -> None:
     x = random(5, 6)
     torch.testing.assert_close(found.function(x, found.weights), norm(x))
     norm.register_forward_hook(lambda *_: None)
-    assert row_wise(norm) == "something listens to LayerNorm"
+    assert row_wise(norm) == "LayerNorm has hooks"
     assert row_wise(GatedMLP()) == "GatedMLP is no row-wise norm"
     norm = nn.LayerNorm(6)
     norm.weight.data = torch.empty(0)

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import types
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import seqtile
 from seqtile.models.instance import Installed
+from watching import rows_of
 from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
 
@@ -28,7 +30,7 @@ def test_report_is_one_line() -> None:
     assert str(report) == "tiled 2 of 2 MLPs (LlamaMLP), 8,192 tokens per tile, fused"
     assert report.tiled == 2
     assert [block.name for block in report.blocks] == ["model.layers.0.mlp", "model.layers.1.mlp"]
-    assert "permuted tokens" in report.blocks[0].why
+    assert report.blocks[0].why == "by its trace, forward and backward"
 
 
 @pytest.mark.parametrize(
@@ -105,16 +107,16 @@ def test_undo_restores_every_attribute(architecture: str) -> None:
     model = causal_lm(architecture)
     mlp = model.get_submodule("model.layers.0.mlp") if architecture == "llama" else None
     if mlp is not None:  # someone else's forward on the instance is kept, used and restored
-        former, calls = mlp.forward, []
-        mlp.forward = lambda x: calls.append(x.shape) or former(x)
+        mlp.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), mlp)
+        expected = model(tokens()).logits
     before = _attributes(model)
     report = seqtile.apply(model, tile=5)
     assert _tiled(model) >= 2 and _attributes(model).keys() == before.keys()
     if mlp is not None:
-        assert report.blocks[0].path == "generic" and "forward was replaced" in report.blocks[0].not_fused
-        calls.clear()
-        model(tokens())
-        assert [shape[1] for shape in calls] == [5, 5, 4, 4, 4, 4]
+        assert report.blocks[0].path == "generic" and "another formula" in report.blocks[0].not_fused
+        with torch.no_grad(), rows_of(mlp.gate_proj.weight) as rows:
+            torch.testing.assert_close(model(tokens()).logits, expected)
+        assert rows == [5, 5, 4, 4, 4, 4]
     assert seqtile.undo(model) == report.tiled
     assert _attributes(model) == before
     assert seqtile.undo(model) == 0
@@ -202,7 +204,9 @@ def test_hooks_on_the_block_fire_once_with_whole_tensors(architecture: str, path
     mlp = model.model.layers[0].mlp
     mlp.register_forward_hook(lambda m, args, out: seen.append(("forward", args[0].shape, out.shape)))
     mlp.register_full_backward_hook(lambda m, gin, gout: seen.append(("backward", gin[0].shape, gout[0].shape)))
-    _, got = gradients(model, ids)
+    with rows_of(mlp.gate_proj.weight) as rows:
+        _, got = gradients(model, ids)
+    assert rows[:6] == [5, 5, 4, 4, 4, 4]  # and the block stays tiled
     whole = torch.Size((2, 13, 32))
     assert seen == [("forward", whole, whole), ("backward", whole, whole)]
     assert_same_gradients(got, expected)
@@ -243,20 +247,16 @@ def test_an_optimiser_that_steps_inside_backward_gives_the_untiled_weights() -> 
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference", "eval"])
-def test_evaluation_is_tiled_too(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_is_tiled_too(mode: str) -> None:
     model, ids = causal_lm("llama"), tokens()
     expected = model(ids).logits.detach()
-    rows: list[int] = []
-    act = type(model.model.layers[0].mlp.act_fn)
-    forward = act.forward
-    monkeypatch.setattr(act, "forward", lambda self, x: rows.append(x.shape[1]) or forward(self, x))
     seqtile.apply(model, tile=5, path="generic")
-    rows.clear()
-    if mode == "eval":
-        got = model.eval()(ids).logits
-    else:
-        with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
-            got = model(ids).logits
+    with rows_of("silu") as rows:
+        if mode == "eval":
+            got = model.eval()(ids).logits
+        else:
+            with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+                got = model(ids).logits
     torch.testing.assert_close(got, expected)
     assert rows == [5, 5, 4, 4, 4, 4] * 2
 
@@ -291,7 +291,7 @@ def test_auto_leaves_a_short_batch_untiled_and_tiles_a_long_one(monkeypatch: pyt
     counts: list[int] = []
     run = instance.run_in_tiles
     monkeypatch.setattr(
-        instance, "run_in_tiles", lambda f, t, sizes, w: counts.append(len(sizes)) or run(f, t, sizes, w)
+        instance, "run_in_tiles", lambda f, t, sizes, *a: counts.append(len(sizes)) or run(f, t, sizes, *a)
     )
     model = causal_lm("llama", max_position_embeddings=4096)
     seqtile.apply(model, path="generic")
@@ -396,15 +396,29 @@ def test_a_hook_added_later_moves_a_block_to_the_generic_operator_and_says_so(ca
     _, expected = gradients(model, ids)
     report = seqtile.apply(model, tile=5)
     assert {block.path for block in report.blocks} == {"fused"}
-    rows: list[int] = []
-    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda m, args, out: rows.append(out.shape[1]))
+    gate = model.model.layers[0].mlp.gate_proj
+    gate.register_forward_hook(lambda m, args, out: None)
+    for _ in range(2):
+        with rows_of(gate.weight) as rows:
+            _, got = gradients(model, ids)
+        assert_same_gradients(got, expected)
+        assert rows[:6] == [5, 5, 4, 4, 4, 4]
+    told = [r.message for r in caplog.records if "now runs the generic operator: gate_proj has hooks" in r.message]
+    assert len(told) == 1 and "untiled" not in caplog.text
+
+
+def test_a_hook_added_later_that_keeps_a_state_sees_whole_calls_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = causal_lm("llama", torch.float64), tokens()
+    _, expected = gradients(model, ids)
+    seqtile.apply(model, tile=5)
+    seen: list[torch.Size] = []
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda m, args, out: seen.append(out.shape))
     for _ in range(2):
         _, got = gradients(model, ids)
         assert_same_gradients(got, expected)
-    assert rows[:6] == [5, 5, 4, 4, 4, 4]
-    assert [
-        r.message for r in caplog.records if "now runs the generic operator: a hook listens to gate_proj" in r.message
-    ]
+    assert seen == [torch.Size((2, 13, 88))] * 2
+    told = [r.message for r in caplog.records if "model.layers.0.mlp runs untiled: its forward changes" in r.message]
+    assert len(told) == 1
 
 
 def test_keep_is_told_with_what_it_is(caplog: pytest.LogCaptureFixture) -> None:

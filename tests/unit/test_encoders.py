@@ -5,10 +5,10 @@ from importlib.metadata import version
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import seqtile
 from seqtile.models.discover.candidates import find_blocks
+from watching import dropout_that_scales
 from zoo import (
     ENCODERS,
     HIDDEN,
@@ -74,21 +74,16 @@ DROPS = {
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("architecture", DROPS)
 def test_each_dropout_is_applied_once(architecture: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a dropout that scales instead of drawing, tiled and untiled must agree: twice or never would show."""
-
-    def scaling(x, p=0.5, training=True, inplace=False):
-        assert not (p and training and 0 in x.stride())  # the zeros that stand for a block's output in the view
-        return x / (1 - p) if training else x
-
-    monkeypatch.setattr(F, "dropout", scaling)
-    monkeypatch.setattr(torch.Tensor, "bernoulli_", lambda mask, p: mask.fill_(True))
     model, ids = with_encoder(architecture, torch.float64, **DROPS[architecture]), tokens()
     model.set_attn_implementation("eager")  # the fused attention draws in a kernel of its own
-    _, expected = gradients(model, ids)
+    with dropout_that_scales(monkeypatch):
+        _, expected = gradients(model, ids)
     seqtile.apply(model, tile=5)
     if checkpointing:
         _checkpointed(model)
-    _, got = gradients(model, ids)
+    gradients(model, ids)  # proves what apply could not
+    with dropout_that_scales(monkeypatch):
+        _, got = gradients(model, ids)
     assert_same_gradients(got, expected)
     assert model.eval()(input_ids=ids, labels=ids).loss == model(input_ids=ids, labels=ids).loss
 
@@ -166,7 +161,7 @@ def test_a_hook_on_half_of_an_mlp_takes_it_out_of_the_tile(caplog: pytest.LogCap
     _, got = gradients(model, ids)
     assert seen == [torch.Size((2, 13, INTERMEDIATE))]
     assert_same_gradients(got, expected)
-    assert any("runs untiled: a hook listens to intermediate" in record.message for record in caplog.records)
+    assert any("runs untiled: intermediate has hooks" in record.message for record in caplog.records)
 
 
 def test_a_layer_whose_last_linear_layer_stays_in_float32() -> None:

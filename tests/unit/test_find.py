@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import seqtile
 from seqtile.models.discover.candidates import find_blocks
+from watching import rows_of
 from zoo import (
     ARCHITECTURES,
     EXPERTS,
@@ -177,9 +178,8 @@ class _Mixer(nn.Module):
         lambda h: h - h.mean(1, keepdim=True),
         lambda h: h.flip(1),
         lambda h: h.softmax(1),
-        lambda h: h + torch.arange(h.shape[1])[:, None],
     ],
-    ids=["cumsum", "mean", "flip", "softmax", "position"],
+    ids=["cumsum", "mean", "flip", "softmax"],
 )
 def test_a_module_that_mixes_tokens_is_left_alone(mix) -> None:
     found, left = find_blocks(nn.ModuleDict({"mixer": _Mixer(mix)}))
@@ -189,10 +189,18 @@ def test_a_module_that_mixes_tokens_is_left_alone(mix) -> None:
         seqtile.apply(nn.ModuleDict({"mixer": _Mixer(mix)}))
 
 
+def test_a_module_that_counts_its_tokens_is_left_alone() -> None:
+    model = nn.ModuleDict({"mixer": _Mixer(lambda h: h + torch.arange(h.shape[1])[:, None])})
+    found, left = find_blocks(model)
+    assert not found and left[0].name == "mixer" and "computes with the number of tokens" in left[0].why
+    with pytest.raises(seqtile.UserError, match=r"looked for .* found mixer \(_Mixer\): not position-wise"):
+        seqtile.apply(model)
+
+
 def test_the_same_module_without_mixing_is_found() -> None:
     found, left = find_blocks(nn.ModuleDict({"mlp": _Mixer(torch.relu)}))
     assert [(block.name, block.hidden, block.intermediate) for block in found] == [("mlp", 8, 16)] and not left
-    assert "permuted tokens" in found[0].why
+    assert found[0].why == "by its trace, forward and backward"
 
 
 def test_attention_is_never_taken_for_an_mlp() -> None:
@@ -216,7 +224,8 @@ def test_meta_device_then_real_weights() -> None:
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(model.config)
     report = seqtile.apply(empty, tile=5)
-    assert report.tiled == 2 and "meta" in report.blocks[0].why
+    assert report.tiled == 2 and {block.path for block in report.blocks} == {"fused"}
+    assert report.blocks[0].why == "by its trace, forward and backward"
     empty.to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())
     for name, buffer in model.named_buffers():
@@ -263,11 +272,19 @@ def test_other_arguments_are_passed_on(arguments: dict, path: str) -> None:
     _same_as_untiled(model, lambda m: m[0](x, **arguments), path)
 
 
-def test_a_tensor_per_sequence_is_refused() -> None:
-    model, x = nn.ModuleList([_Scaled()]), torch.randn(2, 13, 8)
-    seqtile.apply(model, tile=4)
-    with pytest.raises(ValueError, match="neither one row per token nor the same for the whole batch"):
-        model[0](x, bias=torch.ones(2, 1, 8))
+@pytest.mark.parametrize("path", ["generic", "auto"])
+def test_a_tensor_per_sequence_runs_untiled_and_says_so(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([_Scaled()]).double(), torch.randn(2, 13, 8, dtype=torch.float64)
+    bias = torch.randn(2, 1, 8, dtype=torch.float64)
+    _same_as_untiled(model, lambda m: m[0](x, bias=bias), path)
+    with rows_of(model[0].up.weight) as rows:
+        model[0](x, bias=bias)
+        assert rows == [26]
+        model[0](x)  # and the next call is tiled
+        assert rows[1:] == [4] * 5 + [3] * 2
+    told = [record.message for record in caplog.records if "0 runs untiled" in record.message]
+    assert len(told) == 1 and "neither one row per token nor the same for the whole batch" in told[0]
 
 
 @pytest.mark.parametrize("path", ["generic", "auto"])
@@ -314,7 +331,7 @@ class _WithScalar(_Mixer):
 
 def test_a_scalar_beside_the_output_is_a_reason() -> None:
     found, left = find_blocks(nn.ModuleList([_WithScalar(torch.relu)]))
-    assert not found and "gave an output of shape ()" in left[0].why
+    assert not found and "one token's output depends on other tokens: mean" in left[0].why
 
 
 @pytest.mark.parametrize("path", ["generic", "auto"])

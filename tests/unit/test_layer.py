@@ -1,12 +1,14 @@
 """A norm or a dropout after the block runs in the same tile, whatever it is called, and exactly once."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import seqtile
 from seqtile.models import layer as tiled_layer
+from watching import dropout_that_scales, rows_of
 from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
 NEIGHBOURS = {
@@ -14,7 +16,8 @@ NEIGHBOURS = {
     "gemma3_text": ("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
     "olmo2": ("", "mlp", "post_feedforward_layernorm"),
     "glm4": ("post_attention_layernorm", "mlp", "post_mlp_layernorm"),
-    "opt": ("", "fc1", "activation_fn", "fc2", "dropout"),
+    "opt": ("final_layer_norm", "fc1", "activation_fn", "fc2", "dropout"),
+    "gpt2": ("ln_2", "mlp"),
     "llama": ("post_attention_layernorm", "mlp"),
     "phi3": ("post_attention_layernorm", "mlp"),
     "gpt_neox": ("post_attention_layernorm", "mlp"),
@@ -24,7 +27,7 @@ NEIGHBOURS = {
 
 
 @pytest.mark.parametrize("architecture", NEIGHBOURS)
-def test_neighbours_are_read_from_the_layers_source(architecture: str) -> None:
+def test_neighbours_are_found_by_the_layers_trace(architecture: str) -> None:
     before, *rest = NEIGHBOURS[architecture]
     model = causal_lm(architecture)
     report = seqtile.apply(model, tile=5)
@@ -48,24 +51,17 @@ def test_neighbours_are_read_from_the_layers_source(architecture: str) -> None:
 def test_a_dropout_after_the_block_is_applied_once(
     architecture: str, config: dict, follower: str, checkpointing: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a dropout that scales instead of drawing, tiled and untiled must agree: twice or never would show."""
-    shares: list[float] = []
-
-    def scaling(x, p=0.5, training=True, inplace=False):
-        shares.append(p)
-        return x / (1 - p) if training else x
-
-    monkeypatch.setattr(F, "dropout", scaling)
-    monkeypatch.setattr(torch.Tensor, "bernoulli_", lambda mask, p: shares.append(1 - p) or mask.fill_(True))
     model, ids = causal_lm(architecture, torch.float64, **config), tokens()
-    _, expected = gradients(model, ids)
+    with dropout_that_scales(monkeypatch):
+        _, expected = gradients(model, ids)
     report = seqtile.apply(model, tile=5, path=path)
     assert follower in report.blocks[0].together
     if checkpointing:
         model.config.use_cache = False
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    shares.clear()
-    _, got = gradients(model, ids)
+    gradients(model, ids)  # proves what apply could not
+    with dropout_that_scales(monkeypatch) as shares:
+        _, got = gradients(model, ids)
     assert 0.5 in shares
     assert_same_gradients(got, expected)
 
@@ -85,11 +81,13 @@ def test_a_hook_on_a_member_takes_the_neighbours_out_of_the_tile(path: str, capl
     seqtile.apply(model, tile=5, path=path)
     seen: list[torch.Size] = []
     model.model.layers[0].post_feedforward_layernorm.register_forward_hook(lambda m, a, out: seen.append(out.shape))
-    _, got = gradients(model, ids)
+    with rows_of(model.model.layers[0].mlp.gate_proj.weight) as rows:
+        _, got = gradients(model, ids)
+    assert rows[:6] == [5, 5, 4, 4, 4, 4]  # the block alone stays tiled
     gradients(model, ids)
     assert seen == [torch.Size((2, 13, 32))] * 2
     assert_same_gradients(got, expected)
-    told = [record for record in caplog.records if "a hook listens to post_feedforward_layernorm" in record.message]
+    told = [record for record in caplog.records if "post_feedforward_layernorm has hooks" in record.message]
     assert len(told) == 1
 
 
@@ -109,7 +107,14 @@ def test_a_follower_that_ran_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     _, expected = gradients(model, ids)
     seqtile.apply(model, tile=5)
     norm = model.model.layers[0].post_feedforward_layernorm
-    monkeypatch.setattr(tiled_layer, "_pass_through", norm.forward)
+    handing_on = tiled_layer._handing_on
+
+    def twice(names: list[str], *rest: Any) -> dict[str, Any]:
+        stand_ins = handing_on(names, *rest)
+        last = stand_ins[names[-1]]
+        return {**stand_ins, names[-1]: lambda hidden_states: norm.forward(last(hidden_states))}
+
+    monkeypatch.setattr(tiled_layer, "_handing_on", twice)
     _, got = gradients(model, ids)
     with pytest.raises(AssertionError):
         assert_same_gradients(got, expected)

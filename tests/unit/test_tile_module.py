@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import seqtile
+from watching import shapes_of
 from zoo import causal_lm
 
 CHECK = torch.testing.assert_close
@@ -64,15 +65,14 @@ def _run(module: nn.Module, *inputs: torch.Tensor, **words: object) -> list[torc
 
 
 def _same(module: nn.Module, dim: int, *inputs: torch.Tensor, tile: int | str = 4, **words: object) -> seqtile.Report:
-    expected = _run(module, *inputs, **words)
+    weight = next(module.parameters())
+    with shapes_of(weight) as whole:
+        expected = _run(module, *inputs, **words)
     report = seqtile.tile_module(module, dim=dim, tile=tile)
-    seen: list[int] = []
-    handle = next(part for part in module.modules() if part is not module).register_forward_hook(
-        lambda m, args, out: seen.append(out.numel())
-    )
-    got = _run(module, *inputs, **words)
-    handle.remove()
-    assert len(seen) > 2  # several tiles ran
+    with shapes_of(weight) as tiles:
+        got = _run(module, *inputs, **words)
+    assert whole and len(tiles) > 2 * len(whole)  # several tiles ran, forward and backward
+    assert max(shape.numel() for shape in tiles) < max(shape.numel() for shape in whole)
     for one, other in zip(got, expected, strict=True):
         CHECK(one, other)
     assert got[0].is_contiguous()
@@ -84,7 +84,7 @@ def test_any_dimension_of_rows(dim: int) -> None:
     module, x = Scaled().double(), _random(7, 5, 8)
     report = _same(module, dim, x)
     assert str(report) == "tiled 1 of 1 modules (Scaled), 4 tokens per tile, generic"
-    assert "permuted tokens" in report.blocks[0].why
+    assert report.blocks[0].why == "by its trace, forward and backward"
     gate, mask = _random(7, 5, 8, seed=2), _random(7, 5, seed=3)
     _same(Scaled().double(), dim, x, gate, scale=2.0, shift=_random(6, seed=4))
     if dim >= 0:  # from the end, a [7, 5] mask has its tokens elsewhere
@@ -202,9 +202,9 @@ class Mixing(nn.Module):
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (Mixing, {"dim": 1}, "cannot tile Mixing along dim=1: not position-wise: an output depends on other tokens"),
-        (PerColumn, {"dim": 0}, "an output depends on other tokens"),
-        (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), {}, r"1 \(BatchNorm1d\) normalises over tokens"),
+        (Mixing, {"dim": 1}, "cannot tile Mixing along dim=1: one token's output depends on other tokens: cumsum"),
+        (PerColumn, {"dim": 0}, "one token's output depends on other tokens: mean is taken over them"),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), {}, "its forward writes into 0.1.num_batches"),
         (lambda: nn.Linear(8, 8), {"dim": "1"}, "got str, expected an int"),
         (lambda: nn.Linear(8, 8), {"tile": "fast"}, "is not a tile rule"),
         (lambda: nn.Linear(8, 8), {"keep": 2.0}, "got a share outside"),
@@ -236,16 +236,52 @@ def test_what_only_a_call_can_show() -> None:
     with pytest.raises(ValueError, match=r"tiled along dim=2, got a first tensor of shape \(7, 8\)"):
         module(_random(7, 8))
 
-    class Summed(nn.Module):
-        def forward(self, x, other, third):  # three inputs are not probed
-            return (x + other + third).sum(0)
 
-    summed = Summed()
-    report = seqtile.tile_module(summed, dim=0, tile=4)
-    assert "by its caller's word" in report.blocks[0].why
+
+class Three(nn.Module):
+    """Three inputs, of which nothing is known before the first call."""
+
+    def __init__(self, mix) -> None:
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, x, other, third):
+        return self.mix(x + other * third)
+
+
+def _three(mix, **settings: object) -> tuple[nn.Module, seqtile.Report]:
+    module = Three(mix)
+    return module, seqtile.tile_module(module, dim=0, tile=4, **settings)
+
+
+def test_what_is_proven_at_the_first_call_is_tiled_then() -> None:
+    module, report = _three(torch.tanh)
+    assert "not proven on three dimensions" in report.blocks[0].why and "judged at each call" in report.blocks[0].why
     x = _random(7, 3)
+    with torch.no_grad(), shapes_of("tanh") as tiles:
+        got = module(x, x, x)
+    CHECK(got, torch.tanh(x + x * x).detach())
+    assert [shape[0] for shape in tiles] == [4, 3]
+
+
+def test_what_mixes_tokens_at_the_first_call_runs_untiled_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    module, _ = _three(lambda x: x.cumsum(0))
+    x = _random(7, 3)
+    for _ in range(2):
+        CHECK(module(x, x, x), (x + x * x).cumsum(0))
+    told = [record for record in caplog.records if "Three runs untiled: one token's output depends" in record.message]
+    assert len(told) == 1
+
+
+def test_an_output_without_rows_is_refused() -> None:
+    module, _ = _three(lambda x: x.sum(0))
+    x = _random(7, 3)
+    with pytest.raises(ValueError, match=r"for 7 tokens along dim=0 it returned shape \(3,\)"):
+        module(x, x, x)
+    module, report = _three(lambda x: x.sum(0), trust=True)
+    assert report.blocks[0].why == "not verified: its caller vouches for it (trust=)"
     with pytest.raises(ValueError, match=r"for 4 tokens along dim=0 it returned shape \(3,\)"):
-        summed(x, x, x)
+        module(x, x, x)
 
 
 @pytest.mark.parametrize("tile", ["auto", "shards:3", "arctic", "memory:1MiB"])

@@ -179,7 +179,7 @@ def expected_mode(chain: Chain, hidden: int, dims: tuple[int | str, ...] | None 
 
 def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate | Left:
     class_name = type(block.module).__name__
-    layer = model.get_submodule(block.layer) if block.layer or block.in_layer else None
+    layer = model.get_submodule(block.layer) if block.name or block.in_layer else None
     for near in _variants(block.neighbours):
         chain = chain_of(layer, block, near)
         proof, _ = prove(chain, expected_mode(chain, block.hidden))
