@@ -29,6 +29,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from seqtile.ops.replay import TileStates
 from seqtile.ops.rows import Cuts, Outputs
+from seqtile.ops.sums import Sum
+from seqtile.ops.tile_linear import SumsOfLinears
 
 Run = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]
 Weights = Callable[[], Mapping[str, Tensor]]
@@ -141,8 +143,9 @@ def _run_with_gradient(
         )
         for number, tile in zip(wanted, entered[: len(wanted)], strict=True):
             tiles[number] = tile
-        with random.of(index):
-            return run(tiles, dict(zip(trained, entered[len(wanted) :], strict=True)))
+        aliases = dict(zip(trained, entered[len(wanted) :], strict=True))
+        with random.of(index), SumsOfLinears(aliases, gradients.sum_of):
+            return run(tiles, aliases)
 
     try:
         for index in range(len(cuts)):
@@ -232,7 +235,7 @@ class _Gradients:
         self._clear()
 
     def _clear(self) -> None:
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[str, Sum] = {}
         self._inputs: dict[int, Tensor] = {}
         self._written: dict[int, set[int]] = {}
         self._outputs: Sequence[Tensor | None] = ()
@@ -257,14 +260,15 @@ class _Gradients:
         if self._outputs_left == 0:
             self._outputs = ()
 
+    def sum_of(self, name: str, weight: Tensor) -> Sum:
+        """The sum of a weight's gradient over the tiles of this pass."""
+        if name not in self._sums:
+            self._sums[name] = Sum(weight)
+        return self._sums[name]
+
     def add_weight(self, name: str, gradient: Tensor) -> None:
         """Add one tile's weight gradient to the sum: fp32 for weights of lower precision."""
-        total = self._sums.get(name)
-        if total is not None:
-            total.add_(gradient)
-            return
-        low = gradient.dtype in (torch.bfloat16, torch.float16)
-        self._sums[name] = gradient.to(torch.float32 if low else gradient.dtype, copy=True)
+        self.sum_of(name, gradient).add(gradient)
 
     def write_input(self, number: int, index: int, gradient: Tensor) -> None:
         """Write one tile's input gradient into its slice."""
@@ -286,7 +290,7 @@ class _Gradients:
             result.append(whole)
         for name, dtype in self.weights:
             total = self._sums.pop(name, None)
-            result.append(total if total is None else total.to(dtype))
+            result.append(None if total is None else total.result().to(dtype))
         self._clear()
         return result
 
