@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from seqtile.ops.replay import TileStates
 from seqtile.ops.rows import Cuts, Outputs
+from seqtile.ops.same_weights import SameWeights
 from seqtile.ops.sums import Sum
 from seqtile.ops.tile_linear import SumsOfLinears
 
@@ -48,8 +49,9 @@ def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weig
         tensors: inputs that are split, each ``[..., D_i]`` with the same number of rows ``N`` (product of the
             leading dimensions). A tile keeps the number of dimensions: ``[1, ..., t, D_i]``.
         sizes: tokens of each tile, in order; they sum to ``N``; may be empty when ``N`` is 0.
-        weights: returns the live weights that train, by name. They are asked for again at every tile, so that an
-            engine may free and gather them in between.
+        weights: returns the live weights by name: those that train, and any others that ``run`` reads and that have to
+            be the same in backward. They are asked for again at every tile, so that an engine may free and gather them
+            in between.
 
     Returns:
         What ``run(tensors, {})`` returns. Outputs shaped like the first input but for the last dimension keep its
@@ -69,13 +71,14 @@ def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weig
     Raises:
         ValueError: an output has no row per token, so the function is not position-wise.
         NotImplementedError: a backward with ``create_graph=True`` goes through the tiles.
-        RuntimeError: PyTorch's, a second backward through a graph that was not retained.
+        RuntimeError: in backward, a weight is another tensor than in the forward, or was modified in place since; or
+            PyTorch's, a second backward through a graph that was not retained.
     """
     cuts = Cuts(tensors, sizes)
     if torch.compiler.is_compiling():
         return _run_compiled(run, tensors, cuts)
     live = weights() if torch.is_grad_enabled() else {}
-    if not torch.is_grad_enabled() or not (live or any(t.requires_grad for t in tensors)):
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
         return _run_without_gradient(run, tensors, cuts)
     return _run_with_gradient(run, tensors, cuts, weights, live)
 
@@ -127,23 +130,25 @@ def _run_with_gradient(
     run: Run, tensors: Sequence[Tensor], cuts: Cuts, weights: Weights, live: Mapping[str, Tensor]
 ) -> Any:
     rows = cuts.rows(tensors)
-    gradients = _Gradients(cuts, [(name, weight.dtype) for name, weight in live.items()])
+    trained = {name: weight for name, weight in live.items() if weight.requires_grad}
+    names, same = tuple(trained), SameWeights(live)
+    gradients = _Gradients(cuts, [(name, weight.dtype) for name, weight in trained.items()])
     saved: list[Tensor] = []
-    source = _Source(cuts, _Save.apply(gradients, saved, len(rows), *rows, *live.values()), rows, saved)
+    source = _Source(cuts, _Save.apply(gradients, saved, len(rows), *rows, *trained.values()), rows, saved)
+    del trained, live
     output = Outputs(cuts)
     anchor = rows[0].new_empty(0)
     random = TileStates(anchor.device)
 
     def run_tile(index: int, _: Tensor) -> Any:
         tiles = source.tiles(index)
-        trained = {name: weight.detach() for name, weight in weights().items()}
+        found = same.check(weights()) if source.recomputes else weights()
+        own = [found[name].detach() for name in names]
         wanted = [number for number, needs in enumerate(source.needs_gradient) if needs]
-        entered = _Enter.apply(
-            source.token, gradients, index, wanted, list(trained), *(tiles[n] for n in wanted), *trained.values()
-        )
+        entered = _Enter.apply(source.token, gradients, index, wanted, names, *(tiles[n] for n in wanted), *own)
         for number, tile in zip(wanted, entered[: len(wanted)], strict=True):
             tiles[number] = tile
-        aliases = dict(zip(trained, entered[len(wanted) :], strict=True))
+        aliases = dict(zip(names, entered[len(wanted) :], strict=True))
         with random.of(index), SumsOfLinears(aliases, gradients.sum_of):
             return run(tiles, aliases)
 
@@ -187,12 +192,13 @@ class _Source:
         token: what the next tile hangs on. It chains the tiles: in backward one begins when the one after it has ended.
             Were all ready at once, those still waiting when an exception ends the backward would stay in the
             engine's queue, and with them the graph.
+        recomputes: the forward is over.
     """
 
     def __init__(self, cuts: Cuts, token: Tensor, rows: Sequence[Tensor], saved: list[Tensor]) -> None:
         self.cuts = cuts
         self.needs_gradient = [row.requires_grad for row in rows]
-        self.token = token
+        self.token, self.recomputes = token, False
         self._save = token.grad_fn
         self._live: list[Tensor] | None = [row.detach() for row in rows]
         self._saved = saved
@@ -213,7 +219,7 @@ class _Source:
     def end_forward(self) -> Tensor:
         """Let go of the live inputs, from here on they come from the saved ones, and of the last token; return it."""
         last, self.token = self.token, self.token.detach().requires_grad_()
-        self._live = None
+        self._live, self.recomputes = None, True
         return last
 
     def unpack(self) -> None:
