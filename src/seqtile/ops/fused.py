@@ -140,6 +140,7 @@ def fused_mlp(
 
     Raises:
         ValueError: the sizes do not sum to the rows, or ``keep`` is not a share.
+        TypeError: complex numbers, whose gradients the products here would not conjugate.
     """
     rows = x.shape[:-1].numel()
     sizes = tuple(size for size in sizes if size)
@@ -148,6 +149,8 @@ def fused_mlp(
     if not 0.0 <= keep <= 1.0:
         raise ValueError(f"keep={keep}: expected a share of the tiles, 0.0 to 1.0")
     tensors = mlp.tensors()
+    if found := next((t.dtype for t in (x, *tensors) if t.is_complex()), None):
+        raise TypeError(f"the fused operator computes real numbers, got {found}; use run_in_tiles (path='generic')")
     plan = _plan(x, mlp, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense)
     x = _one_row_stride(x)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *tensors)):

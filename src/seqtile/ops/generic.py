@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from seqtile.ops.replay import TileStates
-from seqtile.ops.rows import Cuts, Outputs
+from seqtile.ops.rows import Cuts, Outputs, is_differentiable
 from seqtile.ops.same_weights import SameWeights
 from seqtile.ops.sums import Sum
 from seqtile.ops.tile_linear import SumsOfLinears
@@ -359,7 +359,7 @@ class _Put(torch.autograd.Function):
         ctx: Any, gradients: _Gradients, source: _Source, index: int, token: Tensor, *outputs: Tensor
     ) -> Tensor:
         ctx.gradients, ctx.source, ctx.index = gradients, source, index
-        ctx.shapes = [output.shape if output.is_floating_point() else None for output in outputs]
+        ctx.shapes = [output.shape if is_differentiable(output) else None for output in outputs]
         ctx.set_materialize_grads(False)
         return token.detach()
 

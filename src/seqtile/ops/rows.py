@@ -13,6 +13,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
+def is_differentiable(tensor: Tensor) -> bool:
+    """Whether a tensor of this dtype can have a gradient: real or complex numbers, no integers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 class Cuts:
     """The rows of each tile, and how outputs go back together."""
 
