@@ -134,9 +134,14 @@ def fused_mlp(
 
     Composes with:
         DDP, FSDP1, FSDP2, ZeRO-1/2/3 (the weights are ordinary inputs of an autograd node), activation checkpointing,
-        autocast, ``torch.autograd.grad``, ``retain_graph=True`` (kept tiles are recomputed the second time). Not
-        with ``torch.compile`` around it, nor with a second derivative. Dropout masks are drawn per tile, so a seed
-        gives other masks than the untiled block; the recompute draws the same ones and leaves the stream alone.
+        ``torch.autograd.grad``, ``retain_graph=True`` (kept tiles are recomputed the second time). Not with
+        ``torch.compile`` around it, nor with a second derivative. Dropout masks are drawn per tile, so a seed gives
+        other masks than the untiled block; the recompute draws the same ones and leaves the stream alone.
+
+        Autocast: the recompute and the gradients' products run in the state that the forward had, whatever that of
+        the backward, as PyTorch's documentation says of backward operators ("run in the same type that autocast used
+        for corresponding forward ops"). Untiled, a backward inside autocast of a forward outside it multiplies in low
+        precision; here it does not, so its gradients are nearer the truth than untiled ones, never farther.
 
     Raises:
         ValueError: the sizes do not sum to the rows, or ``keep`` is not a share.

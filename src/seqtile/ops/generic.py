@@ -49,9 +49,8 @@ def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weig
         tensors: inputs that are split, each ``[..., D_i]`` with the same number of rows ``N`` (product of the
             leading dimensions). A tile keeps the number of dimensions: ``[1, ..., t, D_i]``.
         sizes: tokens of each tile, in order; they sum to ``N``; may be empty when ``N`` is 0.
-        weights: returns the live weights by name: those that train, and any others that ``run`` reads and that have to
-            be the same in backward. They are asked for again at every tile, so that an engine may free and gather them
-            in between.
+        weights: returns the live weights by name: those that train, and others that have to be the same in backward.
+            They are asked for again at every tile, so that an engine may free and gather them in between.
 
     Returns:
         What ``run(tensors, {})`` returns. Outputs shaped like the first input but for the last dimension keep its
@@ -63,6 +62,9 @@ def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weig
         beyond the inputs: the outputs, their gradients, the inputs' gradients, one fp32 sum per weight that trains,
         and one tile's intermediates.
 
+    Autocast:
+        A recompute runs in the forward's state, as PyTorch's checkpoint does; gradients in the backward's, as untiled.
+
     Randomness:
         The forward takes from the global random stream tile by tile, in order, as ``run`` on one tile after another
         does; so masks differ from the untiled block's under the same seed. Backward restores each tile's state for its
@@ -71,8 +73,7 @@ def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weig
     Raises:
         ValueError: an output has no row per token, so the function is not position-wise.
         NotImplementedError: a backward with ``create_graph=True`` goes through the tiles.
-        RuntimeError: in backward, a weight is another tensor than in the forward, or was modified in place since; or
-            PyTorch's, a second backward through a graph that was not retained.
+        RuntimeError: a weight is another one than in the forward; the graph was not retained for a second backward.
     """
     cuts = Cuts(tensors, sizes)
     if torch.compiler.is_compiling():

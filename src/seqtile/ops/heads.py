@@ -100,8 +100,8 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
         keeps attention's output, queries, keys and values.
 
     Composes with:
-        What :func:`seqtile.ops.fused.fused_mlp` does. Dropout inside attention is drawn per pass, so a seed gives other
-        masks than the untiled layer; the backward draws the same ones.
+        What :func:`seqtile.ops.fused.fused_mlp` does, autocast as there. Dropout inside attention is drawn per pass, so
+        a seed gives other masks than the untiled layer; the backward draws the same ones.
     """
     tensors = attention.tensors()
     kinds = tuple(part.kind() for part in attention.first)

@@ -112,9 +112,10 @@ class Autocast:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """The forward's state, for functions that are called as they are."""
+        """The forward's state, for functions that are called as they are, whatever the state of the backward."""
         if not self.enabled:
-            yield
+            with self.off():
+                yield
             return
         with torch.autocast(self.device_type, dtype=self.dtype):
             yield

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from seqtile.ops.replay import Autocast
 from seqtile.ops.sums import LOW, Sum
 
 SumOf = Callable[[str, Tensor], Sum]
@@ -46,7 +47,7 @@ class SumsOfLinears(TorchFunctionMode):
         if func is F.linear and not torch.compiler.is_compiling() and torch.is_grad_enabled():
             x, weight, bias = _arguments(*args, **kwargs)
             names = tuple(None if tensor is None else self._names.get(id(tensor)) for tensor in (weight, bias))
-            if any(names) and _is_plain(x, weight, bias) and not torch.is_autocast_enabled(x.device.type):
+            if any(names) and _is_plain(x, weight, bias) and not Autocast.of(x).enabled:
                 token = _SaveOperands.apply(names[0] is not None, x, weight, bias)
                 return _Linear.apply(self._sum_of, names, token.grad_fn, token, x, weight, bias)
         return func(*args, **kwargs)
@@ -99,7 +100,7 @@ class _Linear(torch.autograd.Function):
         x, weight, bias = ctx.save.saved_tensors
         weight_name, bias_name = ctx.names
         rows = dy.reshape(-1, dy.shape[-1])  # [tokens, out]
-        with torch.autocast(dy.device.type, enabled=False):  # as in the forward
+        with Autocast.of(dy).off():  # as in the forward
             if weight_name is not None:
                 ctx.sum_of(weight_name, weight).add_product(rows.t(), x.reshape(-1, x.shape[-1]))
             if bias_name is not None:
