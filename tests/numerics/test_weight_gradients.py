@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from numerics._blocks import Tiled, gradients, random, shards
 from numerics._errors import assert_no_worse, in_float64
 from numerics._fused import Between, Fused, GatedMLP, GateUpMLP, PlainMLP
+from seqtile.counting import count_products
 from seqtile.ops import fused_tile
-from seqtile.ops.sums import Sum
+from seqtile.ops.sums import Sum, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.tile_linear import SumsOfLinears
 
 HIDDEN, INTERMEDIATE, TOKENS = 48, 128, 4096
@@ -168,3 +170,22 @@ def test_low_precision_inside_autocast_is_left_to_it() -> None:
         assert not seen
         Tiled(model, 16)(x).sum().backward()
     assert len(seen) == 4 * 6  # tiles, weights and biases
+
+
+def products_of_one_sum() -> int:
+    products_sum_in_fp32("cpu", torch.bfloat16)  # probed with numbers, so before there are none
+    with FakeTensorMode(), count_products() as products:
+        left, right = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((512, 4096), (4096, 512)))
+        total = Sum(torch.empty(512, 512, dtype=torch.bfloat16))
+        total.add_product(left, right)
+        assert total.result().dtype == torch.bfloat16
+    assert products.flops == 2 * 512 * 512 * 4096
+    return len(products.records)
+
+
+def test_a_plan_for_an_accelerator_sees_one_product() -> None:
+    """Fake tensors are on the CPU, whose products come in pieces, each of which costs a plan three fake operators."""
+    assert products_of_one_sum() > 1
+    with as_on_an_accelerator():
+        assert products_of_one_sum() == 1
+    assert products_of_one_sum() > 1

@@ -11,11 +11,28 @@ the product itself adds into the fp32 sum.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 LOW = (torch.bfloat16, torch.float16)
+
+
+_accelerator_meant = False
+"""Whether tensors on the CPU stand for those of an accelerator, see :func:`as_on_an_accelerator`."""
+
+
+@contextmanager
+def as_on_an_accelerator() -> Iterator[None]:
+    """Inside, fake tensors on the CPU are summed as on a device whose products add into fp32: to plan its memory."""
+    global _accelerator_meant
+    before, _accelerator_meant = _accelerator_meant, True
+    try:
+        yield
+    finally:
+        _accelerator_meant = before
 
 
 def tokens_at_once(left: Tensor, right: Tensor) -> int:
@@ -71,7 +88,8 @@ class Sum:
             latter at the speed of a bf16 product, and loses nothing here, since these operands are bf16 numbers.
         """
         wide = torch.float32 if self._low else self._dtype
-        into_sum = wide == torch.float32 and products_sum_in_fp32(left.device.type, left.dtype)
+        adds = _accelerator_meant and left.dtype in LOW or products_sum_in_fp32(left.device.type, left.dtype)
+        into_sum = adds and wide == torch.float32
         if left.dtype != wide and not into_sum and left.device.type != "cpu":
             if self._low and self._gradient is None and left.dtype == self._dtype:
                 self._gradient = self._empty(self._dtype)
