@@ -30,6 +30,7 @@ from seqtile.ops.fused_tile import Pass, sums_for
 from seqtile.ops.pointwise import Activation
 from seqtile.ops.projection import Kind, Packed, Projection
 from seqtile.ops.replay import Autocast, RandomState, RowWise
+from seqtile.ops.rows import refuse_trace
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,9 @@ def fused_mlp(
     Raises:
         ValueError: the sizes do not sum to the rows, or ``keep`` is not a share.
         TypeError: complex numbers, whose gradients the products here would not conjugate.
+        NotImplementedError: inside ``torch.jit.trace``; a second derivative.
     """
+    refuse_trace()
     rows = x.shape[:-1].numel()
     sizes = tuple(size for size in sizes if size)
     if sum(sizes) != rows:

@@ -72,7 +72,7 @@ def run_in_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], weig
 
     Raises:
         ValueError: an output has no row per token, so the function is not position-wise.
-        NotImplementedError: a backward with ``create_graph=True`` goes through the tiles.
+        NotImplementedError: inside ``torch.jit.trace``; a backward with ``create_graph=True`` goes through the tiles.
         RuntimeError: a weight is another one than in the forward; the graph was not retained for a second backward.
     """
     cuts = Cuts(tensors, sizes)
@@ -93,8 +93,8 @@ def _run_without_gradient(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> An
 
 
 def _run_compiled(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
-    """PyTorch's checkpoint per tile, which its compiler understands; the compiler then plans the recompute itself."""
-    if not torch.is_grad_enabled():
+    """PyTorch's checkpoint per tile, from which the compiler plans its own recompute; ``torch.export`` takes none."""
+    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
         return _run_joined(run, tensors, cuts)
 
     def run_checkpointed(tiles: Sequence[Tensor], _: Mapping[str, Tensor]) -> Any:
