@@ -14,11 +14,14 @@ import random
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import extension_builds
 
 _BEFORE = "SEQTILE_TESTS_ENVIRONMENT"
 ENVIRONMENT_BEFORE: dict[str, str] = json.loads(os.environ.get(_BEFORE, "null")) or dict(os.environ)
@@ -40,6 +43,7 @@ os.environ.update(
         "HF_HOME": str(Path(_CACHE.name, "huggingface")),
         "XDG_CACHE_HOME": str(Path(_CACHE.name, "xdg")),
         "MPLBACKEND": "Agg",
+        extension_builds.NAME: str(extension_builds.folder()),
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -98,6 +102,11 @@ def _seeds_and_threads() -> Iterator[None]:
 def installer_environment() -> dict[str, str]:
     """The environment that tests were started with: for installing packages, never for running what is tested."""
     return dict(ENVIRONMENT_BEFORE)
+
+
+def pytest_sessionstart() -> None:
+    """A killed run of the tests may have left a lock on DeepSpeed's builds, for which the next would wait for ever."""
+    extension_builds.unlock(0.0, time.time() - extension_builds.BUILD_SECONDS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -50,7 +50,7 @@ def train(context: ForkServerContext, values: dict[str, Any], log: Path, *, kill
     """Run a recipe in a new process and wait for its end."""
     process = context.Process(target=_child, args=(values, log, kill, resume, checkpoint))
     process.start()
-    process.join(240)
+    process.join(500)
     if process.is_alive():
         process.kill()
         process.join()

@@ -46,7 +46,7 @@ def selected(request: pytest.FixtureRequest) -> dict[str, tuple[str, ...]]:
     return {launch: tuple(names) for launch, names in chosen.items()}
 
 
-@pytest.mark.timeout(1500)  # the first test of a launch waits for all its cases; the launcher has limits of its own
+@pytest.mark.timeout(5400)  # the first test of a launch waits for all its cases; the launcher has limits of its own
 @pytest.mark.parametrize(
     ("launch", "engine", "case"),
     [pytest.param(*case, id=f"{case[1]}-{case[2]}") for case in CASES],

@@ -48,7 +48,6 @@ def alone(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_all_ranks_start_again_and_nothing_is_lost(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,7 +55,6 @@ def test_all_ranks_start_again_and_nothing_is_lost(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_shards_start_again_from_step_0(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

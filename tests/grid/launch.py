@@ -13,17 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import extension_builds
+
 LAUNCHES = {"torch": ("ddp", "fsdp1", "fsdp2", "context"), "deepspeed": ("zero12", "zero3", "ulysses")}
 """Engines that share a process group, by the package they need: a launch costs more than its cases."""
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
-BUILDS = ROOT / ".cache" / "torch_extensions"
-"""Where DeepSpeed keeps the operators that it compiles, about two minutes the first time."""
 
-START_SECONDS = 420.0
+START_SECONDS = 900.0
 """For imports, and for compiling an operator the first time."""
-CASE_SECONDS = 90.0
+CASE_SECONDS = 400.0
+"""A guard against a hang: a second or two on a machine that does nothing else."""
 MAX_FAILURES = 6
 """After so many, the rest is not tried: each costs a launch."""
 GRACE_SECONDS = 5.0
@@ -75,12 +76,12 @@ def _launch(names: list[str], folder: Path, case_seconds: float) -> dict[str, Re
         # A compiler's helper (ninja) is beside the interpreter.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(ROOT / "src")]),
-        "TORCH_EXTENSIONS_DIR": str(BUILDS),
+        extension_builds.NAME: str(extension_builds.folder()),
         "DS_ACCELERATOR": "cpu",
         "PYTHONFAULTHANDLER": "1",
     }
     start = time.time()
-    _unlock(0.0, start - START_SECONDS)
+    extension_builds.unlock(0.0, start - extension_builds.BUILD_SECONDS)
     ranks = []
     for rank in range(2):
         with Path(folder, f"{rank}.log").open("wb") as log:
@@ -96,15 +97,8 @@ def _launch(names: list[str], folder: Path, case_seconds: float) -> dict[str, Re
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if any(process.returncode for process in ranks):
-            _unlock(start, time.time())
+            extension_builds.unlock(start, time.time(), extension_builds.folder())
     return _read(names, folder, why)
-
-
-def _unlock(since: float, until: float) -> None:
-    """Remove the locks of builds that were taken in this time, by a rank that is dead: the next would wait for it."""
-    for lock in BUILDS.glob("*/lock"):
-        if since <= lock.stat().st_mtime <= until:
-            lock.unlink()
 
 
 def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path, case_seconds: float) -> str:

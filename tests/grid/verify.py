@@ -45,7 +45,7 @@ def batch_of(rank: int) -> dict[str, Tensor]:
 
 def main(names: list[str], file: Path) -> None:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     with file.open("w", encoding="utf-8") as lines:
         for name in names:
             if name.startswith("zero"):

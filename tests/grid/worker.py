@@ -19,7 +19,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
-TIMEOUT = 60
+TIMEOUT = 300
 """Seconds that a rank waits for the other in a collective."""
 
 

@@ -19,7 +19,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     """As `make docs` does, into another folder."""
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)], cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     tiling = "seqtile.integrations.callback.TilingCallback"

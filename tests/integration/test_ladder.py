@@ -163,7 +163,7 @@ class Runs:
             raise KeyboardInterrupt
         self.made.append((arguments["rung"], arguments["tokens"], arguments["layers"]))
         if len(self.made) == 1 and self.most:
-            return self.real(job, arguments, timeout_s=100)
+            return self.real(job, arguments, timeout_s=500)
         return guarded(lambda one: measure_attempt(Attempt(**one)), arguments)
 
 

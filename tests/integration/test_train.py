@@ -161,7 +161,7 @@ def test_a_signal_saves_a_checkpoint_and_the_printed_command_continues(
         assert process.stdout is not None
         assert process.stdout.readline().startswith("step ")
         process.send_signal(number)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=500)
     finally:
         process.kill()
     assert process.returncode == code, errors

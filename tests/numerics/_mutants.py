@@ -10,6 +10,7 @@ from torch import Tensor
 
 from seqtile.ops.generic import _Gradients, _Source
 from seqtile.ops.rows import Cuts, Outputs
+from seqtile.ops.sums import Sum
 
 Mutant = Callable[[MonkeyPatch], None]
 
@@ -52,23 +53,24 @@ def upstream_ignored(monkeypatch: MonkeyPatch) -> None:
 
 def bias_skipped(monkeypatch: MonkeyPatch) -> None:
     """Biases get no gradient from any tile but the first."""
-    add_weight = _Gradients.add_weight
+    sum_of = _Gradients.sum_of
 
-    def mutated(self: _Gradients, name: str, gradient: Tensor) -> None:
-        if not (name.endswith("bias") and name in self._sums):
-            add_weight(self, name, gradient)
+    def mutated(self: _Gradients, name: str, weight: Tensor) -> Sum:
+        forgotten = name.endswith("bias") and name in self._sums
+        return Sum(weight) if forgotten else sum_of(self, name, weight)
 
-    monkeypatch.setattr(_Gradients, "add_weight", mutated)
+    monkeypatch.setattr(_Gradients, "sum_of", mutated)
 
 
 def low_precision_sums(monkeypatch: MonkeyPatch) -> None:
     """Weight gradients are summed over tiles in the weight's own precision."""
+    init = Sum.__init__
 
-    def mutated(self: _Gradients, name: str, gradient: Tensor) -> None:
-        total = self._sums.get(name)
-        self._sums[name] = gradient.clone() if total is None else total.add_(gradient)
+    def mutated(self: Sum, tensor: Tensor) -> None:
+        init(self, tensor)
+        self._low = False
 
-    monkeypatch.setattr(_Gradients, "add_weight", mutated)
+    monkeypatch.setattr(Sum, "__init__", mutated)
 
 
 def shifted_by_a_row(monkeypatch: MonkeyPatch) -> None:

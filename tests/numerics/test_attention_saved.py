@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import seqtile
 from seqtile.checkpointing import attention
 from seqtile.checkpointing.install import standing_checkpointing
+from seqtile.ops.replay import RandomState
 from zoo import HIDDEN, INTERMEDIATE, causal_lm, tokens
 
 BATCH, LENGTH, LAYERS, HEADS = 2, 24, 2, 4
@@ -172,6 +175,82 @@ def test_nothing_found_to_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         step(model)
     assert calls.forward == 2 * LAYERS
     assert any("found no attention kernel" in note for note in report.notes)
+
+
+@cache
+def kernel_with_dropout() -> Any:
+    """An attention kernel as FlashAttention registers it, whose dropout draws from the default generator.
+
+    The CPU's own kernel has no dropout.
+    """
+
+    @torch.library.custom_op("seqtile_flash_attn::fwd", mutates_args=())
+    def forward(x: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        mask = (torch.rand_like(x) >= share).to(x.dtype) / (1 - share)
+        return x * mask, mask
+
+    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(output[1])
+
+    forward.register_autograd(lambda ctx, dy, _: (dy * ctx.saved_tensors[0], None), setup_context=keep)
+    return forward
+
+
+def check_masks(calls: int, share: float) -> int:
+    """Gradients of a layer that drops in attention and after it, against no checkpoint; how often the kernel ran."""
+    torch.manual_seed(0)
+    kernel, before, after = kernel_with_dropout(), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def layer(x: Tensor) -> Tensor:
+        x = torch.dropout(before(x), 0.3, True)
+        for _ in range(calls):
+            x = torch.dropout(torch.tanh(kernel(x, share)[0]), 0.3, True)
+        return torch.dropout(after(x), 0.3, True).square()
+
+    def gradients(run: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        x = torch.ones(5, 8, requires_grad=True)
+        loss = run(run(x)).sum()
+        found = torch.autograd.grad(loss, [x, *before.parameters(), *after.parameters()])
+        return [*found, torch.rand(1)]  # and the stream goes on as it would
+
+    saved = attention.AttentionSaved()
+    expected = gradients(layer)
+    with CallsOf("seqtile_flash_attn") as seen:
+        got = gradients(lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=saved))
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    return seen.count
+
+
+class CallsOf(TorchDispatchMode):
+    """Calls of the operators of one namespace."""
+
+    def __init__(self, space: str) -> None:
+        super().__init__()
+        self.space, self.count = space, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name().startswith(self.space)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_what_comes_after_attention_draws_the_same_masks(share: float, calls: int) -> None:
+    """The recompute does not run the kernel, whose dropout has moved the stream."""
+    assert check_masks(calls, share) == 2 * calls, "two layers, no kernel twice"
+
+
+def test_a_layer_that_goes_on_from_another_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RandomState, "restore", lambda self: None)
+    with pytest.raises(AssertionError):
+        check_masks(1, 0.25)
+
+
+def test_a_layer_without_random_numbers_has_no_mode_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = step(model_with())
+    monkeypatch.delattr(attention, "_GoingOn")
+    assert_equal(step(model_with(checkpoint="attention-saved")), expected)
 
 
 @pytest.mark.parametrize(

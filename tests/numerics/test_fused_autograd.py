@@ -318,7 +318,7 @@ def test_an_input_changed_in_between_is_noticed() -> None:
 
 def test_backwards_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs whose backwards interleave keep their sums and buffers apart."""
-    model, barrier, found, backward = block(), Barrier(2, timeout=60), {}, Pass.backward
+    model, barrier, found, backward = block(), Barrier(2, timeout=500), {}, Pass.backward
 
     def meeting(self: Pass, *args: object) -> None:
         barrier.wait()  # both threads are at the same tile

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from seqtile.checkpointing.host import HostMemory, Parked
 from seqtile.ops.attention_calls import Kept, is_attention, keeping, kept_now
+from seqtile.ops.replay import RandomState
 
 
 class AttentionSaved:
@@ -56,9 +58,11 @@ class AttentionSaved:
         kept = kept_now()
         if not is_attention(op) or (kept is not None and kept.computing):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        output = getattr(context, "op_output", None)
         if not getattr(context, "is_recompute", False):
-            self.add(t for t in tree_iter(output) if isinstance(t, Tensor))
+            results = [t for t in tree_iter(getattr(context, "op_output", None)) if isinstance(t, Tensor)]
+            self.add(results)
+            if kept is not None and results and not results[0].is_meta:
+                kept.random.append(RandomState(results[0].device))
         return CheckpointPolicy.MUST_SAVE
 
 
@@ -140,11 +144,34 @@ class _Recompute:
     def __enter__(self) -> Any:
         with torch.no_grad():
             self.away.fetch()
+        # The stream stands where the forward began: if it stood there after the last kernel too, no kernel has drawn.
+        self.going_on = None if all(state.is_now for state in self.kept.random[-1:]) else _GoingOn(self.kept)
         self.keeping = keeping(self.kept, replaying=True)
         self.keeping.__enter__()
-        return self.inner.__enter__()
+        entered = self.inner.__enter__()
+        if self.going_on is not None:
+            self.going_on.__enter__()
+        return entered
 
     def __exit__(self, *reason: Any) -> Any:
+        if self.going_on is not None:
+            self.going_on.__exit__(*reason)
         result = self.inner.__exit__(*reason)
         self.keeping.__exit__(*reason)
+        return result
+
+
+class _GoingOn(TorchDispatchMode):
+    """Where a kernel's kept results stand for it, random numbers go on as after the kernel."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self.kept, self.states = kept, iter(kept.random)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_attention(func) and not self.kept.computing:
+            state = next(self.states, None)
+            if state is not None:
+                state.restore()
         return result

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
+from seqtile.ops.rows import is_differentiable
 
 _LEAF = "_z3_leaf"
 _OURS = "_seqtile_marked_leaf"
@@ -83,7 +84,7 @@ def end_gradients_here(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
     """
     if not is_registered(module) or not torch.is_grad_enabled():
         return None
-    tensors = [value for value in inputs if isinstance(value, Tensor) and value.is_floating_point()]
+    tensors = [value for value in inputs if isinstance(value, Tensor) and is_differentiable(value)]
     if any(tensor.requires_grad for tensor in tensors) or not any(p.requires_grad for p in module.parameters()):
         return None
     if not tensors:

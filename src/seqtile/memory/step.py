@@ -34,7 +34,7 @@ from seqtile.memory.track import (
 from seqtile.models.apply import apply, undo
 from seqtile.ops.attention_calls import is_attention
 from seqtile.ops.head_tile import BLOCK_ELEMENTS
-from seqtile.ops.sums import LOW, products_sum_in_fp32
+from seqtile.ops.sums import LOW, as_on_an_accelerator, products_sum_in_fp32
 
 OPTIMIZER_STEP = "optimiser step"
 
@@ -231,12 +231,13 @@ def compute_loss(model: Any, setup: Setup, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _sized_for(device_type: str) -> Iterator[None]:
-    """The head's blocks of rows as large as on ``device_type``."""
+    """The head's blocks of rows as large as on ``device_type``, and weight gradients summed as there."""
     before = BLOCK_ELEMENTS.get("cpu")
     if device_type != "cpu" and before is not None:
         BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
     try:
-        yield
+        with nullcontext() if device_type == "cpu" else as_on_an_accelerator():
+            yield
     finally:
         if before is not None:
             BLOCK_ELEMENTS["cpu"] = before

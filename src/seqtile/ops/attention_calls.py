@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from seqtile.ops.replay import RandomState
+
 _FUSED = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -145,11 +147,14 @@ class Kept:
         replaying: whether the layer is being computed again.
         computing: whether an attention that keeps its own results here is at work now.
         outputs: what was put here, first in first out.
+        random: where the generator stood after each kernel whose results PyTorch keeps. The recompute does not run it,
+            but its dropout has drawn from the stream with which the rest of the layer goes on.
     """
 
     replaying: bool = False
     computing: bool = False
     outputs: list[Any] = field(default_factory=list)
+    random: list[RandomState] = field(default_factory=list)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from seqtile.ops.attention_calls import Position, Recorded, record, replayed
 from seqtile.ops.fused_tile import sums_for
 from seqtile.ops.replay import Autocast, RandomState
+from seqtile.ops.rows import refuse_trace
 from seqtile.ops.sums import Sum
 
 Between = Callable[["Cut", Sequence[Tensor], Sequence[Tensor]], Tensor]
@@ -166,6 +167,7 @@ def in_groups(parts: Sequence[Tensor], weights: Sequence[Tensor], groups: Groups
         weights: other weights that ``groups.between`` reads.
         groups: the passes.
     """
+    refuse_trace()
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*parts, *weights)):
         return groups.forward(parts, weights).whole
     result: Tensor = _InGroups.apply(groups, *parts, *weights)

@@ -31,6 +31,7 @@ from seqtile.ops.fused_tile import Pass, sums_for
 from seqtile.ops.pointwise import Activation
 from seqtile.ops.projection import Kind, Packed, Projection, plain_projection
 from seqtile.ops.replay import Autocast, RandomState, RowWise
+from seqtile.ops.rows import refuse_trace
 
 
 @dataclass(frozen=True)
@@ -144,13 +145,21 @@ def fused_mlp(
 
     Composes with:
         DDP, FSDP1, FSDP2, ZeRO-1/2/3 (the weights are ordinary inputs of an autograd node), activation checkpointing,
-        autocast, ``torch.autograd.grad``, ``retain_graph=True`` (kept tiles are recomputed the second time). Not
-        with ``torch.compile`` around it, nor with a second derivative. Dropout masks are drawn per tile, so a seed
-        gives other masks than the untiled block; the recompute draws the same ones and leaves the stream alone.
+        ``torch.autograd.grad``, ``retain_graph=True`` (kept tiles are recomputed the second time). Not with
+        ``torch.compile`` around it, nor with a second derivative. Dropout masks are drawn per tile, so a seed gives
+        other masks than the untiled block; the recompute draws the same ones and leaves the stream alone.
+
+        Autocast: the recompute and the gradients' products run in the state that the forward had, whatever that of
+        the backward, as PyTorch's documentation says of backward operators ("run in the same type that autocast used
+        for corresponding forward ops"). Untiled, a backward inside autocast of a forward outside it multiplies in low
+        precision; here it does not, so its gradients are nearer the truth than untiled ones, never farther.
 
     Raises:
         ValueError: the sizes do not sum to the rows, or ``keep`` is not a share.
+        TypeError: complex numbers, whose gradients the products here would not conjugate.
+        NotImplementedError: inside ``torch.jit.trace``; a second derivative.
     """
+    refuse_trace()
     rows = x.shape[:-1].numel()
     sizes = tuple(size for size in sizes if size)
     if sum(sizes) != rows:
@@ -158,6 +167,8 @@ def fused_mlp(
     if not 0.0 <= keep <= 1.0:
         raise ValueError(f"keep={keep}: expected a share of the tiles, 0.0 to 1.0")
     tensors = mlp.tensors()
+    if found := next((t.dtype for t in (x, *tensors) if t.is_complex()), None):
+        raise TypeError(f"the fused operator computes real numbers, got {found}; use run_in_tiles (path='generic')")
     plan = _plan(x, mlp, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense, check)
     x = _one_row_stride(x)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *tensors)):

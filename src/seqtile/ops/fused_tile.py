@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seqtile.ops.pointwise import pointwise_on
 from seqtile.ops.projection import Layer
-from seqtile.ops.sums import Sum
+from seqtile.ops.sums import LOW, Sum
 
 if TYPE_CHECKING:
     from seqtile.ops.fused import Plan
@@ -33,11 +33,16 @@ class Norm:
             return self._function(rows, self._weights)
 
     def gradient(self, rows: Tensor, dy: Tensor, *, needs_rows: bool) -> Tensor | None:
-        """Gradient of ``rows``; those of the weights go into their sums."""
+        """Gradient of ``rows``; those of the weights go into their sums.
+
+        Where low-precision weights train the norm is differentiated in fp32: autograd would round each tile's part of
+        a weight's gradient to the weight's dtype.
+        """
+        wide = self.trains and any(weight.dtype in LOW for weight in self._weights) and not self._plan.autocast.enabled
         with torch.enable_grad(), self._plan.autocast.on():
-            leaf = rows.detach().requires_grad_(needs_rows)
+            leaf = (rows.float() if wide else rows.detach()).requires_grad_(needs_rows)
             weights = [
-                weight.detach().requires_grad_(total is not None)
+                (weight.float() if wide else weight.detach()).requires_grad_(total is not None)
                 for weight, total in zip(self._weights, self._sums, strict=True)
             ]
             wanted = [tensor for tensor in (leaf, *weights) if tensor.requires_grad]

@@ -28,7 +28,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from seqtile.ops.replay import TileStates
-from seqtile.ops.rows import Cuts, Outputs
+from seqtile.ops.rows import Cuts, Outputs, is_differentiable
+from seqtile.ops.same_weights import SameWeights
+from seqtile.ops.sums import Sum
+from seqtile.ops.tile_linear import SumsOfLinears
 
 Run = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]
 Weights = Callable[[], Mapping[str, Tensor]]
@@ -52,8 +55,8 @@ def run_in_tiles(
         tensors: inputs that are split, each ``[..., D_i]`` with the same number of rows ``N`` (product of the
             leading dimensions). A tile keeps the number of dimensions: ``[1, ..., t, D_i]``.
         sizes: tokens of each tile, in order; they sum to ``N``; may be empty when ``N`` is 0.
-        weights: returns the live weights that train, by name. They are asked for again at every tile, so that an
-            engine may free and gather them in between.
+        weights: returns the live weights by name: those that train, and others that have to be the same in backward.
+            They are asked for again at every tile, so that an engine may free and gather them in between.
         check: called first in the backward; raises where a recompute of ``run`` would be another computation.
 
     Returns:
@@ -66,6 +69,9 @@ def run_in_tiles(
         beyond the inputs: the outputs, their gradients, the inputs' gradients, one fp32 sum per weight that trains,
         and one tile's intermediates.
 
+    Autocast:
+        A recompute runs in the forward's state, as PyTorch's checkpoint does; gradients in the backward's, as untiled.
+
     Randomness:
         The forward takes from the global random stream tile by tile, in order, as ``run`` on one tile after another
         does; so masks differ from the untiled block's under the same seed. Backward restores each tile's state for its
@@ -73,14 +79,14 @@ def run_in_tiles(
 
     Raises:
         ValueError: an output has no row per token, so the function is not position-wise.
-        NotImplementedError: a backward with ``create_graph=True`` goes through the tiles.
-        RuntimeError: PyTorch's, a second backward through a graph that was not retained.
+        NotImplementedError: inside ``torch.jit.trace``; a backward with ``create_graph=True`` goes through the tiles.
+        RuntimeError: a weight is another one than in the forward; the graph was not retained for a second backward.
     """
     cuts = Cuts(tensors, sizes)
     if torch.compiler.is_compiling():
         return _run_compiled(run, tensors, cuts)
     live = weights() if torch.is_grad_enabled() else {}
-    if not torch.is_grad_enabled() or not (live or any(t.requires_grad for t in tensors)):
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
         return _run_without_gradient(run, tensors, cuts)
     return _run_with_gradient(run, tensors, cuts, weights, live, check)
 
@@ -94,8 +100,8 @@ def _run_without_gradient(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> An
 
 
 def _run_compiled(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
-    """PyTorch's checkpoint per tile, which its compiler understands; the compiler then plans the recompute itself."""
-    if not torch.is_grad_enabled():
+    """PyTorch's checkpoint per tile, from which the compiler plans its own recompute; ``torch.export`` takes none."""
+    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
         return _run_joined(run, tensors, cuts)
 
     def run_checkpointed(tiles: Sequence[Tensor], _: Mapping[str, Tensor]) -> Any:
@@ -137,24 +143,27 @@ def _run_with_gradient(
     check: Callable[[], None] | None,
 ) -> Any:
     rows = cuts.rows(tensors)
-    gradients = _Gradients(cuts, [(name, weight.dtype) for name, weight in live.items()])
+    trained = {name: weight for name, weight in live.items() if weight.requires_grad}
+    names, same = tuple(trained), SameWeights(live)
+    gradients = _Gradients(cuts, [(name, weight.dtype) for name, weight in trained.items()])
     saved: list[Tensor] = []
-    source = _Source(cuts, _Save.apply(gradients, saved, len(rows), *rows, *live.values()), rows, saved)
+    source = _Source(cuts, _Save.apply(gradients, saved, len(rows), *rows, *trained.values()), rows, saved)
+    del trained, live
     output = Outputs(cuts)
     anchor = rows[0].new_empty(0)
     random = TileStates(anchor.device)
 
     def run_tile(index: int, _: Tensor) -> Any:
         tiles = source.tiles(index)
-        trained = {name: weight.detach() for name, weight in weights().items()}
+        found = same.check(weights()) if source.recomputes else weights()
+        own = [found[name].detach() for name in names]
         wanted = [number for number, needs in enumerate(source.needs_gradient) if needs]
-        entered = _Enter.apply(
-            source.token, gradients, index, wanted, list(trained), *(tiles[n] for n in wanted), *trained.values()
-        )
+        entered = _Enter.apply(source.token, gradients, index, wanted, names, *(tiles[n] for n in wanted), *own)
         for number, tile in zip(wanted, entered[: len(wanted)], strict=True):
             tiles[number] = tile
-        with random.of(index):
-            return run(tiles, dict(zip(trained, entered[len(wanted) :], strict=True)))
+        aliases = dict(zip(names, entered[len(wanted) :], strict=True))
+        with random.of(index), SumsOfLinears(aliases, gradients.sum_of):
+            return run(tiles, aliases)
 
     try:
         for index in range(len(cuts)):
@@ -196,12 +205,13 @@ class _Source:
         token: what the next tile hangs on. It chains the tiles: in backward one begins when the one after it has ended.
             Were all ready at once, those still waiting when an exception ends the backward would stay in the
             engine's queue, and with them the graph.
+        recomputes: the forward is over.
     """
 
     def __init__(self, cuts: Cuts, token: Tensor, rows: Sequence[Tensor], saved: list[Tensor]) -> None:
         self.cuts = cuts
         self.needs_gradient = [row.requires_grad for row in rows]
-        self.token = token
+        self.token, self.recomputes = token, False
         self._save = token.grad_fn
         self._live: list[Tensor] | None = [row.detach() for row in rows]
         self._saved = saved
@@ -222,7 +232,7 @@ class _Source:
     def end_forward(self) -> Tensor:
         """Let go of the live inputs, from here on they come from the saved ones, and of the last token; return it."""
         last, self.token = self.token, self.token.detach().requires_grad_()
-        self._live = None
+        self._live, self.recomputes = None, True
         return last
 
     def unpack(self) -> None:
@@ -244,7 +254,7 @@ class _Gradients:
         self._clear()
 
     def _clear(self) -> None:
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[str, Sum] = {}
         self._inputs: dict[int, Tensor] = {}
         self._written: dict[int, set[int]] = {}
         self._outputs: Sequence[Tensor | None] = ()
@@ -269,14 +279,15 @@ class _Gradients:
         if self._outputs_left == 0:
             self._outputs = ()
 
+    def sum_of(self, name: str, weight: Tensor) -> Sum:
+        """The sum of a weight's gradient over the tiles of this pass."""
+        if name not in self._sums:
+            self._sums[name] = Sum(weight)
+        return self._sums[name]
+
     def add_weight(self, name: str, gradient: Tensor) -> None:
         """Add one tile's weight gradient to the sum: fp32 for weights of lower precision."""
-        total = self._sums.get(name)
-        if total is not None:
-            total.add_(gradient)
-            return
-        low = gradient.dtype in (torch.bfloat16, torch.float16)
-        self._sums[name] = gradient.to(torch.float32 if low else gradient.dtype, copy=True)
+        self.sum_of(name, gradient).add(gradient)
 
     def write_input(self, number: int, index: int, gradient: Tensor) -> None:
         """Write one tile's input gradient into its slice."""
@@ -298,7 +309,7 @@ class _Gradients:
             result.append(whole)
         for name, dtype in self.weights:
             total = self._sums.pop(name, None)
-            result.append(total if total is None else total.to(dtype))
+            result.append(None if total is None else total.result().to(dtype))
         self._clear()
         return result
 
@@ -361,7 +372,7 @@ class _Put(torch.autograd.Function):
         ctx: Any, gradients: _Gradients, source: _Source, index: int, token: Tensor, *outputs: Tensor
     ) -> Tensor:
         ctx.gradients, ctx.source, ctx.index = gradients, source, index
-        ctx.shapes = [output.shape if output.is_floating_point() else None for output in outputs]
+        ctx.shapes = [output.shape if is_differentiable(output) else None for output in outputs]
         ctx.set_materialize_grads(False)
         return token.detach()
 

@@ -34,6 +34,7 @@ from seqtile.ops.attention_groups import Cut, Done, Groups, refuse_second_deriva
 from seqtile.ops.fused_tile import Norm, sums_for
 from seqtile.ops.projection import Kind, Layer, Projection
 from seqtile.ops.replay import Autocast, RandomState, RowWise
+from seqtile.ops.rows import refuse_trace
 from seqtile.ops.sums import Sum
 
 
@@ -100,9 +101,10 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
         keeps attention's output, queries, keys and values.
 
     Composes with:
-        What :func:`seqtile.ops.fused.fused_mlp` does. Dropout inside attention is drawn per pass, so a seed gives other
-        masks than the untiled layer; the backward draws the same ones.
+        What :func:`seqtile.ops.fused.fused_mlp` does, autocast as there. Dropout inside attention is drawn per pass, so
+        a seed gives other masks than the untiled layer; the backward draws the same ones.
     """
+    refuse_trace()
     tensors = attention.tensors()
     kinds = tuple(part.kind() for part in attention.first)
     out = attention.out.kind()

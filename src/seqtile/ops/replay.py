@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,19 @@ class RandomState:
         return torch.get_rng_state() if self._device.type == "cpu" else self._module().get_rng_state(self._device)
 
     def _set(self, state: Tensor) -> None:
-        if self._device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            self._module().set_rng_state(state, self._device)
+        # An accelerator clones the state first, which a selective checkpoint's mode would take for an operator of the
+        # layer: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/cuda/random.py
+        with _disable_current_modes():
+            if self._device.type == "cpu":
+                torch.set_rng_state(state)
+            else:
+                self._module().set_rng_state(state, self._device)
+
+    @property
+    def is_now(self) -> bool:
+        """Whether the stream stands there."""
+        with _disable_current_modes():
+            return torch.equal(self._state, self._get())
 
     def restore(self) -> None:
         """Let the stream go on from here."""
@@ -112,9 +122,10 @@ class Autocast:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """The forward's state, for functions that are called as they are."""
+        """The forward's state, for functions that are called as they are, whatever the state of the backward."""
         if not self.enabled:
-            yield
+            with self.off():
+                yield
             return
         with torch.autocast(self.device_type, dtype=self.dtype):
             yield

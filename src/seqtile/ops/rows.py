@@ -9,14 +9,34 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Whether a tensor of this dtype can have a gradient: real or complex numbers, no integers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def refuse_trace() -> None:
+    """Raise inside ``torch.jit.trace``, which would write down the tiles of one length for every length.
+
+    Raises:
+        NotImplementedError: a trace runs.
+    """
+    if torch.jit.is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace would write down the tiles of this input's length for every length; trace the untiled "
+            "model: seqtile.undo(model) first, seqtile.apply again afterwards"
+        )
 
 
 class Cuts:
     """The rows of each tile, and how outputs go back together."""
 
     def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        refuse_trace()
         self.leading = tensors[0].shape[:-1]
         self.sizes = tuple(sizes) or (0,)  # no rows at all are one empty tile
         self.starts = tuple(accumulate(self.sizes, initial=0))

@@ -219,7 +219,10 @@ def _always(call: Call) -> bool:
     """Whether a bound is infinite, so that the operator changes nothing; and what its gradient makes of that."""
     args, always = call.args, call.expressions.number("always")
     if call.name == "clamp":
-        return args.get("min") in (None, -math.inf) and args.get("max") in (None, math.inf)
+        low, high = args.get("min"), args.get("max")
+        if isinstance(low, Tensor) or isinstance(high, Tensor):
+            return False
+        return low in (None, -math.inf) and high in (None, math.inf)
     if call.name in ("ge", "le"):
         return args.get("other") == (-math.inf if call.name == "ge" else math.inf)
     masks = call.flows("condition") if call.name == "where" else call.flows() if call.name == "logical_and" else []

@@ -1,0 +1,109 @@
+"""Linear layers inside a tile of the generic operator, whose weight gradients go into fp32 sums unrounded.
+
+Autograd hands a weight's gradient over in the weight's dtype, so in low precision each tile's product is rounded before
+it can be summed (:mod:`seqtile.ops.sums` says what that costs). Inside :class:`SumsOfLinears` the calls of ``F.linear``
+on a tile's own weights are one autograd node each, whose backward lets the product add into the sum.
+
+Other operators keep autograd's gradients: products that are written otherwise (``x @ w``, ``torch.addmm``, the grouped
+products of experts) and elementwise weights (norms). Their gradients round once per tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from seqtile.ops.replay import Autocast
+from seqtile.ops.sums import LOW, Sum
+
+SumOf = Callable[[str, Tensor], Sum]
+"""The sum of a weight's gradient, by the weight's name; the tensor has its shape, dtype and device."""
+
+
+class SumsOfLinears(TorchFunctionMode):
+    """Inside, ``F.linear`` adds the gradients of a tile's low-precision weights and biases to ``sum_of(name)``.
+
+    Outside autocast only: under it the product is rounded to autocast's dtype untiled too, and its fp32 weight is the
+    result of a cast.
+
+    Args:
+        weights: the tensors by which this tile knows the weights that train; recognised by identity.
+        sum_of: where their gradients go.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], sum_of: SumOf) -> None:
+        super().__init__()
+        self._names = {id(weight): name for name, weight in weights.items() if weight.dtype in LOW}
+        self._sum_of = sum_of
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            x, weight, bias = _arguments(*args, **kwargs)
+            names = tuple(None if tensor is None else self._names.get(id(tensor)) for tensor in (weight, bias))
+            if any(names) and _is_plain(x, weight, bias) and not Autocast.of(x).enabled:
+                token = _SaveOperands.apply(names[0] is not None, x, weight, bias)
+                return _Linear.apply(self._sum_of, names, token.grad_fn, token, x, weight, bias)
+        return func(*args, **kwargs)
+
+
+def _arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    """``F.linear``'s, by its own names."""
+    return input, weight, bias
+
+
+def _is_plain(*tensors: Any) -> bool:
+    """Whether these are ordinary tensors of one dtype; a subclass has products of its own."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return {type(tensor) for tensor in given} <= {Tensor, torch.nn.Parameter} and len({t.dtype for t in given}) == 1
+
+
+class _SaveOperands(torch.autograd.Function):
+    """Save what the gradients need *ahead* of the product, so that a recompute ends before the tile's last one."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_trains: bool, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if weight_trains else None, weight, bias)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:
+        return None, None, None, None
+
+
+class _Linear(torch.autograd.Function):
+    """``x W^T + b``; its backward adds the gradients of ``W`` and ``b`` to their sums and returns that of ``x``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sum_of: SumOf, names: tuple[str | None, str | None], save: Any, token: Tensor,
+        x: Tensor, weight: Tensor, bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.sum_of, ctx.names, ctx.save, ctx.shape = sum_of, names, save, x.shape
+        ctx.set_materialize_grads(False)
+        rows = x.reshape(-1, x.shape[-1])  # [tokens, in]
+        # As F.linear does: its result may be modified in place, a view that a custom function returns may not.
+        return torch.ops.aten._unsafe_view(F.linear(rows, weight, bias), (*x.shape[:-1], weight.shape[0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        if dy is None:
+            return (None,) * 7
+        x, weight, bias = ctx.save.saved_tensors
+        weight_name, bias_name = ctx.names
+        rows = dy.reshape(-1, dy.shape[-1])  # [tokens, out]
+        with Autocast.of(dy).off():  # as in the forward
+            if weight_name is not None:
+                ctx.sum_of(weight_name, weight).add_product(rows.t(), x.reshape(-1, x.shape[-1]))
+            if bias_name is not None:
+                ctx.sum_of(bias_name, bias).add(rows.sum(0, dtype=torch.float32))
+            dx = torch.mm(rows, weight).view(ctx.shape) if ctx.needs_input_grad[4] else None
+        return None, None, None, None, dx, None, None

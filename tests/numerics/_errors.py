@@ -1,0 +1,79 @@
+"""Is a tiled result as good as the untiled one? Judged by the untiled one's own distance from a truth in float64.
+
+Two correct results of one formula differ where their sums run in another order, and by how much depends on the
+processor, its libraries and the number of threads. A constant that fits one machine is a bet on its order of summation.
+The untiled result's own error is measured on the same machine, with the same numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+FACTOR = 2.0
+"""Errors of two orders of summation are two draws of one distribution: over a tensor their norms are much the same."""
+
+FLOOR = {torch.float64: 8 * 2**-52, torch.float32: 8 * 2**-23, torch.bfloat16: 1e-5, torch.float16: 1e-5}
+"""What is allowed beside it, in parts of the truth's norm, where the untiled error is small by luck.
+
+In fp32 and float64 eight units in the last place of a number of that size: tensors here are as small as one number, and
+a gradient comes through about as many roundings. In low precision a hundredth or less of the one rounding at the end,
+so that the factor decides.
+"""
+
+NORMS = {"maximum": lambda t: t.abs().max() if t.numel() else t.new_zeros(()), "L2": torch.linalg.vector_norm}
+
+
+def assert_no_worse(
+    got: Tensor, expected: Tensor, truth: Tensor, *, factor: float = FACTOR, scale: Tensor | None = None,
+    name: str = "result",
+) -> None:  # fmt: skip
+    """``err(got) <= factor * err(expected) + floor * norm(scale)``, in maximum and in L2 norm.
+
+    Args:
+        got: the tiled result.
+        expected: the untiled result, in the same dtype.
+        truth: the same in float64 (or complex128).
+        factor: how many times the untiled error is allowed.
+        scale: what the floor is a part of; the truth. Something larger where the truth is what is left of terms that
+            cancel, since errors are as large as the terms are.
+        name: what the result is called.
+    """
+    assert got.dtype == expected.dtype, f"{name}: got {got.dtype}, expected {expected.dtype}"
+    assert got.shape == expected.shape == truth.shape, f"{name}: got {got.shape}, expected {expected.shape}"
+    floor = FLOOR[torch.empty((), dtype=got.dtype).real.dtype]
+    truth = truth.detach()
+    for kind, norm in NORMS.items():
+        error, own = (norm(one.detach().to(truth.dtype) - truth) for one in (got, expected))
+        allowed = factor * own + floor * norm(truth if scale is None else scale)
+        assert error <= allowed, f"{name}: off by {error:.3g} in {kind}, allowed {allowed:.3g} (untiled {own:.3g})"
+
+
+def assert_all_no_worse(
+    got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], truth: Mapping[str, Tensor | None],
+    *, factor: float = FACTOR,
+) -> None:  # fmt: skip
+    """:func:`assert_no_worse` for everything of the same name, with ``None`` where the untiled one has it."""
+    assert got.keys() == expected.keys() == truth.keys()
+    for name, one in expected.items():
+        ours, true = got[name], truth[name]
+        assert (ours is None) == (one is None), f"{name}: got {ours}, expected {one}"
+        if ours is not None and one is not None:
+            assert true is not None, f"{name}: the truth has none"
+            assert_no_worse(ours, one, true, factor=factor, name=name)
+
+
+def in_float64(module: nn.Module) -> nn.Module:
+    """A copy that computes the truth; complex parameters become complex128."""
+    module = copy.deepcopy(module)
+    for part in module.modules():
+        for own in (part._parameters, part._buffers):
+            for tensor in own.values():
+                if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+                    tensor.data = tensor.data.to(torch.complex128 if tensor.is_complex() else torch.float64)
+                    if tensor.grad is not None:
+                        tensor.grad = None
+    return module
