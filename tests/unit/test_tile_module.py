@@ -237,7 +237,6 @@ def test_what_only_a_call_can_show() -> None:
         module(_random(7, 8))
 
 
-
 class Three(nn.Module):
     """Three inputs, of which nothing is known before the first call."""
 

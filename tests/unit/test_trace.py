@@ -334,7 +334,6 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None
 }
 
 
-
 @pytest.mark.parametrize("name", MUTANTS)
 def test_each_part_of_a_proof_is_needed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate, test = MUTANTS[name]

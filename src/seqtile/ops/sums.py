@@ -45,7 +45,6 @@ def tokens_at_once(left: Tensor, right: Tensor) -> int:
     return max(64, min(256, rows * columns // (2 * (rows + columns))))
 
 
-
 @functools.cache
 def products_sum_in_fp32(device_type: str, dtype: torch.dtype) -> bool:
     """Whether ``torch.addmm`` adds a product of ``dtype`` matrices into an fp32 buffer on this kind of device.
