@@ -21,12 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),  # shapes that are read before the first tile
 ]
 
-AFTER_THE_PATCH = pytest.mark.xfail(
-    reason="the stand-ins of seqtile.models.instance have no __code__ and __globals__ that say so yet: take the mark "
-    "off when they have",
-    raises=AssertionError,
-)
-
 
 def tiled(path: str, inside: bool) -> nn.Module:
     """A tiled MLP, alone or behind a norm."""
@@ -57,7 +51,6 @@ def test_a_model_with_a_tiled_block_is_exported(path: str, strict: bool, grad: b
     assert "checkpoint" not in str(program.graph)
 
 
-@AFTER_THE_PATCH
 @PATHS
 def test_a_tiled_block_itself_is_not_exported(path: str) -> None:
     with pytest.raises(Exception) as caught:
@@ -65,7 +58,6 @@ def test_a_tiled_block_itself_is_not_exported(path: str) -> None:
     assert says_what_to_do(caught.value, "torch.export")
 
 
-@AFTER_THE_PATCH
 @pytest.mark.parametrize("inside", [False, True])
 @PATHS
 def test_a_tiled_model_is_not_scripted(path: str, inside: bool) -> None:

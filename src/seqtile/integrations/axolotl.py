@@ -22,7 +22,7 @@ from seqtile._log import first_rank_logger
 # axolotl shows INFO of loggers below its own name only; before the processes know each other, it shows every rank's.
 LOG = get_logger(first_rank_logger("axolotl.seqtile").name)
 
-_BLOCK_KEYS = ("tile", "only", "blocks", "path", "keep")
+_BLOCK_KEYS = ("tile", "only", "trust", "blocks", "path", "keep")
 
 # What else computes the MLP, the loss, or decides what activation checkpoints keep.
 _MLP_KERNELS = ("liger_glu_activation", "lora_mlp_kernel", "use_kernels", "use_scattermoe", "use_sonicmoe")
@@ -38,6 +38,7 @@ class SeqtileSettings(BaseModel):
 
     tile: StrictInt | StrictStr | None = None
     only: str | list[str] | None = None
+    trust: str | list[str] | None = None
     blocks: str | None = None
     path: str | None = None
     keep: float | str | None = None

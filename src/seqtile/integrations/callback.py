@@ -166,7 +166,7 @@ class TilingCallback(TrainerCallback):
             )
 
 
-_OF_BLOCKS = ("tile", "only", "blocks", "path")
+_OF_BLOCKS = ("tile", "only", "trust", "blocks", "path")
 
 
 def _go_first(callback: TrainerCallback) -> Trainer | None:

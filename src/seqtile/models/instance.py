@@ -23,8 +23,10 @@ from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.proof import Mode, Proof, prove
+from seqtile.models.places import Places
 from seqtile.ops.fused import FusedWeights, fused_mlp
 from seqtile.ops.generic import run_in_tiles
+from seqtile.ops.rows import refuse_trace
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
 
 logger = first_rank_logger(__name__)
@@ -123,8 +125,9 @@ class Installed:
         return ((name, part) for name, part in self.module.named_modules() if name)
 
     def check(self) -> None:
-        """Raise where an engine would gather weights at every tile."""
+        """Raise where an engine would gather weights at every tile, or where a trace would fix the tiles."""
         if not torch.compiler.is_compiling():
+            refuse_trace()
             refuse_gathering_inside(self.inside(), block=self.setting.name, layer=self.setting.layer)
 
     def proof(self, chain: Chain, mode: Mode) -> Proof:
@@ -169,10 +172,7 @@ class Installed:
 
         def weights() -> dict[str, Tensor]:
             return {
-                f"{number}.{name}": weight
-                for number, part in enumerate(parts)
-                for name, weight in named_weights(part)
-                if weight.requires_grad
+                f"{number}.{name}": weight for number, part in enumerate(parts) for name, weight in named_weights(part)
             }
 
         def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
@@ -193,9 +193,9 @@ class Installed:
                 self._tell_untiled(proof.why_not)
                 return call(list(tensors))
             mlp = self._fused_now(proof, chain, x.dtype)
-            check = _Unchanged(self, chain, mode, proof, generic=mlp is None)
+            check = _Unchanged(self, chain, mode, proof)
         tokens = x.shape[:-1].numel()
-        live = list(weights().values())
+        live = [weight for weight in weights().values() if weight.requires_grad]
         shape = setting.shape(x, live, mlp is not None, lanes)
         sizes = setting.rule.tile_sizes(tokens, shape)
         if not sizes and tokens and reduces_as_they_arrive(live):
@@ -236,6 +236,18 @@ class Installed:
     def note(self) -> str:
         return f"tile={self.setting.rule}"
 
+    @property
+    def __code__(self) -> Any:
+        raise AttributeError(_NO_SOURCE)
+
+    __globals__ = __code__
+
+
+_NO_SOURCE = (
+    "torch.export and torch.jit.script read a block's source, and a tiled block has none of its own; give them the "
+    "untiled model, seqtile.undo(model) first and seqtile.apply again afterwards, or export a module around the block"
+)
+
 
 def _axes(x: Tensor) -> tuple[str, ...]:
     """The token axes in each leading dimension; more than three are more than a trace tells apart."""
@@ -254,38 +266,31 @@ def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode
 
 
 class _Unchanged:
-    """Asked before a backward recomputes: is everything that the forward read as it was?"""
+    """Asked before a backward recomputes: is everything that the forward read as it was?
 
-    def __init__(self, installed: Installed, chain: Chain, mode: Mode, proof: Proof, generic: bool) -> None:
+    Not its weights: the fused operator has them from autograd, the generic one compares them itself.
+    """
+
+    def __init__(self, installed: Installed, chain: Chain, mode: Mode, proof: Proof) -> None:
         self._installed, self._chain, self._mode, self._proof = installed, chain, mode, proof
-        self._generic = generic
         self._tensors = self._read()
 
     def _read(self) -> list[tuple[str, Tensor, int]]:
-        """What a recompute will read: the fused operator has its weights from autograd, the generic one asks again."""
         facts = self._installed.facts(self._mode)
-        return facts.tensors(weights=self._generic) if facts is not None else []
+        return facts.tensors() if facts is not None else []
 
     def __call__(self) -> None:
         now = self._installed.proof(self._chain, self._mode)
         changed = now is not self._proof and (now.graph is None or now.graph != self._proof.graph)
         what = "something that its forward reads (an attribute, a global, train or eval)" if changed else ""
-        tensors = self._read()
-        for (name, tensor, version), (_, other, later) in zip(self._tensors, tensors, strict=False):
-            if version != later or not _is_same(tensor, other):
+        for (name, tensor, version), (_, other, later) in zip(self._tensors, self._read(), strict=False):
+            if version != later or tensor is not other:
                 what = f"its {name}"
         if what:
             raise RuntimeError(
                 f"{self._installed.setting.name}: {what} was changed between forward and backward, so a tile would be "
                 "recomputed as something else; change it before the forward or after the backward"
             )
-
-
-def _is_same(one: Tensor, other: Any) -> bool:
-    """Whether both are one tensor, or the same place in one: FSDP1 makes new views of its flat parameter."""
-    if one is other or not isinstance(other, Tensor):
-        return one is other
-    return one._base is not None and one._base is other._base and one.storage_offset() == other.storage_offset()
 
 
 class _RefuseReplicas:
@@ -354,70 +359,3 @@ class _Bare(nn.Module):
 
     def forward(self, call: Callable[[list[Tensor]], Any], tiles: list[Tensor]) -> Any:
         return call(tiles)
-
-
-class Places:
-    """Which arguments are split along tokens: the first tensor, and every other with the same leading dimensions.
-
-    A tensor of exactly the leading shape (one number per token) is split too, unless it could as well be one number
-    per feature; all else is passed through.
-
-    Attributes:
-        names: the arguments that are split.
-        why_whole: why the call cannot be split at all, or "": a tensor has one row per element of the batch.
-    """
-
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.names: list[int | str] = []
-        self.tensors: list[Tensor] = []
-        self.flat: list[bool] = []
-        self.why_whole = ""
-        self.arguments: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
-        x: Tensor | None = None
-        for name, value in self.arguments.items():
-            if not isinstance(value, Tensor) or (x is None and value.dim() < 2):
-                continue
-            if x is None:
-                x = value
-            leading = x.shape[:-1]
-            flat = value.shape == leading and (value.dim() > 1 or value.shape[0] != x.shape[-1])
-            if flat or (value.dim() > 1 and value.shape[:-1] == leading):
-                self.names.append(name)
-                self.flat.append(flat)
-                self.tensors.append(value.unsqueeze(-1) if flat else value)
-            elif value.dim() > 1 and len(leading) > 1 and value.shape[0] == leading[0] > 1:
-                self.why_whole = (
-                    f"argument {name!r} has shape {tuple(value.shape)} beside hidden states {tuple(x.shape)}, neither "
-                    "one row per token nor the same for the whole batch; repeat it for every token, or call with "
-                    "batch 1"
-                )
-        split = set(self.names)
-        self.whole = [name for name, value in self.arguments.items() if isinstance(value, Tensor) and name not in split]
-
-    def take(self) -> list[Tensor]:
-        """The tensors to split; nothing here holds them any longer, since what runs a tile lives until backward."""
-        tensors, self.tensors = self.tensors, []
-        for name in self.names:
-            self.arguments[name] = None
-        return tensors
-
-    def constants(self) -> list[Tensor]:
-        """The tensors that every tile gets whole."""
-        return [self.arguments[name] for name in self.whole]
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What else tells one call from another: where its tensors are, and all that is none."""
-        others = tuple((name, value) for name, value in self.arguments.items() if not isinstance(value, Tensor))
-        return (tuple(self.names), tuple(self.flat), tuple(self.whole), tuple(map(repr, others)))
-
-    def fill(
-        self, tiles: Sequence[Tensor], constants: Sequence[Tensor] | None = None
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments, with tiles, and ``constants`` if given, in place of the whole tensors."""
-        filled = dict(self.arguments)
-        for name, tile, flat in zip(self.names, tiles, self.flat, strict=True):
-            filled[name] = tile.squeeze(-1) if flat else tile
-        filled.update(zip(self.whole, constants or [], strict=False))
-        words = {name: value for name, value in filled.items() if isinstance(name, str)}
-        return [value for name, value in filled.items() if not isinstance(name, str)], words

@@ -181,7 +181,8 @@ class _Along:
     """Which arguments are split along a dimension, as ``[tokens, rest]``, and the way back."""
 
     def __init__(self, name: str, dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.name, self.count, self.whole = name, len(args), list[int | str]()
+        self.name, self.count = name, len(args)
+        self.whole: list[int | str] = []
         self.arguments: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
         self.split: dict[int | str, torch.Size] = {}
         x = next((value for value in self.arguments.values() if isinstance(value, Tensor) and value.dim() > 0), None)

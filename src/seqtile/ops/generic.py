@@ -24,16 +24,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from seqtile.ops.plain_tiles import Run, run_compiled
 from seqtile.ops.replay import TileStates
 from seqtile.ops.rows import Cuts, Outputs, is_differentiable
 from seqtile.ops.same_weights import SameWeights
 from seqtile.ops.sums import Sum
 from seqtile.ops.tile_linear import SumsOfLinears
 
-Run = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]
 Weights = Callable[[], Mapping[str, Tensor]]
 
 
@@ -84,7 +83,7 @@ def run_in_tiles(
     """
     cuts = Cuts(tensors, sizes)
     if torch.compiler.is_compiling():
-        return _run_compiled(run, tensors, cuts)
+        return run_compiled(run, tensors, cuts)
     live = weights() if torch.is_grad_enabled() else {}
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
         return _run_without_gradient(run, tensors, cuts)
@@ -97,41 +96,6 @@ def _run_without_gradient(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> An
     for index in range(len(cuts)):
         output.write(index, run(cuts.tiles(rows, index), {}))
     return output.result(output.buffers)
-
-
-def _run_compiled(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
-    """PyTorch's checkpoint per tile, from which the compiler plans its own recompute; ``torch.export`` takes none."""
-    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
-        return _run_joined(run, tensors, cuts)
-
-    def run_checkpointed(tiles: Sequence[Tensor], _: Mapping[str, Tensor]) -> Any:
-        return checkpoint(lambda *tile: run(tile, {}), *tiles, use_reentrant=False)
-
-    return _run_joined(run_checkpointed, tensors, cuts)
-
-
-def run_in_plain_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
-    """The twin of :func:`run_in_tiles`: the same tiles in the same order under plain autograd, nothing recomputed.
-
-    It draws the same random numbers in the forward, so it is what a recompute has to agree with. Costs the memory that
-    tiling saves.
-    """
-    return _run_joined(run, tensors, Cuts(tensors, sizes))
-
-
-def _run_joined(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
-    """Tile after tile, joined by ``cat``."""
-    rows = cuts.rows(tensors)
-    parts = [run(cuts.tiles(rows, index), {}) for index in range(len(cuts))]
-    flat = [tree_flatten(part) for part in parts]
-    joined = []
-    for number, first in enumerate(flat[0][0]):
-        if not isinstance(first, Tensor):
-            joined.append(first)
-            continue
-        whole = torch.cat([cuts.as_rows(leaves[number], index) for index, (leaves, _) in enumerate(flat)])
-        joined.append(whole.reshape(cuts.joined_shape(first, 0)))
-    return tree_unflatten(joined, flat[0][1])
 
 
 def _run_with_gradient(

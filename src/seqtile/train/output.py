@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "tile",
     "tiled_mlp",
     "only",
+    "trust",
     "blocks",
     "keep",
     "loss_tile",

@@ -91,6 +91,7 @@ class Recipe(CheckedModel):
     tiled_mlp: bool = True
     tile: int | str = "auto"
     only: tuple[str, ...] | None = None
+    trust: tuple[str, ...] | None = Field(None, description="blocks to tile without a proof")
     blocks: Literal["auto", "mlp", "mlp+norm", "mlp+norm+projections"] = "auto"
     keep: float | str = 0.0
     loss_tile: int | None = Field(None, ge=1, description="tokens per tile of the head; None leaves it to TRL")
@@ -170,7 +171,8 @@ class Recipe(CheckedModel):
     @property
     def tiling(self) -> dict[str, Any]:
         """Keyword arguments of :func:`seqtile.apply`."""
-        return {"tile": self.tile, "only": self.only, "blocks": self.blocks, "keep": self.keep, **self.checkpoints}
+        blocks = {name: getattr(self, name) for name in ("tile", "only", "trust", "blocks", "keep")}
+        return {**blocks, **self.checkpoints}
 
     @property
     def checkpoints(self) -> dict[str, Any]:

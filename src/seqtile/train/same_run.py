@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from seqtile.models.report import Report
 
 SAMPLED_ROWS = 64
-TILING = ("tiled_mlp", "tile", "only", "blocks", "keep", "loss_tile", "heads")
+TILING = ("tiled_mlp", "tile", "only", "trust", "blocks", "keep", "loss_tile", "heads")
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft")
 FLAT_SCHEDULES = ("constant", "constant_with_warmup")
 

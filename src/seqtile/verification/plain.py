@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from seqtile.models.instance import Installed
-from seqtile.ops.generic import Run, run_in_plain_tiles
+from seqtile.ops.plain_tiles import Run, run_in_plain_tiles
 
 
 @contextmanager

@@ -88,6 +88,8 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
     trained = {name for name, gradient in graph.gradients if gradient is not None and not name.startswith("input ")}
     if len(tracer.inputs) > 1:
         return "it was called with more than hidden states"
+    if "_local_scalar_dense" in graph.operators:
+        return "it looks at the values of its weights"
     for formula in _candidates(chain.parts(), graph, mentioned):
         if isinstance(formula, str):
             return formula

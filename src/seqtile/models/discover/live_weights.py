@@ -18,17 +18,17 @@ from seqtile.ops.projection import Adapter, Packed, Projection
 from seqtile.ops.replay import RowWise
 
 _ADAPTED = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its forward."""
-    return any(getattr(module, name) for name in _HOOKS)
+    return any(getattr(module, name) for name in HOOKS)
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
     """The same, but for hooks that only note when it runs: seqtile's own counters."""
-    hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
+    hooks = (hook for name in HOOKS for hook in getattr(module, name).values())
     return any(not str(getattr(hook, "__module__", "")).startswith("seqtile.") for hook in hooks)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from seqtile.models.discover.chain import Chain
-from seqtile.models.discover.facts import Code
+from seqtile.models.discover.python_code import Code
+from seqtile.models.discover.recorder import unwatched
 from seqtile.models.discover.sizes import NotPerToken, Untraceable
-from seqtile.models.discover.trace import unwatched
 from seqtile.models.discover.views import Views
 from seqtile.models.discover.widths import experts_widths
 

@@ -1,0 +1,50 @@
+"""Tiles of a position-wise function under plain autograd: what the operators must agree with, and what is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from seqtile.ops.rows import Cuts
+
+Run = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]
+
+
+def run_compiled(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
+    """PyTorch's checkpoint per tile, from which the compiler plans its own recompute; ``torch.export`` takes none."""
+    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        return _run_joined(run, tensors, cuts)
+
+    def run_checkpointed(tiles: Sequence[Tensor], _: Mapping[str, Tensor]) -> Any:
+        return checkpoint(lambda *tile: run(tile, {}), *tiles, use_reentrant=False)
+
+    return _run_joined(run_checkpointed, tensors, cuts)
+
+
+def run_in_plain_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
+    """The twin of :func:`run_in_tiles`: the same tiles in the same order under plain autograd, nothing recomputed.
+
+    It draws the same random numbers in the forward, so it is what a recompute has to agree with. Costs the memory that
+    tiling saves.
+    """
+    return _run_joined(run, tensors, Cuts(tensors, sizes))
+
+
+def _run_joined(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
+    """Tile after tile, joined by ``cat``."""
+    rows = cuts.rows(tensors)
+    parts = [run(cuts.tiles(rows, index), {}) for index in range(len(cuts))]
+    flat = [tree_flatten(part) for part in parts]
+    joined = []
+    for number, first in enumerate(flat[0][0]):
+        if not isinstance(first, Tensor):
+            joined.append(first)
+            continue
+        whole = torch.cat([cuts.as_rows(leaves[number], index) for index, (leaves, _) in enumerate(flat)])
+        joined.append(whole.reshape(cuts.joined_shape(first, 0)))
+    return tree_unflatten(joined, flat[0][1])
