@@ -287,6 +287,16 @@ def test_a_tensor_per_sequence_runs_untiled_and_says_so(path: str, caplog: pytes
     assert len(told) == 1 and "neither one row per token nor the same for the whole batch" in told[0]
 
 
+def test_an_argument_beside_hidden_states_is_told_at_apply() -> None:
+    class Conditioned(_Scaled):
+        def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + shift
+
+    note = "Conditioned takes 'shift' beside hidden states: calls that give it one row per sequence, [B, 1, D], run untiled"
+    assert note in str(seqtile.apply(nn.ModuleList([Conditioned()])))
+    assert "beside hidden states" not in str(seqtile.apply(nn.ModuleList([_Scaled()])))
+
+
 @pytest.mark.parametrize("path", ["generic", "auto"])
 @pytest.mark.parametrize("held", [True, False], ids=["object", "tuple"])
 def test_a_formula_is_not_taken_from_another_instance(held: bool, path: str) -> None:

@@ -17,6 +17,7 @@ from seqtile.checkpointing.install import standing_checkpointing
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import is_marked, mark_leaf, whole_shape
 from seqtile.models.discover.candidates import LOOKED_FOR, Candidate, Left, chain_of, expected_mode, find_blocks
+from seqtile.models.discover.chain import needed_words
 from seqtile.models.discover.layer_parts import Neighbours
 from seqtile.models.discover.proof import for_training, prove
 from seqtile.models.head import standing_losses
@@ -283,7 +284,7 @@ def free_bytes(model: nn.Module) -> int:
 def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, norms: bool, path: str) -> Block:
     module, inline = found.module, found.in_layer
     near = found.neighbours if norms else replace(found.neighbours, before="")
-    trusted = found.proof is None
+    trusted, words = found.proof is None, needed_words(module) if found.kind == "mlp" else []
     setting = Setting(
         rule, keep, path, found.hidden, found.intermediate, found.kind == "experts", found.name, found.layer, trusted
     )
@@ -332,6 +333,7 @@ def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, no
         found.name, type(module).__name__, found.kind, "fused" if fused else "generic", found.hidden,
         found.intermediate, together, rule.describe(shape), why, not_fused,
         isinstance(standing, TiledLayer) and needs_output(layer, near),
+        *words[1:2],
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ class Block:
         why: what proves that it is position-wise.
         not_fused: why the fused operator does not apply, or "".
         follower: whether a norm or dropout after the block is in the tile.
+        beside: name of the argument that its forward takes beside hidden states, or "".
     """
 
     name: str
@@ -45,6 +46,7 @@ class Block:
     why: str
     not_fused: str
     follower: bool
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ class Report:
         notes = []
         for names in sorted({block.together for block in self.blocks if block.follower}):
             notes.append(f"{', '.join(names)} share a tile")
+        for class_name, beside in sorted({(block.class_name, block.beside) for block in self.blocks if block.beside}):
+            notes.append(
+                f"{class_name} takes {beside!r} beside hidden states: calls that give it one row per sequence, "
+                "[B, 1, D], run untiled; give it one row per token, or one for the whole batch"
+            )
         if self.keep.kind != "share" or self.keep.value > 0:
             generic = sum(block.path == "generic" for block in self.blocks)
             but = f" (not by {generic} blocks that run the generic operator)" if generic else ""

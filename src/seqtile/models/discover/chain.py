@@ -146,11 +146,16 @@ class Chain:
         return ""
 
 
-def inputs_of(module: nn.Module) -> int:
-    """How many arguments a forward cannot do without, at most two; Bloom's and MPT's MLPs take the residual too."""
+def needed_words(module: nn.Module) -> list[str]:
+    """The arguments that a forward cannot do without; Bloom's and MPT's MLPs take the residual too."""
     try:
         words = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
-        return 1
-    needed = [w for w in words if w.default is w.empty and w.kind in (w.POSITIONAL_ONLY, w.POSITIONAL_OR_KEYWORD)]
-    return max(1, min(2, len(needed)))
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [word.name for word in words if word.default is word.empty and word.kind in kinds]
+
+
+def inputs_of(module: nn.Module) -> int:
+    """How many of them are traced: hidden states, and one more."""
+    return max(1, min(2, len(needed_words(module))))
