@@ -84,7 +84,7 @@ _BY_OPERATOR: Mapping[str, tuple[tuple[Activation, Callable[[Tensor], Tensor]], 
 def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) -> Formula | str:
     """The formula that a traced chain computes, or why it is none."""
     why = "its trace is another formula than down(act(gate(x)) * up(x)) or down(act(up(x)))"
-    dtype, reasons = tracer.inputs[0][1], dict[str, str]()
+    dtype, reasons = tracer.inputs[0][1], list[str]()
     trained = {name for name, gradient in graph.gradients if gradient is not None and not name.startswith("input ")}
     if len(tracer.inputs) > 1:
         return "it was called with more than hidden states"
@@ -108,11 +108,12 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
         try:
             if tracer.trace(plain, graph) == graph and trained <= used:
                 return formula
+            reasons.append(why)
         except Untraceable as error:
-            why = reasons.setdefault("first", str(error))
+            reasons.append(str(error))
         except Exception:  # noqa: BLE001 - a function that wants something else than rows is no activation
             continue
-    return why
+    return why if why in reasons or not reasons else reasons[0]
 
 
 def _candidates(parts: Mapping[str, Any], graph: Graph, mentioned: set[str]) -> Iterator[Formula | str]:
