@@ -25,7 +25,7 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():
-            if isinstance(value, Tensor) and name not in part._parameters and _is_flat_view(value):
+            if name not in part._parameters and is_flat_view(value):
                 yield f"{prefix}.{name}".lstrip("."), value
 
 
@@ -51,8 +51,9 @@ def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
     return {**weights, **{name: replaced[weight] for name, weight in places.items() if weight in replaced}}
 
 
-def _is_flat_view(value: Tensor) -> bool:
-    return value._is_view() and bool(getattr(value._base, "_is_flat_param", False))
+def is_flat_view(value: Any) -> bool:
+    """Whether an attribute stands for a parameter while a unit of FSDP1 runs."""
+    return isinstance(value, Tensor) and value._is_view() and bool(getattr(value._base, "_is_flat_param", False))
 
 
 @contextmanager

@@ -8,7 +8,8 @@ versions.
 Engines change tensors between forward and backward too, and the weight stays the same one: ZeRO-3 gives a parameter
 other data, FSDP2 frees and fills the storage of one and the same parameter, FSDP1 makes new views of one and the same
 storage. So a weight is the same if it is the same object, or if it begins at the same place of the same storage. One
-that is computed at every look cannot be compared.
+that is computed at every look cannot be compared. Versions are compared for weights that train alone: PEFT's
+``target_parameters`` gives frozen weights back after each call by writing them in place.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ class _Mark(NamedTuple):
     """What is remembered of a weight; neither it nor its memory is kept alive."""
 
     identity: int
-    version: int
+    version: int | None
     place: tuple[int, int] | None
     computed: bool
 
     @classmethod
     def of(cls, weight: Tensor) -> _Mark:
-        return cls(id(weight), weight._version, _place(weight), _is_computed(weight))
+        version = weight._version if weight.requires_grad else None
+        return cls(id(weight), version, _place(weight), _is_computed(weight))
 
 
 def _is_computed(weight: Tensor) -> bool:
@@ -81,7 +83,7 @@ class SameWeights:
             if weight.is_meta:
                 continue
             if id(weight) == mark.identity:
-                if weight._version != mark.version:
+                if mark.version is not None and weight._version != mark.version:
                     raise RuntimeError(
                         f"cannot recompute a tile: weight {name!r} was modified in place after the forward (got "
                         f"version {weight._version}, expected {mark.version}); update weights after the backward"

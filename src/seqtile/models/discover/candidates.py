@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqtile._errors import UserError
+from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.layer_parts import (
     LayerSteps,
@@ -189,6 +191,11 @@ def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate |
         return replace(block, why="not verified: its caller vouches for it (trust=)")
     if proof.refuted:
         return Left(block.name, class_name, f"not position-wise: {proof.why_not}")
+    parts = ((name, part) for module in chain.modules for name, part in module.named_modules() if name)
+    try:
+        refuse_gathering_inside(parts, block=block.name, layer=block.layer)
+    except UserError as error:  # an engine's hooks cannot be traced; raised where the block is to be tiled
+        return replace(block, why=str(error))
     why = f"not proven: {proof.why_not}; trust={block.name!r} tiles it if you know that it treats every token by itself"
     return Left(block.name, class_name, why, True)
 

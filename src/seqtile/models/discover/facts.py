@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile.engines.flat import is_flat_view
 from seqtile.models.discover.live_weights import HOOKS
 from seqtile.models.discover.python_code import TORCH, Code
 from seqtile.models.discover.sizes import Untraceable
@@ -103,7 +104,8 @@ class Facts:
         found = [(name, scope.get(name)) for scope, name in (*self._tensors, *self._attributes)]
         return [
             (name, one, -1 if one.is_inference() else one._version)
-            for name, one in found if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
+            for name, one in found
+            if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and not is_flat_view(one)
         ]  # fmt: skip
 
     def restore(self) -> str:
@@ -158,13 +160,15 @@ class Facts:
             hooks = own.get(name)
             if hooks is not None:
                 self._contain(hooks, type(hooks)(hooks))
-        specs = []
-        for scope in (part._parameters, part._buffers):
+        specs = {}
+        flat = {name: value for name, value in own.items() if is_flat_view(value)}  # FSDP1's, instead of parameters
+        for scope in (part._parameters, part._buffers, flat):
             for name, tensor in scope.items():
-                if tensor is not None:
-                    self._tensors.append((scope, name))
-                    specs.append((name, tuple(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype, type(tensor)))
-        self._attributes += [(own, name) for name, value in own.items() if isinstance(value, Tensor)]
+                if tensor is not None and (scope is flat or name not in flat):
+                    self._tensors.append((own if scope is flat else scope, name))
+                    kind = nn.Parameter if scope is flat else type(tensor)
+                    specs[name] = (name, tuple(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype, kind)
+        self._attributes += [(own, k) for k, value in own.items() if isinstance(value, Tensor) and k not in flat]
         hooks = [self._freeze(hook, 1) for name in HOOKS for hook in own.get(name, {}).values()]
         children = [(name, self._places.get(id(child))) for name, child in part._modules.items()]
         training = None
@@ -172,7 +176,8 @@ class Facts:
             training = own.get("training")
             self._read(["training"], own)
         named = self._of_scope(own, 0, skip=INTERNAL)
-        return (type(part), training, specs, children, hooks, named, self._forward(own))
+        weights = [specs[name] for name in sorted(specs)]
+        return (type(part), training, weights, children, hooks, named, self._forward(own))
 
     def _forward(self, own: dict[str, Any]) -> Any:
         forward = own.get("forward")

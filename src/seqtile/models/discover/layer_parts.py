@@ -252,9 +252,13 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
     others = [
         one.name for one in parameters if one.default is None and not re.search("past|cache|output|use_", one.name)
     ]
-    for shape in ((7, 5, hidden), (7, 5, 6, hidden)):  # no code unpacks a tensor into seven
-        for given in ([], needed, needed + others):
-            words = {**dict.fromkeys(needed), **{name: shape for name in given}}
+    counts = [one.name for one in parameters if one.default == 0 and type(one.default) is int]
+    tables = [value for value in vars(layer).values() if isinstance(value, dict) and value]
+    lengths = [5, *(key for table in tables for key in [next(iter(table))] if type(key) is int)]  # Aria's projector
+    shapes = [(7, length, hidden) for length in lengths] + [(7, 5, 6, hidden)]  # no code unpacks a tensor into seven
+    for shape in shapes:
+        for given, numbers in (([], []), (needed, []), (needed + others, []), (needed + others, counts)):
+            words = {**dict.fromkeys(needed), **dict.fromkeys(given, shape), **dict.fromkeys(numbers, shape[1])}
             try:
                 return in_a_thread(partial(_run, layer, shape, plain, words))
             except Exception:  # noqa: BLE001 - it wants another shape, or arguments that nobody knows
@@ -266,7 +270,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def _run(
-    layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given: Mapping[str, Sequence[int] | None]
+    layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given: Mapping[str, Sequence[int] | int | None]
 ) -> LayerSteps:
     run = _Run(layer, plain)
     before = {
@@ -275,7 +279,7 @@ def _run(
     with torch.no_grad():
         x = torch.empty(tuple(shape), device="meta")
         run.number(x)
-        words = {name: None if one is None else _result(x, one) for name, one in given.items()}
+        words = {name: _result(x, one) if isinstance(one, tuple) else one for name, one in given.items()}
         with run:
             type(layer).forward(run.view, x, **words)
     if len(before) != len(vars(run.view)) or any(

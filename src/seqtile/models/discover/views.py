@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile.engines.flat import is_flat_view
 from seqtile.models.discover.facts import INTERNAL
 
 MakeTensor = Callable[[Tensor, torch.device | str], Tensor]
@@ -39,7 +40,10 @@ class Views:
             for key, child in module._modules.items()
         }
         for key, value in module.__dict__.items():
-            if isinstance(value, Tensor):
+            if is_flat_view(value):
+                del own[key]
+                own["_parameters"][key] = self._fake(f"{name}.{key}", value)
+            elif isinstance(value, Tensor):
                 own[key] = self._fake(f"{name}.{key}", value)
             elif type(value) in (list, dict, set) and key not in INTERNAL:
                 own[key] = value.copy()
