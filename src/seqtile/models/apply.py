@@ -344,7 +344,7 @@ def _operator(model: nn.Module, found: Candidate, layer: nn.Module, near: Neighb
     with for_training(model):
         chain = chain_of(layer, found, near)
         mode = expected_mode(chain, found.hidden)
-        proof, _ = prove(chain, mode)
+        proof = found.proof if near == found.neighbours else prove(chain, mode)[0]
     if proof.why_not or isinstance(proof.formula, str):
         return proof.how, False, str(proof.formula), proof.why_not
     weights = chain.weights(proof.formula, mode.inputs[0][1])

@@ -112,8 +112,9 @@ def find_blocks(
     traces = LayerTraces(modules)
     found: list[Candidate] = []
     left: list[Left] = []
+    inside = ""  # modules come in order, so those inside a block follow it
     for name, module in modules.items():
-        if any(not block.name or name.startswith(f"{block.name}.") for block in found if not block.in_layer):
+        if inside and f"{name}.".startswith(inside):
             continue
         candidate = _classify(name, module, traces)
         class_name = type(module).__name__
@@ -127,6 +128,10 @@ def find_blocks(
         with for_training(model):
             judged = _judged(model, candidate, trusted)
         (found if isinstance(judged, Candidate) else left).append(judged)  # type: ignore[arg-type]
+        if isinstance(judged, Candidate) and not judged.in_layer:
+            if not name:
+                break
+            inside = f"{name}."
     return found, left
 
 
@@ -236,6 +241,8 @@ def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | 
         experts = experts.base_layer
     if (widths := experts_widths(experts)) is not None:
         return Candidate(name, "experts", module, *widths, layer, Neighbours())
+    if len(module._modules) < 2:
+        return None
     for kind, look, width in (("inline", inline, linear_widths), ("pair", pair, half_widths)):
         wide = {child: found for child, part in module.named_children() if (found := width(part)) is not None}
         two = looks_inline(wide)
@@ -256,9 +263,9 @@ def looks_like_attention(name: str, module: nn.Module) -> bool:
 
 def _unread(name: str, module: nn.Module) -> str:
     """Why a layer with linear layers like an MLP's is none; "" where nothing resembles one."""
-    if looks_like_attention(name, module) or linear_widths(module) is not None:  # an adapter's two are inside
+    if len(module._modules) < 2 or type(module).forward in (nn.Module.forward, nn.Sequential.forward):
         return ""
-    if type(module).forward in (nn.Module.forward, nn.Sequential.forward) or len(list(module.children())) < 2:
+    if looks_like_attention(name, module) or linear_widths(module) is not None:  # an adapter's two are inside
         return ""
     for width in (linear_widths, half_widths):
         if two := looks_inline({child: width(part) for child, part in module.named_children()}):

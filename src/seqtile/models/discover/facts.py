@@ -198,16 +198,14 @@ class Facts:
 
     def _of_scope(self, scope: dict[str, Any], depth: int, skip: frozenset[str] = frozenset()) -> Any:
         """The values that the code reads by name in a dictionary of names."""
-        names = [name for name, value in scope.items() if name not in skip and self._reads_name(name, scope)
-                 and not isinstance(value, Tensor)]  # fmt: skip
+        known = self._code.names
+        if known is None:  # of globals only those that are no modules of a library
+            known = set() if "__builtins__" in scope else set(scope)
+        names = [name for name in known.intersection(scope) if name not in skip and not isinstance(scope[name], Tensor)]
+        names.sort()
         if names:
             self._read(names, scope)
-        return tuple((name, self._freeze(scope[name], depth + 1)) for name in sorted(names))
-
-    def _reads_name(self, name: str, scope: dict[str, Any]) -> bool:
-        if self._code.names is None:  # of globals only those that are no modules of a library
-            return "__builtins__" not in scope
-        return name in self._code.names
+        return tuple((name, self._freeze(scope[name], depth + 1)) for name in names)
 
     def _freeze(self, value: Any, depth: int) -> Any:
         """``value`` as something to compare; what it holds is watched from now on."""

@@ -12,20 +12,21 @@ from seqtile.engines.zero3 import whole_shape
 
 def linear_widths(module: Any) -> tuple[int, int] | None:
     """(in, out) of a linear layer of any make: ``nn.Linear``, quantised, adapter-wrapped or ``Conv1D``."""
-    for names in (("nx", "nf"), ("in_features", "out_features")):
-        wide = [getattr(module, name, None) for name in names]
-        if isinstance(wide[0], int) and isinstance(wide[1], int):
-            return wide[0], wide[1]
+    for first, second in (("in_features", "out_features"), ("nx", "nf")):
+        width = getattr(module, first, None)
+        if isinstance(width, int) and isinstance(out := getattr(module, second, None), int):
+            return width, out
     return None
 
 
 def half_widths(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of half an MLP: a module with one linear layer, and norms, dropouts and an activation beside it."""
-    if linear_widths(module) is not None or any(True for _ in module.parameters(recurse=False)):
+    if not module._modules or linear_widths(module) is not None or any(True for _ in module.parameters(recurse=False)):
         return None
-    linears = [widths for child in module.children() if (widths := linear_widths(child)) is not None]
-    rest = [child for child in module.children() if linear_widths(child) is None]
-    return linears[0] if len(linears) == 1 and all(map(_is_small, rest)) else None
+    widths = [(child, linear_widths(child)) for child in module.children()]
+    linears = [found for _, found in widths if found is not None]
+    small = all(_is_small(child) for child, found in widths if found is None)
+    return linears[0] if len(linears) == 1 and small else None
 
 
 def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
