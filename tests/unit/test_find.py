@@ -292,7 +292,7 @@ def test_an_argument_beside_hidden_states_is_told_at_apply() -> None:
         def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + shift
 
-    note = "Conditioned takes 'shift' beside hidden states: calls that give it one row per sequence, [B, 1, D], run untiled"
+    note = "Conditioned takes 'shift' beside hidden states: calls that give it one row per sequence, [B, 1, D]"
     assert note in str(seqtile.apply(nn.ModuleList([Conditioned()])))
     assert "beside hidden states" not in str(seqtile.apply(nn.ModuleList([_Scaled()])))
 
