@@ -16,12 +16,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, at, axes_in, counted, holds_tokens
+from seqtile.models.discover.sizes import (
+    SIZES,
+    NoRule,
+    NotPerToken,
+    Shape,
+    Untraceable,
+    at,
+    counted,
+    holds_tokens,
+    noted,
+    plain,
+)
 from seqtile.models.discover.token_flow import MIXED, Atoms, Call, Expressions, Flow, features, tensors_in
-from seqtile.models.discover.token_rules import RULES, drawn, literal, reshaped, rule_for, same
-
-ONE_TOKEN = dict.fromkeys(SIZES, 1)
-"""Sizes of the trace that must be the same computation as the judged one."""
+from seqtile.models.discover.token_rules import RULES, literal, numbers_in, reshaped, rule_for, same
 
 LONGEST = 5000
 """Most operators of a trace."""
@@ -37,21 +45,27 @@ class Recorder(TorchDispatchMode):
         expressions: where expressions get their numbers.
         axes: the token axes of the inputs.
         expected: the steps of the judged trace, where this one only has to be the same.
+        sizes: the sizes of the token axes.
 
     Attributes:
+        returned: how the outputs are nested, and those that are no tensors.
         asked: how often the code asked a yes-or-no question about its weights' values.
         yes: which of these questions is answered with yes.
     """
 
-    def __init__(self, expressions: Expressions, axes: frozenset[str], expected: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self, expressions: Expressions, axes: frozenset[str], expected: Sequence[Any] | None = None,
+        sizes: Mapping[str, int] = SIZES,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.expressions, self.axes, self.expected = expressions, axes, expected
+        self.expressions, self.axes, self.expected, self.sizes = expressions, axes, expected, sizes
         self.steps: list[Any] = []
         self.forward = 0
         self.draws: Counter[int] = Counter()
         self.operators: set[str] = set()
         self.no_rule: NoRule | None = None
         self.asked, self.yes = 0, -1
+        self.returned: tuple[str, str] | None = None
         self._known: dict[int, tuple[Tensor, Flow]] = {}
         self._owners: dict[int, str] = {}
 
@@ -93,6 +107,8 @@ class Recorder(TorchDispatchMode):
                 self.asked += 1
                 self.operators.add("_local_scalar_dense")
                 return self.asked == self.yes
+            except Exception as error:  # noqa: BLE001 - whatever it raises
+                raise failed(error) from None
             if tensors or tensors_in([result]):  # else it asks about dtypes
                 self._record(func, args, kwargs, tensors_in([result]))
             return result
@@ -118,12 +134,10 @@ class Recorder(TorchDispatchMode):
         try:
             if rule is None:
                 raise NoRule(f"it uses {name}, for which there is no rule")
-            flows = rule(call) if self.no_rule is None or rule is drawn else []
+            flows = rule(call)
         except NoRule as error:  # go on: what comes later may refute
             self.no_rule = self.no_rule or error
-            flows = []
-        if self.no_rule is not None:
-            flows = [Flow(tuple(tuple(axes_in(size)) for size in one.shape), self.expressions.unique()) for one in out]
+            flows = [Flow(call.dims(one), self.expressions.unique()) for one in out]
         if "bernoulli" in name or name == "native_dropout":
             self.draws[flows[0].expr] += 1
         views = not written and any(one.alias_info is not None for one in schema.returns)
@@ -152,20 +166,32 @@ class Recorder(TorchDispatchMode):
 
     def _compare(self, name: str, given: Mapping[str, Any], out: Sequence[Tensor]) -> None:
         """Remember the step, or see that it is the one that the judged trace made at this place."""
-        plain = tuple(one for one in tree_flatten(list(given.values()))[0] if not isinstance(one, Tensor))
+        leaves = tree_flatten(list(given.values()))[0]
+        plain = tuple(one for one in leaves if not isinstance(one, Tensor))
+        if name in ("lift_fresh", "lift_fresh_copy"):
+            plain = tuple(repr(numbers_in(one)) for one in leaves if isinstance(one, Tensor))
         shapes = tuple(tuple(tensor.shape) for tensor in out)
         # A linear layer is one operator or two, depending on whether its input is contiguous.
         names = {"addmm": ("mm", "add"), "baddbmm": ("bmm", "add"), "addmv": ("mv", "add")}.get(name, (name,))
+        names = names if plain == (1, 1) else (name,)
         for one in names:
-            step = (one, plain if one == name and one != "add" else (), shapes)
+            step = (one, plain if one == name else (1,) if one == "add" else (), shapes)
             self.steps.append(step)
             place = len(self.steps) - 1
             if place > LONGEST:
                 raise Untraceable(f"it runs more than {LONGEST:,} operators")
             if self.expected is not None and (
-                place >= len(self.expected) or _of_one(self.expected[place]) != _of_one(step)
+                place >= len(self.expected) or self._here(self.expected[place]) != self._here(step)
             ):
                 raise NotPerToken(f"its forward computes something else for another number of tokens ({name})")
+
+    def _here(self, step: tuple[str, tuple[Any, ...], tuple[tuple[int, ...], ...]]) -> Any:
+        """What a step of the judged trace is with the sizes of this one; dimensions of size 1 do not count."""
+        name, plain, shapes = step
+        sizes = tuple(tuple(at(size, self.sizes) for size in shape) for shape in shapes)
+        return name, tuple(at(one, self.sizes) if type(one) is int else one for one in plain), [
+            tuple(size for size in shape if size != 1) for shape in sizes
+        ]  # fmt: skip
 
 
 _CUTS = {torch.ops.aten.split.Tensor: 2, torch.ops.aten.split_with_sizes.default: 2, torch.ops.aten.unbind.int: 1}
@@ -175,26 +201,62 @@ _LAYOUT = ("expand", "permute", "transpose", "t")
 """Operators that compute nothing, beside copies and reshapes: which of them run may depend on sizes."""
 
 
-def _of_one(step: tuple[str, tuple[Any, ...], tuple[tuple[int, ...], ...]]) -> Any:
-    """What a step of the judged trace is for a single token; dimensions of size 1 do not count."""
-    name, plain, shapes = step
-    sizes = tuple(tuple(at(size, ONE_TOKEN) for size in shape) for shape in shapes)
-    return name, tuple(at(one, ONE_TOKEN) if type(one) is int else one for one in plain), [
-        tuple(size for size in shape if size != 1) for shape in sizes
-    ]  # fmt: skip
-
-
 class Sizes(TorchFunctionMode):
     """Gives the traced code sizes that tell when it computes with the number of tokens."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[Tensor] = []
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        caller = sys._getframe(1)
+        noted.pytorch_called(caller)
+        name = getattr(getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func,
+                       "__name__", "")  # fmt: skip
+        tensor = args[0] if args and isinstance(args[0], Tensor) else None
+        if tensor is not None and not caller.f_globals.get("__name__", "").startswith("seqtile."):
+            self._check(name, tensor)
         with unwatched():
-            result = func(*args, **(kwargs or {}))
+            try:
+                result = func(*plain(args), **plain(kwargs or {}))
+            except (NotPerToken, Untraceable):
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever it raises
+                raise failed(error) from None
         if type(result) is torch.Size:
-            return torch.Size(counted(size) for size in result)
-        if type(result) is int and getattr(func, "__name__", "") in ("size", "numel", "nelement", "__len__"):
-            return counted(result)
-        return result
+            return Shape(counted(size) for size in result)
+        if type(result) is tuple and all(type(one) is int for one in result):
+            return tuple(counted(one) for one in result)
+        return counted(result) if type(result) is int else result
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        """Refuse questions about what a tensor without memory, or of another trace, would answer otherwise."""
+        if name in _ON_INPUTS and any(tensor is one for one in self.inputs):
+            raise NotPerToken(f"its forward calls {name} on its input")
+        if name in _OF_MEMORY or (name in _OF_TOKENS and any(map(holds_tokens, tensor.shape))):
+            raise NotPerToken(f"its forward asks for {name} of a tensor")
+
+
+_ON_INPUTS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_")
+_OF_MEMORY = (
+    "data_ptr",
+    "untyped_storage",
+    "storage",
+    "_typed_storage",
+    "_version",
+    "grad",
+    "tolist",
+    "numpy",
+    "__array__",
+)
+_OF_TOKENS = ("__len__", "is_contiguous", "requires_grad", "is_leaf", "grad_fn", "__repr__", "__str__", "__format__")
+
+
+def failed(error: Exception) -> Exception:
+    """``error``, noted: whoever catches it on a tensor without memory might not have met it on a real one."""
+    first = str(error).splitlines()[0][:200] if str(error) else ""
+    Untraceable(f"it could not be executed here ({type(error).__name__}: {first})")
+    return error
 
 
 @contextmanager

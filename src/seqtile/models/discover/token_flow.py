@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from torch import Tensor
@@ -46,13 +47,13 @@ class Flow:
 
 
 class Expressions:
-    """Numbers for expressions: equal ones have the same number, in every trace of this process."""
+    """Numbers for expressions: equal ones, and only those, have the same number in every trace of this process."""
 
     def __init__(self) -> None:
         self.keys: dict[int, tuple[Any, ...]] = {}
 
     def number(self, *key: Any) -> int:
-        number = hash(key)
+        number = int.from_bytes(blake2b(repr(key).encode(), digest_size=12).digest())
         self.keys[number] = key
         return number
 

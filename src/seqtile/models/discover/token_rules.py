@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable
+from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, holds_tokens
 from seqtile.models.discover.token_flow import Atoms, Call, Flow, features, place_of, tensors_in
 
 # -- element by element ----------------------------------------------------------------------------------------------
@@ -72,11 +72,22 @@ def literal(call: Call) -> list[Flow]:
     values = call.first
     if isinstance(values, FakeTensor):
         return same(call)
+    key = ("literal", tuple(values.shape), str(values.dtype), str(numbers_in(values)))
+    return [Flow(((),) * values.dim(), call.expressions.number(*key))]
+
+
+def numbers_in(values: Tensor) -> Any:
+    """The numbers of a tensor that the code writes down."""
+    if isinstance(values, FakeTensor):
+        return None
     if values.numel() > 1000:
         raise Untraceable(f"it makes a tensor of {values.numel():,} numbers that no one can compare")
-    with _disable_current_modes():  # its numbers are real
-        key = ("literal", tuple(values.shape), str(values.dtype), str(values.tolist()))
-    return [Flow(((),) * values.dim(), call.expressions.number(*key))]
+    with _disable_current_modes():  # they are real
+        numbers = values.flatten().tolist()
+    if any(isinstance(one, (int, float)) and one == int(one) and holds_tokens(int(one)) for one in numbers
+           if not isinstance(one, float) or math.isfinite(one)):  # fmt: skip
+        raise NotPerToken("its forward computes with the number of tokens")
+    return numbers
 
 
 def reshaped(call: Call) -> list[Flow]:
@@ -210,6 +221,8 @@ def looked_up(call: Call) -> list[Flow]:
     if len(used) != 1 or any(flow.summed for flow in call.flows()):
         raise NoRule(f"it uses {call.name} with {len(used)} indices, for which there is no rule")
     dim, index = (call.args["dim"] if gather else used[0][0]), used[0][1]
+    if call.name.startswith("scatter") and any(set(flow.axes) - set(given.axes) for flow in call.flows()):
+        raise call.mixes("adds them up")
     if given.dims[dim] or (given.axes and (call.flow(index).dims != given.dims if gather else call.flow(index).axes)):
         raise call.mixes("picks some of them")
     return [call.flow_of(call.out[0], call.expr(place_of(given.dims, dim)))]
@@ -263,6 +276,7 @@ def convolved(call: Call) -> list[Flow]:
         or args["groups"] != 1
         or call.flow(call.first).dims[1]
         or call.flow(weight).axes
+        or call.flow(weight).summed
     ):
         raise call.mixes("goes over several of them")
     return [call.flow_of(out, call.expr(number), number > 0) for number, out in enumerate(call.out)]

@@ -6,10 +6,11 @@ Its operators are followed one by one (:mod:`seqtile.models.discover.recorder`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
@@ -22,8 +23,8 @@ from torch.utils._pytree import tree_flatten
 
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.python_code import Code, is_raised_by_user
-from seqtile.models.discover.recorder import ONE_TOKEN, Recorder, Sizes
-from seqtile.models.discover.sizes import SIZES, NotPerToken, Untraceable
+from seqtile.models.discover.recorder import Recorder, Sizes
+from seqtile.models.discover.sizes import SIZES, NotPerToken, Untraceable, has_count, noted
 from seqtile.models.discover.token_flow import Expressions
 from seqtile.models.discover.views import Views
 
@@ -116,14 +117,15 @@ class Tracer:
         finally:
             sys.setprofile(None)
             changed = before.restore()
-        if not changed:  # once more, on one token, with an eye on all that the code was seen to read
+        for sizes in self._small_sizes() if not changed else ():  # with an eye on all that the code was seen to read
             before = Facts(self.modules, functions, code)
+            again = Recorder(self._expressions, self.axes, recorder.steps[: recorder.forward], sizes)
             try:
-                self._run(
-                    function, Recorder(self._expressions, self.axes, recorder.steps[: recorder.forward]), ONE_TOKEN
-                )
+                self._run(function, again, sizes)
             finally:
-                changed = before.restore()
+                changed = changed or before.restore()
+            if again.returned != recorder.returned:
+                raise NotPerToken("its forward returns something else for another number of tokens")
         if changed:
             raise NotPerToken(f"its forward changes {changed}")
         for question in range(recorder.asked):  # "is one infinite?": yes must be an error, as PEFT's VB-LoRA raises
@@ -132,6 +134,13 @@ class Tracer:
             raise recorder.no_rule
         assert graph is not None
         return graph
+
+    def _small_sizes(self) -> Iterator[dict[str, int]]:
+        """The token axes with a size of 1 for all of them, and for some: the one size that code may ask for."""
+        axes = sorted(self.axes)
+        for ones in itertools.product((True, False), repeat=len(axes)):
+            if any(ones):
+                yield {**SIZES, **{axis: 1 for axis, one in zip(axes, ones, strict=True) if one}}
 
     def _refuses(self, function: Function, question: int) -> None:
         """See that the code raises an error of its own where the answer to this question is yes."""
@@ -177,40 +186,48 @@ class Tracer:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self._mode)
             stack.enter_context(recorder)
-            stack.enter_context(Sizes())
-            result = function(views.__getitem__, [tensor.view_as(tensor) for tensor in inputs])
+            watched = stack.enter_context(Sizes())
+            noted.begin()
+            watched.inputs = [tensor.view_as(tensor) for tensor in inputs]
+            result = function(views.__getitem__, list(watched.inputs))
+            noted.check()
             recorder.forward = len(recorder.steps)
+            flat, spec = tree_flatten(result)
+            rest = [one for one in flat if not isinstance(one, Tensor)]
+            if has_count(rest):
+                raise NotPerToken("its forward returns the number of tokens")
+            if any(_own_names(one) - _own_names(watched.inputs[0]) for one in flat if isinstance(one, Tensor)):
+                raise NotPerToken("its forward sets an attribute of its output")
+            recorder.returned = (str(spec), repr(rest))
             if recorder.expected is None:
-                graph = self._backward(result, leaves, recorder, like)
+                graph = self._backward([one for one in flat if isinstance(one, Tensor)], leaves, recorder, like)
             elif len(recorder.steps) != len(recorder.expected):
                 raise NotPerToken("its forward computes something else for another number of tokens")
+            noted.check()
         if changed := views.changed():
             raise NotPerToken(f"its forward changes {changed}")
         return graph
 
     def _fake(self, tensor: Tensor, device: torch.device | str) -> Tensor:
-        """A tensor without memory in a weight's place: of its whole shape, and trained."""
+        """A tensor without memory in a weight's place, of its whole shape."""
         shape = getattr(tensor, "ds_shape", tensor.shape)
         with self._mode:
             fake = torch.empty(tuple(shape), dtype=tensor.dtype, device=device)
-        trains = isinstance(tensor, nn.Parameter) or tensor.requires_grad
-        fake.requires_grad_(trains and (fake.is_floating_point() or fake.is_complex()))
+        fake.requires_grad_(tensor.requires_grad)
         return nn.Parameter(fake, requires_grad=fake.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def _backward(
-        self, result: Any, leaves: Mapping[str, Tensor], recorder: Recorder, like: Graph | None
+        self, tensors: list[Tensor], leaves: Mapping[str, Tensor], recorder: Recorder, like: Graph | None
     ) -> Graph | None:
         """The graph, after a backward from upstream gradients of their own; None if it was not to be made."""
-        flat, spec = tree_flatten(result)
-        tensors = [one for one in flat if isinstance(one, Tensor)]
         flows = [recorder.flow(one) for one in tensors]
         if recorder.no_rule is None:
             for one, flow in zip(tensors, flows, strict=True):
                 if set(flow.axes) != self.axes or flow.summed:
                     raise NotPerToken(f"it returns a tensor that has no row per token (shape {tuple(one.shape)})")
-        rest = [one for one in flat if not isinstance(one, Tensor)]
         described = [(flow.expr, flow.dims, one.dtype) for one, flow in zip(tensors, flows, strict=True)]
-        outputs = (str(spec), repr(rest), *described)
+        assert recorder.returned is not None
+        outputs = (*recorder.returned, *described)
         if like is not None and like.outputs != outputs:
             return None
         gradients: list[tuple[str, int | None]] = []
@@ -221,6 +238,7 @@ class Tracer:
             upstream = [torch.empty_like(one) for one in ends]
             for number, (one, gradient) in enumerate(zip(ends, upstream, strict=True)):
                 recorder.leaf(gradient, recorder.flow(one).dims, f"upstream {number}")
+            noted.in_backward = True
             found = torch.autograd.grad(ends, list(leaves.values()), upstream, allow_unused=True)
             for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
                 gradients.append((name, None if gradient is None else self._gradient(name, leaf, gradient, recorder)))
@@ -235,3 +253,7 @@ class Tracer:
             if not wanted.axes and (not flow.summed or flow.axes):
                 raise NotPerToken(f"the gradient of {name} is no sum over tokens")
         return flow.expr
+
+
+def _own_names(tensor: Tensor) -> set[str]:
+    return set(vars(tensor))
