@@ -107,14 +107,14 @@ def test_a_follower_that_ran_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     _, expected = gradients(model, ids)
     seqtile.apply(model, tile=5)
     norm = model.model.layers[0].post_feedforward_layernorm
-    handing_on = tiled_layer._handing_on
+    member = tiled_layer.Members.member
 
-    def twice(names: list[str], *rest: Any) -> dict[str, Any]:
-        stand_ins = handing_on(names, *rest)
-        last = stand_ins[names[-1]]
-        return {**stand_ins, names[-1]: lambda hidden_states: norm.forward(last(hidden_states))}
+    def twice(self: Any, name: str) -> Any:
+        call = member(self, name)
+        last = name == self.events[-1]
+        return (lambda hidden_states: norm.forward(call(hidden_states))) if last else call
 
-    monkeypatch.setattr(tiled_layer, "_handing_on", twice)
+    monkeypatch.setattr(tiled_layer.Members, "member", twice)
     _, got = gradients(model, ids)
     with pytest.raises(AssertionError):
         assert_same_gradients(got, expected)

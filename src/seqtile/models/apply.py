@@ -23,7 +23,7 @@ from seqtile.models.discover.proof import for_training, prove
 from seqtile.models.head import standing_losses
 from seqtile.models.heads import find_for, install_heads, parse_heads
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
-from seqtile.models.layer import TiledLayer, TiledPair, TiledSum
+from seqtile.models.layer import TiledLayer, TiledPair
 from seqtile.models.report import Block, Report
 from seqtile.models.rest import Rest, remove_rest
 from seqtile.models.rowwise import ROWS_AUTO, TiledRows, find_rows, tile_rows, words_for
@@ -301,7 +301,7 @@ def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, no
         raise UserError(f"{found.name}: {reason}; leave it out with only=")
     together = near.members
     if joins:
-        kind = TiledPair if found.kind == "pair" else TiledSum if near.closing else TiledLayer
+        kind = TiledPair if found.kind == "pair" else TiledLayer
         standing = kind(layer, setting, near, inline)
         standing.install()
         together = tuple(name for name in (near.before, *near.members, near.after, near.dropout, near.closing) if name)

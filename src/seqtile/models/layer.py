@@ -1,20 +1,23 @@
 """A decoder layer whose block is tiled together with its neighbours.
 
-The layer's own ``forward`` runs unchanged, on a shallow view of the layer in which the block's first member computes
-everything tile by tile and the other members pass their input through. Modules are looked up at each call, so adapters
-added later take part.
+The layer's own ``forward`` runs unchanged, on a shallow view of the layer in which stand-ins take the members' places.
+They hand on a placeholder, which nothing but the next member may read, and the last one computes everything tile by
+tile. So a forward that now does anything else with these results than when it was traced is an error. Modules are
+looked up at each call, so adapters added later take part.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from seqtile.engines.granularity import is_wrapped
 from seqtile.models.discover.attention import nothing_like
@@ -22,6 +25,119 @@ from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.layer_parts import Neighbours
 from seqtile.models.discover.live_weights import has_foreign_hooks, has_hooks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
+
+_ALLOWED = frozenset("shape dtype device ndim layout is_cuda dim size is_floating_point __get__".split())
+"""What may be asked of a placeholder."""
+
+_DROPOUT = F.dropout
+_SUMS = ("add", "__add__", "__radd__", "__iadd__")
+
+
+class Placeholder(Tensor):
+    """Stands for a result that is computed later, in tiles; only the member that comes next may read it."""
+
+    sequence: Members
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+        if name in _ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        held = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, Placeholder))
+        return held.sequence.operator(func, name, args, kwargs or {})
+
+
+class Members:
+    """The members of one tile while the layer's forward calls them one after another.
+
+    Args:
+        owner: class of the layer.
+        events: names of what is called, in order; ``"+"`` for the sum with the input; numbers' names for functional
+            dropouts.
+        shares: those of the names that are probabilities of functional dropouts.
+        finish: computes everything, from the inputs and the probabilities with which the layer called dropout.
+    """
+
+    def __init__(
+        self, owner: str, events: Sequence[str], shares: Sequence[str],
+        finish: Callable[[list[Tensor], Mapping[str, float]], Any],
+    ) -> None:  # fmt: skip
+        self.owner, self.events, self.shares, self.finish = owner, events, shares, finish
+        self._begin()
+
+    def _begin(self) -> None:
+        self.at, self.inputs = 0, list[Tensor]()
+        self.held: Tensor | None = None
+        self.context: tuple[bool, ...] | None = None
+        self.dropped: dict[str, float] = {}
+
+    def member(self, name: str) -> Callable[..., Any]:
+        """The stand-in of one member."""
+        return functools.partial(self._call, name)
+
+    def _call(self, name: str, hidden_states: Tensor, *others: Tensor) -> Any:
+        first = self.at == 0 and not isinstance(hidden_states, Placeholder)
+        if not first and hidden_states is not self.held:
+            self.refuse()
+        self._expect(name)
+        self.inputs += [hidden_states, *others] if first else others
+        return self._next()
+
+    def operator(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """A function of PyTorch that is called with a placeholder: a dropout, or the sum with the input."""
+        expected = self.events[self.at]
+        if func in (_DROPOUT, F.dropout) and expected in self.shares:
+            call = inspect.signature(_DROPOUT).bind(*args, **kwargs)
+            call.apply_defaults()
+            if call.arguments["input"] is self.held:
+                self._expect(expected)
+                self.dropped[expected] = float(call.arguments["p"]) if call.arguments["training"] else 0.0
+                return self._next()
+        if expected == "+" and name in _SUMS and len(args) == 2 and not kwargs:
+            if any(one is self.held for one in args) and any(one is self.inputs[0] for one in args):
+                self._expect(expected)
+                return self._next()
+        return self.refuse()
+
+    def _expect(self, name: str) -> None:
+        self.context = self.context or _context()
+        if name != self.events[self.at] or _context() != self.context:
+            self.refuse()
+        self.at += 1
+
+    def _next(self) -> Any:
+        if self.at < len(self.events):
+            held = nothing_like(self.inputs[0].detach()).as_subclass(Placeholder)
+            held.sequence, self.held = self, held
+            return held
+        inputs, dropped = self.inputs, self.dropped
+        self._begin()
+        return self.finish(inputs, dropped)
+
+    def refuse(self) -> Any:
+        names = [name for name in self.events if name != "+"]
+        raise RuntimeError(
+            f"{self.owner}: its forward now calls {', '.join(names)} in another way than when seqtile traced it; call "
+            "seqtile.apply again, or with blocks='mlp'"
+        )
+
+    def check_end(self, results: Any) -> None:
+        """Raise where the layer hands a placeholder out."""
+        if any(isinstance(one, Placeholder) for one in tree_leaves(results)):
+            self.refuse()
+
+
+def _context() -> tuple[bool, ...]:
+    """Whether gradients and autocast are on."""
+    return (torch.is_grad_enabled(), *[torch.is_autocast_enabled(kind) for kind in _device_types()])
+
+
+@functools.cache
+def _device_types() -> list[str]:
+    here = torch.accelerator.current_accelerator()
+    return ["cpu"] if here is None else ["cpu", here.type]
 
 
 @dataclass(frozen=True)
@@ -37,7 +153,7 @@ class NormedAttention:
     attention: str
 
     def stand_ins(self, layer: nn.Module) -> dict[str, Callable[..., Any]]:
-        """What the view calls in place of both; empty where there is no such norm or somebody listens to either."""
+        """What the view calls in place of both; empty where there is no such norm or one of them has hooks."""
         if not self.norm:
             return {}
         norm, attention = getattr(layer, self.norm), getattr(layer, self.attention)
@@ -46,22 +162,36 @@ class NormedAttention:
             return {}
         if torch.compiler.is_compiling() or not hasattr(head_wise, "heads"):
             return {}
+        call: list[Any] = []
 
-        def attend(*args: Any, **words: Any) -> Any:
+        def finish(inputs: list[Tensor], _: Mapping[str, float]) -> Any:
+            args, words = call.pop()
+            args = tuple(inputs[0] if isinstance(one, Placeholder) else one for one in args)
+            words = {name: inputs[0] if isinstance(one, Placeholder) else one for name, one in words.items()}
             head_wise.norm = norm
             try:
                 return attention(*args, **words)
             finally:
                 head_wise.norm = None
 
-        return {self.norm: _pass_through, self.attention: attend}
+        sequence = Members(type(layer).__name__, (self.norm, self.attention), (), finish)
+        second = sequence.member(self.attention)
+
+        def attend(*args: Any, **words: Any) -> Any:
+            held = [one for one in (*args, *words.values()) if isinstance(one, Placeholder)]
+            if len(held) != 1:
+                return sequence.refuse()
+            call.append((args, words))
+            return second(held[0])
+
+        return {self.norm: sequence.member(self.norm), self.attention: attend}
 
     def view(self, layer: nn.Module) -> nn.Module | None:
         """The layer with both replaced, or None."""
         stand_ins = self.stand_ins(layer)
         if not stand_ins:
             return None
-        view = _view(layer, [], Counter())
+        view = _view(layer)
         view.__dict__["_modules"] = {**layer._modules, **stand_ins}
         return view
 
@@ -95,39 +225,43 @@ class TiledLayer(Installed):
         self.check()
         layer = self.module
         members = [(name, getattr(layer, name)) for name in self.names]
-        listeners = [name for name, p in members if isinstance(p, nn.Module) and (has_hooks(p) or is_wrapped(p))]
-        if listeners:
-            self._tell(listeners)
+        hooked = [name for name, p in members if isinstance(p, nn.Module) and (has_hooks(p) or is_wrapped(p))]
+        if hooked:
+            self._tell(hooked)
             alone = self.attention.view(layer) if self.attention else None
             return self.original(*args, **kwargs) if alone is None else type(alone).forward(alone, *args, **kwargs)
-        applied: Counter[str] = Counter()
-        view = _view(layer, self._shares, applied)
-        stand_ins = self._stand_ins(layer, applied)
+        sequence = Members(type(layer).__name__, self._events, self._shares, self._compute)
+        stand_ins = {name: sequence.member(name) for name in self._events if name != "+" and name not in self._shares}
         if self.attention is not None:
             stand_ins |= self.attention.stand_ins(layer)
+        view = _view(layer)
         view.__dict__["_modules"] = {**layer._modules, **stand_ins}
         for name in stand_ins.keys() & view.__dict__.keys():
             view.__dict__[name] = stand_ins[name]
         own = dict(view.__dict__)
         try:
-            return type(view).forward(view, *args, **kwargs)  # the view's: checkpointing asks whose forward this is
+            result = type(view).forward(view, *args, **kwargs)  # the view's: checkpointing asks whose forward this is
         finally:
-            for name, value in view.__dict__.items():  # what the forward sets on itself belongs to the layer
-                if name not in own or value is not own[name]:
-                    layer.__dict__[name] = value
+            changed = {name: value for name, value in view.__dict__.items() if value is not own.get(name, own)}
+            layer.__dict__.update(changed)  # what the forward sets on itself belongs to the layer
+            for name in own.keys() - view.__dict__.keys():
+                del layer.__dict__[name]
+        sequence.check_end((result, changed))
+        return result
 
     @property
     def _shares(self) -> list[str]:
-        """Attributes of the layer that hold the probability of a functional dropout inside the tile, one per call."""
+        """Attributes of the layer that hold the probability of a functional dropout inside the tile."""
         near = self.neighbours
         inside = [name for name in near.members if isinstance(getattr(self.module, name), (int, float))]
         return [*inside, near.dropout] if near.dropout else inside
 
-    def _stand_ins(self, layer: nn.Module, applied: Counter[str]) -> dict[str, Callable[..., Any]]:
-        """What the view calls in place of the layer's children: the first does everything, the last returns it."""
-        names = [name for name in self.names if name not in self._shares]
-        head = self._head(layer, applied)
-        return {names[0]: head} if len(names) == 1 else _handing_on(names, head, type(layer).__name__)
+    @property
+    def _events(self) -> list[str]:
+        """What the layer's forward calls, in order."""
+        near = self.neighbours
+        names = [near.before, *near.members, near.after, near.dropout, *(("+", near.closing) if near.closing else ())]
+        return [name for name in names if name]
 
     def inside(self) -> Iterator[tuple[str, nn.Module]]:
         for name in self.names:
@@ -136,82 +270,44 @@ class TiledLayer(Installed):
                 if inner or self.inline:
                     yield f"{name}.{inner}".rstrip("."), part
 
-    def chain(self) -> Chain:
-        """What runs in the tile now."""
+    def chain(self, dropped: Mapping[str, float]) -> Chain:
+        """What runs in the tile now.
+
+        Args:
+            dropped: probability of each functional dropout in this call.
+        """
         layer, near = self.module, self.neighbours
         before, after, closing = (
             getattr(layer, name) if name else None for name in (near.before, near.after, near.closing)
         )
-        share = float(getattr(layer, near.dropout)) if near.dropout else 0.0
-        members = tuple((name, getattr(layer, name)) for name in near.members)
-        return Chain(members, self.kind, before, after, share, closing, layer.training)
+        members = tuple((name, dropped.get(name, getattr(layer, name))) for name in near.members)
+        share = dropped.get(near.dropout, 0.0)
+        return Chain(members, self.kind, before, after, share, closing, any(dropped.values()))
 
     @property
     def kind(self) -> str:
         return "inline" if self.inline else "block"
 
-    def _tell(self, listeners: list[str]) -> None:
+    def _tell(self, hooked: list[str]) -> None:
         alone = "untiled" if self.inline else "without its neighbours in the tile"
-        news = f"runs {alone}: {', '.join(listeners)} has hooks"
+        news = f"runs {alone}: {', '.join(hooked)} has hooks"
         if news not in self.told:
             self.told.add(news)
             logger.warning("%s %s", type(self.module).__name__, news)
 
-    def _head(self, layer: nn.Module, applied: Counter[str]) -> Callable[[Tensor], Any]:
-        shares, chain = self._shares, self.chain()
+    def _compute(self, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
+        chain = self.chain(dropped)
         block = None if self.inline else _forward_of(chain.members[0][1])
-
-        def call(tiles: list[Tensor]) -> Any:
-            return chain.run(tiles, call=block)
-
-        def head(hidden_states: Tensor) -> Any:
-            result = self.run(chain, [hidden_states], call)
-            applied.update(shares)
-            return result
-
-        return head
-
-
-class TiledSum(TiledLayer):
-    """``forward`` of a layer whose MLP, the sum with its input and the norm of that run in one tile (BART).
-
-    In the view the MLP gives nothing that could be read, and the norm's stand-in does everything.
-    """
-
-    def _stand_ins(self, layer: nn.Module, applied: Counter[str]) -> dict[str, Callable[..., Any]]:
-        names = [name for name in self.names if name not in self._shares and name != self.neighbours.closing]
-        head, given = self._head(layer, Counter()), list[Tensor]()
-
-        def first(hidden_states: Tensor) -> Tensor:
-            given.append(hidden_states)
-            applied.update(self._shares)
-            return nothing_like(hidden_states)
-
-        def closing(_: Tensor) -> Any:
-            return head(given.pop())
-
-        return {**dict.fromkeys(names, _pass_through), names[0]: first, self.neighbours.closing: closing}
+        return self.run(chain, inputs, lambda tiles: chain.run(tiles, call=block))
 
 
 class TiledPair(TiledLayer):
     """``forward`` of a layer whose MLP is two of its children: ``second(first(x), other)`` runs in one tile."""
 
-    def _stand_ins(self, layer: nn.Module, applied: Counter[str]) -> dict[str, Callable[..., Any]]:
-        chain = self.chain()
-
-        one, two = self.names
-        given: list[Tensor] = []
-
-        def first(hidden_states: Tensor) -> Tensor:
-            given.append(hidden_states)
-            return nothing_like(hidden_states)
-
-        def head(_: Tensor, other: Tensor) -> Any:
-            hidden_states = given.pop()
-            tensors = [hidden_states] if other is hidden_states else [hidden_states, other]
-            return self.run(chain, tensors, chain.run)
-
-        return {one: first, two: head}
+    def _compute(self, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
+        chain = self.chain(dropped)
+        tensors = inputs[:1] if inputs[-1] is inputs[0] else inputs
+        return self.run(chain, tensors, chain.run)
 
     @property
     def kind(self) -> str:
@@ -223,64 +319,8 @@ def _forward_of(member: Any) -> Callable[[Tensor], Tensor]:
     return installed.original if isinstance(installed, TiledForward) else member
 
 
-def _handing_on(names: list[str], head: Callable[[Tensor], Any], owner: str) -> dict[str, Callable[..., Any]]:
-    """Stand-ins of which the first computes everything and the last returns it.
-
-    In between goes a tensor that spoils whatever else reads it: should the layer's forward use one of them in another
-    way than when it was traced, that does not go unnoticed.
-    """
-    held: list[Any] = []
-
-    def first(hidden_states: Tensor) -> Tensor:
-        result = head(hidden_states)
-        held[:] = [result, nothing_like(hidden_states)]
-        return held[1]
-
-    def between(hidden_states: Tensor) -> Tensor:
-        _check(hidden_states)
-        return hidden_states
-
-    def last(hidden_states: Tensor) -> Any:
-        _check(hidden_states)
-        result = held[0]
-        held.clear()
-        return result
-
-    def _check(hidden_states: Tensor) -> None:
-        if not held or (hidden_states is not held[1] and hidden_states.data_ptr() != held[1].data_ptr()):
-            raise RuntimeError(
-                f"{owner}: its forward now calls {', '.join(names)} in another way than when seqtile traced it; call "
-                "seqtile.apply again, or with blocks='mlp'"
-            )
-
-    return {**dict.fromkeys(names, between), names[0]: first, names[-1]: last}
-
-
-def _pass_through(hidden_states: Tensor) -> Tensor:
-    return hidden_states
-
-
-def _view(layer: nn.Module, shares: list[str], applied: Counter[str]) -> nn.Module:
-    names = tuple(dict.fromkeys(shares))
-    view: nn.Module = object.__new__(_once_dropped(type(layer), names) if names else type(layer))  # type: ignore[arg-type]
+def _view(layer: nn.Module) -> nn.Module:
+    view: nn.Module = object.__new__(type(layer))
     view.__dict__.update(layer.__dict__)
     view.__dict__.pop("forward")
-    if names:
-        view.__dict__.update(_shares={name: view.__dict__.pop(name) for name in names}, _applied=applied)
     return view
-
-
-@cache
-def _once_dropped(layer_class: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass whose dropout probabilities read 0 as often as the tiles have applied them."""
-
-    def reader(name: str) -> property:
-        def read(self: Any) -> float:
-            if self._applied[name] > 0:
-                self._applied[name] -= 1
-                return 0.0
-            return float(self._shares[name])
-
-        return property(read)
-
-    return type(layer_class.__name__, (layer_class,), {name: reader(name) for name in names})

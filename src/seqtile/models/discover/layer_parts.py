@@ -54,6 +54,7 @@ class Step:
         reads: numbers of the tensors that it was given.
         hidden_states: number of the first of them.
         makes: number of the tensor that it returned, -1 for none or several.
+        plain: whether it was given nothing but tensors, with gradients and autocast as at the beginning.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Step:
     reads: tuple[int, ...]
     hidden_states: int
     makes: int
+    plain: bool = True
 
 
 class LayerSteps:
@@ -72,7 +74,7 @@ class LayerSteps:
     def call_of(self, name: str) -> Step | None:
         """The call of a child, if there is exactly one and nothing else of the child is read."""
         uses = [step for step in self.steps if step.kind in ("child", "attribute") and step.name == name]
-        return uses[0] if len(uses) == 1 and uses[0].kind == "child" else None
+        return uses[0] if len(uses) == 1 and uses[0].kind == "child" and uses[0].plain else None
 
     def maker(self, step: Step) -> Step | None:
         """What made the hidden states that ``step`` reads, if nothing else reads them."""
@@ -128,6 +130,7 @@ class _Run(TorchFunctionMode):
         self._plain = plain
         self._dropouts: dict[float, str] = {}
         self._inside = False
+        self._context = _context()
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self.view = self._view(layer)
@@ -198,7 +201,13 @@ class _Run(TorchFunctionMode):
         first = words.get("hidden_states", args[0] if args else None)
         hidden_states = self.number(first) if isinstance(first, Tensor) else -1
         made = self.number(result) if isinstance(result, Tensor) else -1
-        self.steps.append(Step(kind, name, tuple(self.number(one) for one in given), hidden_states, made))
+        plain = len(given) == len(args) + len(words) and _context() == self._context
+        self.steps.append(Step(kind, name, tuple(self.number(one) for one in given), hidden_states, made, plain))
+
+
+def _context() -> tuple[bool, ...]:
+    """Whether gradients and autocast are on."""
+    return (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
 
 
 class _Child:
@@ -272,11 +281,12 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 def _run(
     layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given: Mapping[str, Sequence[int] | int | None]
 ) -> LayerSteps:
-    run = _Run(layer, plain)
+    with torch.enable_grad():
+        run = _Run(layer, plain)
     before = {
         name: value.copy() if type(value) in (list, set, dict) else value for name, value in vars(run.view).items()
     }
-    with torch.no_grad():
+    with torch.enable_grad():
         x = torch.empty(tuple(shape), device="meta")
         run.number(x)
         words = {name: _result(x, one) if isinstance(one, tuple) else one for name, one in given.items()}

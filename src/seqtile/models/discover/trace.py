@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.python_code import Code, is_raised_by_user
 from seqtile.models.discover.recorder import Recorder, Sizes
-from seqtile.models.discover.sizes import SIZES, NotPerToken, Untraceable, has_count, noted
+from seqtile.models.discover.sizes import SIZES, NotPerToken, TokenCount, Untraceable, has_count, noted
 from seqtile.models.discover.token_flow import Expressions
 from seqtile.models.discover.views import Views
 
@@ -189,7 +189,12 @@ class Tracer:
             watched = stack.enter_context(Sizes())
             noted.begin()
             watched.inputs = [tensor.view_as(tensor) for tensor in inputs]
-            result = function(views.__getitem__, list(watched.inputs))
+            try:
+                result = function(views.__getitem__, list(watched.inputs))
+            except TypeError as error:
+                if TokenCount.__name__ in str(error):  # a function of PyTorch that takes no sizes
+                    raise NotPerToken("its forward computes with the number of tokens") from None
+                raise
             noted.check()
             recorder.forward = len(recorder.steps)
             flat, spec = tree_flatten(result)
