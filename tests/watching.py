@@ -81,9 +81,11 @@ def dropout_that_scales(monkeypatch: MonkeyPatch) -> Iterator[list[float]]:
         The probabilities of all that were asked to drop.
     """
     shares: list[float] = []
+    dropout = F.dropout
 
     def scaling(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        assert not (p and training and 0 in x.stride())  # the zeros that stand for a block's output in the view
+        if type(x) is not Tensor:  # what stands for a block's output in the layer: it counts who drops it
+            return dropout(x, p, training, inplace)
         shares.append(p)
         return x / (1 - p) if training and p else x
 

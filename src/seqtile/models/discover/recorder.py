@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -208,13 +209,13 @@ class Sizes(TorchFunctionMode):
         super().__init__()
         self.inputs: list[Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         caller = sys._getframe(1)
         noted.pytorch_called(caller)
         name = getattr(getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func,
                        "__name__", "")  # fmt: skip
         tensor = args[0] if args and isinstance(args[0], Tensor) else None
-        if tensor is not None and not caller.f_globals.get("__name__", "").startswith("seqtile."):
+        if tensor is not None and not _asker(caller).startswith("seqtile."):
             self._check(name, tensor)
         with unwatched():
             try:
@@ -227,7 +228,7 @@ class Sizes(TorchFunctionMode):
             return Shape(counted(size) for size in result)
         if type(result) is tuple and all(type(one) is int for one in result):
             return tuple(counted(one) for one in result)
-        return counted(result) if type(result) is int else result
+        return counted(result) if type(result) is int and name != "__len__" else result
 
     def _check(self, name: str, tensor: Tensor) -> None:
         """Refuse questions about what a tensor without memory, or of another trace, would answer otherwise."""
@@ -235,6 +236,13 @@ class Sizes(TorchFunctionMode):
             raise NotPerToken(f"its forward calls {name} on its input")
         if name in _OF_MEMORY or (name in _OF_TOKENS and any(map(holds_tokens, tensor.shape))):
             raise NotPerToken(f"its forward asks for {name} of a tensor")
+
+
+def _asker(frame: types.FrameType | None) -> str:
+    """The module whose code calls a method of a tensor, some of which are written in Python."""
+    while frame is not None and frame.f_globals.get("__name__") in ("torch._tensor", "torch.overrides"):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 _ON_INPUTS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_")

@@ -1,0 +1,389 @@
+"""Code that asks how many tokens there are, catches what stops a trace, or uses an MLP's neighbours in other ways.
+
+Every model here was wrong once without a word. It has to be equal to untiled, left untiled with a reason, or refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import seqtile
+
+HIDDEN, INTERMEDIATE = 8, 44
+
+
+class Mlp(nn.Module):
+    """A gated MLP whose features go through ``between(self, x, features)``."""
+
+    def __init__(self, between: Callable[[Any, Tensor, Tensor], Tensor] = lambda self, x, h: h) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, INTERMEDIATE, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down_proj(self.between(self, x, F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class Layer(nn.Module):
+    """``run(self, x)`` with a norm and an MLP."""
+
+    def __init__(
+        self, mlp: nn.Module, run: Callable[[Any, Tensor], Tensor] = lambda self, x: x + self.mlp(self.norm(x))
+    ):
+        super().__init__()
+        self.norm, self.mlp, self.run, self.flag, self.dropout = nn.RMSNorm(HIDDEN), mlp, run, False, 0.4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def _plain_layer(self: Any, x: Tensor) -> Tensor:
+    return x + self.mlp(self.norm(x))
+
+
+def center(h: Tensor) -> Tensor:
+    return h - h.mean(1, keepdim=True)
+
+
+def gradients(model: nn.Module, shape: tuple[int, ...], scale: float) -> dict[str, Tensor | None]:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(scale).requires_grad_()
+    y = model(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype))
+    return {"output": y.detach(), "x": x.grad, **{name: weight.grad for name, weight in model.named_parameters()}}
+
+
+def outcome(
+    build: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture, shape: tuple[int, ...] = (3, 20, HIDDEN),
+    scale: float = 1.0, later: Callable[[Any], Any] = lambda model: None,
+) -> str:  # fmt: skip
+    """``"equal"``, ``"left"``, ``"refused"``, or what is wrong. Applied in evaluation mode, then trained."""
+    torch.manual_seed(0)
+    untiled = build().eval().train()
+    later(untiled)
+    expected = gradients(untiled, shape, scale)
+    torch.manual_seed(0)
+    model = build().eval()
+    try:
+        with caplog.at_level(logging.WARNING):
+            seqtile.apply(model, tile=3)
+            model.train()
+            later(model)
+            got = gradients(model, shape, scale)
+    except (seqtile.UserError, RuntimeError) as error:
+        assert "\n" not in str(error) and "seqtile" in str(error) or "found" in str(error), error
+        return "refused"
+    for name, value in expected.items():
+        if (value is None) != (got[name] is None):
+            return f"wrong: {name} is {'not ' if value is None else ''}None"
+        if value is not None:
+            error = (got[name] - value).abs().max() / value.abs().max().clamp(min=1e-12)
+            if not error < 1e-5:
+                return f"wrong: {name} is {error:.1e} off"
+    return "left" if "untiled" in caplog.text or "nothing to tile" in caplog.text else "equal"
+
+
+LENGTHS: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
+    "in a table": (lambda x: x.shape[1] in {20: 1}, (3, 20, 8)),
+    "its hash": (lambda x: hash(x.shape) == hash(torch.Size((3, 20, 8))), (3, 20, 8)),
+    "an even batch": (lambda x: len(x) % 2 == 0, (2, 20, 8)),
+    "one sequence of several tokens": (lambda x: x.shape[0] == 1 and x.shape[1] > 1, (1, 20, 8)),
+    "several sequences of one token": (lambda x: x.shape[1] == 1 and x.shape[0] > 1, (20, 1, 8)),
+    "between two numbers": (lambda x: 16 < x.shape[:-1].numel() < 10_000, (3, 20, 8)),
+    "as text": (lambda x: f"{x.shape[1]}" == "20", (3, 20, 8)),
+    "as text, by str": (lambda x: str(x.shape[1]) == "20", (3, 20, 8)),
+    "its logarithm": (lambda x: 2 < math.log2(x.shape[1]) < 10, (3, 20, 8)),
+    "its root": (lambda x: 3 < math.isqrt(x.shape[1]) < 30, (3, 20, 8)),
+    "its divisors": (lambda x: math.gcd(x.shape[1], 4) == 4, (3, 20, 8)),
+    "absolute": (lambda x: 10 < abs(x.shape[1]) < 100, (3, 20, 8)),
+    "as an index": (lambda x: operator.index(x.shape[1]) == 20, (3, 20, 8)),
+    "a range": (lambda x: len(range(x.shape[1])) == 20, (3, 20, 8)),
+    "a list": (lambda x: len([0] * x.shape[1]) == 20, (3, 20, 8)),
+    "its real part": (lambda x: x.shape[1].real == 20, (3, 20, 8)),
+    "a digest": (lambda x: hashlib.md5(repr(x.shape).encode()).digest()[0] % 2 == 0, (3, 20, 8)),
+    "strides": (lambda x: x.stride(0) == 160, (3, 20, 8)),
+    "bytes": (lambda x: 640 < x.nbytes < 10**6, (3, 20, 8)),
+    "storage": (lambda x: x.untyped_storage().nbytes() < 10**6, (3, 20, 8)),
+    "contiguous": (lambda x: x.is_contiguous(), (3, 20, 8)),
+    "its input needs no gradient": (lambda x: not x.requires_grad, (3, 20, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_no_question_about_the_number_of_tokens_is_answered(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    asks, shape = LENGTHS[name]
+    found = outcome(lambda: Layer(Mlp(lambda self, x, h: center(h) if asks(x) else h)), caplog, shape)
+    assert found in ("left", "refused")
+
+
+def _swallowed_length(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    try:
+        return center(h) if x.shape[1] > 10 else h
+    except Exception:  # noqa: BLE001 - the point
+        return h
+
+
+def _swallowed_value(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    try:
+        return h / float(h.detach().abs().max())
+    except Exception:  # noqa: BLE001 - the point
+        return h
+
+
+def _swallowed_view(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    try:
+        windows = h.view(h.shape[0], -1, 5, INTERMEDIATE)
+    except RuntimeError:
+        return h
+    return (windows - windows.mean(2, keepdim=True)).view(h.shape)
+
+
+def _hooked(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    def hook(gradient: Tensor) -> Tensor | None:
+        with contextlib.suppress(Exception):
+            return gradient / gradient.norm().item()
+        return None
+
+    if torch.is_grad_enabled():
+        h.register_hook(hook)
+    return h
+
+
+def _counted(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    chosen = h[..., :4].argmax(-1).flatten()
+    return h / (1 + torch.zeros(4).scatter_add(0, chosen, torch.ones_like(chosen, dtype=h.dtype)).max())
+
+
+def _kernel_of_all(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    rows = h.detach().flatten(0, -2)
+    return F.conv1d(h.transpose(1, 2), (rows.t() @ rows).unsqueeze(-1)).transpose(1, 2)
+
+
+def _far(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    h = h.index_select(-1, torch.arange(INTERMEDIATE))
+    return h + torch.tril(x.new_ones(x.shape[1], x.shape[1]), -64) @ h
+
+
+FEATURES: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], dict[str, Any]]] = {
+    "divided by a tensor of it": (lambda self, x, h: h / torch.tensor(x.shape[1]), {}),
+    "times a tensor of its logarithm": (lambda self, x, h: h * torch.tensor(math.log(x.shape[1])), {}),
+    "plus its logarithm": (lambda self, x, h: h + math.log(x.shape[1]), {}),
+    "caught: a length": (_swallowed_length, {}),
+    "caught: a value": (_swallowed_value, {}),
+    "caught: a view": (_swallowed_view, {}),
+    "caught: in a hook": (_hooked, {}),
+    "frozen weights show": (
+        lambda self, x, h: h if self.gate_proj.weight.requires_grad else center(h),
+        {"later": lambda model: model.mlp.gate_proj.requires_grad_(False)},
+    ),
+    "counts by scatter_add": (_counted, {}),
+    "seen by scatter": (
+        lambda self, x, h: h / (1 + torch.zeros(4).scatter(0, h[..., :4].argmax(-1).flatten(), 1.0).sum()),
+        {},
+    ),
+    "a kernel made of all tokens": (_kernel_of_all, {}),
+    "far tokens, after an operator without a rule": (_far, {"shape": (1, 100, 8)}),
+    "all tokens when they are large, after an operator without a rule": (
+        lambda self, x, h: (
+            h.index_select(-1, torch.arange(INTERMEDIATE)) / (h.detach().abs().amax() / 100).clamp(min=1)
+        ),
+        {"scale": 50.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_that_depend_on_other_tokens_are_not_silent(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    between, how = FEATURES[name]
+    assert outcome(lambda: Layer(Mlp(between)), caplog, **how) in ("equal", "left", "refused")
+
+
+class Counting(Mlp):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x.shape[1]
+
+
+def _divided(self: Any, x: Tensor) -> Tensor:
+    y, count = self.mlp(self.norm(x))
+    return x + y / count
+
+
+def test_the_number_of_tokens_is_not_returned_by_a_tile(caplog: pytest.LogCaptureFixture) -> None:
+    assert outcome(lambda: Layer(Counting(), _divided), caplog) in ("left", "refused")
+
+
+class HookOnInput(Mlp):
+    def forward(self, x: Tensor) -> Any:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.5)
+        return super().forward(x)
+
+
+def test_a_hook_on_the_input_is_not_put_on_a_tile(caplog: pytest.LogCaptureFixture) -> None:
+    assert outcome(lambda: Layer(HookOnInput(), lambda self, x: x + self.mlp(x)), caplog) in ("left", "refused")
+
+
+def _without(part: str, enter: Callable[[bool], Any]) -> Callable[[Any, Tensor], Tensor]:
+    def run(self: Any, x: Tensor) -> Tensor:
+        with enter(part != "norm"):
+            h = self.norm(x)
+        with enter(part != "mlp"):
+            h = self.mlp(h)
+        return x + h
+
+    return run
+
+
+def _hooked_norm(self: Any, x: Tensor) -> Tensor:
+    h = self.norm(x)
+    if torch.is_grad_enabled():
+        h.register_hook(lambda gradient: gradient * 0.5)
+    return x + self.mlp(h)
+
+
+def _dropping(effective: Callable[[Any], tuple[float, bool]]) -> Callable[[Any, Tensor], Tensor]:
+    def run(self: Any, x: Tensor) -> Tensor:
+        share, training = effective(self)
+        return x + F.dropout(self.mlp(self.norm(x)), p=share, training=training)
+
+    return run
+
+
+def _detached(when: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
+    def run(self: Any, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.mlp(h.detach() if when(self, x) else h)
+
+    return run
+
+
+def _skipping(self: Any, x: Tensor) -> Tensor:
+    h = self.norm(x)
+    return x + h if x.shape[1] > 10 else x + self.mlp(h)
+
+
+class Extra(Mlp):
+    def forward(self, x: Tensor, twice: bool = False) -> Any:
+        return super().forward(x) * (2 if twice else 1)
+
+
+RUNS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "the norm without gradients": _without("norm", torch.set_grad_enabled),
+    "the mlp without gradients": _without("mlp", torch.set_grad_enabled),
+    "detached by a flag": _detached(lambda self, x: self.flag),
+    "detached beyond ten tokens": _detached(lambda self, x: x.shape[1] > 10),
+    "detached by values": _detached(lambda self, x: x.abs().max() > 0),
+    "a hook between norm and mlp": _hooked_norm,
+    "the mlp in a reentrant checkpoint": lambda self, x: x + checkpoint(self.mlp, self.norm(x), use_reentrant=True),
+    "the norm in a reentrant checkpoint": lambda self, x: x + self.mlp(checkpoint(self.norm, x, use_reentrant=True)),
+    "the mlp in a checkpoint": lambda self, x: x + checkpoint(self.mlp, self.norm(x), use_reentrant=False),
+    "skipped beyond ten tokens": _skipping,
+    "the norm's output is kept": lambda self, x: x + self.mlp(setattr(self, "kept", self.norm(x)) or self.kept),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_layer_that_uses_its_norm_in_another_way_is_not_silent(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def later(model: Any) -> None:
+        model.flag = "flag" in name
+
+    assert outcome(lambda: Layer(Mlp(), RUNS[name]), caplog, later=later) in ("equal", "left", "refused")
+
+
+def test_an_mlp_with_another_argument_behind_a_norm_is_tiled(caplog: pytest.LogCaptureFixture) -> None:
+    assert outcome(lambda: Layer(Extra(), lambda self, x: x + self.mlp(self.norm(x), True)), caplog) == "equal"
+
+
+DROPS: dict[str, tuple[Callable[[Any], tuple[float, bool]], bool, float]] = {
+    "as written": (lambda self: (self.dropout, self.training), True, 0.4),
+    "0 in evaluation": (lambda self: (self.dropout if self.training else 0.0, True), True, 0.4),
+    "its complement is read too": (lambda self: (self.dropout * (1 - self.dropout > 0), self.training), True, 0.4),
+    "switched off": (lambda self: (self.dropout, self.training and not self.flag), True, 0.0),
+    "always on": (lambda self: (self.dropout, True), False, 0.4),
+}
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_a_functional_dropout_drops_as_the_layer_says(name: str) -> None:
+    effective, training, expected = DROPS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(Mlp(), _dropping(effective)))
+    seqtile.apply(model, tile=64)
+    model.train(training)
+    model[0].flag = name == "switched off"
+    x = torch.randn(8, 512, HIDDEN)
+    dropped = (model(x) == x).float().mean().item()
+    assert abs(dropped - expected) < 0.02, f"{dropped:.2f} of the outputs were dropped"
+
+
+class Bart(nn.Module):
+    """``norm(x + fc2(act(fc1(x))))``, halved where there are more than ten tokens."""
+
+    def __init__(self, change: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(HIDDEN, INTERMEDIATE), nn.GELU(), nn.Linear(INTERMEDIATE, HIDDEN)
+        self.norm, self.first = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.code, self.flag = (change,), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        residual, h = self.code[0](self, x, self.fc2(self.act(self.fc1(x))))
+        return self.norm(residual + h)
+
+
+class Half(nn.Module):
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+        self.dense = nn.Linear(HIDDEN, INTERMEDIATE) if first else nn.Linear(INTERMEDIATE, HIDDEN)
+        if not first:
+            self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        return F.gelu(self.dense(x)) if other is None else self.norm(self.dense(x) + other)
+
+
+class Bert(Bart):
+    """The same in two children of the layer."""
+
+    def __init__(self, change: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__(change)
+        del self.fc1, self.act, self.fc2, self.norm
+        self.intermediate, self.output = Half(True), Half(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        residual, h = self.code[0](self, x, self.intermediate(x))
+        return self.output(h, residual)
+
+
+CHANGES: dict[str, Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "nothing": lambda self, x, h: (x, h),
+    "halved beyond ten tokens": lambda self, x, h: (x, h * 0.5 if x.shape[1] > 10 else h),
+    "halved by a flag": lambda self, x, h: (x, h * 0.5 if self.flag else h),
+    "another residual by a flag": lambda self, x, h: (x.detach() if self.flag else x, h),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("kind", [Bart, Bert])
+def test_a_sum_with_the_input_is_not_taken_for_another(kind: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def later(model: Any) -> None:
+        model.flag = "flag" in name
+
+    found = outcome(functools.partial(kind, CHANGES[name]), caplog, later=later)
+    assert found in (("equal",) if name == "nothing" else ("equal", "left", "refused"))
