@@ -111,7 +111,7 @@ class Code:
         kind = _kind_of(frame)
         if kind == "":
             return
-        if event == "call" and frame.f_code not in self._seen:
+        if event == "call" and frame.f_code not in self._seen and frame.f_globals.get("__name__") != "logging":
             self._see(frame.f_code, kind, frame.f_globals)
             if kind == "user":
                 self.scopes[id(frame.f_globals)] = frame.f_globals
