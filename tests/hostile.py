@@ -11,21 +11,25 @@ module changes is reset in its ``__init__``, since every run builds the model an
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import itertools
+import logging
 import math
 import os
 import random
 import re
 import shutil
+import sys
 import tempfile
+import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1554,7 +1558,7 @@ class StopsGradientsAfter(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 
 FACTOR = 1.0
-SETTINGS = {"scales": [1.0, 1.0]}
+SETTINGS: dict[str, Any] = {"scales": [1.0, 1.0]}
 TABLE = np.ones(2)
 
 
@@ -1890,6 +1894,316 @@ class FileThatAppears(_Scaled):
 
     def factor(self) -> float:
         return 3.0 if self.flag.exists() else 1.0
+
+
+class Options:
+    """A config whose defaults are on the class."""
+
+    scale = 1.0
+
+
+@entry(STALE, change=lambda model: setattr(Options, "scale", 3.0), when=EITHER)
+class ClassAttributeOfAConfig(_Scaled):
+    """A number on the class of an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        Options.scale, self.options = 1.0, Options()
+
+    def factor(self) -> float:
+        return self.options.scale
+
+
+@entry(STALE, change=lambda model: setattr(mlp(model).options, "scale", 3.0), when=EITHER)
+class AttributeThatHidesADefault(ClassAttributeOfAConfig):
+    """The object gets a number of its own."""
+
+
+@entry(STALE, change=lambda model: setattr(mlp(model).state, "training", True), when=EITHER)
+class FlagCalledTraining(_Scaled):
+    """An attribute of an object with a name that modules have too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = SimpleNamespace(training=False)
+
+    def factor(self) -> float:
+        return 3.0 if self.state.training else 1.0
+
+
+@entry(STALE, change=lambda model: globals().update(FACTOR=3.0), when=EITHER)
+class GlobalBesideGetattr(GlobalOfTheFile):
+    """It looks a name up at run time."""
+
+    def factor(self) -> float:
+        return FACTOR * getattr(self, "missing", 1.0)
+
+
+def scaled_by_attribute() -> float:
+    return scaled_by_attribute.scale  # type: ignore[attr-defined]
+
+
+@entry(STALE, change=lambda model: setattr(scaled_by_attribute, "scale", 3.0), when=EITHER)
+class AttributeOfAFunction(_Scaled):
+    """A number on a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scaled_by_attribute.scale = 1.0  # type: ignore[attr-defined]
+
+    def factor(self) -> float:
+        return scaled_by_attribute()
+
+
+class Table(dict[str, float]):
+    scale: float
+
+
+@entry(STALE, change=lambda model: setattr(mlp(model).table, "scale", 3.0), when=EITHER)
+class AttributeOfADict(_Scaled):
+    """A number on a dict of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.table.scale = 1.0
+
+    def factor(self) -> float:
+        return self.table.scale
+
+
+@dataclass(slots=True)
+class Slotted:
+    scale: float = 1.0
+
+
+@entry(STALE, change=lambda model: setattr(mlp(model).slotted, "scale", 3.0), when=EITHER)
+class NumberInASlot(_Scaled):
+    """An object without a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slotted = Slotted()
+
+    def factor(self) -> float:
+        return self.slotted.scale
+
+
+@entry(STALE, change=lambda model: setattr(mlp(model).tree.a.a.a.a.a, "scale", 3.0), when=EITHER)
+class SixObjectsDeep(_Scaled):
+    """Objects in objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = SimpleNamespace(scale=1.0)
+        for _ in range(5):
+            self.tree = SimpleNamespace(a=self.tree)
+
+    def factor(self) -> float:
+        return self.tree.a.a.a.a.a.scale
+
+
+@entry(STALE, change=lambda model: setattr(OPTIONS, "scale", 3.0), when=EITHER)
+class ThroughAWeakReference(_Scaled):
+    """A number on an object that is reached by ``weakref.ref``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        OPTIONS.scale = 1.0
+        self.reference = weakref.ref(OPTIONS)
+
+    def factor(self) -> float:
+        options = self.reference()
+        return options.scale if options is not None else 0.0
+
+
+OPTIONS = Options()
+
+
+@entry(STALE, change=lambda model: SETTINGS.update(scale=3.0), when=EITHER)
+class MethodOfADict(_Scaled):
+    """The ``get`` of a dict, kept by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        SETTINGS["scale"] = 1.0
+        self.factor = functools.partial(SETTINGS.get, "scale")  # type: ignore[assignment]
+
+
+@entry(STALE, change=lambda model: setattr(sys.modules["hostile_settings"], "scale", 3.0), when=EITHER)
+class ImportInside(_Scaled):
+    """A module that is imported when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        settings = sys.modules.setdefault("hostile_settings", ModuleType("hostile_settings"))
+        settings.scale = 1.0  # type: ignore[attr-defined]
+
+    def factor(self) -> float:
+        import hostile_settings  # type: ignore[import-not-found]
+
+        return hostile_settings.scale  # type: ignore[no-any-return]
+
+
+@entry(STALE, change=lambda model: setattr(mlp(model).up_proj.weight, "gain", 3.0), when=EITHER)
+class AttributeOfAWeight(_Scaled):
+    """A number on a parameter."""
+
+    def factor(self) -> float:
+        return getattr(self.up_proj.weight, "gain", 1.0)
+
+
+LOCAL = threading.local()
+
+
+class _MixingWhen(Gated):
+    """Centred over tokens where ``self.asks(x)``."""
+
+    def asks(self, x: Tensor) -> bool:
+        return False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.hidden(x)
+        return self.down_proj(h - h.mean(1, keepdim=True) if self.asks(x) else h)
+
+
+@entry(STALE)
+class ThreadsOwn(_MixingWhen):
+    """A value that only the thread of the training has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        LOCAL.mixes = True
+
+    def asks(self, x: Tensor) -> bool:
+        return getattr(LOCAL, "mixes", False)
+
+
+@entry(STALE)
+class AsksForTheThread(_MixingWhen):
+    """Another result in the main thread."""
+
+    def asks(self, x: Tensor) -> bool:
+        return "seqtile" not in threading.current_thread().name
+
+
+@entry(STALE)
+class AsksForTheType(_MixingWhen):
+    """Another result for a plain tensor."""
+
+    def asks(self, x: Tensor) -> bool:
+        return type(x) is Tensor
+
+
+def centred_in_script(x: Tensor) -> Tensor:
+    return x - x.mean(1, keepdim=True) if x.size(1) > 10 else x
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    centred_in_script = torch.jit.script(centred_in_script)
+
+
+@entry(LENGTH)
+class Scripted(Gated):
+    """A branch on the length inside TorchScript."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(centred_in_script(self.hidden(x)))
+
+
+AUX: list[Tensor] = []
+CALLS = np.zeros(1)
+
+
+@entry(EFFECTS, state=lambda model: len(AUX))
+class TensorsInAGlobalList(Gated):
+    """A loss is put aside for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        AUX[:] = [torch.ones(())]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.hidden(x)
+        AUX.append(h.detach().mean())
+        return self.down_proj(h)
+
+
+@entry(EFFECTS, state=lambda model: CALLS)
+class CountsInAnArray(Gated):
+    """A counter in an array of NumPy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        CALLS[0] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS[0] += 1
+        return self.down_proj(self.hidden(x))
+
+
+@entry(EFFECTS, state=lambda model: model.layers[1].mlp.track.__dict__)
+class CountsOnAnObject(Gated):
+    """An attribute that its first call makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.track = SimpleNamespace()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.track.calls = vars(self.track).get("calls", 0) + 1
+        return self.down_proj(self.hidden(x))
+
+
+def counting(h: Tensor) -> Tensor:
+    counting.calls += 1  # type: ignore[attr-defined]
+    return h
+
+
+@entry(EFFECTS, state=lambda model: counting.calls)  # type: ignore[attr-defined]
+class CountsOnAFunction(Gated):
+    """A counter on a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        counting.calls = 0  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(counting(self.hidden(x)))
+
+
+@entry(EFFECTS, state=lambda model: next(copy.copy(model.layers[1].mlp.counter)))
+class TakesFromAnIterator(Gated):
+    """An iterator's method, kept by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = itertools.count(1)
+        self.draw = self.counter.__next__
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.draw()
+        return self.down_proj(self.hidden(x))
+
+
+@entry(STALE, as_layer, change=lambda model: setattr(model.layers[1].context, "mixes", True), when=EITHER)
+class ObjectAsAnArgument(nn.Module):
+    """The layer hands the MLP an object whose attributes change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.context = _WithContext(), SimpleNamespace(mixes=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x, self.context)
+
+
+class _WithContext(Gated):
+    def forward(self, x: Tensor, context: Any = None) -> Tensor:
+        h = self.hidden(x)
+        mixes = context is not None and context.mixes
+        return self.down_proj(h - h.mean(1, keepdim=True) if mixes else h)
 
 
 class _OfTwo(_Scaled):
@@ -2688,3 +3002,24 @@ if __name__ == "__main__":
     from numerics._judge import print_table
 
     print_table()
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenOptions:
+    scale: float = 2.0
+
+
+LOGGER = logging.getLogger("seqtile.tests.hostile")
+
+
+@entry(HARMLESS)
+class FrozenConfigAndLogger(_Scaled):
+    """A config in slots, and a logger that says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = FrozenOptions()
+
+    def factor(self) -> float:
+        LOGGER.debug("scaled")
+        return self.options.scale

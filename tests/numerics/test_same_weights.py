@@ -232,3 +232,23 @@ def test_marks_hold_nothing() -> None:
     weight = torch.ones(2)
     marks = SameWeights({"w": weight})
     assert all(not isinstance(part, Tensor) for mark in marks._marks.values() for part in mark)
+
+
+def test_a_frozen_weight_that_is_written_after_the_forward() -> None:
+    model = TiledWithAll(block(), TILE)
+    model.block.up.requires_grad_(False)
+    output = model(random(10, HIDDEN))
+    with torch.no_grad():
+        model.block.up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="'up.weight' was modified in place"):
+        output.sum().backward()
+
+
+def test_a_frozen_weight_that_the_forward_writes_itself_is_not_judged() -> None:
+    """As PEFT's target_parameters gives a weight back after each call."""
+    weight = torch.ones(2)
+    same = SameWeights({"w": weight})
+    weight.mul_(1)
+    same.settle({"w": weight})
+    weight.mul_(1)
+    same.check({"w": weight})

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 
 import seqtile
 from seqtile.models.discover import facts, formula, proof, python_code, trace, views
@@ -285,8 +290,6 @@ def test_equal_blocks_share_one_proof(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_process_group_is_made_or_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     import torch.distributed as dist
 
     for name in ("init_process_group", "new_group", "all_gather", "all_reduce", "broadcast"):
@@ -294,6 +297,165 @@ def test_no_process_group_is_made_or_needed(monkeypatch: pytest.MonkeyPatch) -> 
     before = {name for name in sys.modules if name.startswith("torch.testing")}
     assert judge(Gated(GATED["plain"][0])).why_not == "" and not dist.is_initialized()
     assert {name for name in sys.modules if name.startswith("torch.testing")} == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a proof rests on
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Asking(Block):
+    """The hidden layer times what a function answers."""
+
+    def __init__(self, ask: Callable[[], float]) -> None:
+        super().__init__(F.silu)
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x)) * self.ask())
+
+
+def made(module: nn.Module) -> tuple[Proof, Any]:
+    mode = Mode(((("b", "s", D), torch.float32),), torch.device("cpu"))
+    return prove(Chain((("block", module),)), mode)
+
+
+def _named_in_globals() -> float:
+    return globals()["D"]  # type: ignore[no-any-return]
+
+
+def _evaluated() -> float:
+    return eval("D")  # type: ignore[no-any-return]
+
+
+def _by_frame() -> float:
+    return sys._getframe().f_globals["D"]  # type: ignore[no-any-return]
+
+
+def _in_sys_modules() -> float:
+    return sys.modules[__name__].D
+
+
+def _in_inference() -> float:
+    return 2.0 if torch.is_inference_mode_enabled() else 1.0
+
+
+REFUSED = {
+    _named_in_globals: "it looks things up with globals in _named_in_globals",
+    _evaluated: "it looks things up with eval",
+    _by_frame: "it looks things up with _getframe",
+    _in_sys_modules: "it looks things up with sys.modules",
+    _in_inference: "it calls is_inference_mode_enabled in _in_inference, which is another in a trace",
+    time.time: "it calls time in forward (test_trace.py), which may return anything",
+}
+
+
+@pytest.mark.parametrize("ask", REFUSED, ids=lambda ask: ask.__name__)
+def test_what_cannot_be_watched_is_refused(ask: Callable[[], float]) -> None:
+    assert REFUSED[ask] in judge(Asking(ask)).why_not
+
+
+@functools.cache
+def remembered() -> float:
+    return 2.0
+
+
+def test_a_cache_is_refused_before_it_is_filled() -> None:
+    assert "it reads remembered, which keeps what it returned before" in judge(Asking(lambda: remembered())).why_not
+    assert remembered.cache_info().currsize == 0
+
+
+def test_an_object_that_cannot_be_watched_is_named_by_who_holds_it() -> None:
+    class Config:
+        lock = threading.RLock()
+
+        def scale(self) -> float:
+            with self.lock:
+                return 2.0
+
+    assert "lock, a RLock, whose changes cannot be seen" in judge(Asking(Config().scale)).why_not
+
+
+def test_functions_of_pytorch_that_are_replaced_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, known = made(Block(F.silu))
+    assert not found.why_not and known.hold()
+    monkeypatch.setattr(F, "linear", lambda x, w, b=None: x @ w.t())
+    assert not known.hold()
+
+
+def test_a_global_that_appears_is_seen() -> None:
+    scope: dict[str, Any] = {"__name__": "somebodys"}
+    exec("def ask():\n    try:\n        return SCALE\n    except NameError:\n        return 1.0", scope)
+    found, known = made(Asking(scope["ask"]))
+    assert not found.why_not and known.hold()
+    scope["SCALE"] = 3.0
+    assert not known.hold()
+
+
+def test_switches_of_the_process_are_part_of_the_mode() -> None:
+    before = Mode((), torch.device("cpu"))
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert Mode((), torch.device("cpu")) != before
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float64)
+        assert Mode((), torch.device("cpu")) != before
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
+
+
+class Residual(nn.Module):
+    def __init__(self, mlp: nn.Module, before: Callable[[Tensor], Tensor] = lambda x: x * 1) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.before = nn.RMSNorm(D), mlp, before
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.before(self.norm(x)))
+
+
+def test_hooks_for_all_modules_and_modes_of_the_caller_run_untiled(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Residual(Gated(GATED["plain"][0])), torch.randn(2, 7, D)
+    expected = model(x)
+    assert seqtile.apply(model, tile=3).tiled == 1
+    handle = register_module_forward_hook(lambda m, a, y: y * 2 if isinstance(m, nn.Linear) else None)
+    try:
+        assert not torch.allclose(model(x), expected)
+        assert "mlp runs untiled: a hook is registered for all modules" in caplog.text
+    finally:
+        handle.remove()
+
+    class Counting(TorchFunctionMode):
+        largest = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is F.linear:
+                self.largest = max(self.largest, args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    with Counting() as mode:
+        torch.testing.assert_close(model(x), expected)
+    assert mode.largest == x.shape[:-1].numel() * 12 and "Counting is active around the call" in caplog.text
+    with torch.device("cpu"):
+        torch.testing.assert_close(model(x), expected)
+    assert "DeviceContext" not in caplog.text
+
+
+def test_an_attribute_of_the_input_that_the_code_reads_runs_untiled(caplog: pytest.LogCaptureFixture) -> None:
+    class Gains(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * getattr(x, "gain", 1.0)
+
+    def marked(x: Tensor) -> Tensor:
+        y = x * 1
+        y.gain = 3.0  # type: ignore[attr-defined]
+        return y
+
+    model, x = Residual(Gains(GATED["plain"][0]), marked), torch.randn(2, 7, D)
+    expected = model(x)
+    assert seqtile.apply(model, tile=3).tiled == 1
+    torch.testing.assert_close(model(x), expected)
+    assert "mlp runs untiled: a tensor that it is called with has an attribute 'gain'" in caplog.text
 
 
 def _no_gradients(self: Any, result: Any, leaves: Any, recorder: Any, like: Any) -> Any:
@@ -351,8 +513,6 @@ def test_a_block_without_a_proof_is_left_and_named_and_trust_tiles_it(caplog: py
 
     class Dated(Gated):
         def forward(self, x: Tensor) -> Tensor:
-            import time
-
             return super().forward(x) if time.time() > 0 else x
 
     torch.manual_seed(0)

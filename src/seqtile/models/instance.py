@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
 
 from seqtile._log import first_rank_logger
 from seqtile.engines.flat import call_with_weights, named_weights
@@ -23,7 +25,7 @@ from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.proof import Mode, Proof, prove
-from seqtile.models.places import Places
+from seqtile.models.places import Places, why_opaque
 from seqtile.ops.fused import FusedWeights, fused_mlp
 from seqtile.ops.generic import run_in_tiles
 from seqtile.ops.rows import refuse_trace
@@ -183,6 +185,9 @@ class Installed:
         if handed := _handed_per_sequence(parts):
             self._tell_untiled(f"PEFT hands its adapters one entry per sequence ({handed}), which tiles do not keep")
             return call(list(tensors))
+        if why := _why_watched():
+            self._tell_untiled(why)
+            return call(list(tensors))
         x, setting = tensors[0], self.setting
         mlp: FusedWeights | None = None
         check: Callable[[], None] | None = None
@@ -191,6 +196,9 @@ class Installed:
             proof = self.proof(chain, mode)
             if proof.why_not:
                 self._tell_untiled(proof.why_not)
+                return call(list(tensors))
+            if name := self._marked(mode, (*tensors, *constants)):
+                self._tell_untiled(f"a tensor that it is called with has an attribute {name!r}, which it may read")
                 return call(list(tensors))
             mlp = self._fused_now(proof, chain, x.dtype)
             check = _Unchanged(self, chain, mode, proof)
@@ -210,6 +218,11 @@ class Installed:
         kept = keep.share(sizes, shape, dense)
         return fused_mlp(x, mlp, sizes, keep=kept, holds_dense=keep.holds_dense(dense), check=check)
 
+    def _marked(self, mode: Mode, tensors: Sequence[Tensor]) -> str:
+        """An attribute that someone gave to one of these tensors, and that the code may read, or ""."""
+        facts = self.facts(mode)
+        return next((name for one in tensors if facts is not None for name in facts.reads_of(one)), "")
+
     def _fused_now(self, proof: Proof, chain: Chain, dtype: torch.dtype) -> FusedWeights | None:
         """The fused operator's weights if it can run this call; says so, once, if it was asked for and cannot."""
         if self.setting.path == "generic" or self.setting.experts:
@@ -219,7 +232,7 @@ class Installed:
             return mlp
         if self.falls_back and mlp not in self.told:
             self.told.add(mlp)
-            logger.warning("%s now runs the generic operator: %s", type(self.module).__name__, mlp)
+            logger.warning("%s now runs the generic operator: %s", self.setting.name, mlp)
         return None
 
     def _tell_untiled(self, why: str) -> None:
@@ -247,6 +260,29 @@ _NO_SOURCE = (
     "torch.export and torch.jit.script read a block's source, and a tiled block has none of its own; give them the "
     "untiled model, seqtile.undo(model) first and seqtile.apply again afterwards, or export a module around the block"
 )
+
+
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)  # fmt: skip
+
+
+def _why_watched() -> str:
+    """Why a call would run once per tile what its caller hooked into every module or function, or ""."""
+    if torch.compiler.is_compiling():
+        return ""
+    if any(_GLOBAL_HOOKS) and any(_is_foreign(hook) for hooks in _GLOBAL_HOOKS for hook in hooks.values()):
+        return "a hook is registered for all modules (torch.nn.modules.module), which tiles would run on other tensors"
+    if torch._C._len_torch_function_stack():
+        mode = next((one for one in _get_current_function_mode_stack() if _is_foreign(type(one))), None)
+        if mode is not None:
+            return f"{type(mode).__name__} is active around the call, which tiles would run on other tensors"
+    return ""
+
+
+def _is_foreign(value: Any) -> bool:
+    return not str(getattr(value, "__module__", "")).startswith(("torch.", "seqtile."))
 
 
 def _axes(x: Tensor) -> tuple[str, ...]:
@@ -326,9 +362,10 @@ class TiledForward(Installed):
             self._tell_untiled("its weights are parametrised around it; call seqtile.apply after get_peft_model")
             return original(*args, **kwargs)
         places = Places(args, kwargs)
-        if places.why_whole:
-            self._tell_untiled(places.why_whole)
-        if not places.names or places.why_whole:
+        why = places.why_whole or ("" if self.setting.trusted else why_opaque(places.arguments))
+        if why:
+            self._tell_untiled(why)
+        if not places.names or why:
             return original(*args, **kwargs)
         tensors = places.take()
 

@@ -140,6 +140,7 @@ def _run_with_gradient(
             del result, leaves
     finally:
         last = source.end_forward()
+    same.settle(weights())
     joined = _Join.apply(gradients, output, last, check)
     return output.result(joined)
 

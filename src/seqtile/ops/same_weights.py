@@ -8,8 +8,8 @@ versions.
 Engines change tensors between forward and backward too, and the weight stays the same one: ZeRO-3 gives a parameter
 other data, FSDP2 frees and fills the storage of one and the same parameter, FSDP1 makes new views of one and the same
 storage. So a weight is the same if it is the same object, or if it begins at the same place of the same storage. One
-that is computed at every look cannot be compared. Versions are compared for weights that train alone: PEFT's
-``target_parameters`` gives frozen weights back after each call by writing them in place.
+that is computed at every look cannot be compared, nor can the version of a frozen weight that the forward itself writes
+in place, as PEFT's ``target_parameters`` does to give it back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Mark(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor) -> _Mark:
-        version = weight._version if weight.requires_grad else None
+        version = None if weight.is_inference() else weight._version
         return cls(id(weight), version, _place(weight), _is_computed(weight))
 
 
@@ -64,6 +64,15 @@ class SameWeights:
     def __init__(self, live: Mapping[str, Tensor]) -> None:
         self._names = set(live)
         self._marks = {name: _Mark.of(weight) for name, weight in live.items() if not weight.is_meta}
+
+    def settle(self, live: Mapping[str, Tensor]) -> None:
+        """At the end of the forward: no longer compare versions of frozen weights that it wrote itself."""
+        for name, mark in self._marks.items():
+            weight = live.get(name)
+            if weight is None or weight.is_meta or mark.version is None or weight.requires_grad:
+                continue
+            if id(weight) == mark.identity and weight._version != mark.version:
+                self._marks[name] = mark._replace(version=None)
 
     def check(self, live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What a recompute finds, if it is the same. A weight on the meta device waits elsewhere: its owner fetches it.

@@ -12,7 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,11 @@ from seqtile.models.discover.sizes import NoRule, NotPerToken, Untraceable
 from seqtile.models.discover.trace import Graph, Tracer, in_a_thread
 
 
+def _switches() -> tuple[Any, ...]:
+    """What PyTorch keeps for the whole process, and code may ask for."""
+    return (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+
+
 @dataclass(frozen=True)
 class Mode:
     """In what way a call runs.
@@ -36,12 +41,14 @@ class Mode:
         device: where they are.
         autocast: dtype of autocast, None where it is off.
         gradients: whether a backward will follow.
+        switches: the default dtype, and whether deterministic algorithms are asked for.
     """
 
     inputs: tuple[tuple[tuple[int | str, ...], torch.dtype], ...]
     device: torch.device
     autocast: torch.dtype | None = None
     gradients: bool = True
+    switches: tuple[Any, ...] = field(default_factory=_switches)
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ def prove(chain: Chain, mode: Mode) -> tuple[Proof, Facts | None]:
     """
     modules = chain.modules
     tree = tuple(type(part) for module in modules for part in module.modules())
-    key = (chain.key, tree, mode.inputs, mode.device, mode.autocast, mode.gradients)
+    key = (chain.key, tree, mode)
     known = _proofs.setdefault(key, [])
     _proofs.move_to_end(key)
     while len(_proofs) > MOST:
@@ -107,10 +114,13 @@ def prove(chain: Chain, mode: Mode) -> tuple[Proof, Facts | None]:
             return proof, facts
     code = Code()
     proof = in_a_thread(lambda: _prove(chain, mode, code))
+    code.refused = ""  # the proof says it
     try:
         facts = Facts(modules, chain.functions, code)
     except Untraceable as error:
         return Proof(str(error), False, None, str(error)), None
+    if not code.mentioned:  # nothing ran, and so nothing is known of others
+        return proof, facts
     if len(known) >= 64:  # a value that changes all the time
         known.clear()
     known.append((facts.frozen, code, proof))

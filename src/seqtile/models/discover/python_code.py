@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import os
 import sys
+import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +29,20 @@ _NEEDED = ("typing_extensions", "sympy", "mpmath", "networkx", "numpy", "optree"
 _KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel")
 """Libraries that look attributes up by names which they spell out."""
 
-_DYNAMIC = {"getattr", "setattr", "hasattr", "vars", "__dict__", "globals", "locals", "eval", "exec", "attrgetter"}
+_DYNAMIC = {"getattr", "setattr", "hasattr", "vars", "__dict__", "globals", "locals", "eval", "exec", "attrgetter",
+            "methodcaller", "__getattribute__"}  # fmt: skip
+_NAMESPACES = {"globals", "eval", "exec", "__import__"}
+_ANYWHERE = {"currentframe", "_getframe", "__globals__", "f_globals", "import_module"}
+_THREADS_OWN = {"is_inference_mode_enabled", "is_inference"}
+_IMPORT = dis.opmap["IMPORT_NAME"]
 _KNOWN_CALLS = frozenset(
     "builtins math cmath operator _operator itertools functools _functools collections _collections _abc typing "
-    "_typing _warnings _weakref re _sre copy enum inspect types string _string threading _thread contextlib "
+    "_typing _warnings _weakref re _sre copy enum inspect types string _string contextlib "
     "_contextvars einops opt_einsum".split()
 )
 """Modules whose functions, written in C, return the same for the same arguments."""
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 class Code:
@@ -42,13 +51,19 @@ class Code:
     Attributes:
         mentioned: every name that it mentions.
         names: the names that it may read: those, or None for any, where it looks names up at run time.
+        strangers: those of code that belongs to no library that we know.
+        imported: what such code imports while it runs.
         scopes: the global variables of that code.
+        refused: why it cannot be followed, or "".
     """
 
     def __init__(self) -> None:
         self.mentioned: set[str] = set()
+        self.strangers: set[str] = set()
+        self.imported: set[str] = set()
         self.dynamic = False
         self.scopes: dict[int, dict[str, Any]] = {}
+        self.refused = ""
         self._seen: set[types.CodeType] = set()
 
     @classmethod
@@ -60,19 +75,31 @@ class Code:
                   for hook in part.__dict__.get(name, {}).values()]  # fmt: skip
         found += [value for module in modules for part in module.modules() for value in vars(part).values()]
         found += functions
-        for _ in range(4):
+        classes = dict.fromkeys(base for module in modules for part in module.modules() for base in type(part).__mro__)
+        users = [base for base in classes if not base.__module__.startswith(("torch.", "builtins"))]
+        for _ in range(6):
             found = [more for one in found for more in code._read(one)]
+            found += [value for base in users for name, value in vars(base).items() if name in code.mentioned]
         return code
 
-    def _read(self, function: Any) -> list[Any]:
-        function = inspect.unwrap(function) if isinstance(function, types.FunctionType) else function
+    def _read(self, value: Any) -> list[Any]:
+        """What a value leads to: the code of a function is noted, and all that it names is returned."""
+        if isinstance(value, dict):
+            return list(value.values())
+        if isinstance(value, (list, tuple)):
+            return list(value)
+        if isinstance(value, functools.partial):
+            return [value.func, *value.args]
+        if isinstance(value, property):
+            return [value.fget]
+        function = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
         function = getattr(function, "__func__", function)
         if not isinstance(function, types.FunctionType) or function.__code__ in self._seen:
             return []
-        kind = _place_of(function.__code__.co_filename)
+        kind = _place(function.__code__, function.__globals__)
         if kind not in ("user", "layer"):
             return []
-        self._see(function.__code__, kind)
+        self._see(function.__code__, kind, function.__globals__)
         if kind == "layer":
             return []
         self.scopes[id(function.__globals__)] = function.__globals__
@@ -84,22 +111,35 @@ class Code:
         kind = _kind_of(frame)
         if kind == "":
             return
-        if event == "call" and frame.f_code not in self._seen:
-            self._see(frame.f_code, kind)
+        if event == "call" and frame.f_code not in self._seen and frame.f_globals.get("__name__") != "logging":
+            self._see(frame.f_code, kind, frame.f_globals)
             if kind == "user":
                 self.scopes[id(frame.f_globals)] = frame.f_globals
         elif event == "c_call" and kind == "user" and not _is_known_call(argument):
-            raise Untraceable(f"it calls {getattr(argument, '__qualname__', argument)}, which may return anything")
+            place = f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)})"
+            called = getattr(argument, "__qualname__", argument)
+            self._refuse(f"it calls {called} in {place}, which may return anything")
 
-    def _see(self, code: types.CodeType, kind: str) -> None:
+    def _refuse(self, reason: str) -> None:
+        self.refused = self.refused or reason  # the code that runs may swallow the error
+        raise Untraceable(reason)
+
+    def _see(self, code: types.CodeType, kind: str, scope: dict[str, Any]) -> None:
         self._seen.add(code)
-        self.mentioned.update(code.co_names, code.co_freevars)
-        if not _DYNAMIC.isdisjoint(code.co_names):  # libraries that we know spell out what they look up
-            self.mentioned.update(constant for constant in code.co_consts if isinstance(constant, str))
+        names = {*code.co_names, *code.co_freevars}
+        strange = is_strange(code, scope)
+        if not _DYNAMIC.isdisjoint(names):  # libraries that we know spell out what they look up
+            names.update(constant for constant in code.co_consts if isinstance(constant, str))
             self.dynamic |= kind == "user" and _package_of(code.co_filename) not in _KNOWN_LIBRARIES
+        self.mentioned |= names
+        if strange:
+            self.strangers |= names
+            if reason := _refused(code):
+                self._refuse(reason)
+            self.imported.update(_imports(code, scope))
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
-                self._see(constant, kind)
+                self._see(constant, kind, scope)
 
     @property
     def names(self) -> set[str] | None:
@@ -109,12 +149,59 @@ class Code:
         return self.names is None or name in self.names
 
 
+def is_strange(code: types.CodeType, scope: dict[str, Any]) -> bool:
+    """Whether it belongs to none of the libraries that we know."""
+    return _place(code, scope) == "user" and _package_of(code.co_filename) not in _KNOWN_LIBRARIES
+
+
+def _place(code: types.CodeType, scope: dict[str, Any]) -> str:
+    """Whose code it is; one without a file (a console's, a dataclass's) is its module's."""
+    place = _place_of(code.co_filename)
+    return place if place != "made" else _place_of_module(str(scope.get("__name__")).partition(".")[0])
+
+
+@functools.cache
+def _place_of_module(name: str) -> str:
+    return "library" if name in (*sys.stdlib_module_names, *_NEEDED, "torch", "seqtile") else "user"
+
+
+def _refused(code: types.CodeType) -> str:
+    """Why code that reads what nobody can watch, or what a trace shows otherwise than a call, is refused, or ""."""
+    names = set(code.co_names)
+    found = names & _ANYWHERE
+    if not names.isdisjoint(_NAMESPACES):
+        found |= _NAMESPACES.intersection(_globals_of(code))
+    if {"sys", "modules"} <= names:
+        found.add("sys.modules")
+    if found:
+        return f"it looks things up with {min(found)} in {code.co_name}, which may find anything"
+    if found := names & _THREADS_OWN:
+        return f"it calls {min(found)} in {code.co_name}, which is another in a trace"
+    if "Tensor" in names and ("__class__" in names or ("type" in names and "type" in _globals_of(code))):
+        return f"it asks for the type of a tensor in {code.co_name}"
+    return ""
+
+
+def _globals_of(code: types.CodeType) -> set[str]:
+    return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+
+
+def _imports(code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
+    """The modules that it imports while it runs, as ``sys.modules`` may call them."""
+    if _IMPORT in code.co_code[::2]:
+        names = [step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"]
+        for name in names:
+            yield from (name, f"{scope.get('__package__')}.{name}")
+
+
 @functools.cache
 def _place_of(path: str) -> str:
     if path.startswith(_LAYERS):
         return "layer"
     if path.startswith((TORCH, _OURS)):
         return ""
+    if path.startswith("<") and not path.startswith("<frozen"):
+        return "made"
     standard = path.startswith("<") or (path.startswith(_STANDARD) and "-packages" not in path)
     return "library" if standard or _package_of(path) in _NEEDED else "user"
 
@@ -129,7 +216,7 @@ def _kind_of(frame: types.FrameType | None) -> str:
     Python's own library and what PyTorch needs count as their caller's.
     """
     while frame is not None:
-        place = _place_of(frame.f_code.co_filename)
+        place = _place(frame.f_code, frame.f_globals)
         if place != "library":
             return place
         frame = frame.f_back
@@ -141,7 +228,7 @@ def is_raised_by_user(error: BaseException) -> bool:
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    return frame is not None and _place_of(frame.tb_frame.f_code.co_filename) == "user"
+    return frame is not None and _place(frame.tb_frame.f_code, frame.tb_frame.f_globals) == "user"
 
 
 def _is_known_call(function: Any) -> bool:
@@ -149,6 +236,8 @@ def _is_known_call(function: Any) -> bool:
         return True
     module = getattr(function, "__module__", None)
     owner = getattr(function, "__self__", None)
+    if isinstance(owner, _LOCKS):
+        return True
     if owner is None or isinstance(owner, types.ModuleType):
         names = [module or "builtins", getattr(owner, "__name__", "")]
     else:
