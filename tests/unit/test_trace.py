@@ -490,7 +490,7 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None
         lambda: test_a_state_is_seen_and_left_as_it_was("a number"),
     ),
     "generators are not compared": (
-        lambda m: m.setattr(proof, "_restored", lambda before: ""),
+        lambda m: m.setattr(proof, "restored", lambda before: ""),
         lambda: test_a_state_is_seen_and_left_as_it_was("Python's generator, unseen"),
     ),
 }

@@ -19,6 +19,7 @@ from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.proof import Mode, Proof, for_training, prove
 from seqtile.models.discover.widths import linear_widths
 from seqtile.models.instance import Setting, TiledForward, logger, mode_of
+from seqtile.models.places import why_opaque
 from seqtile.models.report import Block, Report
 
 
@@ -153,6 +154,10 @@ class TiledModule(TiledForward):
         if self.by_rows and places.features_last:
             return super().__call__(*args, **kwargs)
         self.check()
+        why = "" if self.setting.trusted else why_opaque(places.arguments)
+        if why:
+            self._tell_untiled(why)
+            return self.original(*args, **kwargs)
         original, tensors = self.original, places.take()
         if not tensors:
             return original(*args, **kwargs)

@@ -53,6 +53,7 @@ MOST, LARGEST, DEEPEST = 500, 10_000, 8
 """Most things that a proof may rest on, entries of a container among them, and objects one inside another."""
 
 _MISSING = object()
+_KIND = attrgetter("dtype", "requires_grad")
 
 
 class _Unseen(Untraceable):
@@ -115,7 +116,7 @@ class Facts:
         frozen += [self._of_owner(sys.modules[name], 0) for name in sorted(code.imported) if name in sys.modules
                    and _is_users(sys.modules[name]) and id(vars(sys.modules[name])) not in code.scopes]  # fmt: skip
         self.frozen = frozen
-        self._dtypes = [scope[name].dtype for scope, name in self._tensors]
+        self._weighed = [_KIND(scope[name]) for scope, name in self._tensors]
         self._weights = self._tensors if code.strangers else []
         if name := next((name for scope, key in self._weights for name in self.reads_of(scope[key])), ""):
             raise Untraceable(f"it reads {name}, an attribute of a weight")
@@ -139,7 +140,7 @@ class Facts:
                 and list(map(_FORWARD, self._owns)) == self._forwards
                 and not any(self._empty)
                 and [read(owner) for read, owner in self._reads] == self._expected
-                and [scope[name].dtype for scope, name in self._tensors] == self._dtypes
+                and [_KIND(scope[name]) for scope, name in self._tensors] == self._weighed
                 and not any([self.reads_of(scope[name]) for scope, name in self._weights])
             )
         except (AttributeError, KeyError, ValueError, RuntimeError):  # something is gone, or a tensor came in
@@ -228,7 +229,7 @@ class Facts:
                 if tensor is not None and (scope is flat or name not in flat):
                     self._tensors.append((own if scope is flat else scope, name))
                     kind = nn.Parameter if scope is flat else type(tensor)
-                    specs[name] = (name, tuple(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype, kind)
+                    specs[name] = (name, tuple(getattr(tensor, "ds_shape", tensor.shape)), _KIND(tensor), kind)
         self._attributes += [(own, k) for k, value in own.items() if isinstance(value, Tensor) and k not in flat]
         hooks = [self._freeze(hook, 1) for name in HOOKS for hook in own.get(name, {}).values()]
         children = [(name, self._places.get(id(child))) for name, child in part._modules.items()]

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqtile.engines.zero3 import whole_shape
-from seqtile.models.discover.facts import INTERNAL
+from seqtile.models.discover.facts import INTERNAL, Facts
+from seqtile.models.discover.proof import generators, restored
+from seqtile.models.discover.python_code import KNOWN_LIBRARIES, Code
 from seqtile.models.discover.trace import in_a_thread
 
 
@@ -269,13 +271,28 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
         for given, numbers in (([], []), (needed, []), (needed + others, []), (needed + others, counts)):
             words = {**dict.fromkeys(needed), **dict.fromkeys(given, shape), **dict.fromkeys(numbers, shape[1])}
             try:
-                return in_a_thread(partial(_run, layer, shape, plain, words))
+                return in_a_thread(partial(_guarded, layer, partial(_run, layer, shape, plain, words)))
             except Exception:  # noqa: BLE001 - it wants another shape, or arguments that nobody knows
                 continue
     return None
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _guarded(layer: nn.Module, run: Callable[[], LayerSteps]) -> LayerSteps:
+    """``run()``, which must leave the random generators and whatever the layer's own code reads as they were."""
+    alone: nn.Module = object.__new__(type(layer))  # without its children, which do not run
+    alone.__dict__.update({**vars(layer), "_modules": {}})
+    known = type(layer).__module__.partition(".")[0] in KNOWN_LIBRARIES
+    facts = None if known else Facts([alone], (), Code.written([alone], ()))
+    before = generators()
+    try:
+        return run()
+    finally:
+        changed = facts.restore() if facts is not None else ""
+        if drawn := restored(before) or changed:
+            raise RuntimeError(f"the layer's forward changes {drawn}")
 
 
 def _run(

@@ -128,7 +128,7 @@ def prove(chain: Chain, mode: Mode) -> tuple[Proof, Facts | None]:
 
 
 def _prove(chain: Chain, mode: Mode, code: Code) -> Proof:
-    before, drawn = _generators(), ""
+    before, drawn = generators(), ""
     try:
         proof = _tried_out(chain, mode, code) if chain.kind == "experts" else _traced(chain, mode, code)
     except NotPerToken as error:
@@ -139,7 +139,7 @@ def _prove(chain: Chain, mode: Mode, code: Code) -> Proof:
         text = str(error).splitlines()[0][:200] if str(error) else ""
         return Proof(f"it could not be executed here ({type(error).__name__}: {text})", False, None, "")
     finally:
-        drawn = _restored(before)
+        drawn = restored(before)
     return Proof(f"its forward draws from {drawn}", True, None, "") if drawn else proof
 
 
@@ -171,7 +171,7 @@ def _tried_out(chain: Chain, mode: Mode, code: Code) -> Proof:
     return Proof("", False, None, "experts run in the generic operator", BY_TRIAL)
 
 
-def _generators() -> list[tuple[str, Any, bytes, Any]]:
+def generators() -> list[tuple[str, Any, bytes, Any]]:
     """(whose, state, the same to compare, how to put it back) of the generators that others share with a trace."""
     state = torch.get_rng_state()
     known: list[tuple[str, Any, bytes, Any]]
@@ -183,10 +183,10 @@ def _generators() -> list[tuple[str, Any, bytes, Any]]:
     return known
 
 
-def _restored(before: list[tuple[str, Any, bytes, Any]]) -> str:
+def restored(before: list[tuple[str, Any, bytes, Any]]) -> str:
     """The generator that moved on since then, "" for none; all are put back."""
     moved = ""
-    for (whose, state, then, put_back), (_, _, now, _) in zip(before, _generators(), strict=False):
+    for (whose, state, then, put_back), (_, _, now, _) in zip(before, generators(), strict=False):
         if then != now:
             moved = moved or f"{whose} random generator"
             put_back(state)

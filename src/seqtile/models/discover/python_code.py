@@ -26,7 +26,7 @@ _STANDARD = os.path.dirname(os.__file__)
 _NEEDED = ("typing_extensions", "sympy", "mpmath", "networkx", "numpy", "optree", "opt_einsum", "einops", "triton")
 """Packages that PyTorch calls: their code belongs to whoever calls it, as that of Python's own library does."""
 
-_KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel")
+KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel")
 """Libraries that look attributes up by names which they spell out."""
 
 _DYNAMIC = {"getattr", "setattr", "hasattr", "vars", "__dict__", "globals", "locals", "eval", "exec", "attrgetter",
@@ -120,6 +120,11 @@ class Code:
             called = getattr(argument, "__qualname__", argument)
             self._refuse(f"it calls {called} in {place}, which may return anything")
 
+        elif event == "c_exception" and kind == "user" and _is_pytorchs(argument):  # whoever catches it may go on
+            self.refused = (
+                self.refused or f"{getattr(argument, '__name__', argument)} failed on a tensor without memory"
+            )
+
     def _refuse(self, reason: str) -> None:
         self.refused = self.refused or reason  # the code that runs may swallow the error
         raise Untraceable(reason)
@@ -130,7 +135,7 @@ class Code:
         strange = is_strange(code, scope)
         if not _DYNAMIC.isdisjoint(names):  # libraries that we know spell out what they look up
             names.update(constant for constant in code.co_consts if isinstance(constant, str))
-            self.dynamic |= kind == "user" and _package_of(code.co_filename) not in _KNOWN_LIBRARIES
+            self.dynamic |= kind == "user" and _package_of(code.co_filename) not in KNOWN_LIBRARIES
         self.mentioned |= names
         if strange:
             self.strangers |= names
@@ -151,7 +156,7 @@ class Code:
 
 def is_strange(code: types.CodeType, scope: dict[str, Any]) -> bool:
     """Whether it belongs to none of the libraries that we know."""
-    return _place(code, scope) == "user" and _package_of(code.co_filename) not in _KNOWN_LIBRARIES
+    return _place(code, scope) == "user" and _package_of(code.co_filename) not in KNOWN_LIBRARIES
 
 
 def _place(code: types.CodeType, scope: dict[str, Any]) -> str:
@@ -229,6 +234,11 @@ def is_raised_by_user(error: BaseException) -> bool:
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     return frame is not None and _place(frame.tb_frame.f_code, frame.tb_frame.f_globals) == "user"
+
+
+def _is_pytorchs(function: Any) -> bool:
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, Tensor) or (getattr(function, "__module__", None) or "").startswith("torch")
 
 
 def _is_known_call(function: Any) -> bool:
