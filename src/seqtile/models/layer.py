@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from seqtile.engines.granularity import is_wrapped
-from seqtile.models.discover.attention import nothing_like
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.layer_parts import Neighbours
 from seqtile.models.discover.live_weights import has_foreign_hooks, has_hooks
@@ -37,6 +36,20 @@ class Placeholder(Tensor):
     """Stands for a result that is computed later, in tiles; only the member that comes next may read it."""
 
     sequence: Members
+
+    @classmethod
+    def like(cls, hidden_states: Tensor, sequence: Members) -> Placeholder:
+        """One of the shape, dtype and device of ``hidden_states``, without memory."""
+        shape, dtype, device = hidden_states.shape, hidden_states.dtype, hidden_states.device
+        held: Placeholder = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        held.sequence = sequence
+        return held
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return next(one for one in tree_leaves((args, kwargs)) if isinstance(one, Placeholder)).sequence.refuse()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,9 +122,8 @@ class Members:
 
     def _next(self) -> Any:
         if self.at < len(self.events):
-            held = nothing_like(self.inputs[0].detach()).as_subclass(Placeholder)
-            held.sequence, self.held = self, held
-            return held
+            self.held = Placeholder.like(self.inputs[0], self)
+            return self.held
         inputs, dropped = self.inputs, self.dropped
         self._begin()
         return self.finish(inputs, dropped)

@@ -165,7 +165,8 @@ def chain_of(layer: nn.Module | None, block: Candidate, near: Neighbours) -> Cha
     )
     share = float(getattr(layer, near.dropout)) if near.dropout else 0.0
     kind = "block" if block.kind == "mlp" else block.kind
-    training = True if layer is None else layer.training
+    shares = [share, *(part for _, part in members if isinstance(part, (int, float)))]
+    training = any(shares) and (layer is None or layer.training)
     return Chain(tuple(members), kind, before, after, share, closing, training)
 
 

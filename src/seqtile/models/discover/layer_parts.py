@@ -56,7 +56,8 @@ class Step:
         reads: numbers of the tensors that it was given.
         hidden_states: number of the first of them.
         makes: number of the tensor that it returned, -1 for none or several.
-        plain: whether it was given nothing but tensors, with gradients and autocast as at the beginning.
+        plain: whether gradients and autocast were as at the beginning.
+        alone: whether it was given nothing but tensors.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Step:
     hidden_states: int
     makes: int
     plain: bool = True
+    alone: bool = True
 
 
 class LayerSteps:
@@ -203,8 +205,9 @@ class _Run(TorchFunctionMode):
         first = words.get("hidden_states", args[0] if args else None)
         hidden_states = self.number(first) if isinstance(first, Tensor) else -1
         made = self.number(result) if isinstance(result, Tensor) else -1
-        plain = len(given) == len(args) + len(words) and _context() == self._context
-        self.steps.append(Step(kind, name, tuple(self.number(one) for one in given), hidden_states, made, plain))
+        reads = tuple(self.number(one) for one in given)
+        plain, alone = _context() == self._context, len(given) == len(args) + len(words)
+        self.steps.append(Step(kind, name, reads, hidden_states, made, plain, alone))
 
 
 def _context() -> tuple[bool, ...]:
@@ -334,7 +337,7 @@ def plain_children(layer: nn.Module, blocks: Mapping[str, int]) -> dict[str, int
 def around(layer: nn.Module, steps: LayerSteps, name: str) -> Neighbours:
     """What runs beside the child ``name``."""
     call = steps.call_of(name)
-    if call is None or len(call.reads) != 1:
+    if call is None or len(call.reads) != 1 or not call.alone:
         return Neighbours(members=(name,))
     return replace(_followed(layer, steps, call, Neighbours(members=(name,))), before=norm_before(layer, steps, name))
 
@@ -348,7 +351,7 @@ def norm_before(layer: nn.Module, steps: LayerSteps, name: str) -> str:
 
 def _is_norm_call(layer: nn.Module, steps: LayerSteps, step: Step) -> bool:
     """Whether a step is the only call of a small child, on one tensor."""
-    return len(step.reads) == 1 and is_small(layer, step.name) and steps.call_of(step.name) is step
+    return step.alone and len(step.reads) == 1 and is_small(layer, step.name) and steps.call_of(step.name) is step
 
 
 def _followed(layer: nn.Module, steps: LayerSteps, last: Step, near: Neighbours) -> Neighbours:
@@ -394,7 +397,7 @@ def inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, 
 
 
 def _may_be_inside(layer: nn.Module, step: Step, widths: Mapping[str, tuple[int, int]]) -> bool:
-    if step.kind == "operator" or not step.name:
+    if step.kind == "operator" or not step.name or (step.kind == "child" and not step.alone):
         return False
     child = getattr(layer, step.name, None)
     return (
@@ -422,6 +425,12 @@ def pair(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, in
         second = steps.reader(call) if call is not None else None
         if second is None or second.kind != "child" or widths.get(second.name) != (inner, wide) or wide >= inner:
             continue
-        if call is not None and second.hidden_states == call.makes and len(second.reads) == 2:
+        if (
+            call is not None
+            and call.alone
+            and second.alone
+            and second.hidden_states == call.makes
+            and len(second.reads) == 2
+        ):
             return Neighbours(members=(name, second.name))
     return None

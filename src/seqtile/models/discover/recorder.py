@@ -215,7 +215,7 @@ class Sizes(TorchFunctionMode):
         name = getattr(getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func,
                        "__name__", "")  # fmt: skip
         tensor = args[0] if args and isinstance(args[0], Tensor) else None
-        if tensor is not None and not _asker(caller).startswith("seqtile."):
+        if tensor is not None and not _asker(caller).startswith(_MAY_ASK):
             self._check(name, tensor)
         with unwatched():
             try:
@@ -244,6 +244,9 @@ def _asker(frame: types.FrameType | None) -> str:
         frame = frame.f_back
     return "" if frame is None else frame.f_globals.get("__name__", "")
 
+
+_MAY_ASK = ("seqtile.", "torch.utils.", "torch.autograd.", "torch.nn.modules.module", "torch.nn.modules._functions")
+"""Modules of our own, and those of PyTorch that call hooks."""
 
 _ON_INPUTS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_")
 _OF_MEMORY = (
