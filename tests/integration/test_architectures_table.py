@@ -24,6 +24,7 @@ COMMAND = "python benchmarks/architectures.py --write docs/architectures.md"
 SAMPLE = ("bart", "bert", "deepseek_v3", "gemma3", "gpt2", "llama", "mamba", "qwen3_next", "t5", "vit")
 """Dense and sparse, causal, encoders, both, with a vision tower left alone, and one with nothing to tile."""
 
+
 @pytest.fixture(scope="module")
 def architectures() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
