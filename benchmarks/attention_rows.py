@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import seqtile
 from seqtile.counting.fake import fake_tensors, make_fake
-from seqtile.memory.flash import register
-from seqtile.memory.kernels import flash2_workspace
-from seqtile.memory.track import track
+from seqtile.planner.flash_shapes import register
+from seqtile.planner.kernel_workspace import flash2_workspace
+from seqtile.planner.live_at_peaks import track
 
 LLAMA_8B = dict(
     hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,

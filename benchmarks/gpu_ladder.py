@@ -23,9 +23,9 @@ from suite import RESULTS, Row
 from seqtile._errors import UserError
 from seqtile.bench.cell import run_child
 from seqtile.bench.environment import append_rows, stamp
-from seqtile.bench.ladder import RUNGS
 from seqtile.bench.ladder_step import Attempt, host_room
-from seqtile.cli.plan import parse_adapters
+from seqtile.bench.technique_ladder import RUNGS
+from seqtile.cli.plan_command import parse_adapters
 from seqtile.tiling import parse_bytes
 
 SMALLEST = 16

@@ -17,14 +17,14 @@ from dataclasses import replace
 import torch
 import transformers
 
-from seqtile.memory.kernels import flash2_workspace
-from seqtile.memory.lines import predict
-from seqtile.memory.setup import Lora, Setup
-from seqtile.memory.shapes import read_config
-from seqtile.memory.step import build
-from seqtile.memory.structure import cut
-from seqtile.memory.tiles import head_tile
-from seqtile.memory.track import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS
+from seqtile.planner.extrapolate import predict
+from seqtile.planner.fake_step import build
+from seqtile.planner.kernel_workspace import flash2_workspace
+from seqtile.planner.layer_structure import cut
+from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS
+from seqtile.planner.model_shapes import read_config
+from seqtile.planner.step_config import Lora, Setup
+from seqtile.planner.tile_choice import head_tile
 
 STANDING = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS)
 BLOCKS = ("mlp", "mlp+norm", "mlp+norm+projections")

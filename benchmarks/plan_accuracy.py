@@ -29,10 +29,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig
 
 from seqtile.bench.environment import environment, stamp
-from seqtile.memory.kernels import cpu_workspace
-from seqtile.memory.lines import predict
-from seqtile.memory.setup import Lora, Setup, make_optimizer
-from seqtile.memory.step import build, compute_loss, prepare_optimizer, update
+from seqtile.planner.extrapolate import predict
+from seqtile.planner.fake_step import build, compute_loss, prepare_optimizer, update
+from seqtile.planner.kernel_workspace import cpu_workspace
+from seqtile.planner.step_config import Lora, Setup, make_optimizer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan-cpu.jsonl"

@@ -10,8 +10,8 @@ import warnings
 from pathlib import Path
 
 from seqtile.bench.environment import environment, stamp
-from seqtile.memory.anchors import Anchor, count_anchor, leave_one_out, read_anchors
-from seqtile.memory.plan import name_phase
+from seqtile.planner.memory_plan import name_phase
+from seqtile.planner.published_runs import Anchor, count_anchor, leave_one_out, read_anchors
 
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 BEGIN, END = "<!-- plan-anchors: begin -->", "<!-- plan-anchors: end -->"

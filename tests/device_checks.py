@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import second_device
 import seqtile
-from seqtile.checkpointing.install import standing_checkpointing
+from seqtile.activation_checkpointing.policies import standing_checkpointing
 from seqtile.models.discover import live_weights
-from seqtile.ops.replay import RandomState
+from seqtile.ops.rng import RandomState
 
 TOKENS = 40
 

@@ -28,7 +28,7 @@ def train_and_continue(folder: Path) -> None:
     import torch.distributed as dist
     from accelerate.state import AcceleratorState
 
-    from seqtile.cli.train import quiet, run
+    from seqtile.cli.train_command import quiet, run
     from seqtile.train import arguments, ranks
     from seqtile.train.recipe import RECIPE_FILE, build_recipe, read_recipe
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from oom_faults import Fault
 from seqtile.cli import worker
-from seqtile.memory import choose
+from seqtile.planner import ladder
 from seqtile.train import run as runs
 
-choose.SMALLEST_TILE, choose.TILE_STEP = 1, 2
+ladder.SMALLEST_TILE, ladder.TILE_STEP = 1, 2
 
 
 def main(folder: Path) -> int:

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from seqtile.models.module import tile_module as tile_module
     from seqtile.models.report import Block as Block
     from seqtile.models.report import Report as Report
-    from seqtile.ops.head import linear_cross_entropy as linear_cross_entropy
-    from seqtile.ops.head_scores import TokenScores as TokenScores
-    from seqtile.ops.head_scores import token_logprobs as token_logprobs
-    from seqtile.ops.head_tile import LogitScaling as LogitScaling
+    from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from seqtile.ops.lm_loss.logits_tile import LogitScaling as LogitScaling
+    from seqtile.ops.lm_loss.token_logprobs import TokenScores as TokenScores
+    from seqtile.ops.lm_loss.token_logprobs import token_logprobs as token_logprobs
     from seqtile.verification import VerifyResult as VerifyResult
     from seqtile.verification import check_gradients as check_gradients
     from seqtile.verification import verify as verify
@@ -28,10 +28,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Block": "seqtile.models.report",
-    "LogitScaling": "seqtile.ops.head_tile",
+    "LogitScaling": "seqtile.ops.lm_loss.logits_tile",
     "Report": "seqtile.models.report",
     "TilingCallback": "seqtile.integrations.callback",
-    "TokenScores": "seqtile.ops.head_scores",
+    "TokenScores": "seqtile.ops.lm_loss.token_logprobs",
     "UserError": "seqtile._errors",
     "VerifyResult": "seqtile.verification",
     "applied": "seqtile.models.apply",
@@ -39,8 +39,8 @@ _HOMES = {
     "check_gradients": "seqtile.verification",
     "count_live_bytes": "seqtile.counting",
     "count_products": "seqtile.counting",
-    "linear_cross_entropy": "seqtile.ops.head",
-    "token_logprobs": "seqtile.ops.head_scores",
+    "linear_cross_entropy": "seqtile.ops.lm_loss.cross_entropy",
+    "token_logprobs": "seqtile.ops.lm_loss.token_logprobs",
     "tile_module": "seqtile.models.module",
     "undo": "seqtile.models.apply",
     "verify": "seqtile.verification",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from grid.cases import RATE, Case, Trained, assert_equal, named, tile
 from seqtile import UserError
-from seqtile.models.head import standing_losses
+from seqtile.models.lm_loss.tiled_loss import standing_losses
 
 
 class Parallel:

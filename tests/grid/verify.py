@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import zoo
-from seqtile.verification import engine as engines
+from seqtile.verification import across_ranks as engines
 
 MLP = "model.layers.1.mlp"
 TILE = 16

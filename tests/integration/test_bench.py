@@ -133,7 +133,7 @@ def test_parts_that_come_too_late_are_said(tmp_path: Path) -> None:
 def test_the_allocator_is_read_on_an_accelerator() -> None:
     import torch
 
-    from seqtile.bench.measure import measure_cell
+    from seqtile.bench.measure_block import measure_cell
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     assert accelerator is not None

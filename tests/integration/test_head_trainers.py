@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 import seqtile
 import tiny_run
 from numerics.test_attention_saved import attention_calls
-from seqtile.models.head import TiledLoss
+from seqtile.models.lm_loss.tiled_loss import TiledLoss
 
 STEPS = 4
 COMMON = dict(

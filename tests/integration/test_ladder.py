@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from seqtile.bench import ladder
+from seqtile.bench import technique_ladder
 from seqtile.bench.child import guarded
 from seqtile.bench.environment import environment
 from seqtile.bench.ladder_step import Attempt, measure_attempt, places
 from seqtile.cli import main
-from seqtile.memory.choose import WHOLE_LAYER
-from seqtile.memory.devices import find_device
-from seqtile.memory.estimate import Bounds
-from seqtile.memory.flops import EFFICIENCY, Work
-from seqtile.memory.request import Request
-from seqtile.memory.shapes import read_config
+from seqtile.planner.accelerators import find_device
+from seqtile.planner.estimate import Bounds
+from seqtile.planner.flops import EFFICIENCY, Work
+from seqtile.planner.ladder import WHOLE_LAYER
+from seqtile.planner.model_shapes import read_config
+from seqtile.planner.request import Request
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZES: dict[str, Any] = dict(
@@ -63,15 +63,17 @@ class Planned:
 
 
 def test_each_rung_adds_one_thing_to_those_before(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "Planner", Planned)
-    monkeypatch.setattr(ladder, "runs_on_some_heads", lambda _: True)
+    monkeypatch.setattr(technique_ladder, "Planner", Planned)
+    monkeypatch.setattr(technique_ladder, "runs_on_some_heads", lambda _: True)
     h200 = find_device("h200")
-    rows = ladder.run_ladder(Request(model, read_config(model), h200, offload=("optimizer",)), EFFICIENCY, {}, None)
-    assert [row["rung"] for row in rows] == [rung.name for rung in ladder.RUNGS]
+    rows = technique_ladder.run_ladder(
+        Request(model, read_config(model), h200, offload=("optimizer",)), EFFICIENCY, {}, None
+    )
+    assert [row["rung"] for row in rows] == [rung.name for rung in technique_ladder.RUNGS]
     settings = [row["settings"] for row in rows]
     assert settings[0] == {"tile": None, "loss": "full", "offload": ("optimizer",), "checkpoint": "layer",
                            "blocks": "auto", "heads": None}  # fmt: skip
-    for before, after, rung in zip(settings, settings[1:], ladder.RUNGS[1:], strict=False):
+    for before, after, rung in zip(settings, settings[1:], technique_ladder.RUNGS[1:], strict=False):
         assert {name for name in after if after[name] != before[name]} == rung.changes.keys()
     assert settings[-1] == {"tile": "auto", "loss": "tiled", "offload": ("optimizer", "checkpoints"),
                             "checkpoint": "layer", "blocks": WHOLE_LAYER, "heads": 1}  # fmt: skip
@@ -81,15 +83,17 @@ def test_each_rung_adds_one_thing_to_those_before(model: str, monkeypatch: pytes
     assert saved["tflop_per_token"] < last["tflop_per_token"] == rows[0]["tflop_per_token"]
     assert last["device_us_per_token"] == pytest.approx(1e6 * last["tflop_per_token"] / (989 * EFFICIENCY))
 
-    monkeypatch.setattr(ladder, "runs_on_some_heads", lambda _: False)
-    eager = ladder.run_ladder(Request(model, read_config(model), h200, attention="eager"), EFFICIENCY, {}, None)
+    monkeypatch.setattr(technique_ladder, "runs_on_some_heads", lambda _: False)
+    eager = technique_ladder.run_ladder(
+        Request(model, read_config(model), h200, attention="eager"), EFFICIENCY, {}, None
+    )
     skipped = {row["rung"]: row["skipped"] for row in eager if "skipped" in row}
     assert [*skipped] == ["+ attention saved", "+ head-wise attention", "- attention saved"]
     assert "needs an attention kernel" in skipped["+ attention saved"] and "heads" in skipped["+ head-wise attention"]
     ranks = Request(model, read_config(model), h200, gpus=2, engine="zero3", sp_size=2)
-    [last] = [row for row in ladder.run_ladder(ranks, EFFICIENCY, {}, None) if "skipped" in row]
+    [last] = [row for row in technique_ladder.run_ladder(ranks, EFFICIENCY, {}, None) if "skipped" in row]
     assert last["rung"] == "+ head-wise attention" and "the 1 key-value head(s) that a rank has" in last["skipped"]
-    heads, cells = ladder.table(eager)
+    heads, cells = technique_ladder.table(eager)
     assert heads[-1].startswith("us/token at ") and cells[4][3].startswith("left out: needs an attention kernel")
 
 
@@ -100,7 +104,7 @@ def test_the_command_prints_writes_and_draws(
     model = str(tmp_path / "model")  # of so few positions that no fake run is long
     sizes = {**SIZES, "max_position_embeddings": 1024, "vocab_size": 8192}
     AutoConfig.for_model("llama", **sizes).save_pretrained(model)
-    monkeypatch.setattr(ladder, "RUNGS", ladder.RUNGS[:2])
+    monkeypatch.setattr(technique_ladder, "RUNGS", technique_ladder.RUNGS[:2])
     arguments = ["bench", "ladder", "--model", model, "--device", "1GiB", "--lora", "r=4", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["seqtile", *arguments])
     assert main([*arguments, "--json"]) == 0

@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 import tiny_run
 from oom_faults import PHASES, Fault
 from seqtile._errors import RunError
-from seqtile.memory import choose
+from seqtile.planner import ladder
 from seqtile.train import out_of_memory, retry
-from seqtile.train.checkpoints import newest_whole, numbered
+from seqtile.train.checkpoint_files import newest_whole, numbered
 from seqtile.train.out_of_memory import Place
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.run import Outcome, train
@@ -39,7 +39,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "SMALLEST_TILE", 2)
+    monkeypatch.setattr(ladder, "SMALLEST_TILE", 2)
 
 
 DROPPING = {"lora": {"r": 2, "dropout": 0.3}}
@@ -191,7 +191,7 @@ def test_it_says_what_it_was_doing_and_keeps_the_checkpoint(
 def test_it_says_what_the_plan_had_said_and_what_would_have_avoided_it(
     model: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(choose, "SMALLEST_TILE", 64)
+    monkeypatch.setattr(ladder, "SMALLEST_TILE", 64)
     values = {"model": str(model), "dataset": str(dataset), "max_length": 256, "loss_tile": 64, "tile": 256}
     recipe, _ = build_recipe(values, {})
     asked = 2**18  # one of the four buffers of 256 x 96 numbers that a tile holds takes 2**16 + 2**15 bytes

@@ -15,7 +15,7 @@ import torch
 
 import tiny_run
 from seqtile.cli import main
-from seqtile.train.verify import check
+from seqtile.train.verify_model import check
 from zoo import causal_lm, tokens
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from killed_run import Kill
 from seqtile import UserError
 from seqtile._errors import RunError
 from seqtile.cli import main
-from seqtile.train.checkpoints import MARK, Mark, find_checkpoint, numbered, why_not_whole, write_mark
+from seqtile.train.checkpoint_files import MARK, Mark, find_checkpoint, numbered, why_not_whole, write_mark
 from seqtile.train.output import MAY_CHANGE, resumed_recipe
 from seqtile.train.recipe import Recipe, build_recipe
 from seqtile.train.run import Outcome, train

@@ -22,7 +22,7 @@ import seqtile
 import tiny_run
 from seqtile import UserError
 from seqtile.cli import main
-from seqtile.memory.phases import part_of
+from seqtile.planner.phases import part_of
 from seqtile.train.data import load_rows
 from seqtile.train.interrupt import StopOnSignal
 from seqtile.train.recipe import build_recipe, read_recipe
@@ -372,7 +372,7 @@ def test_every_layers_block_is_found_at_the_peak_of_its_backward(blocks: str):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from seqtile.counting import count_live_bytes
-    from seqtile.memory.phases import label_phases, run_step
+    from seqtile.planner.phases import label_phases, run_step
 
     # Of three layers whose MLP is 64 times as wide as the rest, nothing but the MLPs can hold much.
     config = LlamaConfig(

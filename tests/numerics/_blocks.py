@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from seqtile.ops import generic
+from seqtile.ops import tile_checkpoint
 
 HIDDEN, INTERMEDIATE = 6, 10
 
@@ -49,7 +49,7 @@ class Tiled(nn.Module):
         def run(tiles: Sequence[Tensor], aliases: Any) -> Any:
             return functional_call(self.block, dict(aliases), tuple(tiles), kwargs)
 
-        return generic.run_in_tiles(run, tensors, sizes, weights)
+        return tile_checkpoint.run_in_tiles(run, tensors, sizes, weights)
 
 
 def cut(tokens: int, tile: int) -> tuple[int, ...]:

@@ -16,10 +16,10 @@ from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.live_weights import row_wise
 from seqtile.models.discover.proof import Mode, prove
 from seqtile.models.discover.widths import linear_widths
-from seqtile.ops.fused import FusedWeights, fused_mlp
-from seqtile.ops.fused_tile import Pass
-from seqtile.ops.projection import Layer
-from seqtile.ops.sums import Sum
+from seqtile.ops.grad_accumulator import Sum
+from seqtile.ops.linear import Layer
+from seqtile.ops.mlp import FusedWeights, fused_mlp
+from seqtile.ops.mlp_tile import Pass
 
 
 class GatedMLP(nn.Module):

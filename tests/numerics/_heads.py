@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from numerics._blocks import random
-from seqtile.ops import head
-from seqtile.ops.head import linear_cross_entropy
-from seqtile.ops.head_tile import HeadPass, LogitScaling
-from seqtile.ops.sums import Sum
+from seqtile.ops.grad_accumulator import Sum
+from seqtile.ops.lm_loss import cross_entropy
+from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
+from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling
 
 HIDDEN, VOCABULARY = 8, 19
 IGNORE = -100
@@ -86,8 +86,8 @@ def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def last_tile_dropped(monkeypatch: MonkeyPatch) -> None:
     """The last tile is never computed."""
-    starts = head.Cut.starts
-    monkeypatch.setattr(head.Cut, "starts", lambda self: iter(list(starts(self))[:-1]))
+    starts = cross_entropy.Cut.starts
+    monkeypatch.setattr(cross_entropy.Cut, "starts", lambda self: iter(list(starts(self))[:-1]))
 
 
 def upstream_ignored(monkeypatch: MonkeyPatch) -> None:

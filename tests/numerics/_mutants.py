@@ -8,9 +8,9 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from seqtile.ops.generic import _Gradients, _Source
-from seqtile.ops.rows import Cuts, Outputs
-from seqtile.ops.sums import Sum
+from seqtile.ops.grad_accumulator import Sum
+from seqtile.ops.tile_checkpoint import _Gradients, _Source
+from seqtile.ops.token_tiles import Cuts, Outputs
 
 Mutant = Callable[[MonkeyPatch], None]
 

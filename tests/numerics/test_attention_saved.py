@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import seqtile
-from seqtile.checkpointing import attention
-from seqtile.checkpointing.install import standing_checkpointing
-from seqtile.ops.replay import RandomState
+from seqtile.activation_checkpointing import keep_attention
+from seqtile.activation_checkpointing.policies import standing_checkpointing
+from seqtile.ops.rng import RandomState
 from zoo import HIDDEN, INTERMEDIATE, causal_lm, tokens
 
 BATCH, LENGTH, LAYERS, HEADS = 2, 24, 2, 4
@@ -170,7 +170,7 @@ def test_undo_takes_off_the_hooks_that_transformers_leaves(own: bool, copied: bo
 def test_nothing_found_to_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")
     report = seqtile.apply(model, blocks="none", checkpoint="attention-saved")
-    monkeypatch.setattr(attention, "is_attention", lambda op: False)
+    monkeypatch.setattr(keep_attention, "is_attention", lambda op: False)
     with attention_calls() as calls:
         step(model)
     assert calls.forward == 2 * LAYERS
@@ -214,7 +214,7 @@ def check_masks(calls: int, share: float) -> int:
         found = torch.autograd.grad(loss, [x, *before.parameters(), *after.parameters()])
         return [*found, torch.rand(1)]  # and the stream goes on as it would
 
-    saved = attention.AttentionSaved()
+    saved = keep_attention.AttentionSaved()
     expected = gradients(layer)
     with CallsOf("seqtile_flash_attn") as seen:
         got = gradients(lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=saved))
@@ -249,7 +249,7 @@ def test_a_layer_that_goes_on_from_another_state_is_noticed(monkeypatch: pytest.
 
 def test_a_layer_without_random_numbers_has_no_mode_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = step(model_with())
-    monkeypatch.delattr(attention, "_GoingOn")
+    monkeypatch.delattr(keep_attention, "_GoingOn")
     assert_equal(step(model_with(checkpoint="attention-saved")), expected)
 
 
@@ -271,4 +271,4 @@ def test_kernels_by_name(name: str, expected: bool) -> None:
         def name(self) -> str:
             return name
 
-    assert attention.is_attention(Op()) == expected
+    assert keep_attention.is_attention(Op()) == expected

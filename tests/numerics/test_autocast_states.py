@@ -14,14 +14,14 @@ from torch.nn import functional as F
 from numerics._blocks import Tiled, random, shards
 from numerics._errors import assert_all_no_worse, in_float64
 from numerics._fused import Between, Fused, GatedMLP
-from seqtile.ops.attention_groups import Cut, Groups, cut_heads, in_groups
-from seqtile.ops.fused import FusedWeights, fused_mlp
-from seqtile.ops.fused_tile import Norm
-from seqtile.ops.head import linear_cross_entropy
-from seqtile.ops.heads import HeadWeights, head_wise
+from seqtile.ops.attention.group_core import Cut, Groups, cut_heads, in_groups
+from seqtile.ops.attention.head_groups import HeadWeights, head_wise
+from seqtile.ops.linear import Projection
+from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
+from seqtile.ops.mlp import FusedWeights, fused_mlp
+from seqtile.ops.mlp_tile import Norm
 from seqtile.ops.pointwise import SILU
-from seqtile.ops.projection import Projection
-from seqtile.ops.replay import Autocast, RowWise
+from seqtile.ops.rng import Autocast, RowWise
 
 HIDDEN, HEADS, TOKENS, TILES = 32, 4, 96, 6
 STATES: dict[str, torch.dtype | None] = {"off": None, "bfloat16": torch.bfloat16, "float16": torch.float16}

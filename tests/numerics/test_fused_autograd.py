@@ -21,7 +21,7 @@ from numerics._fused import (
     last_tile_without_gradient,
     upstream_ignored,
 )
-from seqtile.ops.fused_tile import Pass
+from seqtile.ops.mlp_tile import Pass
 
 TILE = 4
 KEEP = pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])

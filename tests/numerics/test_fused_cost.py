@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from numerics._blocks import random, shards
 from numerics._fused import Between, Fused, GatedMLP, GateUpMLP, PlainMLP, weights_of
 from seqtile.counting import LiveBytes, Products, count_live_bytes, count_products
-from seqtile.ops import fused
-from seqtile.ops.fused import fused_mlp
-from seqtile.ops.fused_tile import Pass
-from seqtile.ops.projection import Adapter
-from seqtile.ops.sums import Sum
+from seqtile.ops import mlp
+from seqtile.ops.grad_accumulator import Sum
+from seqtile.ops.linear import Adapter
+from seqtile.ops.mlp import fused_mlp
+from seqtile.ops.mlp_tile import Pass
 
 D, F, N = 48, 136, 2048
 KINDS: dict[str, Callable[[], nn.Module]] = {
@@ -390,12 +390,12 @@ def test_nothing_survives(where: str, keep: float, how: dict[str, Any] | None, m
 
 def test_something_that_survives_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
-    forward = fused._forward
+    forward = mlp._forward
 
     def mutated(*args: Any) -> Tensor:
         held.append(args)
         return forward(*args)
 
-    monkeypatch.setattr(fused, "_forward", mutated)
+    monkeypatch.setattr(mlp, "_forward", mutated)
     with pytest.raises(AssertionError):
         test_nothing_survives("never", 0.0, None, monkeypatch)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from numerics._blocks import random
 from numerics._fused import Between, Fused, GatedMLP, PlainMLP
-from seqtile.ops.fused_tile import Pass
-from seqtile.ops.replay import RandomState
+from seqtile.ops.mlp_tile import Pass
+from seqtile.ops.rng import RandomState
 
 HIDDEN, INTERMEDIATE, TILE = 6, 10, 4
 

@@ -22,9 +22,10 @@ from numerics._fused import (
     last_projection_alone,
     weights_of,
 )
-from seqtile.ops import fused, fused_tile, pointwise
-from seqtile.ops.fused import FusedWeights, fused_mlp
-from seqtile.ops.projection import Packed, Projection
+from seqtile.ops import mlp as fused
+from seqtile.ops import mlp_tile, pointwise
+from seqtile.ops.linear import Packed, Projection
+from seqtile.ops.mlp import FusedWeights, fused_mlp
 
 TILE = 4
 
@@ -301,7 +302,7 @@ def test_compiled_kernels_agree(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     kernels = pointwise.Compiled()
     for build in (pointwise._forward_kernel, pointwise._backward_kernel):
         monkeypatch.setattr(pointwise, build.__name__, lambda act, build=build: _traced(build.__wrapped__, act))
-    monkeypatch.setattr(fused_tile, "pointwise_on", lambda device: kernels)
+    monkeypatch.setattr(mlp_tile, "pointwise_on", lambda device: kernels)
     check_batch(kind)
     assert not kernels.failed
 
@@ -324,7 +325,7 @@ def test_a_compiler_that_fails_is_said_and_left_alone(
     kernels = pointwise.Compiled()
     monkeypatch.setattr(pointwise, "_forward_kernel", broken)
     monkeypatch.setattr(pointwise, "_backward_kernel", broken)
-    monkeypatch.setattr(fused_tile, "pointwise_on", lambda device: kernels)
+    monkeypatch.setattr(mlp_tile, "pointwise_on", lambda device: kernels)
     check_batch()
     assert kernels.failed
     assert [record.message for record in caplog.records] == [
@@ -354,9 +355,9 @@ def test_rows_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offsets of 2^31 elements and more, on the meta device."""
     rows, width, tile = 2**31 // 64 + 300, 64, 2**24
     places = []
-    forward = fused_tile.Pass.forward
+    forward = mlp_tile.Pass.forward
 
-    def noting(self: fused_tile.Pass, x: Tensor, out: Tensor, *, keep: bool) -> object:
+    def noting(self: mlp_tile.Pass, x: Tensor, out: Tensor, *, keep: bool) -> object:
         places.append(out.storage_offset())
         return forward(self, x, out, keep=keep)
 

@@ -16,9 +16,10 @@ from numerics._blocks import assert_same, cut, gradients, random, shards
 from numerics._fused import COARSE, Fused, GatedMLP, GateUpMLP, PlainMLP, low_precision_sums, weights_of
 from numerics.test_generic_precision import Autocast, assert_as_good
 from seqtile.counting import count_products
-from seqtile.ops import fused, projection
-from seqtile.ops.projection import Layer
-from seqtile.ops.replay import RandomState
+from seqtile.ops import linear
+from seqtile.ops import mlp as fused
+from seqtile.ops.linear import Layer
+from seqtile.ops.rng import RandomState
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
@@ -152,7 +153,7 @@ def test_units(how: str, keep: float, saved: float) -> None:
 @pytest.mark.parametrize("count", [1, 16])
 def test_adapter_in_fp32_on_a_low_precision_base(count: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT keeps adapters in fp32: judged against fp32 throughout, as good as PEFT's own."""
-    monkeypatch.setattr(projection, "WIDE_ROWS", 100)
+    monkeypatch.setattr(linear, "WIDE_ROWS", 100)
     tokens = 1024
     torch.manual_seed(0)
     model = adapted(GatedMLP(D, F_), lora_dropout=share)

@@ -23,8 +23,8 @@ from seqtile.counting import count_products
 from seqtile.models import instance
 from seqtile.models.discover import formula, proof
 from seqtile.models.discover.live_weights import row_wise
-from seqtile.ops.fused import fused_mlp
-from seqtile.ops.projection import Packed, Projection
+from seqtile.ops.linear import Packed, Projection
+from seqtile.ops.mlp import fused_mlp
 from watching import rows_of
 from zoo import ARCHITECTURES, HIDDEN, assert_same_gradients, causal_lm, tokens
 from zoo import gradients as model_gradients

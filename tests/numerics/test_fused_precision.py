@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from numerics._blocks import gradients, random, shards
 from numerics._fused import COARSE, Between, Fused, GatedMLP, GateUpMLP, PlainMLP, low_precision_sums
 from numerics.test_generic_precision import Autocast, assert_as_good
-from seqtile.ops import sums
-from seqtile.ops.sums import Sum, products_sum_in_fp32
+from seqtile.ops import grad_accumulator
+from seqtile.ops.grad_accumulator import Sum, products_sum_in_fp32
 
 HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 1024
 LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -146,7 +146,7 @@ def test_the_product_into_fp32_is_probed_once(monkeypatch: pytest.MonkeyPatch) -
         asked.append(kwargs.get("out_dtype"))
         return addmm(*args, **kwargs)  # type: ignore[call-overload]
 
-    monkeypatch.setattr(sums.torch, "addmm", noting)
+    monkeypatch.setattr(grad_accumulator.torch, "addmm", noting)
     products_sum_in_fp32.cache_clear()
     answers = {products_sum_in_fp32("cpu", torch.bfloat16) for _ in range(3)}
     assert len(answers) == 1 and asked == [torch.float32]
@@ -161,8 +161,8 @@ def test_sums_by_the_product_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             return addmm(total, left, right, **kwargs)  # type: ignore[call-overload]
         return addmm(total, left.float(), right.float(), **kwargs)  # type: ignore[call-overload]
 
-    monkeypatch.setattr(sums.torch, "addmm", offered)
-    monkeypatch.setattr(sums, "products_sum_in_fp32", lambda device, dtype: dtype in sums.LOW)
+    monkeypatch.setattr(grad_accumulator.torch, "addmm", offered)
+    monkeypatch.setattr(grad_accumulator, "products_sum_in_fp32", lambda device, dtype: dtype in grad_accumulator.LOW)
     check_low_precision(torch.bfloat16, 64)
     left, right = (
         random(8, 300, dtype=torch.bfloat16, grad=False),

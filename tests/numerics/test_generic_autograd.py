@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from numerics._blocks import HIDDEN, Tiled, assert_same, assert_tiled_is_untiled, block, gradients, random
 from numerics._layers import HOW, Layer
 from numerics._mutants import last_tile_without_gradient, upstream_ignored
-from seqtile.ops.generic import run_in_tiles
+from seqtile.ops.tile_checkpoint import run_in_tiles
 
 TILE = 4
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import seqtile
 from numerics._blocks import Tiled, gradients
 from numerics._errors import assert_all_no_worse, in_float64
-from seqtile.ops import generic
-from seqtile.ops.fused import FusedWeights, fused_mlp
+from seqtile.ops import tile_checkpoint
+from seqtile.ops.linear import Projection
+from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.pointwise import SILU
-from seqtile.ops.projection import Projection
 
 HIDDEN, TOKENS, TILE = 4, 7, 3
 
@@ -89,7 +89,7 @@ def test_gradcheck(kind: str) -> None:
 
     def run(x: Tensor, *weights: Tensor) -> object:
         given = dict(zip(names, weights, strict=True))
-        return generic.run_in_tiles(
+        return tile_checkpoint.run_in_tiles(
             lambda tiles, aliases: torch.func.functional_call(model, dict(aliases), tuple(tiles)), [x], (3, 3, 1),
             lambda: given,
         )  # fmt: skip
@@ -98,7 +98,7 @@ def test_gradcheck(kind: str) -> None:
 
 
 def test_an_output_of_which_the_operator_thinks_it_has_no_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generic, "is_differentiable", Tensor.is_floating_point)
+    monkeypatch.setattr(tile_checkpoint, "is_differentiable", Tensor.is_floating_point)
     with pytest.raises(AssertionError):
         test_equal_to_untiled("complex")
 

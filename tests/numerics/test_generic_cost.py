@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from numerics._blocks import Gated, Tiled, block, random, shards
 from numerics._layers import HOW, Layer
 from seqtile.counting import count_live_bytes, count_products
-from seqtile.ops import generic
+from seqtile.ops import tile_checkpoint
 
 HIDDEN, INTERMEDIATE, TOKENS = 16, 40, 96
 WEIGHT_BYTES = 3 * HIDDEN * INTERMEDIATE * 4
@@ -84,14 +84,16 @@ def test_products_when_the_input_needs_no_gradient() -> None:
 
 def test_bookkeeping_seen_by_the_layers_checkpoint_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the identity hooks the layer's recompute runs the tiles again, all but the last."""
-    monkeypatch.setattr(generic, "saved_tensors_hooks", lambda *_: nullcontext())
+    monkeypatch.setattr(tile_checkpoint, "saved_tensors_hooks", lambda *_: nullcontext())
     with pytest.raises(AssertionError):
         check_units(*COSTS[1])
 
 
 def test_a_recompute_that_does_not_stop_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last product of each tile is run for nothing."""
-    monkeypatch.setattr(generic, "checkpoint", lambda *args, **how: checkpoint(*args, **how | {"early_stop": False}))
+    monkeypatch.setattr(
+        tile_checkpoint, "checkpoint", lambda *args, **how: checkpoint(*args, **how | {"early_stop": False})
+    )
     with pytest.raises(AssertionError):
         check_units(*COSTS[0])
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from numerics._blocks import HIDDEN, Tiled, assert_same, block, gradients, random
-from seqtile.ops import generic
+from seqtile.ops import tile_checkpoint
 
 TILE, LENGTH = 4, 5
 
@@ -75,7 +75,7 @@ def test_recorded_masks_on_the_device() -> None:
 
 
 def test_masks_drawn_anew_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generic, "checkpoint", partial(checkpoint, preserve_rng_state=False))
+    monkeypatch.setattr(tile_checkpoint, "checkpoint", partial(checkpoint, preserve_rng_state=False))
     with pytest.raises(AssertionError, match="another mask"):
         check_recorded_masks()
     with pytest.raises(GradcheckError):

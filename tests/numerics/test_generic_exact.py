@@ -25,7 +25,7 @@ from numerics._blocks import (
 )
 from numerics._layers import HOW, Layer
 from numerics._mutants import COARSE, cut_along_the_length
-from seqtile.ops import generic
+from seqtile.ops import tile_checkpoint
 
 TILE = 4
 
@@ -93,7 +93,7 @@ def check_gradcheck(tile: int = TILE) -> None:
     def of_everything(x: Tensor, *values: Tensor) -> Tensor:
         live = dict(zip(names, values, strict=True))
         run = lambda tiles, aliases: functional_call(model, {**live, **aliases}, tuple(tiles))  # noqa: E731
-        return generic.run_in_tiles(run, [x], cut(10, tile), lambda: live)
+        return tile_checkpoint.run_in_tiles(run, [x], cut(10, tile), lambda: live)
 
     weights = [weight.detach().requires_grad_() for weight in model.parameters()]
     try:

@@ -16,7 +16,7 @@ from numerics._births import Births, births
 from numerics._blocks import HIDDEN, Gated, Tiled, block, random
 from numerics._layers import HOW, Layer
 from numerics._mutants import inputs_kept
-from seqtile.ops.generic import _Gradients, run_in_tiles
+from seqtile.ops.tile_checkpoint import _Gradients, run_in_tiles
 
 TILE = 4
 

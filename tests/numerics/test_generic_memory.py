@@ -13,7 +13,7 @@ from numerics._blocks import Tiled, block, random
 from numerics._layers import HOW, Layer
 from numerics._mutants import inputs_kept
 from seqtile.counting import LiveBytes, count_live_bytes
-from seqtile.ops.generic import _Put
+from seqtile.ops.tile_checkpoint import _Put
 
 HIDDEN, INTERMEDIATE, TILE = 32, 80, 16
 LENGTHS = (256, 512, 1024)

@@ -25,7 +25,7 @@ from numerics._heads import (
     twin,
 )
 from numerics.test_generic_precision import assert_as_good
-from seqtile.ops import head_tile
+from seqtile.ops.lm_loss import logits_tile
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of rows in each tile, with a remainder."""
-    monkeypatch.setitem(head_tile.BLOCK_ELEMENTS, "cpu", 4 * VOCABULARY)
+    monkeypatch.setitem(logits_tile.BLOCK_ELEMENTS, "cpu", 4 * VOCABULARY)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

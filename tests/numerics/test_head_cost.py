@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from numerics._births import births
 from numerics._heads import TILED, inputs, twin
 from seqtile.counting import count_live_bytes, count_products
-from seqtile.ops import head_tile
-from seqtile.ops.head_scores import token_logprobs
+from seqtile.ops.lm_loss import logits_tile
+from seqtile.ops.lm_loss.token_logprobs import token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 200, 24, 160
 MIB = 2**20
@@ -77,7 +77,7 @@ def test_the_peak_is_one_tile_of_logits_and_the_gradients(
     dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, hidden, vocabulary = 2048, 32, 4096
-    monkeypatch.setitem(head_tile.BLOCK_ELEMENTS, "cpu", 16 * vocabulary)
+    monkeypatch.setitem(logits_tile.BLOCK_ELEMENTS, "cpu", 16 * vocabulary)
     given = inputs(tokens, hidden, vocabulary, dtype=dtype, bias=False)
     size = dtype.itemsize
     tile = tokens // count * vocabulary * size

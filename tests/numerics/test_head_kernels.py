@@ -18,8 +18,8 @@ from torch import Tensor
 import seqtile
 from numerics._heads import IGNORE, SCALINGS, TILED, assert_same, inputs, run, twin
 from numerics.test_generic_precision import assert_as_good
-from seqtile.ops import head_kernels
-from seqtile.ops.head_tile import LogitScaling
+from seqtile.ops.lm_loss import loss_kernels
+from seqtile.ops.lm_loss.logits_tile import LogitScaling
 from zoo import causal_lm, tokens
 
 ASKED: list[str] = []
@@ -63,7 +63,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, functional.__name__, functional)
     monkeypatch.setitem(sys.modules, cut.__name__, cut)
-    why_not = head_kernels.why_not
+    why_not = loss_kernels.why_not
 
     def on_a_device(name: str, call: Any, **words: bool) -> str:
         reason = why_not(name, call, **words)
@@ -81,8 +81,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         return why_not(name, Call, **words)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(head_kernels, "find_spec", lambda name: name)
-    monkeypatch.setattr(head_kernels, "why_not", on_a_device)
+    monkeypatch.setattr(loss_kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr(loss_kernels, "why_not", on_a_device)
     return cut
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import seqtile
 from numerics._births import births
-from seqtile.models.head import TiledLoss
+from seqtile.models.lm_loss.tiled_loss import TiledLoss
 from zoo import (
     ARCHITECTURES,
     EXPERTS,

@@ -11,17 +11,17 @@ from torch.nn import functional as F
 
 from numerics._blocks import random
 from numerics._heads import IGNORE, SCALINGS, VOCABULARY, inputs, last_tile_dropped
-from seqtile.ops import head_tile
-from seqtile.ops.head_module import module_logprobs
-from seqtile.ops.head_scores import token_logprobs
-from seqtile.ops.head_tile import Objective
+from seqtile.ops.lm_loss import logits_tile
+from seqtile.ops.lm_loss.logits_tile import Objective
+from seqtile.ops.lm_loss.module_head import module_logprobs
+from seqtile.ops.lm_loss.token_logprobs import token_logprobs
 
 ALL: dict[str, Any] = dict(entropy=True, argmax=True, top_k=3, log_sum_squares=True, mean_logit=True)
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(head_tile.BLOCK_ELEMENTS, "cpu", 4 * VOCABULARY)
+    monkeypatch.setitem(logits_tile.BLOCK_ELEMENTS, "cpu", 4 * VOCABULARY)
 
 
 def given(tokens: int = 36, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

@@ -12,11 +12,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import seqtile
-from seqtile.models import heads as heads_of_models
-from seqtile.models.heads import HeadWise
-from seqtile.ops import heads as operator
-from seqtile.ops.attention_groups import Groups
-from seqtile.ops.replay import RandomState
+from seqtile.models.attention import headwise as heads_of_models
+from seqtile.models.attention.headwise import HeadWise
+from seqtile.ops.attention import head_groups as operator
+from seqtile.ops.attention.group_core import Groups
+from seqtile.ops.rng import RandomState
 from seqtile.tiling import head_passes
 from zoo import assert_same_gradients, causal_lm, exact_dtype, gradients, tokens
 

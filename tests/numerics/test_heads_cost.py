@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqtile
-from seqtile.memory.setup import Lora, Setup
-from seqtile.memory.step import fake_step
+from seqtile.planner.fake_step import fake_step
+from seqtile.planner.step_config import Lora, Setup
 from zoo import causal_lm, tokens
 
 BATCH, LENGTH, LAYERS, QUERY, GROUPS = 2, 24, 2, 8, 4

@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import seqtile
-from seqtile.checkpointing import host, install
-from seqtile.checkpointing.host import HostMemory
-from seqtile.checkpointing.install import standing_checkpointing
+from seqtile.activation_checkpointing import host_offload, policies
+from seqtile.activation_checkpointing.host_offload import HostMemory
+from seqtile.activation_checkpointing.policies import standing_checkpointing
 from zoo import ARCHITECTURES, EXPERTS, HIDDEN, causal_lm, tokens
 
 BATCH, LENGTH, LAYERS = 2, 13, 2
@@ -153,9 +153,9 @@ def test_undo_and_copies() -> None:
 
 
 def test_the_host_is_asked_before_the_first_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host.Parked, "__init__", lambda *_: pytest.fail("copied before the budget was checked"))
+    monkeypatch.setattr(host_offload.Parked, "__init__", lambda *_: pytest.fail("copied before the budget was checked"))
     model = checkpointed()
-    monkeypatch.setattr(host, "available_bytes", lambda: 4 * INPUT)
+    monkeypatch.setattr(host_offload, "available_bytes", lambda: 4 * INPUT)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     for offload in (True, f"memory:{2 * INPUT}"):  # a bound that the host cannot give is no better than none
         seqtile.apply(model, blocks="none", offload=offload)
@@ -165,24 +165,24 @@ def test_the_host_is_asked_before_the_first_copy(monkeypatch: pytest.MonkeyPatch
 
 def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  8 kB\n"}
-    monkeypatch.setattr(host, "_read", lambda path: files.get(path, ""))
-    assert host.available_bytes() == 8192
-    limit, used = host.CONTAINER[0]
+    monkeypatch.setattr(host_offload, "_read", lambda path: files.get(path, ""))
+    assert host_offload.available_bytes() == 8192
+    limit, used = host_offload.CONTAINER[0]
     files.update({limit: "max\n", used: "100\n"})
-    assert host.available_bytes() == 8192
+    assert host_offload.available_bytes() == 8192
     files[limit] = "5100\n"
-    assert host.available_bytes() == 5000
+    assert host_offload.available_bytes() == 5000
     del files["/proc/meminfo"]
-    assert host.available_bytes() == 0
+    assert host_offload.available_bytes() == 0
 
 
 def test_copies_in_flight_are_bounded_and_one_is_fetched_ahead() -> None:
     """What a device's streams are told: its copies themselves need one (``test_on_a_device``)."""
     memory, waited = HostMemory(), list[int]()
     current = SimpleNamespace(wait_event=waited.append)
-    for number in range(host.IN_FLIGHT + 3):
+    for number in range(host_offload.IN_FLIGHT + 3):
         memory.wait_for_room(number, current)
-        assert number + 1 - len(waited) <= host.IN_FLIGHT
+        assert number + 1 - len(waited) <= host_offload.IN_FLIGHT
     assert waited == [0, 1, 2]
     parked = [memory.park(torch.full((2,), float(number))) for number in range(3)]
     assert torch.equal(parked[2].take(), torch.full((2,), 2.0))
@@ -201,7 +201,7 @@ def test_what_a_bound_has_no_room_for_stays_on_the_device(checkpoint: str, monke
     most = 0
     parked = HostMemory.park
 
-    def park(self: HostMemory, tensor: torch.Tensor) -> host.Parked:
+    def park(self: HostMemory, tensor: torch.Tensor) -> host_offload.Parked:
         nonlocal most
         one = parked(self, tensor)
         most = max(most, self.parked_bytes)
@@ -213,7 +213,7 @@ def test_what_a_bound_has_no_room_for_stays_on_the_device(checkpoint: str, monke
         seqtile.apply(model, blocks="none", offload=f"memory:{room}", checkpoint=checkpoint)
         assert_equal(step(model), expected)
         assert most == takes if checkpoint == "full" else most <= room
-    assert host.available_bytes() > 2**20
+    assert host_offload.available_bytes() > 2**20
 
 
 def test_transformers_own_offload_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,12 +223,12 @@ def test_transformers_own_offload_where_it_works(monkeypatch: pytest.MonkeyPatch
     if not hasattr(PreTrainedModel, "_activation_checkpointing_enable"):
         pytest.skip("this version of transformers has no offload of its own")
     model = causal_lm("llama", use_cache=False)
-    monkeypatch.setattr(install.torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(policies.torch.accelerator, "is_available", lambda: True)
     asked: list[bool] = []
     monkeypatch.setattr(
         PreTrainedModel, "_activation_checkpointing_enable", lambda self, kwargs, every, offload: asked.append(offload)
     )
-    monkeypatch.setattr(install, "_transformers_offloads", lambda module: torch.accelerator.is_available())
+    monkeypatch.setattr(policies, "_transformers_offloads", lambda module: torch.accelerator.is_available())
     report = seqtile.apply(model, blocks="none", offload=True)
     assert "Transformers' own offload" in str(report)
     model.gradient_checkpointing_enable()
@@ -239,7 +239,7 @@ def test_transformers_own_offload_where_it_works(monkeypatch: pytest.MonkeyPatch
     model._set_gradient_checkpointing(gradient_checkpointing_func=lambda *_: parked.append("by transformers"))
     model.model.layers[0](torch.zeros(1, 3, HIDDEN, requires_grad=True))
     assert parked == ["by transformers"]
-    monkeypatch.setattr(host, "available_bytes", lambda: 1)
+    monkeypatch.setattr(host_offload, "available_bytes", lambda: 1)
     with pytest.raises(seqtile.UserError, match="free on this host"):
         model.model.layers[0](torch.zeros(2, 3, HIDDEN, requires_grad=True))
     seqtile.undo(model)
@@ -271,8 +271,8 @@ def test_refusals(settings: dict[str, Any], words: str) -> None:
 
 
 def test_the_checker_notices_a_wrong_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = host.Parked.take
-    monkeypatch.setattr(host.Parked, "take", lambda self: take(self) * 1.0001)
+    take = host_offload.Parked.take
+    monkeypatch.setattr(host_offload.Parked, "take", lambda self: take(self) * 1.0001)
     with pytest.raises(AssertionError):
         test_exact("llama")
 

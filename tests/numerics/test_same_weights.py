@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from numerics._blocks import HIDDEN, Gated, Tiled, block, cut, gradients, random
 from numerics._errors import assert_all_no_worse, assert_no_worse, in_float64
 from numerics._layers import HOW, Layer
-from seqtile.ops.generic import run_in_tiles
 from seqtile.ops.same_weights import SameWeights
+from seqtile.ops.tile_checkpoint import run_in_tiles
 
 TILE = 4
 ONCE = pytest.mark.parametrize("how", [HOW["none"], HOW["checkpoint"]], ids=["alone", "in a layer checkpoint"])

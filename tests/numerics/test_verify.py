@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import seqtile
 import zoo
 from seqtile.counting import count_live_bytes, count_products
-from seqtile.ops import generic
-from seqtile.ops.replay import RandomState
-from seqtile.verification import Difference, VerifyResult, compare, judge, plain, verify
+from seqtile.ops import tile_checkpoint
+from seqtile.ops.rng import RandomState
+from seqtile.verification import Difference, VerifyResult, compare, judge, plain_autograd, verify
 from seqtile.verification.state import without_dropout
 
 MLP = "model.layers.1.mlp"
@@ -535,7 +535,7 @@ class Patched:
         pytest.param(
             {"use_dora": True},  # which the fused operator does not run
             lambda _: Patched(
-                generic, "checkpoint", partial(torch.utils.checkpoint.checkpoint, preserve_rng_state=False)
+                tile_checkpoint, "checkpoint", partial(torch.utils.checkpoint.checkpoint, preserve_rng_state=False)
             ),
             id="generic",
         ),
@@ -562,7 +562,7 @@ def test_tiles_that_draw_in_another_order_are_said(monkeypatch: pytest.MonkeyPat
     def other(input: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
         return input * torch.rand(input.shape).ge(p) / (1 - p)
 
-    plant(monkeypatch, lambda _: Patched(plain, "_dropout", other))
+    plant(monkeypatch, lambda _: Patched(plain_autograd, "_dropout", other))
     result = verify(adapted(lora_dropout=0.5), tokens(), tile=16)
     assert result.ok and result.with_dropout == ()
     assert result.notes[-1].endswith("so there is nothing to compare with")

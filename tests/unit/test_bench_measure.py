@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from seqtile.bench import halves, measure
+from seqtile.bench import halves, measure_block
 from seqtile.bench.block import Upstream, Workload, relative_error, repeated
 from seqtile.bench.cell import Cell
-from seqtile.bench.measure import measure_cell, measure_costs, measure_error, measure_pairs, start
+from seqtile.bench.measure_block import measure_cell, measure_costs, measure_error, measure_pairs, start
 
 HIDDEN, INTERMEDIATE, TOKENS = 32, 88, 512
 CELL = Cell(HIDDEN, INTERMEDIATE, TOKENS, "shards:4", "fused", False, "full", "float32", "cpu")
@@ -112,7 +112,7 @@ def test_a_sliced_reference_is_the_whole_one(monkeypatch: pytest.MonkeyPatch) ->
     workload.step()
     whole = measure_error(workload)
     workload.reference, kept = None, workload.reference
-    monkeypatch.setattr(measure, "REFERENCE_BYTES", 1)
+    monkeypatch.setattr(measure_block, "REFERENCE_BYTES", 1)
     sliced = measure_error(workload)
     assert whole["gradient_error"] == 0.0
     assert kept is not None and workload.reference is None  # the whole one is kept
@@ -145,7 +145,7 @@ def test_pairs_run_in_turn_and_the_ratio_is_their_median(monkeypatch: pytest.Mon
         order.append("fused" if "forward" in workload.mlp.__dict__ else "untiled")
         return next(times)
 
-    monkeypatch.setattr(measure, "timed_step", timed)
+    monkeypatch.setattr(measure_block, "timed_step", timed)
     untiled, fused = measure_pairs(CELL, ["fused"], 3)
     assert order == ["untiled", "fused", "fused", "untiled", "untiled", "fused"]
     assert fused["pairs_ms"] == [(10.0, 9.0), (20.0, 12.0), (30.0, 33.0)]
@@ -155,7 +155,7 @@ def test_pairs_run_in_turn_and_the_ratio_is_their_median(monkeypatch: pytest.Mon
 
 
 def test_a_method_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    install = measure.install
+    install = measure_block.install
 
     def failing(model: Any, blocks: Any, method: str, ours: Any, count: int) -> str:
         if method == "liger":
@@ -164,7 +164,7 @@ def test_a_method_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) 
             raise RuntimeError("two\nlines")
         return install(model, blocks, method, ours, count)
 
-    monkeypatch.setattr(measure, "install", failing)
+    monkeypatch.setattr(measure_block, "install", failing)
     rows = {row["method"]: row for row in measure_pairs(CELL, ["liger", "deepspeed", "fused"], 1)}
     assert rows["liger"]["error"] == "out of memory" and "ratio" not in rows["liger"]
     assert rows["deepspeed"]["error"] == "RuntimeError: two lines"
@@ -172,14 +172,14 @@ def test_a_method_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_where_untiled_does_not_fit_the_others_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs_of = measure.measure_costs
+    costs_of = measure_block.measure_costs
 
     def no_room(workload: Workload) -> dict[str, Any]:
         if "forward" not in workload.mlp.__dict__:
             raise torch.OutOfMemoryError("too much")
         return costs_of(workload)
 
-    monkeypatch.setattr(measure, "measure_costs", no_room)
+    monkeypatch.setattr(measure_block, "measure_costs", no_room)
     untiled, fused = measure_pairs(CELL, ["fused"], 2)
     assert untiled["error"] == "out of memory"
     assert len(fused["step_ms_all"]) == 2 and "ratio" not in fused

@@ -13,11 +13,11 @@ import pytest
 import tiny_run
 from seqtile import UserError
 from seqtile.cli import main
-from seqtile.memory import choose as module
-from seqtile.memory.choose import LADDER, Settings, choose, tighter
-from seqtile.memory.devices import Device
-from seqtile.memory.estimate import Bounds
-from seqtile.memory.request import Request
+from seqtile.planner import ladder as module
+from seqtile.planner.accelerators import Device
+from seqtile.planner.estimate import Bounds
+from seqtile.planner.ladder import LADDER, Settings, choose, tighter
+from seqtile.planner.request import Request
 from seqtile.train import fit as fits
 from seqtile.train import launch, run
 from seqtile.train.output import resumed_recipe

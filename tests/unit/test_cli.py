@@ -71,10 +71,10 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
 def test_doctor_shows_versions_devices_and_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch):
     import torch
 
-    from seqtile.cli import doctor
+    from seqtile.cli import doctor_command
 
-    version = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "trl" else version(name))
+    version = doctor_command._version
+    monkeypatch.setattr(doctor_command, "_version", lambda name: None if name == "trl" else version(name))
 
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import zoo
 from numerics.test_verify import DOWN, MLP, Frozen, Patched, Plant, lost_tile, plant, scaled
 from seqtile.cli import main
-from seqtile.ops.replay import RandomState
+from seqtile.ops.rng import RandomState
 
 CONFIG = LlamaConfig(
     hidden_size=zoo.HIDDEN,
@@ -156,7 +156,7 @@ def test_a_crash_is_not_taken_for_a_difference(
     def crash(*_: Any) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("seqtile.train.verify.check", crash)
+    monkeypatch.setattr("seqtile.train.verify_model.check", crash)
     assert verify(config) == 70
     shown = capsys.readouterr()
     assert shown.out == "" and "ZeroDivisionError: planted" in shown.err

@@ -107,7 +107,7 @@ def test_a_process_whose_checkpoints_ms_swift_has_replaced_is_refused(monkeypatc
     former = torch.utils.checkpoint.checkpoint
     monkeypatch.setattr(torch.utils.checkpoint, "_old_checkpoint", former, raising=False)
     swift.callbacks_map["seqtile"](None, None)  # ours was loaded before
-    monkeypatch.setattr("seqtile.ops.generic.checkpoint", lambda *_, **__: None)
+    monkeypatch.setattr("seqtile.ops.tile_checkpoint.checkpoint", lambda *_, **__: None)
     with pytest.raises(UserError, match="start a new Python process"):
         swift.callbacks_map["seqtile"](None, None)
 

@@ -14,15 +14,15 @@ from transformers import AutoConfig
 
 from seqtile.cli import main
 from seqtile.counting import count_products
-from seqtile.memory.advise import explain, next_step, recipe
-from seqtile.memory.devices import DEVICES, Device, find_device
-from seqtile.memory.engines import CONSTANTS, STATE_BYTES, on_device
-from seqtile.memory.plan import WORTH, Estimate, Planner, choose
-from seqtile.memory.request import Request
-from seqtile.memory.setup import OPTIMIZERS, Lora, Setup, make_optimizer
-from seqtile.memory.shapes import NAMED, read_config
-from seqtile.memory.step import build, fake_step
-from seqtile.memory.structure import count_weights
+from seqtile.planner.accelerators import DEVICES, Device, find_device
+from seqtile.planner.explain import explain, next_step, recipe
+from seqtile.planner.fake_step import build, fake_step
+from seqtile.planner.layer_structure import count_weights
+from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose
+from seqtile.planner.model_shapes import NAMED, read_config
+from seqtile.planner.request import Request
+from seqtile.planner.sharding_terms import CONSTANTS, STATE_BYTES, on_device
+from seqtile.planner.step_config import OPTIMIZERS, Lora, Setup, make_optimizer
 from seqtile.train.fit import request_of as planned_again
 from seqtile.train.recipe import build_recipe, read_recipe, resolve
 

@@ -12,10 +12,10 @@ from transformers import AutoConfig
 
 import zoo
 from seqtile.counting import fake
-from seqtile.memory.lines import fit_lines
-from seqtile.memory.setup import Lora, Setup
-from seqtile.memory.step import build, fake_step, real_step
-from seqtile.memory.structure import cut, find_depths
+from seqtile.planner.extrapolate import fit_lines
+from seqtile.planner.fake_step import build, fake_step, real_step
+from seqtile.planner.layer_structure import cut, find_depths
+from seqtile.planner.step_config import Lora, Setup
 
 LENGTH = 256
 

@@ -110,7 +110,7 @@ def run_pairs(cell: Cell, methods: Sequence[str], pairs: int, *, timeout_s: floa
     """Measure ``methods`` against untiled in interleaved pairs, all in one process.
 
     Returns:
-        One row per method, untiled first; see :func:`seqtile.bench.measure.measure_pairs`.
+        One row per method, untiled first; see :func:`seqtile.bench.measure_block.measure_pairs`.
     """
     arguments = {"cell": asdict(cell), "methods": list(methods), "pairs": pairs}
     found = run_child("pairs", arguments, timeout_s=timeout_s)

@@ -52,7 +52,7 @@ def guarded(job: Callable[[dict[str, Any]], dict[str, Any]], arguments: dict[str
 def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
     from seqtile.bench.cell import Cell
     from seqtile.bench.environment import environment
-    from seqtile.bench.measure import measure_cell, measure_pairs
+    from seqtile.bench.measure_block import measure_cell, measure_pairs
 
     def cell(arguments: dict[str, Any]) -> dict[str, Any]:
         return measure_cell(Cell(**arguments))
@@ -61,7 +61,7 @@ def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
         return {"rows": measure_pairs(Cell(**arguments["cell"]), arguments["methods"], arguments["pairs"])}
 
     def engine(arguments: dict[str, Any]) -> dict[str, Any]:
-        from seqtile.bench.engine import measure_under
+        from seqtile.bench.block_on_engine import measure_under
 
         return measure_under(arguments["engine"], Cell(**arguments["cell"]))
 
@@ -71,7 +71,7 @@ def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
         return measure_halves(Cell(**arguments))
 
     def step(arguments: dict[str, Any]) -> dict[str, Any]:
-        from seqtile.bench.step import Step, measure_step
+        from seqtile.bench.training_step import Step, measure_step
 
         return measure_step(Step(**arguments["step"]), arguments["method"])
 
@@ -83,7 +83,7 @@ def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
     def precision(arguments: dict[str, Any]) -> dict[str, Any]:
         import torch
 
-        from seqtile.ops.sums import products_sum_in_fp32
+        from seqtile.ops.grad_accumulator import products_sum_in_fp32
 
         dtype = getattr(torch, arguments["dtype"])
         return {**arguments, "products_sum_in_fp32": products_sum_in_fp32(arguments["device"], dtype)}

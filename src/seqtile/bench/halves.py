@@ -8,7 +8,7 @@ import torch
 
 from seqtile.bench.block import Workload, relative_error, repeated
 from seqtile.bench.cell import Cell
-from seqtile.bench.measure import start
+from seqtile.bench.measure_block import start
 
 
 def measure_halves(cell: Cell) -> dict[str, Any]:

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
-from seqtile.bench.ladder import GIB, requests
+from seqtile.bench.technique_ladder import GIB, requests
 from seqtile.counting import count_live_bytes
-from seqtile.memory.devices import Device
-from seqtile.memory.engines import CONSTANTS
-from seqtile.memory.phases import decoder_layers
-from seqtile.memory.request import Request
-from seqtile.memory.setup import Lora, make_optimizer
-from seqtile.memory.shapes import read_config
-from seqtile.memory.step import build, build_bare, compute_loss, prepare_optimizer, update
-from seqtile.memory.structure import cut, find_depths
-from seqtile.memory.tiles import head_tile
+from seqtile.planner.accelerators import Device
+from seqtile.planner.fake_step import build, build_bare, compute_loss, prepare_optimizer, update
+from seqtile.planner.layer_structure import cut, find_depths
+from seqtile.planner.model_shapes import read_config
+from seqtile.planner.phases import decoder_layers
+from seqtile.planner.request import Request
+from seqtile.planner.sharding_terms import CONSTANTS
+from seqtile.planner.step_config import Lora, make_optimizer
+from seqtile.planner.tile_choice import head_tile
 
 WARM_UP = 256
 """Tokens of the step before the measured one, which loads kernels."""
@@ -37,11 +37,11 @@ class Attempt:
     """One row length on one rung.
 
     Attributes:
-        model: as :func:`seqtile.memory.shapes.read_config` takes it.
-        rung: number of the rung in :data:`seqtile.bench.ladder.RUNGS`.
+        model: as :func:`seqtile.planner.model_shapes.read_config` takes it.
+        rung: number of the rung in :data:`seqtile.bench.technique_ladder.RUNGS`.
         tokens: of the row.
         layers: decoder layers that run.
-        lora: fields of :class:`seqtile.memory.setup.Lora`, None for training every weight.
+        lora: fields of :class:`seqtile.planner.step_config.Lora`, None for training every weight.
         precision: as a plan takes it.
         device: ``torch.device`` type.
         host_bytes: host memory that the whole model's checkpoints may take; 0 for no bound.

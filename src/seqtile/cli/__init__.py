@@ -37,7 +37,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     for name in COMMANDS:
-        module = import_module(f"seqtile.cli.{name}")
+        module = import_module(f"seqtile.cli.{name}_command")
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name)
         else:

@@ -140,17 +140,17 @@ def print_published(rows: Sequence[Row]) -> None:
 
 def print_ladder(rows: Sequence[Row]) -> None:
     """One line a rung."""
-    from seqtile.bench import ladder
+    from seqtile.bench import technique_ladder
 
-    heads, cells = ladder.table(rows)
-    table = Table(box=box.SIMPLE_HEAVY, pad_edge=False, title_justify="left", title=ladder.title(rows))
+    heads, cells = technique_ladder.table(rows)
+    table = Table(box=box.SIMPLE_HEAVY, pad_edge=False, title_justify="left", title=technique_ladder.title(rows))
     for number, name in enumerate(heads):
         table.add_column(name, justify="left" if number in (0, 3) else "right", no_wrap=number != 3)
     for line in cells:
         table.add_row(*(Text(cell) for cell in line))
     console = console_for_tables(140)
     console.print(table)
-    console.print(ladder.footnote(rows), highlight=False, soft_wrap=True)
+    console.print(technique_ladder.footnote(rows), highlight=False, soft_wrap=True)
 
 
 def _print_failures(console: Console, rows: Sequence[Row]) -> None:

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from seqtile.memory.advise import explain, next_step, not_modelled, recipe, recipe_lacks
-from seqtile.memory.estimate import Bounds, Estimate, Saving
-from seqtile.memory.flops import EFFICIENCY
-from seqtile.memory.plan import Planner
-from seqtile.memory.shapes import NAMED
+from seqtile.planner.estimate import Bounds, Estimate, Saving
+from seqtile.planner.explain import explain, next_step, not_modelled, recipe, recipe_lacks
+from seqtile.planner.flops import EFFICIENCY
+from seqtile.planner.memory_plan import Planner
+from seqtile.planner.model_shapes import NAMED
 
 GIB = 2**30
 
@@ -42,7 +42,7 @@ def show_plan(
     if recipe_file is not None:
         _write_recipe(chosen, recipe_lacks(planner.request), Path(recipe_file).expanduser())
     if plot_file is not None:
-        from seqtile.memory.plot import plot_lengths
+        from seqtile.planner.plan_plot import plot_lengths
 
         plot_lengths(planner, max(longest, estimate.tokens), Path(plot_file).expanduser())
     if as_json:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from seqtile.train.measure import Comparison
+    from seqtile.train.compare_untiled import Comparison
     from seqtile.train.recipe import Recipe
     from seqtile.train.run import Outcome
 

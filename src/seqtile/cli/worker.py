@@ -55,7 +55,7 @@ def main(folder: Path) -> int:
 
 
 def _train(folder: Path) -> None:
-    from seqtile.cli.train import quiet, run
+    from seqtile.cli.train_command import quiet, run
     from seqtile.train.launch import HOW_FILE
     from seqtile.train.ranks import leave
     from seqtile.train.recipe import RECIPE_FILE, build_recipe, read_recipe
@@ -78,9 +78,9 @@ def _train(folder: Path) -> None:
 def _check(recipe: Recipe, folder: Path) -> None:
     import pickle
 
-    from seqtile.cli.verify import quiet
+    from seqtile.cli.verify_command import quiet
     from seqtile.train.launch import RESULT_FILE
-    from seqtile.train.verify import check_rank
+    from seqtile.train.verify_model import check_rank
 
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # DeepSpeed talks on stdout, which is the result's
     quiet()

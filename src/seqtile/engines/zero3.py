@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
-from seqtile.ops.rows import is_differentiable
+from seqtile.ops.token_tiles import is_differentiable
 
 _LEAF = "_z3_leaf"
 _OURS = "_seqtile_marked_leaf"

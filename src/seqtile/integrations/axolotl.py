@@ -71,8 +71,8 @@ class SeqtileArgs(BaseModel):
     def check_seqtile(self) -> Any:
         """Refuse before anything is loaded what :func:`seqtile.apply` would refuse, and what excludes it."""
         from seqtile.models.apply import check_settings
-        from seqtile.models.heads import parse_heads
-        from seqtile.models.rest import Rest
+        from seqtile.models.attention.headwise import parse_heads
+        from seqtile.models.loss_and_checkpoints import Rest
 
         cfg = {key: value.model_dump() if isinstance(value, BaseModel) else value for key, value in vars(self).items()}
         given = apply_arguments(cfg)

@@ -132,10 +132,10 @@ def make_callback(args: Any, trainer: Any, *, tile: str) -> TilingCallback:
     from torch.utils import checkpoint
 
     from seqtile.integrations.callback import TilingCallback
-    from seqtile.ops import generic
+    from seqtile.ops import tile_checkpoint
 
     # Its trainer replaces torch's checkpoint by one that is reentrant whatever it is asked for, in the whole process.
-    if generic.checkpoint is not getattr(checkpoint, "_old_checkpoint", generic.checkpoint):
+    if tile_checkpoint.checkpoint is not getattr(checkpoint, "_old_checkpoint", tile_checkpoint.checkpoint):
         raise UserError("ms-swift has trained in this process before seqtile was loaded: start a new Python process")
     return TilingCallback(tile=tile)
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from seqtile._errors import UserError
-from seqtile.checkpointing.host import available_bytes
+from seqtile.activation_checkpointing.host_offload import available_bytes
 from seqtile.models.apply import apply, check_settings, free_bytes, replacing
 from seqtile.models.discover.candidates import find_blocks
 from seqtile.models.module import tile_module

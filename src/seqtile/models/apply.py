@@ -13,20 +13,20 @@ import torch
 from torch import nn
 
 from seqtile._errors import UserError
-from seqtile.checkpointing.install import standing_checkpointing
+from seqtile.activation_checkpointing.policies import standing_checkpointing
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import is_marked, mark_leaf, whole_shape
+from seqtile.models.attention.headwise import find_for, install_heads, parse_heads
 from seqtile.models.discover.candidates import LOOKED_FOR, Candidate, Left, chain_of, expected_mode, find_blocks
 from seqtile.models.discover.chain import needed_words
 from seqtile.models.discover.layer_parts import Neighbours
 from seqtile.models.discover.proof import for_training, prove
-from seqtile.models.head import standing_losses
-from seqtile.models.heads import find_for, install_heads, parse_heads
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.models.layer import TiledLayer, TiledPair
+from seqtile.models.lm_loss.tiled_loss import standing_losses
+from seqtile.models.loss_and_checkpoints import Rest, remove_rest
+from seqtile.models.norms_and_projections import ROWS_AUTO, TiledRows, find_rows, tile_rows, words_for
 from seqtile.models.report import Block, Report
-from seqtile.models.rest import Rest, remove_rest
-from seqtile.models.rowwise import ROWS_AUTO, TiledRows, find_rows, tile_rows, words_for
 from seqtile.tiling import KeepRule, TileRule, parse_keep, parse_tile
 
 Only = str | Sequence[str] | Callable[[str, nn.Module], bool]

@@ -22,13 +22,13 @@ from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import unmark_leaf
 from seqtile.engines.zero12 import reduces_as_they_arrive
+from seqtile.models.call_arguments import Places, why_opaque
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.proof import Mode, Proof, prove
-from seqtile.models.places import Places, why_opaque
-from seqtile.ops.fused import FusedWeights, fused_mlp
-from seqtile.ops.generic import run_in_tiles
-from seqtile.ops.rows import refuse_trace
+from seqtile.ops.mlp import FusedWeights, fused_mlp
+from seqtile.ops.tile_checkpoint import run_in_tiles
+from seqtile.ops.token_tiles import refuse_trace
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
 
 logger = first_rank_logger(__name__)

@@ -15,11 +15,11 @@ from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.models.apply import check_settings, replacing, with_free_memory
+from seqtile.models.call_arguments import why_opaque
 from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.proof import Mode, Proof, for_training, prove
 from seqtile.models.discover.widths import linear_widths
 from seqtile.models.instance import Setting, TiledForward, logger, mode_of
-from seqtile.models.places import why_opaque
 from seqtile.models.report import Block, Report
 
 

@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from seqtile.models.discover.candidates import Left
-from seqtile.models.rest import rest_notes
+from seqtile.models.loss_and_checkpoints import rest_notes
 from seqtile.tiling import KeepRule
 
 

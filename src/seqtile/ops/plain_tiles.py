@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from seqtile.ops.rows import Cuts
+from seqtile.ops.token_tiles import Cuts
 
 Run = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]
 

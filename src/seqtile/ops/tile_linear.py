@@ -1,8 +1,8 @@
 """Linear layers inside a tile of the generic operator, whose weight gradients go into fp32 sums unrounded.
 
 Autograd hands a weight's gradient over in the weight's dtype, so in low precision each tile's product is rounded before
-it can be summed (:mod:`seqtile.ops.sums` says what that costs). Inside :class:`SumsOfLinears` the calls of ``F.linear``
-on a tile's own weights are one autograd node each, whose backward lets the product add into the sum.
+it can be summed (:mod:`seqtile.ops.grad_accumulator` says what that costs). Inside :class:`SumsOfLinears` the calls of
+``F.linear`` on a tile's own weights are one autograd node each, whose backward lets the product add into the sum.
 
 Other operators keep autograd's gradients: products that are written otherwise (``x @ w``, ``torch.addmm``, the grouped
 products of experts) and elementwise weights (norms). Their gradients round once per tile.
@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from seqtile.ops.replay import Autocast
-from seqtile.ops.sums import LOW, Sum
+from seqtile.ops.grad_accumulator import LOW, Sum
+from seqtile.ops.rng import Autocast
 
 SumOf = Callable[[str, Tensor], Sum]
 """The sum of a weight's gradient, by the weight's name; the tensor has its shape, dtype and device."""

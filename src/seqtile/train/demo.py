@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.train.files import write_whole
+from seqtile.train.atomic_files import write_whole
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -15,10 +15,10 @@ from seqtile.tiling import parse_bytes
 from seqtile.train.recipe import TRL_LOSS_TILE, LoraRecipe, Recipe
 
 if TYPE_CHECKING:
-    from seqtile.memory.choose import Settings
-    from seqtile.memory.devices import Device
-    from seqtile.memory.request import Request
-    from seqtile.memory.setup import Lora
+    from seqtile.planner.accelerators import Device
+    from seqtile.planner.ladder import Settings
+    from seqtile.planner.request import Request
+    from seqtile.planner.step_config import Lora
 
 OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw-8bit", "adamw_8bit": "adamw-8bit",
@@ -44,8 +44,8 @@ def fit(recipe: Recipe) -> Fitted:
     Raises:
         UserError: nothing fits, or a setting that no plan knows.
     """
-    from seqtile.memory.advise import offload_of
-    from seqtile.memory.choose import choose
+    from seqtile.planner.explain import offload_of
+    from seqtile.planner.ladder import choose
 
     memory = parse_bytes(recipe.fit[len("memory:") :]) if isinstance(recipe.fit, str) else None
     request = request_of(recipe, memory)
@@ -107,7 +107,7 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
     Raises:
         UserError: something that no plan knows.
     """
-    from seqtile.memory.request import ENGINES, Request
+    from seqtile.planner.request import ENGINES, Request
     from seqtile.train.load import load_config
 
     if recipe.engine not in ENGINES:
@@ -142,8 +142,8 @@ def find_memory(recipe: Recipe, given: int | None = None) -> Device:
     """
     import torch
 
-    from seqtile.checkpointing.host import available_bytes
-    from seqtile.memory.devices import Device
+    from seqtile.activation_checkpointing.host_offload import available_bytes
+    from seqtile.planner.accelerators import Device
 
     if given is not None:
         return Device("the memory given", given, None, "as given")
@@ -168,7 +168,7 @@ def settings_of(recipe: Recipe, tile: int | None = None) -> Settings:
         recipe: the recipe.
         tile: tokens of the largest tile that its rule makes; None leaves the rule.
     """
-    from seqtile.memory.choose import Settings
+    from seqtile.planner.ladder import Settings
 
     checkpoint = "none" if not recipe.activation_checkpointing else "layer"
     rule = int(recipe.tile) if str(recipe.tile).isdigit() else None if recipe.tile == "auto" else recipe.tile
@@ -205,7 +205,7 @@ def say(fitted: Fitted, tell: Callable[[str], None]) -> Recipe:
 
 
 def _adapters(lora: LoraRecipe) -> Lora:
-    from seqtile.memory.setup import Lora
+    from seqtile.planner.step_config import Lora
 
     return Lora(lora.r, lora.target_modules, lora.alpha, lora.dropout)
 
@@ -230,6 +230,6 @@ def _device_type() -> str:
 
 
 def _host_memory() -> int | None:
-    from seqtile.checkpointing.host import available_bytes
+    from seqtile.activation_checkpointing.host_offload import available_bytes
 
     return available_bytes() or None

@@ -62,7 +62,7 @@ def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
         UserError: bad input, found here or by a process that was started.
         RunError: a process could not go on.
     """
-    from seqtile.train.checkpoints import newest_whole
+    from seqtile.train.checkpoint_files import newest_whole
     from seqtile.train.run import fitted, locate, require_packages
 
     require_packages()

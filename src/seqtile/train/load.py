@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
-from seqtile.memory.phases import causal_model as causal_model
-from seqtile.memory.shapes import max_positions as max_positions
+from seqtile.planner.model_shapes import max_positions as max_positions
+from seqtile.planner.phases import causal_model as causal_model
 from seqtile.train import demo
 from seqtile.train.recipe import DEMO, Recipe
 

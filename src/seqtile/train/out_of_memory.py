@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.counting.fake import FakeTensor
-from seqtile.memory.phases import causal_model, decoder_layers
+from seqtile.planner.phases import causal_model, decoder_layers
 from seqtile.tiling import parse_bytes
 
 SHOWN_TENSORS = 6
@@ -247,7 +247,7 @@ def _size(nbytes: int) -> str:
 
 def device_memory(model: nn.Module) -> tuple[str, int]:
     """What the device has, in words, and its free bytes (0 where it does not say)."""
-    from seqtile.checkpointing.host import available_bytes
+    from seqtile.activation_checkpointing.host_offload import available_bytes
 
     kind = _device(model)
     if kind == "cpu":

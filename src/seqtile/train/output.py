@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from seqtile._errors import UserError
-from seqtile.train.checkpoints import SET_ASIDE
+from seqtile.train.checkpoint_files import SET_ASIDE
 from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, build_recipe, read_recipe, resolve
 
 RUNS = Path("runs")

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from seqtile._errors import UserError
 from seqtile.tiling import parse_bytes, parse_keep, parse_tile
-from seqtile.train.files import write_whole
+from seqtile.train.atomic_files import write_whole
 from seqtile.train.values import NAMED_MODEL_KEYS, CheckedModel, parse_bool, shown
 from seqtile.train.yaml_file import read_yaml
 

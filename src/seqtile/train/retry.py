@@ -18,15 +18,15 @@ import torch
 
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
-from seqtile.memory.choose import changes, tighter, would_avoid
-from seqtile.memory.phases import causal_model
-from seqtile.memory.setup import Built, Setup
-from seqtile.memory.tiles import largest_tile
-from seqtile.train.checkpoints import newest_whole
+from seqtile.planner.ladder import changes, tighter, would_avoid
+from seqtile.planner.phases import causal_model
+from seqtile.planner.step_config import Built, Setup
+from seqtile.planner.tile_choice import largest_tile
+from seqtile.train.checkpoint_files import newest_whole
 from seqtile.train.fit import can_offload, request_of, settings_of, updates_of
-from seqtile.train.head import tile_head
 from seqtile.train.out_of_memory import Place, Whereabouts, device_memory, find_place, is_out_of_memory, largest_tensors
 from seqtile.train.recipe import RECIPE_FILE, Recipe, save_recipe
+from seqtile.train.trl_loss import tile_head
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -248,7 +248,7 @@ def explain(recipe: Recipe, place: Place, live: list[str], checkpoint: Path | No
 def _by_plan(recipe: Recipe, place: Place) -> list[str]:
     """What the plan says of the recipe, and which setting would have been enough."""
     tokens = -(-max(place.tokens, recipe.max_length * recipe.batch_size) // recipe.batch_size)
-    from seqtile.memory.plan import Planner
+    from seqtile.planner.memory_plan import Planner
 
     try:
         request = request_of(recipe)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from seqtile.models.report import Report
-    from seqtile.train.measure import Comparison
+    from seqtile.train.compare_untiled import Comparison
 
 logger = first_rank_logger(__name__)
 
@@ -81,7 +81,7 @@ def train(
         UserError: bad input, in one sentence.
         RunError: the loss or the gradient stopped being a number, or a step is out of memory.
     """
-    from seqtile.train.checkpoints import newest_whole
+    from seqtile.train.checkpoint_files import newest_whole
     from seqtile.train.ranks import join_launch
     from seqtile.train.retry import OutOfMemory, release, said
 
@@ -146,7 +146,7 @@ def _attempt(
     Raises:
         OutOfMemory: it was one too few; what is known of it, and what to go on with.
     """
-    from seqtile.train.checkpoints import read_mark
+    from seqtile.train.checkpoint_files import read_mark
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.output import clear_output
     from seqtile.train.ranks import check_engine, check_same_recipe, is_first
@@ -186,7 +186,7 @@ def locate(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
     Raises:
         UserError: the directory does not fit what is to be done.
     """
-    from seqtile.train.checkpoints import find_checkpoint
+    from seqtile.train.checkpoint_files import find_checkpoint
     from seqtile.train.output import check_output, check_writable, default_output
     from seqtile.train.ranks import is_first
 
@@ -214,14 +214,14 @@ def require_packages() -> None:
 
 def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
-    from seqtile.models.head import find_causal_lm
+    from seqtile.models.lm_loss.tiled_loss import find_causal_lm
     from seqtile.train.arguments import adapter_config, trainer_arguments
     from seqtile.train.data import check_ids, load_rows
-    from seqtile.train.head import tile_head
     from seqtile.train.load import causal_model, load_model
     from seqtile.train.packing import check_packing
     from seqtile.train.ranks import mend_on_cpu
     from seqtile.train.retry import install
+    from seqtile.train.trl_loss import tile_head
 
     documents = False
     rows = None
@@ -271,7 +271,7 @@ def _all_done(trainer: Any, checkpoint: Path, output: Path) -> bool:
     """Whether no step is left to train and only the model is to be saved; refuses a run that is complete."""
     import json
 
-    from seqtile.train.checkpoints import TRAINER_STATE, why_not_whole
+    from seqtile.train.checkpoint_files import TRAINER_STATE, why_not_whole
 
     state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
     steps = trainer.args.max_steps if trainer.args.max_steps > 0 else state["max_steps"]
@@ -295,7 +295,7 @@ def _run(
     from seqtile.train.interrupt import StopOnSignal
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.ranks import CheckModel, is_first
-    from seqtile.train.report import write_report
+    from seqtile.train.result_report import write_report
     from seqtile.train.retry import Step
 
     stop, clock = StopOnSignal(), _clock()
@@ -341,7 +341,7 @@ def _peak_bytes() -> int | None:
 
 
 def _compare(recipe: Recipe, trainer: Any) -> Comparison:
-    from seqtile.train.measure import compare
+    from seqtile.train.compare_untiled import compare
 
     logger.info("comparing one step tiled and untiled")
     batch = next(iter(trainer.get_train_dataloader()))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
-from seqtile.train.checkpoints import TRAINER_STATE, read_mark
+from seqtile.train.checkpoint_files import TRAINER_STATE, read_mark
 from seqtile.train.recipe import Recipe
 
 if TYPE_CHECKING:

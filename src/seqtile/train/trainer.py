@@ -14,7 +14,7 @@ from trl import SFTTrainer
 
 from seqtile._errors import RunError
 from seqtile._log import first_rank_logger
-from seqtile.train.checkpoints import MARK, RESULT, Mark, newest_whole, rotate, set_aside, write_mark
+from seqtile.train.checkpoint_files import MARK, RESULT, Mark, newest_whole, rotate, set_aside, write_mark
 
 if TYPE_CHECKING:
     from seqtile.train.retry import Step

@@ -15,8 +15,8 @@ from seqtile._errors import UserError
 from seqtile.models.apply import Only, applied
 from seqtile.models.discover.candidates import find_blocks
 from seqtile.verification.judge import TIMES, difference, groups, severity
-from seqtile.verification.measure import BlockSizes, Loss, Measured, fresh, tiled_of
-from seqtile.verification.plain import without_recompute
+from seqtile.verification.one_step import BlockSizes, Loss, Measured, fresh, tiled_of
+from seqtile.verification.plain_autograd import without_recompute
 from seqtile.verification.result import Difference, VerifyResult
 from seqtile.verification.state import kept, refuse_what_cannot_be_compared, without_tiling
 

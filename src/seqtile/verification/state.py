@@ -11,8 +11,8 @@ from torch import nn
 
 from seqtile._errors import UserError
 from seqtile.models.apply import undo
-from seqtile.models.head import standing_losses
 from seqtile.models.instance import Installed
+from seqtile.models.lm_loss.tiled_loss import standing_losses
 
 Standing = list[tuple[nn.Module, dict[str, Any]]]
 """Tiled modules with the attributes that make them so."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from seqtile.models.discover.formula import Formula
 from seqtile.models.discover.live_weights import row_wise
-from seqtile.ops.fused import FusedWeights
+from seqtile.ops.mlp import FusedWeights
 
 ViewOf = Callable[[nn.Module], Any]
 """Gives what is called in a module's place: itself, or a copy of it without memory."""

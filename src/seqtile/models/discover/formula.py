@@ -18,7 +18,7 @@ from seqtile.models.discover.live_weights import has_hooks, projection_of
 from seqtile.models.discover.sizes import Untraceable
 from seqtile.models.discover.trace import Graph, Tracer
 from seqtile.models.discover.widths import linear_widths
-from seqtile.ops.fused import FusedWeights, plain_mlp
+from seqtile.ops.mlp import FusedWeights, plain_mlp
 from seqtile.ops.pointwise import GELU, GELU_TANH, RELU, RELU2, SILU, Activation
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from seqtile.counting.fake import PLAIN
 from seqtile.engines.flat import call_with_weights, named_weights
-from seqtile.ops.projection import Adapter, Packed, Projection
-from seqtile.ops.replay import RowWise
+from seqtile.ops.linear import Adapter, Packed, Projection
+from seqtile.ops.rng import RowWise
 
 _ADAPTED = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -21,10 +21,10 @@ from torch import nn
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.formula import Formula, formula_of
-from seqtile.models.discover.probe import probe
 from seqtile.models.discover.python_code import Code
 from seqtile.models.discover.sizes import NoRule, NotPerToken, Untraceable
 from seqtile.models.discover.trace import Graph, Tracer, in_a_thread
+from seqtile.models.discover.trial import probe
 
 
 def _switches() -> tuple[Any, ...]:

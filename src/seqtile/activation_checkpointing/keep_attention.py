@@ -1,0 +1,177 @@
+"""Selective activation checkpointing: attention's output is kept, the cheap rest is computed again.
+
+Past 128K tokens the second attention forward of a plain activation checkpoint costs a sixth of the step and more; its
+output and log-sum-exp are one hidden state and 4 bytes per head and token. Kept are the results of PyTorch's fused
+attention kernels and of FlashAttention's registered operators. Attention from plain products has no such result.
+
+Source: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from seqtile.activation_checkpointing.host_offload import HostMemory, Parked
+from seqtile.ops.attention.kernel_calls import Kept, is_attention, keeping, kept_now
+from seqtile.ops.rng import RandomState
+
+
+class AttentionSaved:
+    """``context_fn`` of ``torch.utils.checkpoint``.
+
+    Args:
+        host: where the kept results wait, or None to keep them on their device.
+    """
+
+    def __init__(self, host: HostMemory | None = None) -> None:
+        self.host = host
+        self.calls = 0
+        self.saved = 0
+        self.saved_bytes = 0
+        self.told: Callable[[Tensor], object] | None = None
+        """Hears of every tensor that is kept."""
+
+    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        kept = Kept()
+        forward, recompute = create_selective_checkpoint_contexts(self._policy)
+        away = _Away(self.host, forward, kept)
+        return _Forward(forward, kept, away, self), _Recompute(recompute, kept, away)
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count what is kept."""
+        self.saved += 1
+        for tensor in tensors:
+            self.saved_bytes += tensor.numel() * tensor.element_size()
+            if self.told is not None:
+                self.told(tensor)
+
+    def _policy(self, context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        kept = kept_now()
+        if not is_attention(op) or (kept is not None and kept.computing):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if not getattr(context, "is_recompute", False):
+            results = [t for t in tree_iter(getattr(context, "op_output", None)) if isinstance(t, Tensor)]
+            self.add(results)
+            if kept is not None and results and not results[0].is_meta:
+                kept.random.append(RandomState(results[0].device))
+        return CheckpointPolicy.MUST_SAVE
+
+
+class _Away:
+    """The kept results of one layer, moved out of PyTorch's store and head-wise attention's, and back into them."""
+
+    def __init__(self, host: HostMemory | None, mode: Any, kept: Kept) -> None:
+        self.host, self.mode, self.kept = host, mode, kept
+        self.parked: list[tuple[Any, Parked]] = []
+        self.outputs: list[tuple[Any, list[Any]]] = []
+
+    def park(self) -> None:
+        if self.host is None:
+            return
+        for wrapper in tree_iter(list(_values(self.mode.storage))):
+            value = getattr(wrapper, "val", None)
+            if isinstance(value, Tensor) and value.dim() > 2 and self.host.has_room(value):
+                self.parked.append((wrapper, self.host.park(value)))
+                wrapper.val = None
+        for done in self.kept.outputs:
+            away = [self._move(t) for t in (done.whole, *done.tensors)]
+            self.outputs.append((done, away))
+        self.kept.outputs.clear()
+
+    def _move(self, tensor: Tensor) -> Tensor | Parked:
+        assert self.host is not None
+        return self.host.park(tensor) if tensor.dim() > 2 and self.host.has_room(tensor) else tensor
+
+    def fetch(self) -> None:
+        for wrapper, parked in self.parked:
+            wrapper.val = parked.take()
+            wrapper.version = wrapper.val._version
+        for done, away in self.outputs:
+            whole, *tensors = [one.take() if isinstance(one, Parked) else one for one in away]
+            self.kept.outputs.append(replace(done, whole=whole, tensors=tensors))
+        self.parked.clear()
+        self.outputs.clear()
+
+
+def _values(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from _values(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _values(value)
+    else:
+        yield tree
+
+
+class _Forward:
+    """PyTorch's context of the forward, with a place for head-wise attention's outputs."""
+
+    def __init__(self, inner: Any, kept: Kept, away: _Away, saved: AttentionSaved) -> None:
+        self.inner, self.kept, self.away, self.saved = inner, kept, away, saved
+
+    def __enter__(self) -> Any:
+        self.saved.calls += 1
+        self.keeping = keeping(self.kept, replaying=False)
+        self.keeping.__enter__()
+        return self.inner.__enter__()
+
+    def __exit__(self, *reason: Any) -> Any:
+        result = self.inner.__exit__(*reason)
+        self.keeping.__exit__(*reason)
+        if reason[0] is None:
+            for done in self.kept.outputs:
+                self.saved.add((done.whole, *done.tensors))
+            self.away.park()
+        return result
+
+
+class _Recompute:
+    """The same of the recompute."""
+
+    def __init__(self, inner: Any, kept: Kept, away: _Away) -> None:
+        self.inner, self.kept, self.away = inner, kept, away
+
+    def __enter__(self) -> Any:
+        with torch.no_grad():
+            self.away.fetch()
+        # The stream stands where the forward began: if it stood there after the last kernel too, no kernel has drawn.
+        self.going_on = None if all(state.is_now for state in self.kept.random[-1:]) else _GoingOn(self.kept)
+        self.keeping = keeping(self.kept, replaying=True)
+        self.keeping.__enter__()
+        entered = self.inner.__enter__()
+        if self.going_on is not None:
+            self.going_on.__enter__()
+        return entered
+
+    def __exit__(self, *reason: Any) -> Any:
+        if self.going_on is not None:
+            self.going_on.__exit__(*reason)
+        result = self.inner.__exit__(*reason)
+        self.keeping.__exit__(*reason)
+        return result
+
+
+class _GoingOn(TorchDispatchMode):
+    """Where a kernel's kept results stand for it, random numbers go on as after the kernel."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self.kept, self.states = kept, iter(kept.random)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_attention(func) and not self.kept.computing:
+            state = next(self.states, None)
+            if state is not None:
+                state.restore()
+        return result

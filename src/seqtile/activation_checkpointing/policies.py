@@ -1,0 +1,300 @@
+"""Change what the activation checkpoints of one model keep, and where; undo it.
+
+Transformers' models, their trainers, TRL and PEFT all switch checkpointing on through one method of the model
+instance, ``_set_gradient_checkpointing``. An object in its place changes the checkpoint function on the way to the
+layers, so that it does not matter who switches it on, nor when.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
+from seqtile.activation_checkpointing.host_offload import HostMemory
+from seqtile.activation_checkpointing.keep_attention import AttentionSaved
+
+logger = first_rank_logger(__name__)
+
+POLICIES = ("full", "attention-saved")
+_MARK = "_seqtile_checkpointing"
+_SETTER, _ENABLER = "_set_gradient_checkpointing", "_activation_checkpointing_enable"
+_HOOKS = "_require_grads_hooks", "_require_grads_hook"
+"""Where transformers keeps the hooks by which embeddings need a gradient; it leaves them when checkpoints go off."""
+
+
+def find_checkpointed(model: nn.Module) -> nn.Module:
+    """The outermost module that can switch activation checkpointing on.
+
+    Raises:
+        UserError: there is none.
+    """
+    for module in model.modules():
+        if callable(getattr(module, _SETTER, None)) and getattr(module, "supports_gradient_checkpointing", False):
+            return module
+    raise UserError(
+        f"{type(model).__name__} holds no model of transformers with activation checkpointing; leave checkpoint and "
+        "offload out"
+    )
+
+
+def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | int) -> None:
+    """Refuse what cannot be done, before anything is changed.
+
+    Raises:
+        UserError: no model that checkpoints, or attention without a kernel whose output could be kept.
+    """
+    if policy is None and not offload:
+        return
+    module = find_checkpointed(model)
+    kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if policy == "attention-saved" and kind == "eager":
+        raise UserError(
+            "checkpoint='attention-saved' keeps the output of an attention kernel, but this model computes attention "
+            "by plain products (attn_implementation='eager'); load it with attn_implementation='sdpa'"
+        )
+
+
+def install_checkpointing(model: nn.Module, policy: str | None, offload: bool | int) -> Checkpointing:
+    """Have the activation checkpoints of ``model`` follow ``policy``; switches checkpointing on if it is off."""
+    one = Checkpointing(find_checkpointed(model), policy or "full", offload)
+    one.install()
+    return one
+
+
+def standing_checkpointing(model: nn.Module) -> list[Checkpointing]:
+    """What :func:`install_checkpointing` put on the modules of ``model``."""
+    return [module.__dict__[_MARK] for module in model.modules() if _MARK in module.__dict__]
+
+
+def remove_checkpointing(model: nn.Module) -> None:
+    """Restore the checkpoint functions, and switch checkpointing off again if it was off."""
+    for one in standing_checkpointing(model):
+        one.remove()
+
+
+class Checkpointing:
+    """Stands in for ``_set_gradient_checkpointing`` of one model.
+
+    Args:
+        module: the model.
+        policy: ``"full"`` or ``"attention-saved"``.
+        offload: layer inputs (and kept attention outputs) wait on the host; a number is the bytes allowed there.
+    """
+
+    def __init__(self, module: nn.Module, policy: str, offload: bool | int) -> None:
+        self._module = weakref.ref(module)
+        self.policy = policy
+        self.offload = bool(offload)
+        self.host = HostMemory(0 if isinstance(offload, bool) else offload) if offload else None
+        self.attention = AttentionSaved(self.host) if policy == "attention-saved" else None
+        self.upstream = self.offload and policy == "full" and not _has(offload) and _transformers_offloads(module)
+        self.switched_on = False
+        self.before: dict[str, Any] = {}
+        self.hooks: list[Any] = []
+        self.told: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": self._module()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._module = weakref.ref(state["_module"])
+
+    @property
+    def module(self) -> Any:
+        module = self._module()
+        assert module is not None, "a checkpointing policy outlived its model"
+        return module
+
+    def install(self) -> None:
+        module = self.module
+        on = _is_on(module)
+        module.__dict__[_MARK] = self
+        module.__dict__[_SETTER] = self
+        if self.upstream:
+            module.__dict__[_ENABLER] = self._enable_upstream
+        if on and not self.upstream:
+            self._change(lambda former: former if _ours(former) else self.around(former))
+        else:
+            self.before = {name: module.__dict__[name] for name in _HOOKS if name in module.__dict__}
+            _quietly_enable(module)
+            self.switched_on = not on
+            self.hooks = list(module.__dict__.get(_HOOKS[0]) or ())
+
+    def remove(self) -> None:
+        own = self.module.__dict__
+        for name in (_MARK, _SETTER, _ENABLER):
+            own.pop(name, None)
+        if self.switched_on:
+            self.module.gradient_checkpointing_disable()
+            if own.get(_HOOKS[0]) == self.hooks:  # else somebody has asked for the same since
+                for name in _HOOKS:
+                    own.pop(name, None)
+                own.update(self.before)
+            for hook in self.hooks:
+                if hook not in self.before.get(_HOOKS[0], ()):
+                    hook.remove()
+        elif self.upstream:
+            _quietly_enable(self.module)  # with the former function, the offload gone
+        else:
+            self._change(lambda former: former.keywords["_seqtile_former"] if _ours(former) else former)
+
+    def _change(self, change: Callable[[Any], Any]) -> None:
+        for part in self.module.modules():
+            former = part.__dict__.get("_gradient_checkpointing_func")
+            if former is not None:
+                part.__dict__["_gradient_checkpointing_func"] = change(former)
+
+    def _enable_upstream(
+        self, activation_checkpointing_kwargs: Any = None, every_n_layers: int = 1, offload: bool = True
+    ) -> Any:
+        """Transformers' own offload, switched on whoever asks for checkpointing."""
+        self.switched_on = False  # somebody else asked for it
+        original = type(self.module)._activation_checkpointing_enable
+        return original(self.module, activation_checkpointing_kwargs, every_n_layers, True)
+
+    def __call__(
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **rest: Any
+    ) -> Any:
+        """What transformers calls to hand its checkpoint function to the layers."""
+        self.switched_on = False  # somebody else asked, for it or against it
+        original = type(self.module)._set_gradient_checkpointing
+        function = self.around(gradient_checkpointing_func) if enable else gradient_checkpointing_func
+        return original(self.module, enable=enable, gradient_checkpointing_func=function, **rest)
+
+    def around(self, former: Any) -> Any:
+        """A layer's checkpoint function with this policy.
+
+        Raises:
+            UserError: two settings that exclude each other.
+        """
+        words = dict(getattr(former, "keywords", {}))
+        base = getattr(former, "func", former)
+        if self.offload and not self.upstream and base is not checkpoint:
+            raise UserError(
+                "both seqtile's offload and the offload of gradient_checkpointing_kwargs are on; drop one of them"
+            )
+        if self.attention is not None:
+            if words.get("use_reentrant"):
+                raise UserError(
+                    "checkpoint='attention-saved' needs the non-reentrant activation checkpoint, got "
+                    "use_reentrant=True; pass use_reentrant=False"
+                )
+            words["use_reentrant"] = False
+            if "context_fn" in words:
+                self._tell("another library's context_fn (TRL's 'selective') decides what a checkpoint keeps")
+            else:
+                words["context_fn"] = self.attention
+        return functools.partial(_call, self, base, **words, _seqtile_former=former)
+
+    def run(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: dict[str, Any]) -> Any:
+        """One layer's checkpoint."""
+        if self.attention is not None and torch.compiler.is_compiling():
+            return self._uncompiled(base, function, args, words)
+        if self.host is None:
+            return base(function, *args, **words)
+        first = next((value for value in args if isinstance(value, Tensor) and value.is_floating_point()), None)
+        if first is None or not torch.is_grad_enabled():
+            return base(function, *args, **words)
+        self.host.check(first.numel() * first.element_size() * (2 if self.attention else 1), self.layers)
+        if self.upstream:
+            return base(function, *args, **words)  # which parks the input itself
+        pack, unpack = _only(first, self.host)
+        with saved_tensors_hooks(pack, unpack):
+            return base(function, *args, **words)
+
+    @torch.compiler.disable
+    def _uncompiled(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: Any) -> Any:
+        """PyTorch's compiler does not take a policy of what to keep, and a compiled kernel shows it no attention."""
+        self._tell("checkpoint='attention-saved' runs the decoder layers uncompiled; with torch.compile use 'full'")
+        return self.run(base, function, args, words)
+
+    def layers(self) -> int:
+        """Layers that are checkpointed."""
+        return sum(
+            bool(getattr(part, "gradient_checkpointing", False))
+            for part in self.module.modules()
+            if "_gradient_checkpointing_func" in part.__dict__ and not hasattr(part, _SETTER)
+        )
+
+    def _tell(self, text: str) -> None:
+        if text not in self.told:
+            self.told.add(text)
+            logger.warning(text)
+
+    def describe(self) -> str:
+        """For the report."""
+        words = []
+        if self.attention is not None:
+            words.append("attention's output kept, not recomputed")
+        if self.upstream:
+            words.append("layer inputs on the host (Transformers' own offload)")
+        elif self.offload:
+            words.append("layer inputs on the host" + (", attention's output too" if self.attention else ""))
+        return "; ".join(words) or "plain activation checkpoints"
+
+    def notes(self) -> list[str]:
+        """What the steps so far have shown."""
+        saved = self.attention
+        if saved is None or not saved.calls:
+            return []
+        if not saved.saved:
+            return [
+                "attention-saved has found no attention kernel in the layers: nothing was kept, all is recomputed; "
+                "load the model with attn_implementation='sdpa' or a FlashAttention"
+            ]
+        return [f"attention's output: {saved.saved_bytes / saved.calls / 2**20:.3g} MiB kept per layer and forward"]
+
+
+def _call(one: Checkpointing, base: Any, function: Any, *args: Any, _seqtile_former: Any, **words: Any) -> Any:
+    return one.run(base, function, args, words)
+
+
+def _only(wanted: Tensor, host: HostMemory) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Hooks that park the layer's input and leave everything else that is saved here where it is."""
+    place = (wanted.data_ptr(), wanted.shape, wanted.dtype)
+
+    def pack(tensor: Tensor) -> Any:
+        wanted_one = (tensor.data_ptr(), tensor.shape, tensor.dtype) == place
+        return host.park(tensor) if wanted_one and host.has_room(tensor) else tensor
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed.take()
+
+    return pack, unpack
+
+
+def _ours(function: Any) -> bool:
+    return "_seqtile_former" in getattr(function, "keywords", {})
+
+
+def _has(offload: bool | int) -> bool:
+    """Whether bytes were given, which Transformers' offload does not know."""
+    return not isinstance(offload, bool)
+
+
+def _transformers_offloads(module: Any) -> bool:
+    """Whether this version of transformers offloads layer inputs, and can here: it pins memory."""
+    enable = getattr(type(module), _ENABLER, None)
+    return enable is not None and "offload" in inspect.signature(enable).parameters and torch.accelerator.is_available()
+
+
+def _is_on(module: Any) -> bool:
+    """Whether checkpointing is on; the property has another name since Transformers 5, and the old one warns."""
+    new = getattr(module, "is_activation_checkpointing", None)
+    return bool(getattr(module, "is_gradient_checkpointing", False) if new is None else new)
+
+
+def _quietly_enable(module: Any) -> None:
+    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+    enable()

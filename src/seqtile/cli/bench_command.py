@@ -1,0 +1,184 @@
+"""``seqtile bench``."""
+
+from __future__ import annotations
+
+import typer
+
+from seqtile._errors import UserError
+
+app = typer.Typer(help="Measure time, memory and gradient error, tiled and untiled, with others beside.")
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    compare: str = typer.Option(None, help="Reproduce a published benchmark: ms-swift.", metavar="NAME"),
+    engine: str = typer.Option("fsdp2", help="With --compare: fsdp2 or zero3."),
+    ranks: int = typer.Option(None, help="With --compare: processes. [default: 2, or 1 with one device]", metavar="N"),
+    scale: int = typer.Option(
+        None, help="With --compare: divides the published widths. [default: 1; on the CPU 16]", metavar="N"
+    ),
+    tokens: str = typer.Option(None, help="With --compare: lengths. [default: the published seven]", metavar="N,N"),
+    device: str = typer.Option(None, help="[default: the accelerator if there is one, else cpu]"),
+    repeats: int = typer.Option(5, help="Timed runs per cell, at least 5.", metavar="N"),
+    out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
+) -> None:
+    """Measure time, memory and gradient error, tiled and untiled, with others beside."""
+    if context.invoked_subcommand is not None:
+        if compare is not None:
+            raise UserError(f"--compare runs on its own, got `{context.invoked_subcommand}` too: drop one of the two")
+        for name in context.params:
+            if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+                raise UserError(f"--{name} before `{context.invoked_subcommand}` goes with --compare: put it after")
+        return
+    if compare is None:
+        raise UserError(
+            "seqtile bench: say what to measure: mlp, step, or --compare ms-swift; see seqtile bench --help"
+        )
+    from seqtile.bench import published
+    from seqtile.bench.grid import parse_counts
+    from seqtile.cli import bench_show as show
+
+    published.check(compare, engine, scale, ranks, repeats)
+    lengths = parse_counts("--tokens", tokens) if tokens else ()
+    directory, stem = show.fresh(out, f"{compare}-{engine}")
+    with show.Status() as status:
+        rows = published.run_compare(
+            engine, directory / f"{stem}.jsonl", scale=scale, tokens=lengths, ranks=ranks, repeats=repeats,
+            device=device, told=status.say,
+        )  # fmt: skip
+    show.print_published(rows)
+    show.print_files([directory / f"{stem}.jsonl"])
+    show.print_summary(published.summary(rows))
+
+
+@app.command()
+def mlp(
+    shape: str = typer.Option(None, help="llama-8b, qwen3-8b or ms-swift. [default: llama-8b; on the CPU 512x1408]"),
+    hidden: int = typer.Option(None, help="Hidden width, with --intermediate instead of --shape.", metavar="D"),
+    intermediate: int = typer.Option(None, help="Width of the MLP.", metavar="F"),
+    tokens: str = typer.Option(None, help="[default: 8192,32768,131072; on the CPU 2048,8192]", metavar="N,N"),
+    tiles: str = typer.Option("auto", help="Tile rules: auto, 8192, shards:4, arctic, memory:1GiB.", metavar="RULE,.."),
+    methods: str = typer.Option(
+        "untiled,generic,fused,tile-checkpoint,liger,deepspeed",
+        help="Ways to run the block; there is deepspeed-compute too.", metavar="NAME,..",
+    ),
+    checkpoint: str = typer.Option("both", help="In a layer under an activation checkpoint: no, yes, both."),
+    train: str = typer.Option("full", help="What trains: full, frozen, lora.", metavar="WHAT,.."),
+    dtype: str = typer.Option(None, help="[default: bfloat16; on the CPU float32]"),
+    device: str = typer.Option(None, help="[default: the accelerator if there is one, else cpu]"),
+    repeats: int = typer.Option(5, help="Timed runs per cell, at least 5.", metavar="N"),
+    pairs: int = typer.Option(0, help="Interleaved pairs with untiled in one process instead.", metavar="N"),
+    keep: str = typer.Option("0", help="Memory to spare for the fused operator: 0.0 to 1.0, memory:4GiB, auto."),
+    out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
+) -> None:  # fmt: skip
+    """One MLP block, forward and backward: methods x tokens x tile rules, every cell in a process of its own."""
+    from seqtile.bench.grid import build_grid, look_around, resolve, run_grid, summary
+    from seqtile.bench.plots import plot_grid
+    from seqtile.cli import bench_show as show
+
+    grid = build_grid(
+        shape=shape, hidden=hidden, intermediate=intermediate, tokens=tokens, tiles=tiles, methods=methods,
+        checkpoint=checkpoint, train=train, dtype=dtype, device=device, repeats=repeats, pairs=pairs, keep=keep,
+    )  # fmt: skip
+    found = look_around()
+    grid, groups = resolve(grid, found)
+    directory, stem = show.fresh(out, "mlp")
+    with show.Status() as status:
+        rows = run_grid(grid, groups, found, directory / f"{stem}.jsonl", status.say)
+    show.print_grid(rows)
+    show.print_files([directory / f"{stem}.jsonl", *plot_grid(rows, directory, stem)])
+    show.print_summary(summary(rows))
+
+
+@app.command()
+def step(
+    model: str = typer.Option(..., help="Model directory, config file or Hub id.", metavar="PATH_OR_ID"),
+    tokens: int = typer.Option(8192, help="Length of the one row.", metavar="N"),
+    tile: str = typer.Option("auto", help="auto, tokens per tile, shards:N, arctic or memory:1GiB."),
+    methods: str = typer.Option("untiled,fused,tile-checkpoint", help="As for `bench mlp`.", metavar="NAME,.."),
+    checkpoint: bool = typer.Option(True, help="Activation checkpointing."),
+    dtype: str = typer.Option(None, help="[default: bfloat16; on the CPU float32]"),
+    loss_tokens: int = typer.Option(1024, help="Last tokens that the loss is taken on.", metavar="N"),
+    repeats: int = typer.Option(5, help="Timed steps, at least 5.", metavar="N"),
+    out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
+) -> None:
+    """A whole training step of a model; under accelerate launch or torchrun on that engine."""
+    import os
+
+    from seqtile.bench import training_step as steps
+    from seqtile.bench.cell import DTYPES, METHODS
+    from seqtile.bench.grid import parse_words
+    from seqtile.cli import bench_show as show
+
+    if dtype is not None:
+        parse_words("--dtype", dtype, DTYPES)
+    chosen = parse_words("--methods", methods, METHODS)
+    wanted = steps.Step(model, tokens, tile, checkpoint, dtype or "", loss_tokens, repeats)
+    if os.environ.get("RANK", "0") != "0":
+        steps.run_steps(wanted, chosen, None)
+        return
+    directory, stem = show.fresh(out, "step")
+    file = directory / f"{stem}.jsonl"
+    with show.Status() as status:
+        rows = steps.run_steps(wanted, chosen, file, status.say)
+    wrong = next((row["error"] for row in rows if row.get("user_error")), None)
+    if wrong is not None:
+        raise UserError(wrong)
+    show.print_steps(rows)
+    show.print_files([file])
+    show.print_summary(steps.summary(rows))
+
+
+@app.command()
+def ladder(
+    model: str = typer.Option(..., help="As for `seqtile plan`: a shape such as llama-8b, config.json, ..."),
+    device: str = typer.Option("h200", help="h200, h100, ... or its memory, 141GiB."),
+    host_memory: str = typer.Option(None, help="Host memory of the node, 128GiB.", metavar="SIZE"),
+    gpus: int = typer.Option(1, help="Devices of the node.", metavar="N"),
+    engine: str = typer.Option("single", help="single, ddp, fsdp2 or zero3."),
+    sp_size: int = typer.Option(1, help="Ranks that share one sequence.", metavar="N"),
+    lora: str = typer.Option(None, help="Train adapters: a rank, or r=16.", metavar="R"),
+    full: bool = typer.Option(False, "--full", help="Train every weight (the default)."),
+    optimizer: str = typer.Option("adamw", help="adamw, adamw-8bit, lion, adafactor, sgd, sgd-momentum."),
+    precision: str = typer.Option("mixed", help="mixed, bfloat16 or float32."),
+    offload: str = typer.Option("", help="On the host from the first rung on: optimizer, weights.", metavar="WHAT,.."),
+    attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),
+    efficiency: float = typer.Option(0.4, help="Share of the speed on paper that times assume."),
+    json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+    out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
+) -> None:  # fmt: skip
+    """What each technique buys in length and costs in time, one on top of the other, by the plan; needs no GPU."""
+    import json as text
+    import logging
+
+    from seqtile.bench import technique_ladder as ladders
+    from seqtile.bench.environment import environment, stamp
+    from seqtile.cli import bench_show as show
+    from seqtile.cli.plan_command import host_bytes, parse_adapters
+    from seqtile.planner.accelerators import find_device
+    from seqtile.planner.model_shapes import read_config
+    from seqtile.planner.request import Request
+
+    if full and lora is not None:
+        raise UserError("--full trains every weight and --lora does not; give one of them")
+    if not 0 < efficiency <= 1:
+        raise UserError(f"got --efficiency {efficiency}, expected a share above 0 and at most 1")
+    target = find_device(device)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    request = Request(
+        model=model, config=read_config(model), device=target, gpus=gpus, host_memory=host_bytes(host_memory),
+        engine=engine, sp_size=sp_size, lora=None if lora is None else parse_adapters(lora), optimizer=optimizer,
+        precision=precision, offload=tuple(word.strip() for word in offload.split(",") if word.strip()),
+        attention=attention,
+    )  # fmt: skip
+    directory, stem = show.fresh(out, "ladder")
+    file, plot = directory / f"{stem}.jsonl", directory / f"{stem}.png"
+    with show.Status() as status:
+        rows = ladders.run_ladder(request, efficiency, stamp(environment()), file, status.say)
+    ladders.plot_ladder(rows, plot)
+    if json:
+        print(text.dumps({"rows": rows, "files": [str(file), str(plot)]}))
+        return
+    show.print_ladder(rows)
+    show.print_files([file, plot])

@@ -1,0 +1,147 @@
+"""``seqtile probe``."""
+
+from __future__ import annotations
+
+import typer
+
+from seqtile._errors import UserError
+
+
+def command(
+    model: str = typer.Option(..., help="config.json, model directory, Hub id or a named shape; weights are random."),
+    max_length: int = typer.Option(8192, help="Tokens of the row.", metavar="TOKENS"),
+    full: bool = typer.Option(False, "--full", help="Train every weight (the default)."),
+    lora: str = typer.Option(None, help="Train adapters: a rank, or r=16.", metavar="R"),
+    optimizer: str = typer.Option("adamw", help="As for seqtile plan."),
+    precision: str = typer.Option("mixed", help="mixed, bfloat16 or float32."),
+    attention: str = typer.Option("flash", help="flash (PyTorch's kernel), sdpa or eager."),
+    tile: str = typer.Option("auto", help="Tile rule of the MLP."),
+    keep: str = typer.Option("0", help="Share of the tiles that keep gate and up, or memory:4GiB."),
+    loss: str = typer.Option("tiled", help="tiled or full."),
+    loss_tile: int = typer.Option(None, help="Tokens per tile of the head.", metavar="N", min=1),
+    checkpoint: str = typer.Option("layer", help="Activation checkpoints: layer, attention-saved or none."),
+    batch_size: int = typer.Option(1, help="Rows.", metavar="N"),
+    out: str = typer.Option("runs/probe", help="Directory of the plot and of the snapshot.", metavar="DIR"),
+    json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+) -> None:
+    """One real training step on this machine: peaks per phase beside what the plan says, and a timeline."""
+    import json as writer
+    import logging
+    from pathlib import Path
+
+    from seqtile.cli.plan_command import number, parse_adapters
+    from seqtile.planner.accelerators import this_device
+    from seqtile.planner.model_shapes import read_config
+    from seqtile.planner.request import Request, check_request
+
+    if full and lora is not None:
+        raise UserError("--full trains every weight and --lora does not; give one of them")
+    if checkpoint == "auto":
+        raise UserError("checkpoint 'auto' is chosen by seqtile plan; probe layer, attention-saved or none")
+    if attention == "flash3":
+        raise UserError("attention 'flash3' needs its own package; probe with flash, which is PyTorch's kernel")
+    if tile == "none":
+        raise UserError("a probe runs tiled and untiled; give the tile rule of the tiled side")
+    if max_length < 64:
+        raise UserError(f"got --max-length {max_length}, expected at least 64 tokens")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    config = read_config(model)
+    here = this_device()
+    request = Request(
+        model=model, config=config, device=here, lora=None if lora is None else parse_adapters(lora),
+        optimizer=optimizer, precision=precision, attention=attention, tile=tile, keep=number(keep), loss=loss,
+        loss_tile=loss_tile, checkpoint=checkpoint, batch=batch_size, device_type=here.name,
+    )  # fmt: skip
+    check_request(request, max_length)
+
+    from seqtile.planner.measured_step import PHASES, plot_timeline, probe
+
+    directory = Path(out).expanduser()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out!r} cannot be made ({error.strerror}); give another directory") from None
+    snapshot = None if here.name == "cpu" else directory / "snapshot.pickle"
+    found = probe(config, request.setup(), max_length, snapshot, loss_tile)
+    plot_timeline(found, directory / "timeline.png")
+    if json:
+        sides = {
+            side.name: {
+                "peak_gib": side.peak / 2**30, "standing_gib": side.standing / 2**30, "plan_error": side.error,
+                "phases": {
+                    name: {"measured_gib": side.peaks[name] / 2**30, "planned_gib": side.planned[name] / 2**30}
+                    for name in PHASES
+                },
+                "peak_at": side.peak_at,
+                "terms": {
+                    name: {"measured_gib": measured / 2**30, "planned_gib": planned / 2**30}
+                    for name, (measured, planned) in side.terms.items()
+                },
+                "most_off": side.worst,
+            }
+            for side in found.sides
+        }  # fmt: skip
+        about = {"tokens": found.tokens, "asked": found.asked, "device": found.device_type, "notes": found.notes}
+        files = {"timeline": str(directory / "timeline.png"), "snapshot": None if snapshot is None else str(snapshot)}
+        print(writer.dumps({**about, **sides, **files}))
+        return
+    _show(found, str(directory / "timeline.png"))
+    if snapshot is not None:
+        print(f"snapshot: {snapshot}")
+
+
+def _show(found: object, plot: str) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from seqtile.planner.measured_step import PHASES, Probe
+    from seqtile.planner.memory_plan import name_phase
+
+    assert isinstance(found, Probe)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    how = "live bytes, counted" if found.device_type == "cpu" else "the allocator's peaks"
+
+    def table(title: str, first: str) -> Table:
+        made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+        made.add_column(first)
+        for word in ("measured", "planned", "off"):
+            made.add_column(word, justify="right")
+        return made
+
+    for side in found.sides:
+        title = f"One {side.name} step of {found.tokens:,} tokens on {found.device_type}, {how}"
+        phases = table(title, "MiB at the peak")
+        for name in PHASES:
+            phases.add_row(name, *_row(side.peaks[name], side.planned[name]))
+        console.print(phases)
+    first = found.sides[0]
+    place = name_phase(first.peak_at, found.layers)
+    terms = table(f"Tiled, the tensors at the plan's peak ({place})", "MiB")
+    for name, (measured, planned) in sorted(first.terms.items(), key=lambda item: -item[1][1]):
+        if max(measured, planned) >= 2**10:
+            terms.add_row(name, *_row(measured, planned))
+    console.print(terms)
+    if len(found.sides) == 2:
+        untiled = found.sides[1].peak
+        console.print(f"Tiled peak {first.peak / 2**20:,.1f} MiB, {first.peak / untiled:.0%} of untiled.")
+    measured, planned = first.terms[first.worst]
+    off = f"furthest off there: {first.worst}, {(planned - measured) / 2**20:+,.2f} MiB"
+    if abs(planned - measured) < 2**13:
+        off = "no term is off there"
+    if abs(first.error) <= 0.01:
+        console.print(f"The plan's peak is within 1 % ({first.error:+.2%}); {off}.")
+    else:
+        worst = max(PHASES, key=lambda name: abs(first.planned[name] - first.peaks[name]))
+        gap = first.planned[worst] - first.peaks[worst]
+        console.print(
+            f"The plan's peak is {first.error:+.1%} off, most of it in the {worst}: {gap / 2**20:+,.1f} MiB; {off}."
+        )
+    for note in found.notes:
+        console.print(f"Note: {note}.")
+    console.print(f"timeline: {plot}")
+
+
+def _row(measured: float, planned: float) -> tuple[str, str, str]:
+    off = f"{planned / measured - 1:+.1%}" if measured else "not there"
+    return f"{measured / 2**20:,.1f}", f"{planned / 2**20:,.1f}", off

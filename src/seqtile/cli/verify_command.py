@@ -1,0 +1,194 @@
+"""``seqtile verify``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import traceback
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from seqtile._errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from seqtile.train.recipe import Recipe
+    from seqtile.verification import Difference, VerifyResult
+
+GIB = 2**30
+DIFFERS = 1
+NO_ANSWER = 70  # EX_SOFTWARE of sysexits.h: a script must not take a crash for "gradients differ"
+
+
+def command(
+    model: str = typer.Option(
+        ..., help="Model directory, Hub id, or a config.json (also a directory without weights): random weights."
+    ),
+    engine: str = typer.Option(None, help="Both runs under ddp, fsdp2, zero2 or zero3 (default single: one process)."),
+    nproc: int = typer.Option(None, help="Processes (default one per accelerator).", metavar="N"),
+    lora: str = typer.Option(None, help="With adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
+    dtype: str = typer.Option(None, help="float32, bfloat16, float16, or auto: the checkpoint's own."),
+    tokens: int = typer.Option(2048, help="Tokens per row.", metavar="N"),
+    batch_size: int = typer.Option(1, help="Rows.", metavar="N"),
+    tile: str = typer.Option(None, help="Tokens per tile, shards:N, arctic, memory:1GiB (default shards:8)."),
+    activation_checkpointing: bool = typer.Option(
+        True, "--activation-checkpointing/--no-activation-checkpointing", help="Recompute the layers in backward."
+    ),
+    seed: int = typer.Option(0, help="Seed of tokens, random weights and dropout.", metavar="N"),
+    trust_remote_code: bool = typer.Option(False, "--trust-remote-code", help="Run code that comes with the model."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object and nothing else."),
+) -> None:
+    """Compare one tiled forward and backward with an untiled one.
+
+    Exit code 0: the same gradients. 1: a gradient is further off than the untiled run's own error allows; its
+    parameter is named. 2: bad input. 70: the comparison itself failed.
+    """
+    from seqtile.train.recipe import parse_lora
+
+    given = {
+        "model": model,
+        "engine": engine,
+        "nproc": nproc,
+        "lora": None if lora is None else parse_lora(lora),
+        "dtype": dtype,
+        "max_length": tokens,
+        "batch_size": batch_size,
+        "tile": tile,
+        "activation_checkpointing": activation_checkpointing,
+        "seed": seed,
+        "trust_remote_code": trust_remote_code,
+    }
+    from seqtile.train.verify_model import check, check_recipe
+
+    recipe = check_recipe({key: value for key, value in given.items() if value is not None})
+    quiet()
+    try:
+        result = check(recipe)
+    except UserError:
+        raise
+    except RunError as error:
+        print(f"seqtile: {error}", file=sys.stderr)
+        raise typer.Exit(NO_ANSWER) from None
+    except Exception:  # noqa: BLE001 (whatever it was, it is shown, and no answer)
+        traceback.print_exc()
+        raise typer.Exit(NO_ANSWER) from None
+    if as_json:
+        print(json.dumps(as_object(recipe, result), allow_nan=False))
+    else:
+        show(recipe, result)
+    if not result.ok:
+        raise typer.Exit(DIFFERS)
+
+
+def as_object(recipe: Recipe, result: VerifyResult) -> dict[str, Any]:
+    """The result for ``--json``; what is no finite number is null."""
+    from importlib.metadata import version
+
+    untiled, tiled = result.untiled, result.tiled
+    found: dict[str, Any] = {
+        "verdict": "same" if result.ok else "differ",
+        "worst": _plain(result.worst),
+        "units": {"untiled": untiled.units, "tiled": tiled.units},
+        "peak_gib": {"untiled": untiled.peak_bytes / GIB, "tiled": tiled.peak_bytes / GIB},
+        "tiled": {"blocks": result.blocks, "tile": recipe.tile},
+        "groups": {
+            name: {
+                "parameters": group.parameters, "difference": group.l2, "untiled_error": group.untiled_error,
+                "tiled_error": group.tiled_error, "of_allowed": group.score,
+            }
+            for name, group in result.groups.items()
+        },
+        "with_dropout": {
+            "compared": len(result.with_dropout),
+            "difference": max((one.l2 for one in result.with_dropout), default=None),
+        },
+        "loss": {"untiled": untiled.loss, "tiled": tiled.loss},
+        "seconds": {"untiled": untiled.seconds, "tiled": tiled.seconds},
+        "truth": result.reference,
+        "model": recipe.model,
+        "engine": recipe.engine,
+        "tokens": recipe.max_length,
+        "batch_size": recipe.batch_size,
+        "notes": list(result.notes),
+        "versions": {name: version(name) for name in ("seqtile", "torch", "transformers")},
+    }  # fmt: skip
+    finite: dict[str, Any] = _finite(found)
+    return finite
+
+
+def _plain(one: Difference) -> dict[str, Any]:
+    return {
+        "name": one.name, "difference": one.l2, "untiled_error": one.untiled_error, "tiled_error": one.tiled_error,
+        "of_allowed": one.score, "problem": one.problem, "dropout": one.dropout,
+    }  # fmt: skip
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show(recipe: Recipe, result: VerifyResult) -> None:
+    """Two tables and the verdict."""
+    from rich import box
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    from seqtile.cli.show import size
+
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAVY, title="seqtile verify", title_justify="left", pad_edge=False)
+    table.add_column("gradients of", min_width=max(map(len, result.groups)))
+    for name in ("number", "difference", "untiled error", "tiled error", "of allowed"):
+        table.add_column(name.replace(" ", "\n"), justify="right")
+    for name, group in result.groups.items():
+        errors = [_number(error) for error in (group.untiled_error, group.tiled_error)]
+        table.add_row(name, str(group.parameters), _number(group.l2), *errors, f"{group.score:.2f}")
+    if result.with_dropout:
+        most = max(result.with_dropout, key=lambda one: one.score)
+        row = (str(len(result.with_dropout)), _number(most.l2), "-", "-", f"{most.score:.2f}")
+        table.add_row("all, dropout on", *row)
+    needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    console.width = max(console.width, needed)  # else the last column is what a narrow terminal lacks
+    console.print(table)
+    truth = f"; errors: against {result.reference}" if result.reference else ""
+    console.print(f"difference: tiled against untiled{truth}; relative, the largest of each kind", soft_wrap=True)
+    untiled, tiled = result.untiled, result.tiled
+    costs = Table(box=box.SIMPLE_HEAVY, pad_edge=False)
+    costs.add_column("")
+    costs.add_column("untiled", justify="right")
+    costs.add_column("tiled", justify="right")
+    costs.add_row("loss", f"{untiled.loss:.6f}", f"{tiled.loss:.6f}")
+    costs.add_row("matrix-product units per MLP", *(_number(run.units, ".2f") for run in (untiled, tiled)))
+    costs.add_row("peak memory of the step", size(untiled.peak_bytes), size(tiled.peak_bytes))
+    costs.add_row("seconds, counting included", f"{untiled.seconds:.2f}", f"{tiled.seconds:.2f}")
+    console.print(costs)
+    console.print(
+        f"{recipe.batch_size} x {recipe.max_length:,} random tokens, {result.blocks} blocks tiled, tile {recipe.tile}",
+        soft_wrap=True,
+    )
+    for note in result.notes:
+        console.print(f"note: {note}", soft_wrap=True, markup=False)
+    verdict = "same gradients" if result.ok else f"GRADIENTS DIFFER: {result.worst.name}: {result.worst.what()}"
+    console.print(f"verdict: {verdict}", style="bold green" if result.ok else "bold red", soft_wrap=True, markup=False)
+
+
+def _number(value: float | None, form: str = ".1e") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def quiet() -> None:
+    """Our own messages on stderr; of the libraries below only errors."""
+    own = logging.getLogger("seqtile")
+    own.setLevel(logging.INFO)
+    own.handlers = [logging.StreamHandler(sys.stderr)]
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    from transformers.utils import logging as theirs
+
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()

@@ -1,0 +1,1 @@
+"""Head-wise attention on one instance."""

@@ -1,0 +1,344 @@
+"""Head-wise attention on one instance: its forward runs one group of key-value heads after another.
+
+Nothing of the model's attention is written down here: its own forward runs on a view of the module with fewer heads
+(:mod:`seqtile.models.discover.attention_modules`). Where the decoder layer shows that nothing else reads the norm
+before attention, the norm runs in the same node, so that no copy of the whole hidden states is made in its precision.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
+from seqtile.engines.flat import call_with_weights
+from seqtile.engines.zero3 import mark_leaf
+from seqtile.engines.zero12 import reduces_as_they_arrive
+from seqtile.models.discover.attention_modules import (
+    PROJECTIONS,
+    Attention,
+    HeadShape,
+    View,
+    between_weights,
+    find_attention,
+    nothing_like,
+)
+from seqtile.models.discover.candidates import Left
+from seqtile.models.discover.live_weights import projection_of, row_wise
+from seqtile.models.instance import Installed
+from seqtile.models.layer import NormedAttention, TiledLayer
+from seqtile.ops.attention.group_core import Cut, Groups, cut_heads, in_groups
+from seqtile.ops.attention.head_groups import HeadWeights, head_wise
+from seqtile.ops.rng import Autocast
+from seqtile.tiling import head_passes, projection_sizes
+
+logger = first_rank_logger(__name__)
+
+Heads = int | str
+"""Key-value heads per pass, or ``"auto"``."""
+
+
+@dataclass(frozen=True)
+class HeadSetting:
+    """How one attention runs.
+
+    Attributes:
+        per_pass: key-value heads per pass, or ``"auto"``.
+        shape: its heads.
+        name: qualified name of the module.
+        layer: qualified name of the decoder layer around it, or "".
+    """
+
+    per_pass: Heads
+    shape: HeadShape
+    name: str
+    layer: str
+
+
+def parse_heads(heads: Heads | None) -> Heads | None:
+    """Raises UserError unless ``heads`` is None, ``"auto"`` or a positive number."""
+    if heads is None or heads == "auto" or (isinstance(heads, int) and not isinstance(heads, bool) and heads > 0):
+        return heads
+    raise UserError(f"heads={heads!r}: expected 'auto', a number of key-value heads per pass from 1, or None")
+
+
+class HeadWise(Installed):
+    """``forward`` of one attention module, a group of key-value heads at a time."""
+
+    def __init__(self, module: nn.Module, setting: HeadSetting) -> None:
+        super().__init__(module, setting)  # type: ignore[arg-type]
+        self.heads = setting
+        self.norm: nn.Module | None = None
+        self._beside: tuple[Any, ...] | None = None  # what the model's forward returns beside its output
+
+    def note(self) -> str:
+        return f"heads={self.heads.per_pass} of {self.heads.shape.groups} per pass"
+
+    def inside(self) -> Iterator[tuple[str, nn.Module]]:
+        yield from super().inside()
+        if self.norm is not None:
+            yield "the norm before it", self.norm
+
+    def __call__(self, *args: Any, **words: Any) -> Any:
+        norm, self.norm = self.norm, None
+        given = dict(words)
+        hidden_states = args[0] if args else given.pop("hidden_states", None)
+        rest = args[1:]
+        if not isinstance(hidden_states, Tensor):
+            return self.original(*args, **words)
+        odd = hidden_states.dim() != 3 or not hidden_states.numel()
+        if odd or self._whole(hidden_states, norm, (*rest, *given.values()), given):
+            normed = norm(hidden_states) if norm is not None else hidden_states
+            return self.original(normed, *rest, **given)
+        return self._in_passes(hidden_states, norm, rest, given)
+
+    def _whole(
+        self, hidden_states: Tensor, norm: nn.Module | None, values: Sequence[Any], given: Mapping[str, Any]
+    ) -> bool:
+        """Whether this call runs untouched; where it was asked for and cannot, it is said once."""
+        if torch.compiler.is_compiling():
+            return True
+        reason = ""
+        if given.get("past_key_values") is not None or any(hasattr(value, "get_seq_length") for value in values):
+            reason = "" if not torch.is_grad_enabled() else "it was called with a key-value cache; pass use_cache=False"
+            self._tell(reason)
+            return True
+        if given.get("output_attentions"):
+            reason = "attention weights were asked for"
+        elif any(isinstance(value, Tensor) and value.requires_grad for value in values):
+            reason = "it was called with another tensor that needs a gradient"
+        elif self._kind == "flex_attention":
+            reason = "flex_attention compiles its kernel for all heads"
+        elif not isinstance(nn.functional.scaled_dot_product_attention, BuiltinFunctionType):
+            reason = "context parallelism has taken PyTorch's attention over, and a group's keys would travel alone"
+        if reason:
+            self._tell(reason)
+            return True
+        self.check()
+        if ulysses := ulysses_around(self.module, self._kind):
+            _loop_inside(ulysses)
+            return True
+        cuts = self.cuts(hidden_states)
+        return len(cuts) == 1 and self.heads.per_pass == "auto" and not reduces_as_they_arrive(self.module.parameters())
+
+    @property
+    def _kind(self) -> str:
+        return str(getattr(getattr(self.module, "config", None), "_attn_implementation", ""))
+
+    def cuts(self, hidden_states: Tensor) -> tuple[Cut, ...]:
+        """The passes of a call."""
+        shape, per_pass = self.heads.shape, self.heads.per_pass
+        if isinstance(per_pass, str):
+            tokens = hidden_states.shape[:-1].numel()
+            per_pass = head_passes(tokens, shape.query // shape.groups, shape.groups)
+        return cut_heads(shape.groups, per_pass)
+
+    def _tell(self, why: str) -> None:
+        if why and why not in self.told:
+            self.told.add(why)
+            logger.warning("%s runs all heads at once: %s", self.heads.name, why)
+
+    def _in_passes(self, x: Tensor, norm: nn.Module | None, args: Sequence[Any], words: Mapping[str, Any]) -> Any:
+        module: Any = self.module
+        shape = self.heads.shape
+        others = dict(between_weights(module))
+        names = tuple(others)
+        nothing = nothing_like(x.detach())
+
+        def between(cut: Cut, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+            def call() -> Tensor:
+                view = View(module, shape, cut, parts)
+                output = view.run(nothing, [_sliced(a, cut, shape) for a in args],
+                                  {name: _sliced(value, cut, shape) for name, value in words.items()})  # fmt: skip
+                if not view.is_plain:
+                    raise RuntimeError(
+                        f"{self.heads.name}: its forward does more with its input or its output now than when seqtile "
+                        "looked at it; leave heads out"
+                    )
+                self._beside = view.beside
+                return output
+
+            aliases = {f"part.{name}": weight for name, weight in zip(names, weights, strict=True)}
+            return call_with_weights(_Roof(module), aliases, (call,)) if aliases else call()
+
+        groups = Groups(between, self.cuts(x), 2, 2, Autocast.of(x), _draws(module))
+        weights = self._weights(x, norm)
+        if isinstance(weights, str):
+            self._tell_modules(weights)
+            normed = norm(x) if norm is not None else x
+            parts = [getattr(module, name)(normed) for name in PROJECTIONS[:3]]
+            y = module.o_proj(in_groups(parts, list(others.values()), groups))
+        else:
+            y = head_wise(x, weights, groups, projection_sizes(x.shape[:-1].numel()))
+        return y if self._beside is None else (y, *self._beside)
+
+    def _weights(self, x: Tensor, norm: nn.Module | None) -> HeadWeights | str:
+        """The live weights for the operator, or why the projections have to run as modules."""
+        parts = []
+        for name in PROJECTIONS:
+            part = projection_of(name, getattr(self.module, name), x.dtype)
+            if isinstance(part, str):
+                return part
+            parts.append(part)
+        before = row_wise(norm) if norm is not None else None
+        if isinstance(before, str):
+            return before
+        dtypes = {part.weight.dtype for part in parts if isinstance(part.weight, Tensor)}
+        if len(dtypes) > 1:
+            return "its linear layers differ in dtype"
+        others = tuple(weight for _, weight in between_weights(self.module))
+        return HeadWeights((parts[0], parts[1], parts[2]), parts[3], before, others)
+
+    def _tell_modules(self, why: str) -> None:
+        news = f"its projections run as modules, beside two more hidden states: {why}"
+        if news not in self.told:
+            self.told.add(news)
+            logger.warning("%s: %s", self.heads.name, news)
+
+
+class _Roof(nn.Module):
+    """The attention under a name of its own, so that a call replaces weights and runs no hook."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self._modules["part"] = part
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether something in the module drops at random now: an attribute with a probability, or a dropout module."""
+    shares = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+    parts = [part.p for part in module.modules() if isinstance(part, nn.Dropout) and part.training]
+    return module.training and any(share > 0 for share in (*shares, *parts))
+
+
+def _sliced(value: Any, cut: Cut, shape: HeadShape) -> Any:
+    """A mask with a plane per query head, cut; anything else as it is."""
+    if isinstance(value, Tensor) and value.dim() == 4 and value.shape[1] == shape.query > 1:
+        return cut.of(value, 1)
+    return value
+
+
+def ulysses_around(module: nn.Module, kind: str) -> Any:
+    """DeepSpeed's Ulysses where it has taken the attention function of ``kind``, else None."""
+    if "deepspeed.runtime.sequence_parallel.ulysses_sp" not in sys.modules:
+        return None
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ulysses = sys.modules["deepspeed.runtime.sequence_parallel.ulysses_sp"].UlyssesSPAttentionHF
+    function = ALL_ATTENTION_FUNCTIONS.get(kind, None)
+    cells = getattr(function, "__closure__", None) or ()
+    return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, ulysses)), None)
+
+
+def _loop_inside(ulysses: Any) -> None:
+    """Have the attention that Ulysses calls after its exchange go group by group, for modules that say so."""
+    if not isinstance(ulysses.attn, _AfterExchange):
+        ulysses.attn = _AfterExchange(ulysses.attn)
+
+
+class _AfterExchange:
+    """The attention function between the two exchanges: the heads that this rank then has, group by group."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **words: Any
+    ) -> Any:
+        one = module.__dict__.get("forward")
+        if not isinstance(one, HeadWise):
+            return self.function(module, query, key, value, mask, *args, **words)
+        shape = HeadShape(query.shape[1], key.shape[1], query.shape[-1])
+        per_pass = one.heads.per_pass
+        if isinstance(per_pass, str):
+            tokens = query.shape[0] * query.shape[2]
+            per_pass = head_passes(tokens, shape.query // shape.groups, shape.groups)
+        cuts = cut_heads(shape.groups, per_pass)
+        sinks = words.pop("s_aux", None)
+        if len(cuts) == 1 or sinks is not None:
+            if sinks is not None:
+                words["s_aux"] = sinks
+            return self.function(module, query, key, value, mask, *args, **words)
+
+        def between(cut: Cut, parts: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
+            output: Tensor = self.function(module, *parts, _sliced(mask, cut, shape), *args, **words)[0]
+            return output
+
+        drops = bool(words.get("dropout"))
+        return in_groups([query, key, value], [], Groups(between, cuts, 1, 2, Autocast.of(query), drops)), None
+
+
+class HeadLayer(Installed):
+    """``forward`` of a decoder layer of which only attention is changed: its norm runs inside."""
+
+    def __init__(self, layer: nn.Module, setting: HeadSetting, near: NormedAttention) -> None:
+        super().__init__(layer, setting)  # type: ignore[arg-type]
+        self.near = near
+
+    def note(self) -> str:
+        return f"{self.near.norm} inside {self.near.attention}" if self.near.norm else ""
+
+    def check(self) -> None:
+        pass
+
+    def __call__(self, *args: Any, **words: Any) -> Any:
+        view = self.near.view(self.module)
+        return self.original(*args, **words) if view is None else type(view).forward(view, *args, **words)
+
+
+def find_for(model: nn.Module, heads: Heads | None) -> tuple[list[Attention], list[Left]]:
+    """What :func:`install_heads` is to change; nothing without ``heads``.
+
+    Raises:
+        UserError: no attention of the model is of the known form.
+    """
+    if heads is None:
+        return [], []
+    found, left = find_attention(model)
+    if not found:
+        seen = "; ".join(f"{one.name} ({one.class_name}): {one.why}" for one in left[:3]) or "no attention module"
+        raise UserError(
+            f"heads={heads!r} finds no attention in {type(model).__name__} that runs on some of its heads: {seen}; "
+            "leave heads out"
+        )
+    return found, left
+
+
+def runs_on_some_heads(model: nn.Module) -> bool:
+    """Whether :func:`install_heads` could change some attention of ``model``."""
+    return bool(find_attention(model)[0])
+
+
+def install_heads(model: nn.Module, heads: Heads | None, found: Sequence[Attention], left: Sequence[Left]) -> str:
+    """Have every attention module in ``found`` run head-wise; what was done, in words."""
+    if heads is None:
+        return ""
+    for one in found:
+        setting = HeadSetting(heads, one.shape, one.name, one.layer)
+        standing = HeadWise(one.module, setting)
+        standing.install()
+        standing.check()
+        layer = model.get_submodule(one.layer) if one.layer else one.module
+        own = layer.__dict__.get("forward")
+        near = NormedAttention(one.norm, one.name.rpartition(".")[2])
+        if isinstance(own, TiledLayer):
+            own.attention = near
+        elif own is None:
+            HeadLayer(layer, setting, near).install()
+        mark_leaf(layer)  # which the layer's stand-in takes off again
+    shapes = dict.fromkeys(
+        f"{type(one.module).__name__}, {one.shape.query} query heads on {one.shape.groups}" for one in found
+    )
+    passes = "passes chosen by length" if heads == "auto" else f"{heads} key-value heads per pass"
+    untouched = f", {len(left)} left alone" if left else ""
+    return f"head-wise attention in {len(found)} of {len(found) + len(left)} ({'; '.join(shapes)}), {passes}{untouched}"

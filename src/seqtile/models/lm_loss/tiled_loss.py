@@ -1,0 +1,393 @@
+"""The loss of a causal language model over tiles of tokens: ``model(input_ids, labels=labels)`` without logits.
+
+The model's own forward runs. For its length the head is replaced by one that returns :class:`LaterLogits`, and the
+loss function by one that computes the loss from them: so scales, soft-caps, auxiliary losses and whatever a model's
+forward does besides stay its own. The head's real module is then called once, hooks and all, around the whole tile
+loop: engines gather its weight there, once per step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
+from seqtile.engines.flat import call_with_weights, named_weights
+from seqtile.engines.granularity import refuse_gathering_inside
+from seqtile.engines.zero3 import mark_leaf, unmark_leaf
+from seqtile.models.instance import _Bare, _Note, _RefuseReplicas
+from seqtile.models.lm_loss.deferred_logits import LaterHead, LaterLogits, head_width
+from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
+from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective
+from seqtile.ops.lm_loss.module_head import module_cross_entropy, module_logprobs
+from seqtile.ops.lm_loss.token_logprobs import TokenScores, token_logprobs
+from seqtile.tiling import BlockShape, TileRule, head_sizes
+
+logger = first_rank_logger(__name__)
+
+_MARK = "_seqtile_loss"
+_CHANGED = ("forward", "extra_repr", "_replicate_for_data_parallel", _MARK)
+
+
+def check_kernel(head: nn.Module, impl: str) -> None:
+    """Refuse another package's kernel by name for a head that is more than its weight.
+
+    Raises:
+        UserError: ``impl`` would be ignored: the head runs as a module, in plain PyTorch.
+    """
+    if impl not in ("torch", "auto") and type(head).forward is not nn.Linear.forward:
+        kind = f"{type(head).__module__}.{type(head).__name__}"
+        raise UserError(
+            f"loss_impl={impl!r} takes the weight of a plain linear head, but the head is {kind} (an adapter, a "
+            "quantised or another layer), which runs as a module; use loss_impl='torch' or 'auto'"
+        )
+
+
+def find_causal_lm(model: nn.Module) -> tuple[str, nn.Module]:
+    """The module whose forward computes the loss, below whatever wraps it.
+
+    Raises:
+        UserError: none, or one whose loss is not the plain causal one.
+    """
+    for name, module in model.named_modules():
+        if not callable(getattr(module, "get_output_embeddings", None)) or not hasattr(type(module), "loss_function"):
+            continue
+        if module.get_output_embeddings() is None or not _calls_loss_function(type(module)):
+            continue
+        if not _is_causal_loss(module.loss_function):
+            raise UserError(
+                f"loss='tiled' replaces transformers' causal loss, but {type(module).__name__} uses "
+                f"{getattr(module.loss_function, '__name__', module.loss_function)!r}; leave loss out"
+            )
+        return name, module
+    raise UserError(
+        f"loss='tiled' needs a causal language model of transformers, whose forward calls its loss function; found "
+        f"none in {type(model).__name__}; leave loss out, or call seqtile.linear_cross_entropy in your own forward"
+    )
+
+
+def _calls_loss_function(kind: type) -> bool:
+    for base in kind.__mro__:
+        forward = base.__dict__.get("forward")
+        if forward is not None:
+            try:
+                source = inspect.getsource(inspect.unwrap(forward))
+            except (OSError, TypeError):
+                return False
+            if "loss_function(" in source or "super().forward" not in source:
+                return "loss_function(" in source
+    return False
+
+
+def _is_causal_loss(function: Any) -> bool:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return function is ForCausalLMLoss
+
+
+def install_loss(model: nn.Module, rule: TileRule, impl: str = "torch") -> str:
+    """Put the tiled loss on the causal language model in ``model``; returns what was done, in words."""
+    name, module = find_causal_lm(model)
+    remove_loss(module)
+    TiledLoss(module, rule, impl).install()
+    return f"loss of {type(module).__name__} tiled" + (f" ({name})" if name else "")
+
+
+def standing_losses(model: nn.Module) -> list[TiledLoss]:
+    """The tiled losses of a model, also under another library's forward."""
+    return [module.__dict__[_MARK] for module in model.modules() if _MARK in module.__dict__]
+
+
+def remove_loss(model: nn.Module) -> None:
+    """Take the tiled loss off; under another library's forward it stays and does nothing."""
+    for installed in standing_losses(model):
+        installed.remove()
+
+
+class TiledLoss:
+    """Stands in for ``forward`` on the instance of a causal language model."""
+
+    def __init__(self, module: nn.Module, rule: TileRule, impl: str = "torch") -> None:
+        from seqtile.models.lm_loss.trl_head import TrlHead
+
+        self._module = weakref.ref(module)
+        self.rule, self.impl, self.active, self.told = rule, impl, True, set[str]()
+        self.before = {name: module.__dict__[name] for name in _CHANGED if name in module.__dict__}
+        self.trl = TrlHead.of(module.__dict__.get("forward"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": self._module()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._module = weakref.ref(state["_module"])
+
+    @property
+    def module(self) -> Any:
+        module = self._module()
+        assert module is not None, "a tiled loss outlived its model"
+        return module
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        # No bound method: torch.compile writes one down as module.forward, which is this object.
+        return self.before.get("forward") or partial(type(self.module).forward, self.module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The model's own: trainers read from it which columns to keep, ``generate`` what it may pass."""
+        return inspect.signature(self.original)
+
+    @property
+    def covered_by(self) -> str:
+        """What was put over this forward and computes the loss without asking it, or ""."""
+        from seqtile.models.lm_loss.trl_head import TrlHead
+
+        forward = self.module.__dict__.get("forward")
+        while forward is not None and forward is not self:
+            if TrlHead.of(forward):
+                return "TRL's fused head"
+            forward = getattr(forward, "__wrapped__", None)  # accelerate puts autocast around it
+        return ""
+
+    def install(self, marked: bool = True) -> None:
+        """Put it on the model; unmarked, ``undo`` does not find it."""
+        self.module.__dict__.update(
+            {"forward": self, "extra_repr": _Note(self), "_replicate_for_data_parallel": _RefuseReplicas()}
+        )
+        if marked:
+            self.module.__dict__[_MARK] = self
+        head = self.module.get_output_embeddings()
+        if any(True for _ in head.children()):  # an adapter's parts run inside the tile loop
+            mark_leaf(head)
+
+    def remove(self) -> None:
+        """Put every attribute back; under another library's forward, do nothing from now on."""
+        unmark_leaf(self.module.get_output_embeddings())
+        own = self.module.__dict__
+        covered = own.get("forward") is not self
+        self.active = not covered
+        for name in _CHANGED:
+            if not (covered and name == "forward"):
+                own.pop(name, None)
+        own.update({name: value for name, value in self.before.items() if not (covered and name == "forward")})
+
+    def note(self) -> str:
+        return f"loss=tiled, tile={self.rule}"
+
+    def __call__(self, *args: Any, return_logits: bool | None = None, **kwargs: Any) -> Any:
+        """The model's forward; with labels, in training, without logits.
+
+        Args:
+            *args: the model's own.
+            return_logits: True: logits and the untiled loss, also in training; False: the tiled loss alone, also in
+                evaluation; None: logits in evaluation.
+            **kwargs: the model's own. ``logits_to_keep`` asks for logits too.
+        """
+        model = self.module
+        if self.active and self.trl is not None and kwargs.pop("fused_lm_head", False):
+            return self.trl.call(self, args, kwargs)
+        if self.active and self.covered_by:
+            self._tell(f"{self.covered_by} stands over the tiled loss and computes the loss; see report.notes")
+        labels = kwargs.get("labels")
+        if labels is None and args:
+            names = list(self.__signature__.parameters)
+            labels = dict(zip(names, args, strict=False)).get("labels")
+        asked = not model.training if return_logits is None else return_logits
+        keep = kwargs.get("logits_to_keep", 0)
+        if labels is None or asked or not self.active or isinstance(keep, Tensor) or keep or self._cannot():
+            return self.original(*args, **kwargs)
+        return self.run(self.original, args, kwargs, self._loss)
+
+    def _cannot(self) -> bool:
+        """Whether this call has to be left to the model, said once."""
+        if torch.compiler.is_compiling():
+            self._tell(
+                "torch.compile traces the whole model: its loss runs untiled; compile the decoder layers instead"
+            )
+            return True
+        if not _is_causal_loss(self.module.loss_function):
+            self._tell("the model's loss function was replaced after seqtile.apply: it runs untiled")
+            return True
+        if hook := _listener(self.module.get_output_embeddings()):
+            self._tell(f"a hook on the head ({hook}) expects logits: the loss runs untiled")
+            return True
+        return False
+
+    def _tell(self, text: str) -> None:
+        if text not in self.told:
+            self.told.add(text)
+            logger.warning(text)
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, compute: Callable[..., Tensor]) -> Any:
+        """``forward`` with ``compute(head, later_logits, targets, num_items, ignore_index)`` as its loss; no logits."""
+        with self._replaced(compute):
+            output = forward(*args, **kwargs)
+        if isinstance(output, tuple):
+            return tuple(value for value in output if not isinstance(value, LaterLogits))
+        if is_dataclass(output):
+            later = [f.name for f in fields(output) if isinstance(getattr(output, f.name), LaterLogits)]
+            return replace(output, **dict.fromkeys(later))  # type: ignore[type-var]
+        return output
+
+    @contextmanager
+    def _replaced(self, compute: Callable[..., Tensor]) -> Iterator[None]:
+        """Head and loss function, for the length of the model's own forward."""
+        model = self.module
+        head = model.get_output_embeddings()
+        parent, attribute = _place_of(model, head)
+        former = model.loss_function
+
+        def make(hidden: Tensor, why: str) -> Tensor:
+            self._tell(f"{type(model).__name__} needs its logits ({why}): the loss runs untiled")
+            return head(hidden)
+
+        def loss(
+            logits: Any, labels: Any, vocab_size: Any = None, num_items_in_batch: Any = None, ignore_index: int = -100,
+            shift_labels: Any = None, **rest: Any,
+        ) -> Tensor:  # fmt: skip
+            if isinstance(logits, LaterLogits) and logits.written is not None:
+                logits = logits.written
+            if not isinstance(logits, LaterLogits):
+                return former(
+                    logits, labels, vocab_size, num_items_in_batch=num_items_in_batch, ignore_index=ignore_index,
+                    shift_labels=shift_labels, **rest,
+                )  # fmt: skip
+            targets = shift_labels
+            if targets is None:  # position t predicts token t + 1; the last one predicts nothing
+                targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            if targets.numel() == logits.hidden.shape[:-1].numel():  # transformers' own loss flattens both
+                targets = targets.reshape(logits.hidden.shape[:-1])
+            return compute(head, logits, targets.to(logits.device), num_items_in_batch, ignore_index)
+
+        had = model.__dict__.get("_loss_function", _NOTHING)
+        parent._modules[attribute] = LaterHead(head, make)
+        model.__dict__["_loss_function"] = loss
+        try:
+            yield
+        finally:
+            parent._modules[attribute] = head
+            if had is _NOTHING:
+                model.__dict__.pop("_loss_function", None)
+            else:
+                model.__dict__["_loss_function"] = had
+
+    def _loss(self, head: nn.Module, later: LaterLogits, targets: Tensor, count: Any, ignore_index: int) -> Tensor:
+        rule, scaling = self.rule, later.scaling
+
+        def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return linear_cross_entropy(
+                hidden, weight, targets, bias=bias, scaling=scaling, ignore_index=ignore_index, num_items=count,
+                tile=rule, impl=self.impl,
+            )  # fmt: skip
+
+        def module(hidden: Tensor, call: Any, weights: Any, sizes: Any) -> Tensor:
+            check_kernel(head, self.impl)  # again: the adapter may have come after seqtile.apply
+            aim = Objective(scaling, ignore_index)
+            return module_cross_entropy(call, hidden, targets, weights(), sizes, aim, count)
+
+        return self.inside(head, later.hidden, plain, module)
+
+    def score(
+        self, head: nn.Module, hidden: Tensor, targets: Tensor, scaling: LogitScaling, ignore_index: int, **wanted: Any
+    ) -> TokenScores:
+        """Per-token scores through the same head."""
+        names: list[str] = []
+
+        # What leaves the head's module is a tuple of tensors: engines hang on them what gathers the weight again before
+        # its backward, and look into nothing else. Copies, since FSDP2 warns of a module that returns views.
+        def tensors(scores: TokenScores) -> tuple[Tensor, ...]:
+            found = {name: value for name, value in vars(scores).items() if value is not None}
+            names[:] = found
+            return tuple(value.clone() for value in found.values())
+
+        def plain(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+            return tensors(
+                token_logprobs(
+                    rows, weight, targets, bias=bias, scaling=scaling, ignore_index=ignore_index, tile=self.rule,
+                    **wanted,
+                )
+            )  # fmt: skip
+
+        def module(rows: Tensor, call: Any, weights: Any, sizes: Any) -> tuple[Tensor, ...]:
+            return tensors(module_logprobs(call, rows, targets, weights, sizes, Objective(scaling, ignore_index)))
+
+        found = self.inside(head, hidden, plain, module)
+        return TokenScores(**dict(zip(names, found, strict=True)))
+
+    def inside(self, head: nn.Module, hidden: Tensor, plain: Callable[..., Any], module: Callable[..., Any]) -> Any:
+        """Call the head with another forward, so that hooks and engines around it act once for all tiles."""
+        name = "_old_forward" if "_old_forward" in head.__dict__ else "forward"  # accelerate's hooks stay around it
+        had = head.__dict__.get(name, _NOTHING)
+        own = type(head).forward.__get__(head) if had is _NOTHING else had
+
+        def instead(rows: Tensor, *_: Any, **__: Any) -> Any:
+            if had is _NOTHING and type(head).forward is nn.Linear.forward and _is_plain(head):
+                return plain(rows, head.weight, head.bias)
+
+            inner = ((part_name, part) for part_name, part in head.named_modules() if part_name)
+            refuse_gathering_inside(inner, block="the head", layer="")
+
+            def weights() -> Mapping[str, Tensor]:
+                return {f"0.{name}": weight for name, weight in named_weights(head) if weight.requires_grad}
+
+            def call(tile: Tensor, aliases: Mapping[str, Tensor]) -> Tensor:
+                return call_with_weights(_Bare([head]), aliases, (lambda tiles: own(tiles[0]), [tile]))
+
+            return module(rows, call, weights, self._sizes(rows, head))
+
+        head.__dict__[name] = instead
+        try:
+            return head(hidden)
+        finally:
+            if had is _NOTHING:
+                head.__dict__.pop(name)
+            else:
+                head.__dict__[name] = had
+
+    def _sizes(self, hidden: Tensor, head: nn.Module) -> tuple[int, ...]:
+        shape = BlockShape(
+            hidden=hidden.shape[-1], intermediate=max(1, head_width(head)), itemsize=hidden.element_size(),
+            weight_numel=0, weight_itemsize=4, device_type=hidden.device.type, live_widths=2,
+        )  # fmt: skip
+        return head_sizes(hidden.shape[:-1].numel(), self.rule, shape)
+
+
+_NOTHING: Any = object()
+
+_ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.", "accelerate.", "seqtile.")
+"""Whose hooks on the head bring its weight and send it away, whatever the head returns."""
+
+
+def _listener(head: nn.Module) -> str:
+    """Somebody's hook that reads or changes what the head returns, by name, or ""."""
+    for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        for hook in getattr(head, name).values():
+            function = getattr(hook, "func", hook)  # of a partial
+            if not str(getattr(function, "__module__", "")).startswith(_ENGINES):
+                return str(getattr(function, "__qualname__", type(function).__name__))
+    return ""
+
+
+def _is_plain(head: Any) -> bool:
+    """Whether the head is its weight: a floating-point tensor of this rank's own, not parametrised."""
+    weight = head.weight
+    return type(weight).__name__ != "DTensor" and weight.is_floating_point() and not hasattr(head, "parametrizations")
+
+
+def _place_of(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is head:
+                return parent, name
+    raise UserError(f"loss='tiled' cannot find the head of {type(model).__name__} among its modules; leave loss out")

@@ -1,0 +1,104 @@
+"""TRL's fused head, taken over: its calls, answered by the tiled head.
+
+TRL's trainers (SFT, DPO, GRPO, KTO, RLOO) put a forward of their own on the model that answers ``fused_lm_head=True``
+with log-probabilities. Where :func:`seqtile.apply` runs after the trainer was built, the tiled loss stands over that
+forward and answers in its place; where it ran before, TRL's forward stands over ours and wins.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from seqtile._errors import UserError
+from seqtile.ops.lm_loss.logits_tile import LogitScaling
+
+if TYPE_CHECKING:
+    from seqtile.models.lm_loss.tiled_loss import TiledLoss
+
+
+@dataclass
+class TrlHead:
+    """What TRL was told when it put its head on.
+
+    Attributes:
+        forward: the model's forward below TRL's.
+        temperature: divides the logits.
+        in_fp32: the head runs in fp32, outside autocast.
+        outputs: the per-token results it returns.
+    """
+
+    forward: Any
+    temperature: float
+    in_fp32: bool
+    outputs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, forward: Any) -> TrlHead | None:
+        """TRL's head behind a ``forward``, or None if it is something else.
+
+        Raises:
+            UserError: it is TRL's, but of a version that keeps its settings elsewhere.
+        """
+        function = getattr(forward, "__func__", forward)
+        if getattr(getattr(function, "__code__", None), "co_name", "") != "_fused_forward":
+            return None
+        found = inspect.getclosurevars(function).nonlocals
+        try:
+            return cls(
+                found["original_forward"], found["temperature"], found["cast_lm_head_to_fp32"], tuple(found["outputs"])
+            )
+        except KeyError as error:
+            raise UserError(
+                f"this version of TRL keeps {error} of its fused head where seqtile does not find it; leave loss out "
+                "and let TRL compute the loss"
+            ) from None
+
+    def call(self, installed: TiledLoss, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What TRL's own forward returns for ``fused_lm_head=True``."""
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        known = {"log_probs", "entropy", "is_top1", "log_sum_sq_probs", "mean_logits"}
+        if unknown := set(self.outputs) - known:
+            raise UserError(f"TRL asks its head for {sorted(unknown)}, which the tiled head does not compute")
+        shift = kwargs.get("shift_labels")
+        labels = kwargs["labels"] if shift is None else shift
+        kwargs.setdefault("labels", labels)
+        config = installed.module.config.get_text_config()
+        if getattr(config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        scored: dict[str, Any] = {}
+
+        def compute(head: Any, later: Any, targets: Tensor, count: Any, ignore_index: int) -> Tensor:
+            scaling = later.scaling
+            asked = LogitScaling(scaling.scale, scaling.softcap, self.temperature)
+            hidden = later.hidden.float() if self.in_fp32 else later.hidden
+            kind = hidden.device.type
+            with torch.autocast(kind, enabled=not self.in_fp32 and torch.is_autocast_enabled(kind)):
+                scores = installed.score(
+                    head, hidden, targets, asked, ignore_index, entropy="entropy" in self.outputs,
+                    argmax="is_top1" in self.outputs, log_sum_squares="log_sum_sq_probs" in self.outputs,
+                    mean_logit="mean_logits" in self.outputs,
+                )  # fmt: skip
+            mask = targets != ignore_index
+            scored.update(scores=scores, mask=mask, targets=targets)
+            return -scores.log_probs.sum() / (mask.sum().clamp(min=1) if count is None else count)
+
+        output = installed.run(self.forward, args, {**kwargs, "use_cache": False, "return_dict": True}, compute)
+        # The last position predicts nothing, so TRL leaves it out where it shifts the labels itself.
+        cut = slice(None) if shift is not None else slice(None, -1)
+        scores, mask = scored["scores"], scored["mask"]
+        top1 = None if scores.argmax is None else (scores.argmax == scored["targets"]) & mask
+        found = {
+            "log_probs": scores.log_probs, "entropy": scores.entropy, "is_top1": top1, "label_mask": mask,
+            "log_sum_sq_probs": scores.log_sum_squares, "mean_logits": scores.mean_logit,
+        }  # fmt: skip
+        return FusedCausalLMOutput(
+            loss=output.loss, aux_loss=getattr(output, "aux_loss", None),
+            # Copies: FSDP2 warns of a module that returns views.
+            **{name: None if value is None else value[..., cut].clone() for name, value in found.items()},
+        )  # fmt: skip

@@ -1,0 +1,201 @@
+"""What a model does between the projections of an attention, once per group of key-value heads, and its gradients.
+
+What the kernels returned is recorded (:mod:`seqtile.ops.attention.kernel_calls`): a backward runs no kernel forward
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqtile.ops.attention.kernel_calls import Position, Recorded, record, replayed
+from seqtile.ops.grad_accumulator import Sum
+from seqtile.ops.mlp_tile import sums_for
+from seqtile.ops.rng import Autocast, RandomState
+from seqtile.ops.token_tiles import refuse_trace
+
+Between = Callable[["Cut", Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""What stands between the projections: (cut, its ``(q, k, v)``, other weights) -> its output."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Consecutive key-value heads, with the query heads that read them.
+
+    Attributes:
+        start: number of the first.
+        size: how many.
+        total: how many there are in all.
+    """
+
+    start: int
+    size: int
+    total: int
+
+    def of(self, tensor: Tensor, dim: int) -> Tensor:
+        """The slice of a tensor that has the heads along ``dim``, with or without their elements."""
+        width = tensor.shape[dim] // self.total
+        return tensor.narrow(dim, self.start * width, self.size * width)
+
+
+def cut_heads(total: int, per_pass: int) -> tuple[Cut, ...]:
+    """``total`` key-value heads, ``per_pass`` at a time, as equal as they come."""
+    count = -(-total // min(max(per_pass, 1), total))
+    sizes = [total // count + (number < total % count) for number in range(count)]
+    return tuple(Cut(s, n, total) for s, n in zip(accumulate(sizes, initial=0), sizes, strict=False))
+
+
+@dataclass(frozen=True)
+class Done:
+    """What the passes of one forward leave for their backward.
+
+    Attributes:
+        whole: the output of all passes.
+        tensors: what their kernels returned beside it.
+        recorded: what goes where.
+        random: generator state before the passes, None when nothing was random.
+        after: the same after them.
+    """
+
+    whole: Tensor
+    tensors: Sequence[Tensor]
+    recorded: tuple[Recorded, ...]
+    random: RandomState | None
+    after: RandomState | None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The passes over the heads of one attention.
+
+    Attributes:
+        between: what runs once per pass.
+        cuts: the passes.
+        heads_dim: where the heads are in ``q, k, v``.
+        output_dim: where they are in what ``between`` returns.
+        autocast: autocast state of the forward.
+        draws: whether ``between`` draws random numbers.
+    """
+
+    between: Between
+    cuts: tuple[Cut, ...]
+    heads_dim: int
+    output_dim: int
+    autocast: Autocast
+    draws: bool
+
+    def forward(self, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Done:
+        """Run every pass."""
+        whole: Tensor | None = None
+        random = RandomState(parts[0].device) if self.draws else None
+        tensors: list[Tensor] = []
+        notes = []
+        for cut in self.cuts:
+            mine = [cut.of(part, self.heads_dim) for part in parts]
+            with self.autocast.on():
+                output, recorded, extra = record(partial(self.between, cut, mine, weights))
+            notes.append(recorded)
+            tensors += extra
+            if whole is None:
+                shape = list(output.shape)
+                shape[self.output_dim] = shape[self.output_dim] // cut.size * cut.total
+                whole = output if cut.size == cut.total else output.new_empty(shape)
+            if whole is not output:
+                cut.of(whole, self.output_dim).copy_(output)
+            del output, mine
+        assert whole is not None
+        return Done(whole, tensors, tuple(notes), random, RandomState(whole.device) if self.draws else None)
+
+    def backward(
+        self,
+        parts: Sequence[Tensor],
+        into: Sequence[Tensor],
+        weights: Sequence[tuple[Tensor, Sum | None]],
+        done: Done,
+        gradient_of: Callable[[Cut], Tensor],
+    ) -> None:
+        """Write the gradients of ``q, k, v`` into ``into``, which may be themselves, and add those of the weights."""
+        left = 0
+        with done.random.replayed() if done.random else nullcontext():
+            for cut, recorded in zip(self.cuts, done.recorded, strict=True):
+                count = sum(isinstance(leaf, Position) for _, leaves in recorded.calls for leaf in leaves)
+                extra, left = done.tensors[left : left + count], left + count
+                leaves = [cut.of(part, self.heads_dim).detach().requires_grad_() for part in parts]
+                others = [weight.detach().requires_grad_(total is not None) for weight, total in weights]
+                with torch.enable_grad(), self.autocast.on():
+                    with replayed(recorded, extra, cut.of(done.whole, self.output_dim)):
+                        output = self.between(cut, leaves, others)
+                wanted = [*leaves, *(weight for weight in others if weight.requires_grad)]
+                gradient = gradient_of(cut).to(output.dtype).reshape(output.shape)
+                del extra, recorded
+                found = iter(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
+                del output, gradient, wanted
+                for place in into:
+                    self._write(cut, place, next(found))
+                for _, total in weights:
+                    if total is not None and (part := next(found)) is not None:
+                        total.add(part)
+
+    def _write(self, cut: Cut, place: Tensor, gradient: Tensor | None) -> None:
+        mine = cut.of(place, self.heads_dim)
+        mine.zero_() if gradient is None else mine.copy_(gradient)
+
+
+def refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():  # else the gradients would come out as constants, without a word
+        raise NotImplementedError(
+            "head-wise attention has first derivatives only, got create_graph=True; undo seqtile for this backward, or "
+            "run it without create_graph"
+        )
+
+
+def in_groups(parts: Sequence[Tensor], weights: Sequence[Tensor], groups: Groups) -> Tensor:
+    """``groups.between`` on queries, keys and values that are there already, one pass after another.
+
+    For projections that run as modules, and for heads that other ranks have sent. Costs their gradients beside them,
+    which :func:`head_wise` does not.
+
+    Args:
+        parts: queries, keys and values.
+        weights: other weights that ``groups.between`` reads.
+        groups: the passes.
+    """
+    refuse_trace()
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*parts, *weights)):
+        return groups.forward(parts, weights).whole
+    result: Tensor = _InGroups.apply(groups, *parts, *weights)
+    return result
+
+
+class _InGroups(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, groups: Groups, *tensors: Tensor) -> Tensor:
+        ctx.groups = groups
+        ctx.set_materialize_grads(False)
+        done = groups.forward(tensors[:3], tensors[3:])
+        ctx.count, ctx.notes = len(tensors), (done.recorded, done.random, done.after)
+        ctx.save_for_backward(*tensors, done.whole, *done.tensors)
+        return done.whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        refuse_second_derivative()
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
+        groups: Groups = ctx.groups
+        saved, count = ctx.saved_tensors, ctx.count
+        parts, weights = saved[:3], saved[3:count]
+        done = Done(saved[count], saved[count + 1 :], *ctx.notes)
+        sums = sums_for(weights, ctx.needs_input_grad[4:])
+        found = [torch.empty_like(part) for part in parts]
+        pairs = list(zip(weights, sums, strict=True))
+        groups.backward(parts, found, pairs, done, lambda cut: cut.of(gradient, groups.output_dim))
+        return None, *found, *(None if total is None else total.result() for total in sums)

@@ -1,0 +1,294 @@
+"""Attention one group of key-value heads after another, as one autograd node from the layer's input to its output.
+
+``o_proj(attention(rotary(q_norm(q_proj(norm(x)))), ...))``: what stands before and after the kernel is position-wise
+and runs over tiles of tokens; what the model does between the projections runs once per group of key-value heads and
+the query heads that read them, by the model's own code, and so do its gradients.
+
+What is alive in backward, in hidden-state tensors (``q`` 1, ``k`` and ``v`` together ``2K / H``, ``o`` 1): input,
+output's gradient, ``o``, and ``q, k, v``, whose gradients are written over them group by group; then the input's.
+The input's gradient is one product with all of those, so it is rounded as the untiled one is, and a slice of the
+projections per group would save nothing: sums over groups would need twice the memory in fp32.
+
+What the kernels returned is recorded (:mod:`seqtile.ops.attention.kernel_calls`): a backward runs no kernel forward
+again. Under a checkpoint policy that keeps attention's output the node keeps it there, and the layer's recompute takes
+it from there without computing ``q, k, v``, which the node's backward computes instead.
+
+Source: UPipe, which sends the heads through Ulysses' all-to-all in groups; here on one device. Selective activation
+recomputation, arXiv 2205.05198.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqtile.ops.attention.group_core import Cut, Done, Groups, refuse_second_derivative
+from seqtile.ops.attention.kernel_calls import kept_now
+from seqtile.ops.grad_accumulator import Sum
+from seqtile.ops.linear import Kind, Layer, Projection
+from seqtile.ops.mlp_tile import Norm, sums_for
+from seqtile.ops.rng import Autocast, RandomState, RowWise
+from seqtile.ops.token_tiles import refuse_trace
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """An attention that :func:`head_wise` can run.
+
+    Attributes:
+        first: the projections to query, key and value.
+        out: the output projection.
+        before: row-wise norm of the input, or None.
+        between: other weights that ``Groups.between`` reads: norms of queries and keys, sinks.
+    """
+
+    first: tuple[Projection, Projection, Projection]
+    out: Projection
+    before: RowWise | None = None
+    between: tuple[Tensor, ...] = ()
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor, in the order in which a pass takes them back."""
+        norm = list(self.before.weights) if self.before is not None else []
+        return [*norm, *(t for part in (*self.first, self.out) for t in part.tensors()), *self.between]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of one call but its tensors; the autograd node holds it."""
+
+    first: tuple[Kind, ...]
+    out: Kind
+    norm: tuple[Any, int] | None
+    others: int
+    groups: Groups
+    sizes: tuple[int, ...]
+    autocast: Autocast
+    random: RandomState | None
+
+    @property
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """(first row, rows) of each tile of tokens."""
+        return zip(accumulate(self.sizes, initial=0), self.sizes, strict=False)
+
+
+def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence[int]) -> Tensor:
+    """Compute an attention layer one group of key-value heads at a time, with one gradient per weight.
+
+    Replaces ``o_proj(between(q_proj(n), k_proj(n), v_proj(n)))`` with ``n = before(x)``.
+
+    Args:
+        x: ``[B, T, D]``.
+        attention: its live weights.
+        groups: what stands between the projections, and the passes.
+        sizes: tokens of each tile of the projections, in order; they sum to ``B * T``.
+
+    Returns:
+        ``[B, T, D]`` in the dtype of ``x``, or autocast's.
+
+    Cost:
+        Matrix products and attention calls of the untiled layer under the same checkpoint policy. Memory in backward,
+        beyond the weights and their gradients: input, output's gradient, attention's output, queries, keys and values,
+        then the input's gradient, and what one pass needs; untiled all of that at once, and every pass's.
+        Between forward and backward: input, attention's output and log-sum-exp, and, unless the layer's checkpoint
+        keeps attention's output, queries, keys and values.
+
+    Composes with:
+        What :func:`seqtile.ops.mlp.fused_mlp` does, autocast as there. Dropout inside attention is drawn per pass, so
+        a seed gives other masks than the untiled layer; the backward draws the same ones.
+    """
+    refuse_trace()
+    tensors = attention.tensors()
+    kinds = tuple(part.kind() for part in attention.first)
+    out = attention.out.kind()
+    drops = any(kind.has_adapter and kind.dropout > 0 for kind in (*kinds, out))
+    norm = None if attention.before is None else (attention.before.function, len(attention.before.weights))
+    plan = Plan(
+        kinds, out, norm, len(attention.between), groups, tuple(sizes), groups.autocast,
+        RandomState(x.device) if drops else None,
+    )  # fmt: skip
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *tensors)):
+        with torch.no_grad():
+            return _forward(plan, x.detach(), [t.detach() for t in tensors])[0]
+    result: Tensor = _HeadWise.apply(plan, x, *tensors)
+    return result
+
+
+class _Work:
+    """One forward or one backward of the position-wise part.
+
+    Args:
+        plan: the call.
+        pairs: each tensor with the sum of its gradient, None where it needs none.
+    """
+
+    def __init__(self, plan: Plan, pairs: Sequence[tuple[Tensor, Sum | None]]) -> None:
+        self.plan, self.dtype = plan, plan.autocast.dtype
+        take = iter(pairs)
+        self.norm: Norm | None = None
+        if plan.norm is not None:
+            self.norm = Norm(plan, plan.norm[0], [next(take) for _ in range(plan.norm[1])])  # type: ignore[arg-type]
+        self.first = [Layer(kind, take, self.dtype, casts=plan.autocast.enabled) for kind in plan.first]
+        self.out = Layer(plan.out, take, self.dtype, casts=plan.autocast.enabled)
+        self.others = list(take)
+        self._sums = [total for _, total in pairs]
+
+    def gradients(self) -> list[Tensor | None]:
+        return [None if total is None else total.result() for total in self._sums]
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys and values, ``[B, T, heads * E]`` each."""
+        rows = x.reshape(-1, x.shape[-1])
+        parts = [rows.new_empty(rows.shape[0], layer.width, dtype=self.dtype) for layer in self.first]
+        for start, size in self.plan.tiles:
+            normed, masks = self._normed(rows.narrow(0, start, size))
+            for layer, part, mask in zip(self.first, parts, masks, strict=True):
+                layer.forward(normed, part.narrow(0, start, size), mask)
+        return [part.view(*x.shape[:-1], -1) for part in parts]
+
+    def skip(self, x: Tensor) -> Tensor | None:
+        """Draw what :meth:`project` and the output projection draw; returns the latter's mask."""
+        for _, size in self.plan.tiles:
+            for layer in self.first:
+                layer.draw(size)
+        return self.out.draw(x.shape[:-1].numel())
+
+    def _normed(self, rows: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        masks = [layer.draw(rows.shape[0]) for layer in self.first]
+        return (rows if self.norm is None else self.norm.forward(rows)).to(self.dtype), masks
+
+    @property
+    def norm_trains(self) -> bool:
+        return self.norm is not None and self.norm.trains
+
+    def project_gradients(self, x: Tensor, parts: Sequence[Tensor], needs_x: bool) -> Tensor | None:
+        """Add the gradients of the projections and the norm; returns the input's."""
+        rows = x.reshape(-1, x.shape[-1])
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
+        needs_n = needs_x or self.norm_trains
+        for start, size in self.plan.tiles:
+            mine = rows.narrow(0, start, size)
+            normed, masks = self._normed(mine)
+            grads = [part.view(-1, part.shape[-1]).narrow(0, start, size) for part in parts]
+            lows = [layer.low_rank_gradient(grad) for layer, grad in zip(self.first, grads, strict=True)]
+            for layer, grad, low, mask in zip(self.first, grads, lows, masks, strict=True):
+                if layer.trains:
+                    layer.add_gradients(normed, grad, low, mask)
+            if not needs_n:
+                continue
+            out = None if dx is None else dx.view(-1, x.shape[-1]).narrow(0, start, size)
+            direct = out is not None and self.norm is None and out.dtype == self.dtype
+            dn = out if direct and out is not None else torch.empty_like(normed)
+            for number, (layer, grad, low, mask) in enumerate(zip(self.first, grads, lows, masks, strict=True)):
+                layer.input_gradient(grad, dn, low, mask, add=number > 0)
+            if direct:
+                continue
+            found: Tensor | None = dn
+            if self.norm is not None:
+                found = self.norm.gradient(mine, dn, needs_rows=needs_x)
+            if out is not None and found is not None:
+                out.copy_(found)
+        return dx
+
+
+def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Done, list[Tensor]]:
+    """Output, what the passes leave, and queries, keys and values where they are to be kept."""
+    kept = kept_now()
+    parts: list[Tensor] = []
+    with plan.autocast.off():
+        work = _Work(plan, [(tensor, None) for tensor in tensors])
+        if kept is not None and kept.replaying and kept.outputs:
+            mask = work.skip(x)
+            done: Done = kept.outputs.pop(0)
+            if done.after is not None:
+                done.after.restore()
+        else:
+            parts = work.project(x)
+            mask = work.out.draw(x.shape[:-1].numel())
+            others = [weight for weight, _ in work.others]
+            if kept is None:
+                done = plan.groups.forward(parts, others)
+            else:  # the node's backward projects once more instead of the layer's recompute
+                with kept.alone():
+                    done = plan.groups.forward(parts, others)
+                parts = []
+                if not kept.replaying:
+                    kept.outputs.append(done)
+        flat = done.whole.view(-1, done.whole.shape[-1])
+        y = torch.empty(*x.shape[:-1], work.out.width, dtype=work.dtype, device=x.device)
+        work.out.forward(flat, y.view(flat.shape[0], -1), mask)
+    return y, done, parts
+
+
+class _HeadWise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        y, done, parts = _forward(plan, x, tensors)
+        ctx.counts = len(tensors), len(done.tensors)
+        ctx.notes = done.recorded, done.random, done.after
+        ctx.save_for_backward(x, *tensors, done.whole, *done.tensors, *parts)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        refuse_second_derivative()
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
+        plan: Plan = ctx.plan
+        needs_x, *needs = ctx.needs_input_grad[1:]
+        x, *saved = ctx.saved_tensors
+        count, extra = ctx.counts
+        tensors, done = saved[:count], Done(saved[count], saved[count + 1 :][:extra], *ctx.notes)
+        parts = saved[count + 1 + extra :]
+        del saved
+        with plan.autocast.off():
+            work = _Work(plan, list(zip(tensors, sums_for(tensors, needs), strict=True)))
+            with plan.random.replayed() if plan.random else nullcontext():
+                if not parts:
+                    parts = work.project(x)
+                    mask = work.out.draw(x.shape[:-1].numel())
+                else:
+                    mask = work.skip(x)
+                    if torch._C._autograd._get_current_graph_task_keep_graph():
+                        parts = [part.clone() for part in parts]  # another backward will want them
+            rows = dy.reshape(-1, dy.shape[-1]).to(work.dtype)
+            low = work.out.low_rank_gradient(rows)
+            if work.out.trains:
+                work.out.add_gradients(done.whole.view(rows.shape[0], -1), rows, low, mask)
+            inner = needs_x or work.norm_trains or any(layer.trains for layer in work.first)
+            dx = None
+            if inner or any(total is not None for _, total in work.others):
+
+                def gradient_of(cut: Cut) -> Tensor:
+                    layer = _columns(work.out, cut)
+                    out = rows.new_empty(rows.shape[0], layer.inputs)
+                    layer.input_gradient(rows, out, low, None if mask is None else cut.of(mask, 1))
+                    return out
+
+                plan.groups.backward(parts, parts, work.others, done, gradient_of)
+                del done
+            if inner:
+                with plan.random.replayed() if plan.random else nullcontext():
+                    dx = work.project_gradients(x, parts, needs_x)
+            del parts
+            gradients = work.gradients()
+        return None, dx, *gradients
+
+
+def _columns(layer: Layer, cut: Cut) -> Layer:
+    """The part of the output projection that reads one pass's heads."""
+    part = copy.copy(layer)
+    part._matrix = cut.of(layer.matrix, 1)
+    part.inputs = part._matrix.shape[1]
+    if layer.down is not None:
+        part.down = cut.of(layer.down, 1)
+    return part

@@ -1,0 +1,185 @@
+"""What attention kernels return: recorded in a forward, given back in a backward so that no kernel runs again.
+
+A kernel's result is its output and what its backward needs besides, the log-sum-exp. Both are seen below autograd, as
+the results of one operator, whichever library it comes from; attention of plain products has none and is computed
+again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from seqtile.ops.rng import RandomState
+
+_FUSED = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+
+
+def is_attention(op: Any) -> bool:
+    """Whether an operator is a fused attention forward."""
+    space, _, name = op.name().partition("::") if hasattr(op, "name") else ("", "", "")
+    name = name.partition(".")[0]
+    if space == "aten":
+        return name in _FUSED
+    # FlashAttention's own operators, also under the hashed namespaces of downloaded kernels.
+    return "flash_attn" in space and "backward" not in name and "bwd" not in name
+
+
+@dataclass(frozen=True)
+class Place:
+    """A kernel's result that is the output of the call itself, in another shape: kept once, with the output."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The results of the kernels in one call, without their tensors: an autograd node may hold it.
+
+    Attributes:
+        calls: for each kernel the form of its results and the results themselves; a number in place of a tensor is its
+            position among the tensors, a :class:`Place` its place in the output.
+    """
+
+    calls: tuple[tuple[TreeSpec, tuple[Any, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Stands for a tensor among the tensors."""
+
+    position: int
+
+
+def record(run: Callable[[], Tensor]) -> tuple[Tensor, Recorded, list[Tensor]]:
+    """``run()`` outside any graph: its output, and what the attention kernels in it returned beside that."""
+    with torch.no_grad(), _Recording() as mode:
+        output = run()
+    tensors: list[Tensor] = []
+    calls = []
+    for result in mode.results:
+        leaves, spec = tree_flatten(result)
+        calls.append((spec, tuple(_described(leaf, output, tensors) for leaf in leaves)))
+    return output, Recorded(tuple(calls)), tensors
+
+
+def _described(leaf: Any, output: Tensor, tensors: list[Tensor]) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.numel() == output.numel() > 0 and leaf.dtype == output.dtype and output.is_contiguous():
+        if leaf.untyped_storage()._cdata == output.untyped_storage()._cdata:
+            offset = int(leaf.storage_offset() - output.storage_offset())
+            return Place(tuple(leaf.shape), tuple(leaf.stride()), offset)
+    tensors.append(leaf)
+    return Position(len(tensors) - 1)
+
+
+@contextmanager
+def replayed(recorded: Recorded, tensors: Sequence[Tensor], output: Tensor) -> Iterator[None]:
+    """Inside, attention kernels return what they returned when ``record`` saw them, in the same order.
+
+    Args:
+        recorded: from :func:`record`.
+        tensors: likewise.
+        output: the output of that call; copied, since kernels of a backward want the strides of their forward.
+    """
+    values = []
+    for spec, leaves in recorded.calls:
+        found = [
+            tensors[leaf.position] if isinstance(leaf, Position) else _placed(leaf, output) if isinstance(leaf, Place)
+            else leaf for leaf in leaves
+        ]  # fmt: skip
+        values.append(tree_unflatten(found, spec))
+    with _Replaying(values):
+        yield
+
+
+def _placed(place: Place, output: Tensor) -> Tensor:
+    with torch.no_grad():
+        copy = output.clone(memory_format=torch.contiguous_format)
+        return copy.as_strided(place.shape, place.stride, copy.storage_offset() + place.offset)
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_attention(func):
+            self.results.append(result)
+        return result
+
+
+class _Replaying(TorchDispatchMode):
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._results.pop(0) if is_attention(func) else func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Kept:
+    """Attention outputs that a layer's activation checkpoint keeps for its recompute.
+
+    Attributes:
+        replaying: whether the layer is being computed again.
+        computing: whether an attention that keeps its own results here is at work now.
+        outputs: what was put here, first in first out.
+        random: where the generator stood after each kernel whose results PyTorch keeps. The recompute does not run it,
+            but its dropout has drawn from the stream with which the rest of the layer goes on.
+    """
+
+    replaying: bool = False
+    computing: bool = False
+    outputs: list[Any] = field(default_factory=list)
+    random: list[RandomState] = field(default_factory=list)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, attention kernels' results are nobody else's to keep."""
+        self.computing = True
+        try:
+            yield
+        finally:
+            self.computing = False
+
+
+_running = threading.local()
+
+
+def kept_now() -> Kept | None:
+    """Where the layer checkpoint around the caller keeps attention outputs; None without such a checkpoint."""
+    return getattr(_running, "kept", None)
+
+
+@contextmanager
+def keeping(kept: Kept, *, replaying: bool) -> Iterator[None]:
+    """Inside, ``kept`` is where attention outputs go, or come from when ``replaying``."""
+    before = kept_now()
+    _running.kept, kept.replaying = kept, replaying
+    try:
+        yield
+    finally:
+        _running.kept = before

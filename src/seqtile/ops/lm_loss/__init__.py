@@ -1,0 +1,1 @@
+"""The language-model head and its loss over tiles of tokens: tensors in, tensors out."""

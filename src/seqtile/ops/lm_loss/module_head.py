@@ -1,0 +1,151 @@
+"""A head that is more than a weight (adapters, quantised layers, a bottleneck): the module itself, tile by tile.
+
+The plain head of :mod:`seqtile.ops.lm_loss.cross_entropy` differentiates by hand; here autograd does, one tile at a
+time and while the forward runs, from the gradient that the loss leaves in the place of the tile's logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqtile.ops.grad_accumulator import Sum
+from seqtile.ops.lm_loss.cross_entropy import hand_out, refuse_second_derivative
+from seqtile.ops.lm_loss.logits_tile import HeadRows, Objective, Wanted
+from seqtile.ops.lm_loss.token_logprobs import TokenScores
+from seqtile.ops.tile_checkpoint import run_in_tiles
+
+Run = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+"""The head on one tile, with other weights in the place of its own: ``(x [t, D], {name: weight}) -> [t, V]``."""
+
+
+def module_cross_entropy(
+    run: Run, hidden: Tensor, labels: Tensor, weights: Mapping[str, Tensor], sizes: Sequence[int], aim: Objective,
+    divisor: Tensor | int | float | None = None,
+) -> Tensor:  # fmt: skip
+    """Cross-entropy of any position-wise head, divided by ``divisor`` (None: by the tokens that count).
+
+    Args:
+        run: the head.
+        hidden: ``[..., D]``, ``N`` tokens.
+        labels: ``[...]``.
+        weights: what trains in it, by name.
+        sizes: tokens of each tile.
+        aim: what is summed per token.
+        divisor: as above.
+
+    Cost:
+        The head's own forward and backward products once each: 3 for a linear one. Memory: one tile of logits twice
+        where the head adds to its product, and what :func:`seqtile.linear_cross_entropy` names.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    valid, target = aim.targets(labels.reshape(-1).to(hidden.device))
+    if divisor is None:
+        divisor = valid.sum()
+    elif isinstance(divisor, Tensor):
+        divisor = divisor.to(hidden.device)
+    if not torch.is_grad_enabled():
+        rows, weights = rows.detach(), {name: weight.detach() for name, weight in weights.items()}
+    plan = _Plan(run, tuple(weights), tuple(size for size in sizes if size), aim)
+    return _Total.apply(plan, target, valid, divisor, rows, *weights.values())
+
+
+def module_logprobs(
+    run: Run, hidden: Tensor, targets: Tensor, weights: Callable[[], Mapping[str, Tensor]], sizes: Sequence[int],
+    aim: Objective,
+) -> TokenScores:  # fmt: skip
+    """Everything but ``top_k`` of :class:`TokenScores` under any head; each tile is recomputed in the backward."""
+
+    def score(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        y, labels = run(tiles[0], aliases), tiles[1].squeeze(-1)
+        valid, target = aim.targets(labels)
+        wide = torch.promote_types(y.dtype, torch.float32)
+        z = aim.scaling.on(y.to(wide))
+        log_p = z.log_softmax(-1)
+        log_probs = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        fixed = log_p.detach()
+        found = (log_probs, entropy, fixed.argmax(-1), (2 * fixed).logsumexp(-1), z.detach().mean(-1))
+        return tuple(torch.where(valid, value, 0).unsqueeze(-1) for value in found)
+
+    parts = run_in_tiles(score, (hidden, targets.to(hidden.device).unsqueeze(-1)), sizes, weights)
+    log_probs, entropy, argmax, squares, mean = (part.squeeze(-1) for part in parts)
+    return TokenScores(log_probs, entropy, argmax, log_sum_squares=squares, mean_logit=mean)
+
+
+class _Plan:
+    """What the node has to know besides tensors."""
+
+    def __init__(self, run: Run, names: tuple[str, ...], sizes: tuple[int, ...], aim: Objective) -> None:
+        self.run, self.names, self.sizes, self.aim = run, names, sizes, aim
+
+    def tile(self, x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
+        """The head on one tile as leaves of a graph of its own: products, and the leaves that need a gradient."""
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_(needs[0])
+            aliases = {
+                name: weight.detach().requires_grad_(need)
+                for name, weight, need in zip(self.names, weights, needs[1:], strict=True)
+            }
+            with _uncached():
+                y = self.run(leaf, aliases)
+        return y, [tensor for tensor in (leaf, *aliases.values()) if tensor.requires_grad]
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Autocast without its cache: every tile's leaves are new to it, and it would hold a cast of each until it ends."""
+    former = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(former)
+
+
+class _Total(torch.autograd.Function):
+    """As the plain head's: the gradients are there when the forward ends, and stand on the node."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: _Plan, target: Tensor, valid: Tensor, divisor: Tensor | int | float, hidden: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:  # fmt: skip
+        needs = ctx.needs_input_grad[4:]
+        ctx.set_materialize_grads(False)
+        dx = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
+        sums = [Sum(weight) if need else None for weight, need in zip(weights, needs[1:], strict=True)]
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for start, size in zip(accumulate(plan.sizes[:-1], initial=0), plan.sizes, strict=False):
+            part = slice(start, start + size)
+            y, leaves = plan.tile(hidden[part], weights, needs)
+            dy = y.detach()  # the gradient replaces the logits where they are; PyTorch notices a head that needs them
+            rows = HeadRows(plan.aim, y.shape[-1], y.dtype, y.device)
+            loss, lse = (dy.new_empty(size, dtype=rows.wide) for _ in range(2))
+            if not leaves:
+                rows.losses(dy, target[part], valid[part], loss, lse, Wanted())
+            else:
+                factor = valid[part].to(rows.wide)
+                rows.losses_and_gradient(dy, target[part], valid[part], factor, loss, lse)
+                found = iter(torch.autograd.grad(y, leaves, dy, allow_unused=True))
+                if dx is not None:
+                    gradient = next(found)
+                    dx[part] = 0 if gradient is None else gradient
+                for one, gradient in zip([one for one in sums if one is not None], found, strict=True):
+                    if gradient is not None:
+                        one.add(gradient)
+            total += loss.sum()
+        ctx.left, ctx.any, ctx.divisor = (dx, *sums), valid.any(), divisor
+        return total / divisor
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None) -> Any:
+        refuse_second_derivative()
+        if upstream is None:
+            return (None,) * len(ctx.needs_input_grad)
+        return None, None, None, None, *hand_out(ctx, upstream)

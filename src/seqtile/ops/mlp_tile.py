@@ -1,0 +1,231 @@
+"""The arithmetic of the fused operator: one tile forward, one tile backward, in buffers that all tiles share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from seqtile.ops.grad_accumulator import LOW, Sum
+from seqtile.ops.linear import Layer
+from seqtile.ops.pointwise import pointwise_on
+
+if TYPE_CHECKING:
+    from seqtile.ops.mlp import Plan
+
+
+class Norm:
+    """A row-wise function during one pass."""
+
+    def __init__(self, plan: Plan, function: Callable[..., Tensor], pairs: Sequence[tuple[Tensor, Sum | None]]) -> None:
+        self._plan, self._function = plan, function
+        self._weights = [weight.detach() for weight, _ in pairs]
+        self._sums = [total for _, total in pairs]
+
+    @property
+    def trains(self) -> bool:
+        return any(total is not None for total in self._sums)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        with torch.no_grad(), self._plan.autocast.on():
+            return self._function(rows, self._weights)
+
+    def gradient(self, rows: Tensor, dy: Tensor, *, needs_rows: bool) -> Tensor | None:
+        """Gradient of ``rows``; those of the weights go into their sums.
+
+        Where low-precision weights train the norm is differentiated in fp32: autograd would round each tile's part of
+        a weight's gradient to the weight's dtype.
+        """
+        wide = self.trains and any(weight.dtype in LOW for weight in self._weights) and not self._plan.autocast.enabled
+        with torch.enable_grad(), self._plan.autocast.on():
+            leaf = (rows.float() if wide else rows.detach()).requires_grad_(needs_rows)
+            weights = [
+                (weight.float() if wide else weight.detach()).requires_grad_(total is not None)
+                for weight, total in zip(self._weights, self._sums, strict=True)
+            ]
+            wanted = [tensor for tensor in (leaf, *weights) if tensor.requires_grad]
+            if not wanted:
+                return None
+            result = self._function(leaf, weights)
+            found: Iterator[Tensor] = iter(torch.autograd.grad(result, wanted, dy.to(result.dtype)))
+        gradient = next(found) if needs_rows else None
+        for total in self._sums:
+            if total is not None:
+                total.add(next(found))
+        return gradient
+
+
+class Pass:
+    """One forward or one backward over all tiles.
+
+    Args:
+        plan: the call.
+        device: where it runs.
+        pairs: each tensor with the sum of its gradient, None where it needs none.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, pairs: Sequence[tuple[Tensor, Sum | None]]) -> None:
+        self.plan, self.device = plan, device
+        self.dtype = plan.autocast.dtype
+        take = iter(pairs)
+        casts = plan.autocast.enabled
+        how = {"casts": casts, "holds_dense": plan.holds_dense}
+        self.first = [Layer(kind, take, self.dtype, **how) for kind in plan.first]
+        self.down = Layer(plan.down, take, self.dtype, **how)
+        self.before = self._norm(plan.before, take)
+        self.after = self._norm(plan.after, take)
+        self._sums = [total for _, total in pairs]
+        self._pointwise = pointwise_on(device)
+        self._buffers: dict[Any, Tensor] = {}
+        self._longest = max(plan.sizes, default=0)
+
+    def _norm(self, kind: tuple[Any, int] | None, take: Iterator[tuple[Tensor, Sum | None]]) -> Norm | None:
+        return None if kind is None else Norm(self.plan, kind[0], [next(take) for _ in range(kind[1])])
+
+    @property
+    def output_width(self) -> int:
+        return self.down.width
+
+    def output_dtype(self, rows: Tensor) -> torch.dtype:
+        """The dtype of the block's output: that of the norm after, or the compute dtype."""
+        if self.after is None:
+            return self.dtype
+        return self.after.forward(rows.new_zeros(1, self.output_width, dtype=self.dtype)).dtype
+
+    def gradients(self) -> list[Tensor | None]:
+        """The summed gradients, in the order of the tensors; the buffers are gone before they are cast."""
+        self._buffers.clear()
+        return [None if total is None else total.result() for total in self._sums]
+
+    def forward(self, x: Tensor, out: Tensor, *, keep: bool) -> tuple[Tensor, ...]:
+        """Write one tile's output; returns its pre-activations if they are to be kept."""
+        n, masks, drop = self._start(x)
+        values = self._pre_activations(n, masks, fresh=keep)
+        gate, up = self._split(values)
+        hidden = self._buffer("hidden", x.shape[0], gate.shape[1]) if keep else gate
+        self._pointwise.forward(self.plan.activation, gate, up, hidden)
+        del n, gate, up
+        if not keep:
+            values = ()
+        plain = self.after is None and out.dtype == self.dtype
+        y = out if plain else torch.empty(out.shape, dtype=self.dtype, device=self.device)
+        self.down.forward(hidden, y, masks[-1])
+        if drop is not None:
+            y.mul_(drop).mul_(self._drop_scale)
+        if self.after is not None:
+            y = self.after.forward(y)
+        if y is not out:
+            out.copy_(y)
+        return values
+
+    def backward(self, x: Tensor, dy: Tensor, dx: Tensor | None, kept: tuple[Tensor, ...] | None) -> None:
+        """Add one tile's gradients to the sums and write its ``dx``."""
+        n, masks, drop = self._start(x)
+        trains = any(layer.trains for layer in self.first)
+        needs_n = dx is not None or (self.before is not None and self.before.trains)
+        values = self._pre_activations(n, masks, fresh=False) if kept is None else kept
+        gate, up = self._split(values)
+
+        def spare(number: int) -> Tensor:
+            return self._buffer(number, x.shape[0], gate.shape[1])
+
+        dy = self._output_gradient(dy, drop, masks, spare, gate, up)
+        low = self.down.low_rank_gradient(dy)
+
+        def use_hidden(hidden: Tensor) -> None:
+            self.down.add_gradients(hidden, dy, low, masks[-1], overwrite=True)
+
+        def write_gradient(buffer: Tensor) -> None:
+            self.down.input_gradient(dy, buffer, low, masks[-1])
+
+        if not self.down.needs_input:
+            self.down.add_gradients(None, dy, low, None)
+        self._pointwise.backward(
+            self.plan.activation, gate, up, spare, use_hidden if self.down.needs_input else None,
+            write_gradient if trains or needs_n else None,
+        )  # fmt: skip
+        if not trains and not needs_n:
+            return
+        lows = [layer.low_rank_gradient(value) for layer, value in zip(self.first, values, strict=True)]
+        for layer, value, low, mask in zip(self.first, values, lows, masks, strict=False):
+            if layer.trains:
+                layer.add_gradients(n, value, low, mask)
+        if not needs_n:
+            return
+        direct = dx is not None and self.before is None and dx.dtype == self.dtype
+        dn = dx if direct and dx is not None else torch.empty(n.shape, dtype=self.dtype, device=self.device)
+        for number, (layer, value, low, mask) in enumerate(zip(self.first, values, lows, masks, strict=False)):
+            layer.input_gradient(value, dn, low, mask, add=number > 0)
+        if direct:
+            return
+        result: Tensor | None = dn
+        if self.before is not None:
+            result = self.before.gradient(x, dn, needs_rows=dx is not None)
+        if dx is not None and result is not None:
+            dx.copy_(result)
+
+    def _start(self, x: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+        """The normed input in the compute dtype, and every mask of the tile, drawn in one fixed order."""
+        masks = [layer.draw(x.shape[0]) for layer in (*self.first, self.down)]
+        drop = None
+        if self.plan.dropout > 0:
+            drop = torch.empty(x.shape[0], self.output_width, dtype=torch.bool, device=self.device)
+            drop.bernoulli_(1 - self.plan.dropout)
+        n = x if self.before is None else self.before.forward(x)
+        return n.to(self.dtype), masks, drop
+
+    @property
+    def _drop_scale(self) -> float:
+        return 1 / (1 - self.plan.dropout) if self.plan.dropout < 1 else 0.0
+
+    def _pre_activations(self, n: Tensor, masks: Sequence[Tensor | None], *, fresh: bool) -> tuple[Tensor, ...]:
+        values = []
+        for number, (layer, mask) in enumerate(zip(self.first, masks, strict=False)):
+            if fresh:
+                value = torch.empty(n.shape[0], layer.width, dtype=self.dtype, device=self.device)
+            else:
+                value = self._buffer(("first", number), n.shape[0], layer.width)
+            layer.forward(n, value, mask)
+            values.append(value)
+        return tuple(values)
+
+    def _split(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Gate and up; up is None in a plain MLP."""
+        if not self.plan.gated:
+            return values[0], None
+        if len(values) == 2:
+            return values[0], values[1]
+        one, other = values[0].chunk(2, dim=-1)
+        return (other, one) if self.plan.up_first else (one, other)
+
+    def _output_gradient(
+        self, dy: Tensor, drop: Tensor | None, masks: Sequence[Tensor | None], spare: Callable[[int], Tensor],
+        gate: Tensor, up: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Gradient of the down projection's output, from that of the block's; a norm after it costs one product."""
+        if self.after is not None:
+            hidden = spare(0)
+            self._pointwise.forward(self.plan.activation, gate, up, hidden)
+            y = torch.empty(dy.shape, dtype=self.dtype, device=self.device)
+            self.down.forward(hidden, y, masks[-1])
+            if drop is not None:
+                y.mul_(drop).mul_(self._drop_scale)
+            gradient = self.after.gradient(y, dy, needs_rows=True)
+            assert gradient is not None
+            dy = gradient
+        dy = dy.to(self.dtype)
+        return dy if drop is None else (dy * drop).mul_(self._drop_scale)
+
+    def _buffer(self, key: Any, rows: int, width: int) -> Tensor:
+        """A buffer for up to the longest tile, made on first use; the same for every tile."""
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = torch.empty(self._longest, width, dtype=self.dtype, device=self.device)
+        return buffer.narrow(0, 0, rows)
+
+
+def sums_for(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Sum | None]:
+    """One sum per tensor that needs a gradient."""
+    return [Sum(tensor) if need else None for tensor, need in zip(tensors, needs, strict=True)]

@@ -1,0 +1,381 @@
+"""Run any position-wise function over tiles of tokens, and recompute each tile in backward.
+
+Tiling is checkpointing at the grain of a tile. One small node, ``_Save``, saves the block's inputs *ahead* of the
+tiles and returns an empty token; every tile then runs under PyTorch's own non-reentrant checkpoint and takes its
+rows from those saved inputs when it is recomputed. That order has three consequences:
+
+* An activation checkpoint around the layer sees one saved tensor of this block, the input. Its recompute stops
+  there, before the block runs again: the tile's recompute is the only one.
+* PyTorch's early stop ends each tile's recompute before its last product, whose output no gradient needs.
+* ``_Save`` runs last in backward, after every tile. It hands over the input's gradient, which the tiles wrote into
+  slices of one buffer, and one gradient per weight, summed over the tiles in fp32. So each parameter receives one
+  gradient per backward, through autograd, whatever engine listens.
+
+Source: the tiled MLP of Arctic Long Sequence Training, arXiv 2506.13996, and PyTorch's activation checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from seqtile.ops.grad_accumulator import Sum
+from seqtile.ops.plain_tiles import Run, run_compiled
+from seqtile.ops.rng import TileStates
+from seqtile.ops.same_weights import SameWeights
+from seqtile.ops.tile_linear import SumsOfLinears
+from seqtile.ops.token_tiles import Cuts, Outputs, is_differentiable
+
+Weights = Callable[[], Mapping[str, Tensor]]
+
+
+def run_in_tiles(
+    run: Run,
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    weights: Weights = dict,
+    check: Callable[[], None] | None = None,
+) -> Any:
+    """Compute ``run(tensors, {})`` one tile of rows at a time.
+
+    Replaces ``torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in x.split(sizes)])``.
+
+    Args:
+        run: position-wise function of (tile tensors, replaced weights) that returns a tensor or a nest of tensors,
+            each with one row per token. The second argument maps the names that ``weights`` gave to tensors to use
+            instead; it is empty when nothing needs a gradient.
+        tensors: inputs that are split, each ``[..., D_i]`` with the same number of rows ``N`` (product of the
+            leading dimensions). A tile keeps the number of dimensions: ``[1, ..., t, D_i]``.
+        sizes: tokens of each tile, in order; they sum to ``N``; may be empty when ``N`` is 0.
+        weights: returns the live weights by name: those that train, and others that have to be the same in backward.
+            They are asked for again at every tile, so that an engine may free and gather them in between.
+        check: called first in the backward; raises where a recompute of ``run`` would be another computation.
+
+    Returns:
+        What ``run(tensors, {})`` returns. Outputs shaped like the first input but for the last dimension keep its
+        leading dimensions; other outputs are joined along dimension 0.
+
+    Cost:
+        Matrix products of a gated MLP in units of ``2 * N * D * F``: 11 (3 forward, 2 recomputed, 6 backward), 8 with
+        frozen weights, the same inside a non-reentrant activation checkpoint; 14 inside a reentrant one. Memory
+        beyond the inputs: the outputs, their gradients, the inputs' gradients, one fp32 sum per weight that trains,
+        and one tile's intermediates.
+
+    Autocast:
+        A recompute runs in the forward's state, as PyTorch's checkpoint does; gradients in the backward's, as untiled.
+
+    Randomness:
+        The forward takes from the global random stream tile by tile, in order, as ``run`` on one tile after another
+        does; so masks differ from the untiled block's under the same seed. Backward restores each tile's state for its
+        recompute and leaves the stream as it found it.
+
+    Raises:
+        ValueError: an output has no row per token, so the function is not position-wise.
+        NotImplementedError: inside ``torch.jit.trace``; a backward with ``create_graph=True`` goes through the tiles.
+        RuntimeError: a weight is another one than in the forward; the graph was not retained for a second backward.
+    """
+    cuts = Cuts(tensors, sizes)
+    if torch.compiler.is_compiling():
+        return run_compiled(run, tensors, cuts)
+    live = weights() if torch.is_grad_enabled() else {}
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
+        return _run_without_gradient(run, tensors, cuts)
+    return _run_with_gradient(run, tensors, cuts, weights, live, check)
+
+
+def _run_without_gradient(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
+    rows = cuts.rows(tensors)
+    output = Outputs(cuts)
+    for index in range(len(cuts)):
+        output.write(index, run(cuts.tiles(rows, index), {}))
+    return output.result(output.buffers)
+
+
+def _run_with_gradient(
+    run: Run,
+    tensors: Sequence[Tensor],
+    cuts: Cuts,
+    weights: Weights,
+    live: Mapping[str, Tensor],
+    check: Callable[[], None] | None,
+) -> Any:
+    rows = cuts.rows(tensors)
+    trained = {name: weight for name, weight in live.items() if weight.requires_grad}
+    names, same = tuple(trained), SameWeights(live)
+    gradients = _Gradients(cuts, [(name, weight.dtype) for name, weight in trained.items()])
+    saved: list[Tensor] = []
+    source = _Source(cuts, _Save.apply(gradients, saved, len(rows), *rows, *trained.values()), rows, saved)
+    del trained, live
+    output = Outputs(cuts)
+    anchor = rows[0].new_empty(0)
+    random = TileStates(anchor.device)
+
+    def run_tile(index: int, _: Tensor) -> Any:
+        tiles = source.tiles(index)
+        found = same.check(weights()) if source.recomputes else weights()
+        own = [found[name].detach() for name in names]
+        wanted = [number for number, needs in enumerate(source.needs_gradient) if needs]
+        entered = _Enter.apply(source.token, gradients, index, wanted, names, *(tiles[n] for n in wanted), *own)
+        for number, tile in zip(wanted, entered[: len(wanted)], strict=True):
+            tiles[number] = tile
+        aliases = dict(zip(names, entered[len(wanted) :], strict=True))
+        with random.of(index), SumsOfLinears(aliases, gradients.sum_of):
+            return run(tiles, aliases)
+
+    try:
+        for index in range(len(cuts)):
+            # The identity hooks hide the tile's own bookkeeping from a checkpoint around the layer, which would
+            # otherwise have to recompute every tile but the last to get it back. The anchor carries the device.
+            with saved_tensors_hooks(_same, _same), _stopping_early():
+                result = checkpoint(run_tile, index, anchor, use_reentrant=False, early_stop=True)
+            leaves = output.write(index, result)
+            source.token = _Put.apply(gradients, source, index, source.token, *leaves)
+            del result, leaves
+    finally:
+        last = source.end_forward()
+    same.settle(weights())
+    joined = _Join.apply(gradients, output, last, check)
+    return output.result(joined)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _stopping_early() -> AbstractContextManager[None]:
+    """Lift ``set_checkpoint_early_stop(False)`` where it is in force, as it outranks the argument.
+
+    That switch belongs to the process, not to the thread, so it is left alone otherwise.
+    """
+    off = torch.utils.checkpoint._enable_checkpoint_early_stop is False
+    return set_checkpoint_early_stop(True) if off else nullcontext()
+
+
+def _backward_pass() -> int:
+    """Identity of the running backward pass; PyTorch's checkpoint keys its recomputed tensors by the same number."""
+    return torch._C._current_graph_task_id()
+
+
+class _Source:
+    """Where a tile's rows come from: the live inputs during the forward, the saved ones during a recompute.
+
+    Attributes:
+        token: what the next tile hangs on. It chains the tiles: in backward one begins when the one after it has ended.
+            Were all ready at once, those still waiting when an exception ends the backward would stay in the
+            engine's queue, and with them the graph.
+        recomputes: the forward is over.
+    """
+
+    def __init__(self, cuts: Cuts, token: Tensor, rows: Sequence[Tensor], saved: list[Tensor]) -> None:
+        self.cuts = cuts
+        self.needs_gradient = [row.requires_grad for row in rows]
+        self.token, self.recomputes = token, False
+        self._save = token.grad_fn
+        self._live: list[Tensor] | None = [row.detach() for row in rows]
+        self._saved = saved
+        self._pass = -1
+        self._left = 0
+
+    def tiles(self, index: int) -> list[Tensor]:
+        """The rows of one tile, outside any graph."""
+        if self._live is not None:
+            return self.cuts.tiles(self._live, index)
+        self.unpack()
+        tiles = self.cuts.tiles(self._saved, index)
+        self._left -= 1
+        if self._left == 0:
+            self._saved.clear()
+        return tiles
+
+    def end_forward(self) -> Tensor:
+        """Let go of the live inputs, from here on they come from the saved ones, and of the last token; return it."""
+        last, self.token = self.token, self.token.detach().requires_grad_()
+        self._live, self.recomputes = None, True
+        return last
+
+    def unpack(self) -> None:
+        """Get the saved inputs back, once per backward pass: a layer checkpoint allows no second time."""
+        current = _backward_pass()
+        if not self._saved or self._pass != current:
+            assert self._save is not None
+            self._saved[:] = [row.detach() for row in self._save.saved_tensors]  # type: ignore[attr-defined]
+            self._pass, self._left = current, len(self.cuts)
+
+
+class _Gradients:
+    """What the tiles of one backward pass produce, until ``_Save`` hands it over."""
+
+    def __init__(self, cuts: Cuts, weights: Sequence[tuple[str, torch.dtype]]) -> None:
+        self.cuts = cuts
+        self.weights = weights
+        self._pass = -1
+        self._clear()
+
+    def _clear(self) -> None:
+        self._sums: dict[str, Sum] = {}
+        self._inputs: dict[int, Tensor] = {}
+        self._written: dict[int, set[int]] = {}
+        self._outputs: Sequence[Tensor | None] = ()
+        self._outputs_left = 0
+
+    def begin(self, outputs: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of the whole outputs while the tiles take their slices."""
+        self._clear()
+        self._pass = _backward_pass()
+        tokens = self.cuts.leading.numel()
+        self._outputs = [
+            None if grad is None else grad.reshape(tokens, grad.numel() // max(tokens, 1)) for grad in outputs
+        ]
+        self._outputs_left = len(self.cuts)
+
+    def of_output(self, index: int) -> Iterator[Tensor | None]:
+        """One tile's slice of each output's gradient, as ``[t, ...]``."""
+        start, size = self.cuts.starts[index], self.cuts.sizes[index]
+        for gradient in self._outputs:
+            yield None if gradient is None else gradient.narrow(0, start, size)
+        self._outputs_left -= 1
+        if self._outputs_left == 0:
+            self._outputs = ()
+
+    def sum_of(self, name: str, weight: Tensor) -> Sum:
+        """The sum of a weight's gradient over the tiles of this pass."""
+        if name not in self._sums:
+            self._sums[name] = Sum(weight)
+        return self._sums[name]
+
+    def add_weight(self, name: str, gradient: Tensor) -> None:
+        """Add one tile's weight gradient to the sum: fp32 for weights of lower precision."""
+        self.sum_of(name, gradient).add(gradient)
+
+    def write_input(self, number: int, index: int, gradient: Tensor) -> None:
+        """Write one tile's input gradient into its slice."""
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        whole = self._inputs.get(number)
+        if whole is None:
+            whole = self._inputs[number] = rows.new_empty(self.cuts.leading.numel(), rows.shape[-1])
+        whole.narrow(0, self.cuts.starts[index], self.cuts.sizes[index]).copy_(rows)
+        self._written.setdefault(number, set()).add(index)
+
+    def take(self, inputs: int) -> list[Tensor | None]:
+        """Every gradient of the pass, inputs first, and nothing kept."""
+        result: list[Tensor | None] = []
+        for number in range(inputs):
+            whole = self._inputs.pop(number, None)
+            if whole is not None:
+                for index in set(range(len(self.cuts))) - self._written[number]:
+                    whole.narrow(0, self.cuts.starts[index], self.cuts.sizes[index]).zero_()
+            result.append(whole)
+        for name, dtype in self.weights:
+            total = self._sums.pop(name, None)
+            result.append(None if total is None else total.result().to(dtype))
+        self._clear()
+        return result
+
+
+class _Save(torch.autograd.Function):
+    """Save the inputs ahead of the tiles; run last in backward and return every gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: _Gradients, saved: list[Tensor], inputs: int, *tensors: Tensor) -> Tensor:
+        ctx.gradients, ctx.saved, ctx.inputs = gradients, saved, inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors[:inputs])
+        return torch.empty(0, device=tensors[0].device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any) -> Any:
+        ctx.saved.clear()  # still there when a tile had nothing to recompute
+        return None, None, None, *ctx.gradients.take(ctx.inputs)
+
+
+class _Enter(torch.autograd.Function):
+    """One tile of the inputs, and the weights as that tile sees them; takes their gradients.
+
+    One node for all of them, so that nothing of the tile waits in the engine's queue while the tile runs backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: Tensor,
+        gradients: _Gradients,
+        index: int,
+        inputs: Sequence[int],
+        names: Sequence[str],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.gradients, ctx.index, ctx.inputs, ctx.names = gradients, index, inputs, names
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *found: Tensor | None) -> Any:
+        inputs = len(ctx.inputs)
+        for number, gradient in zip(ctx.inputs, found[:inputs], strict=True):
+            if gradient is not None:
+                ctx.gradients.write_input(number, ctx.index, gradient)
+        for name, gradient in zip(ctx.names, found[inputs:], strict=True):
+            if gradient is not None:
+                ctx.gradients.add_weight(name, gradient)
+        return (None,) * (5 + len(found))
+
+
+class _Put(torch.autograd.Function):
+    """Stands for one tile's outputs, whose values are already in the joined buffers; passes their gradients down."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradients: _Gradients, source: _Source, index: int, token: Tensor, *outputs: Tensor
+    ) -> Tensor:
+        ctx.gradients, ctx.source, ctx.index = gradients, source, index
+        ctx.shapes = [output.shape if is_differentiable(output) else None for output in outputs]
+        ctx.set_materialize_grads(False)
+        return token.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any) -> Any:
+        ctx.source.unpack()
+        slices = ctx.gradients.of_output(ctx.index)
+        gradients = [
+            None if gradient is None or shape is None else gradient.reshape(shape)
+            for gradient, shape in zip(slices, ctx.shapes, strict=True)
+        ]
+        return None, None, None, None, *gradients
+
+
+class _Join(torch.autograd.Function):
+    """The whole outputs; their gradients are kept for the tiles to take slices of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradients: _Gradients, output: Outputs, token: Tensor, check: Callable[[], None] | None
+    ) -> Any:
+        ctx.gradients, ctx.check = gradients, check
+        ctx.set_materialize_grads(False)
+        buffers, output.buffers = output.buffers, []
+        ctx.mark_non_differentiable(
+            *(buffer for buffer, needs in zip(buffers, output.needs_gradient, strict=True) if not needs)
+        )
+        return tuple(buffers)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # else the gradients would come out as constants, without a word
+            raise NotImplementedError(
+                "a tiled block has first derivatives only, got create_graph=True; undo tiling for this backward, or "
+                "run it without create_graph"
+            )
+        if ctx.check is not None:
+            ctx.check()
+        ctx.gradients.begin(outputs)
+        return None, None, None, None

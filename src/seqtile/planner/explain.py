@@ -1,0 +1,228 @@
+"""Why each setting, what to turn on next, and the recipe of it all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from seqtile._errors import UserError
+from seqtile.models.attention.headwise import runs_on_some_heads
+from seqtile.planner.estimate import Estimate
+from seqtile.planner.extrapolate import KEPT_TILES
+from seqtile.planner.live_at_peaks import KEPT
+from seqtile.planner.memory_plan import Planner
+from seqtile.planner.request import WHOLE_LAYER, Request
+from seqtile.planner.step_config import Lora
+
+NOT_MODELLED = (
+    "allocator fragmentation and driver context beyond the stated bounds",
+    "data loading, evaluation, generation and the peak while weights are loaded",
+    "padding: every row is taken to be as long as the longest",
+    "torch.compile and CUDA graphs",
+    "image, audio and video tokens: count them into the length",
+)
+"""What no plan knows."""
+
+FOUR_BIT = {
+    "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "bfloat16",
+}  # fmt: skip
+"""The 4-bit weights that are planned: doubly quantised NF4, multiplied in bf16 (QLoRA)."""
+
+
+def not_modelled(request: Request, estimate: Estimate) -> list[str]:
+    """What this plan does not know, in sentences."""
+    found = list(NOT_MODELLED)
+    if estimate.square:
+        found.append(
+            f"nothing smaller than the [tokens, tokens] mask that {request.attention} attention builds for this model; "
+            "flash attention needs none"
+        )
+    if request.attention == "sdpa":
+        found.append("packed rows under sdpa build a [tokens, tokens] mask (16 GiB at 131,072 tokens); use flash")
+    if request.engine == "single" or not request.sharded:
+        return found
+    found.append("an engine's buffers are formulas with the engine's defaults, not measured here")
+    return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """A setting that buys length.
+
+    Attributes:
+        flags: what to add to the command.
+        length: longest row that then fits.
+        why: in a few words.
+    """
+
+    flags: str
+    length: int
+    why: str
+
+
+def next_step(planner: Planner, longest: int) -> Step | None:
+    """The setting that buys most, cheap ones first where they at least double the length; None if none buys any."""
+    best: Step | None = None
+    for flags, changes, why in [*_changes(planner.request), *_lean(planner)]:
+        if best is not None and "heads" in changes:
+            break  # many small kernels: ten seconds of fake runs, which are for where nothing else is left
+        try:
+            other = Planner(replace(planner.request, **changes), like=planner)
+            length, _ = other.longest()
+        except UserError:
+            continue
+        if length >= max(2 * longest, 1):
+            return Step(flags, length, why)
+        if length > longest and (best is None or length > best.length):
+            best = Step(flags, length, why)
+    return best
+
+
+def _lean(planner: Planner) -> list[tuple[str, dict[str, Any], str]]:
+    request = planner.request
+    given = request.tile is None or request.blocks != "auto" or request.heads is not None
+    if given or not runs_on_some_heads(planner.built.model):
+        return []
+    lean = {"blocks": WHOLE_LAYER, "heads": 1}
+    return [(f"--blocks {WHOLE_LAYER} --heads 1", lean, "norms, projections and attention in parts")]
+
+
+def _changes(request: Request) -> list[tuple[str, dict[str, Any], str]]:
+    found: list[tuple[str, dict[str, Any], str]] = []
+    if request.loss == "full":
+        found.append(("--loss tiled", {"loss": "tiled"}, "no [tokens, vocabulary] logits"))
+    if request.attention in ("sdpa", "eager"):
+        found.append(("--attention flash", {"attention": "flash"}, "no mask, no repeated keys and values"))
+    if request.checkpoint != "layer":
+        found.append(("--checkpoint layer", {"checkpoint": "layer"}, "a layer keeps its input only"))
+    if request.keep:
+        found.append(("--keep 0", {"keep": 0.0}, "no gate and up kept"))
+    if request.tile is None:
+        found.append(("--tile auto", {"tile": "auto"}, "no [tokens, intermediate] tensors"))
+    if "checkpoints" not in request.offload and request.checkpoint != "none":
+        moved = tuple(dict.fromkeys([*request.offload, "checkpoints"]))
+        found.append((f"--offload {','.join(moved)}", {"offload": moved}, "layer inputs live on the host"))
+    if request.sharded and "optimizer" not in request.offload:
+        moved = tuple(dict.fromkeys([*request.offload, "optimizer"]))
+        found.append((f"--offload {','.join(moved)}", {"offload": moved}, "optimiser states live on the host"))
+    if request.gpus > 1 and request.engine == "ddp":
+        found.append(("--engine zero3", {"engine": "zero3"}, "weights, gradients and states in shards"))
+    if request.gpus > request.sp_size:
+        double = 2 * request.sp_size
+        engine = "" if request.engine == "zero3" else "--engine zero3 "
+        changes = {"engine": "zero3", "sp_size": double}
+        found.append((f"{engine}--sp-size {double}", changes, "each rank holds a part of the sequence"))
+    if request.optimizer == "adamw" and request.lora is None:
+        found.append(("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"}, "two bytes of state a weight, not eight"))
+    return found
+
+
+def explain(planner: Planner, estimate: Estimate) -> list[str]:
+    """Why each setting is what it is, one sentence each."""
+    request, setup = planner.request, planner.resolved(estimate.tokens)
+    terms = estimate.terms
+    lines = []
+    if request.tile is not None:
+        words = f"tiles of {setup.tile:,} tokens" if isinstance(setup.tile, int) else "no tiles at this length"
+        why = "MLP intermediates exist for one tile at a time"
+        if request.lora is None:
+            why += "; large tiles rewrite the weights' gradients less often"
+        lines.append(f"tile {request.tile}: {words}. {why}.")
+    if request.keep:
+        held = terms.get(KEPT_TILES, 0.0) / 2**30
+        lines.append(f"keep {request.keep}: {setup.keep:.0%} of the tiles keep gate and up, {held:,.1f} GiB.")
+    if request.loss == "tiled":
+        whole = 14 * planner.counts.vocabulary * planner.local(estimate.tokens) / 2**30
+        lines.append(f"loss tiled: {setup.loss_tile:,} tokens of logits at a time; whole, they take {whole:,.0f} GiB.")
+    kept = terms.get("checkpointed hidden states", 0.0) / 2**30
+    if request.checkpoint != "none":
+        place = "in flight, the rest on the host" if "checkpoints" in request.offload else "on the device"
+        only = " only" if request.checkpoint == "layer" else ""
+        lines.append(f"activation checkpointing: each layer keeps its input{only}, {kept:,.1f} GiB {place}.")
+        if request.checkpoint == "attention-saved":
+            outputs = terms.get(KEPT, 0.0) / 2**30
+            lines.append(
+                f"attention-saved: each layer keeps attention's output and log-sum-exp, {outputs:,.1f} GiB {place}; "
+                "attention's kernel runs forward once, not twice."
+            )
+    if request.attention in ("flash", "flash3"):
+        lines.append("flash attention: nothing of [tokens, tokens] is built.")
+    if request.sharded:
+        lines.append(f"{request.engine}: weights, gradients and states in {request.gpus} parts.")
+    if request.sp_size > 1:
+        lines.append(f"sp-size {request.sp_size}: each rank holds {planner.local(estimate.tokens):,} tokens.")
+    return lines
+
+
+def recipe_lacks(request: Request) -> list[str]:
+    """What was planned and no recipe key sets."""
+    found = [f"offload of {name} (the engine's own configuration)" for name in request.offload if name != "checkpoints"]
+    if request.loss == "full":
+        found.append("the loss over whole logits (the trainer's own head runs in tiles)")
+    return found
+
+
+def offload_of(planner: Planner, estimate: Estimate) -> bool | str:
+    """The recipe's ``offload`` for checkpoints on the host: all of them, what it has room for, or none."""
+    room = planner.host_room()
+    if room is None or estimate.moved == 1.0:
+        return True
+    return f"memory:{max(1, int(room // 2**20))}MiB" if estimate.moved else False
+
+
+def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
+    """The choices as a recipe that ``seqtile train`` takes."""
+    request, setup = planner.request, planner.resolved(tokens)
+    found: dict[str, Any] = {"model": request.model, "max_length": tokens, "batch_size": request.batch}
+    found["fit"] = False  # all is chosen; on an accelerator the trainer would choose again
+    found["tiled_mlp"] = request.tile is not None
+    if request.tile is not None:
+        found["tile"] = request.tile
+    if request.keep:
+        found["keep"] = request.keep
+    if request.blocks != "auto":
+        found["blocks"] = request.blocks
+    if request.heads is not None:
+        found["heads"] = request.heads
+    if request.loss == "tiled":
+        found["loss_tile"] = setup.loss_tile
+    found["activation_checkpointing"] = request.checkpoint != "none"
+    if request.checkpoint == "attention-saved":
+        found["checkpoint"] = request.checkpoint
+    if "checkpoints" in request.offload:
+        found["offload"] = offload_of(planner, planner.estimate(tokens))
+    if request.lora is not None:
+        found["lora"] = _lora(request.lora)
+    if request.engine != "single":
+        found["engine"] = request.engine
+        found["nproc"] = request.gpus
+    if request.sp_size > 1:
+        found["sp_size"] = request.sp_size
+    if request.precision != "mixed":
+        found["dtype"] = request.precision
+    names = {"flash": "flash_attention_2", "flash3": "flash_attention_3"}
+    found["model_kwargs"] = {"attn_implementation": names.get(request.attention, request.attention)}
+    if request.qlora:
+        found["model_kwargs"]["quantization_config"] = dict(FOUR_BIT)
+    trainer: dict[str, Any] = {"bf16": False} if request.precision == "float32" else {}
+    if request.optimizer != "adamw":
+        words = {"adamw-8bit": "adamw_bnb_8bit", "lion": "lion_32bit", "sgd-momentum": "sgd"}
+        trainer["optim"] = words.get(request.optimizer, request.optimizer)
+    if request.optimizer == "sgd-momentum":
+        trainer["optim_args"] = "momentum=0.9"
+    if trainer:
+        found["trainer"] = trainer
+    return found
+
+
+def _lora(lora: Lora) -> dict[str, Any]:
+    modules = lora.target_modules
+    found: dict[str, Any] = {"r": lora.r}
+    if lora.alpha is not None:
+        found["alpha"] = lora.alpha
+    if lora.dropout:
+        found["dropout"] = lora.dropout
+    if modules != Lora.target_modules:
+        found["target_modules"] = modules if isinstance(modules, str) else list(modules)
+    return found

@@ -1,0 +1,193 @@
+"""The memory of a step at any length and depth, from fake runs at a few small ones.
+
+Within one part of the step (the backward of the first layer's MLP, say) what is live is an affine function of the
+layers, and of the tokens at a fixed tile size; a mask of ``[tokens, tokens]`` adds a square. The peak of the step is
+the highest of these lines. Each is followed for the layers at the model's ends only: what a layer in between holds
+lies between them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from seqtile.planner.fake_step import StepRun, build, build_bare, fake_step
+from seqtile.planner.layer_structure import Depths, cut, find_depths
+from seqtile.planner.live_at_peaks import Workspace
+from seqtile.planner.step_config import Setup
+from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve
+
+Terms = Mapping[str, float]
+
+KEPT_TILES = "kept gate and up"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What each part of a step holds, by tokens and layers.
+
+    Attributes:
+        depths: where the fake runs were made, and which layers they tell apart.
+        runs: the fake runs, by (tokens, layers).
+        square: whether a ``[tokens, tokens]`` tensor was seen.
+        kept: the same where tiles keep gate and up; None where none does.
+        share: of the tiles that keep them.
+    """
+
+    depths: Depths
+    runs: Mapping[tuple[int, int], Mapping[str, Terms]] = field(repr=False)
+    square: bool = False
+    kept: Lines | None = field(default=None, repr=False)
+    share: float = 0.0
+
+    def at(self, tokens: int, layers: int | None = None, *, share: float = 0.0) -> dict[str, dict[str, float]]:
+        """For each part of the step the bytes at its peak, by what they are for; ``share`` of the tiles are kept."""
+        found = self._at(tokens, layers)
+        if share and self.kept is not None:
+            none, some = self._more(0, layers), self._more(tokens, layers)
+            for phase, terms in found.items():
+                # The buffers that kept and other tiles do not share are there for any share; the rest grows with it.
+                more = none[phase] + share / self.kept.share * (some[phase] - none[phase])
+                terms[KEPT_TILES] = max(0.0, more)
+        return found
+
+    def _more(self, tokens: int, layers: int | None) -> dict[str, float]:
+        """Bytes of each part with kept tiles, beyond those without."""
+        assert self.kept is not None
+        kept = self.kept._at(tokens, layers)
+        return {
+            phase: sum(kept.get(phase, terms).values()) - sum(terms.values())
+            for phase, terms in self._at(tokens, layers).items()
+        }
+
+    def _at(self, tokens: int, layers: int | None) -> dict[str, dict[str, float]]:
+        layers = self.depths.layers if layers is None else layers
+        lengths = sorted({length for length, _ in self.runs})
+        low, high = self.depths.shallow
+        depth_shares = _weights([low, high] if high != low else [low], layers)
+        shares = _weights(lengths, tokens)
+        result: dict[str, dict[str, float]] = {}
+        first = next(iter(self.runs.values()))
+        for phase in first:
+            total: dict[str, float] = {}
+            for share, length in zip(shares, lengths, strict=True):
+                for depth_share, depth in zip(depth_shares, [low, high], strict=False):
+                    for name, value in self.runs[length, depth].get(phase, {}).items():
+                        total[name] = total.get(name, 0.0) + share * depth_share * value
+            result[phase] = total
+        return result
+
+
+def _weights(points: Sequence[int], at: float) -> list[float]:
+    """Lagrange's weights: the polynomial through ``points`` at ``at`` is their values' sum with these."""
+    weights = []
+    for one in points:
+        weight = 1.0
+        for other in points:
+            if other != one:
+                weight *= (at - other) / (one - other)
+        weights.append(weight)
+    return weights
+
+
+def fit_lines(config: Any, setup: Setup, depths: Depths, lengths: Sequence[int], workspace: Workspace | None) -> Lines:
+    """Run the step on fake tensors at the given lengths and at both depths."""
+    runs: dict[tuple[int, int], Mapping[str, Terms]] = {}
+    square = False
+    for length in lengths:
+        for layers in dict.fromkeys(depths.shallow):
+            run = fake_step(cut(config, layers), setup, length, workspace)
+            square |= run.square
+            runs[length, layers] = by_place(run, depths)
+    return Lines(depths, runs, square)
+
+
+def fit_for(
+    config: Any, setup: Setup, depths: Depths, tokens: int, workspace: Workspace | None
+) -> tuple[Lines, tuple[int, ...]]:
+    """Lines for steps of about ``tokens`` tokens, from fake runs at the lengths that come second; ``setup`` resolved.
+
+    Where ``setup`` keeps tiles, half of them or all are kept in runs of their own, whose lengths can be halved.
+    """
+    plain = replace(setup, keep=0.0)
+    lengths = other_lengths(setup, tokens)
+    if setup.keep:
+        unit = math.gcd(*lengths)
+        lengths = tuple(n * unit for n in (2, 4, 6) if n * unit != tokens)[:2]
+    lines = fit_lines(config, plain, depths, lengths, workspace)
+    if lines.square:
+        lengths = other_lengths(setup, tokens, points=3)
+        lines = fit_lines(config, plain, depths, lengths, workspace)
+    if setup.keep:
+        share = partly(setup.keep)
+        kept = fit_lines(config, replace(setup, keep=share), depths, lengths, workspace)
+        lines = replace(lines, kept=replace(kept, share=share))
+    return lines, lengths
+
+
+def partly(keep: float | str) -> float:
+    """The share that fake runs keep for a share of ``keep``: none, half or all of the tiles."""
+    return 0.0 if not keep else 1.0 if keep == 1 else 0.5
+
+
+def by_place(run: StepRun, depths: Depths) -> dict[str, Terms]:
+    """Phases by where their layer stands, so that those of models of other depths meet."""
+    found: dict[str, Terms] = {}
+    for phase, part in run.peaks.items():
+        match = re.search(r"#(\d+)", phase)
+        place = depths.place(int(match[1]), run.layers) if match else ""
+        if place == "#":
+            continue
+        found[phase.replace(match[0], place) if match else phase] = part.terms
+    return found
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The peak of one step, from fake runs at other lengths and depths.
+
+    Attributes:
+        parts: for each part of the step what it holds at its peak, in bytes, by what they are for.
+        lengths: lengths of the fake runs.
+        depths: their depths.
+        setup: with the tiles' sizes as numbers.
+        square: whether a ``[tokens, tokens]`` tensor was seen.
+    """
+
+    parts: Mapping[str, Mapping[str, float]]
+    lengths: tuple[int, ...]
+    depths: Depths
+    setup: Setup
+    square: bool
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the peak, weights and all."""
+        return max(sum(terms.values()) for terms in self.parts.values())
+
+    @property
+    def peak_at(self) -> str:
+        """The part of the step that holds them."""
+        return max(self.parts, key=lambda part: sum(self.parts[part].values()))
+
+
+def predict(config: Any, setup: Setup, tokens: int, *, workspace: Workspace | None, device_type: str) -> Prediction:
+    """What a step of ``tokens`` tokens holds, part by part, in a few seconds.
+
+    Args:
+        config: Transformers' configuration of the whole model.
+        setup: how the step runs.
+        tokens: tokens of each row.
+        workspace: bytes inside kernels.
+        device_type: of the device that is planned for, which ``tile="auto"`` asks for.
+    """
+    depths = find_depths(config, build_bare(config, setup, "meta"))
+    built = build(cut(config, depths.shallow[0]), setup, "meta")
+    tile = largest_tile(built, setup, tokens * setup.batch, device_type) if setup.tile is not None else None
+    keep = kept_share(built, setup, tokens * setup.batch, device_type, depths)
+    resolved = resolve(replace(setup, keep=keep), tokens * setup.batch, tile)
+    lines, lengths = fit_for(config, resolved, depths, tokens, workspace)
+    return Prediction(lines.at(tokens, share=keep), lengths, depths, resolved, lines.square)

@@ -1,0 +1,255 @@
+"""One training step, the real thing: on real tensors or on fake ones, by the same code."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._errors import UserError
+from seqtile.activation_checkpointing.policies import standing_checkpointing
+from seqtile.counting.fake import fake_tensors, make_fake
+from seqtile.models.apply import apply, undo
+from seqtile.ops.attention.kernel_calls import is_attention
+from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
+from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS
+from seqtile.planner.flash_shapes import register as register_flash
+from seqtile.planner.liger_shapes import use_shapes as use_liger_shapes
+from seqtile.planner.live_at_peaks import (
+    CHECKPOINTS,
+    GRADIENTS,
+    KEPT,
+    OPTIMIZER,
+    WEIGHTS,
+    PartPeak,
+    Tracker,
+    Workspace,
+    track,
+)
+from seqtile.planner.phases import decoder_layers, label_phases
+from seqtile.planner.step_config import Built, Setup, make_optimizer
+
+OPTIMIZER_STEP = "optimiser step"
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """What one step held, part by part.
+
+    Attributes:
+        layers: number of decoder layers.
+        tokens: tokens of the row (times rows).
+        peaks: the peak of each phase of the step, by its name, such as ``"attention#0, backward"``.
+        operators: names of all operators of the step in order.
+        square: whether a tensor of ``[tokens, tokens]`` was seen at a peak.
+    """
+
+    layers: int
+    tokens: int
+    peaks: Mapping[str, PartPeak]
+    operators: tuple[str, ...]
+    square: bool
+
+    @property
+    def peak(self) -> int:
+        """Most bytes live at once, weights and all."""
+        return max(part.total for part in self.peaks.values())
+
+
+def build(config: Any, setup: Setup, device: str, offload: bool | str = False) -> Built:
+    """The model of ``config`` on ``device``, with random weights, ready to train as ``setup`` says.
+
+    ``offload`` is that of :func:`seqtile.apply`: a plan's fake runs need none, real ones do.
+
+    Raises:
+        UserError: Transformers cannot build it, or it has nothing to tile.
+    """
+    model = build_bare(config, setup, device)
+    if setup.lora is not None:
+        model = _add_lora(model, setup, device)
+    if setup.checkpoint:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # its name changes in Transformers 5
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if setup.liger:
+        use_liger_shapes(model, tiled=setup.tile is not None)
+    with _quiet():
+        more: dict[str, Any] = {"loss": "tiled", "loss_tile": setup.loss_tile} if setup.loss == "tiled" else {}
+        if setup.attention_saved:
+            more["checkpoint"] = "attention-saved"
+        if offload:
+            more["offload"] = offload
+        if setup.heads is not None:
+            more["heads"] = setup.heads
+        if setup.tile is not None:
+            report = apply(model, tile=setup.tile, keep=setup.keep, blocks=setup.blocks, **more)
+        else:
+            report = apply(model)  # for its blocks, whose parts of the step are told apart untiled too
+            undo(model)
+            if more:
+                apply(model, blocks="none", **more)
+    return Built(model, report.blocks, report.left, list(report.notes))
+
+
+def build_bare(config: Any, setup: Setup, device: str) -> Any:
+    """The model as Transformers makes it.
+
+    Raises:
+        UserError: it cannot.
+    """
+    from transformers import AutoModelForCausalLM
+
+    attention = register_flash() if setup.attention == "flash" else setup.attention
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    config.get_text_config().use_cache = False
+    try:
+        with torch.device(device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = AutoModelForCausalLM.from_config(config, dtype=setup.dtype, attn_implementation=attention).train()
+        model.tie_weights()  # Transformers 5.0 leaves weights on the meta device untied
+    except (ValueError, TypeError, ImportError, KeyError) as error:
+        raise UserError(f"the model cannot be built from its configuration: {str(error).splitlines()[0]}") from None
+    return model
+
+
+def _add_lora(model: Any, setup: Setup, device: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    assert setup.lora is not None
+    targets = setup.lora.target_modules
+    model.enable_input_require_grads()
+    with torch.device(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapters = LoraConfig(
+            r=setup.lora.r,
+            lora_alpha=setup.lora.alpha or 2 * setup.lora.r,  # type: ignore[arg-type]
+            lora_dropout=setup.lora.dropout,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            task_type="CAUSAL_LM",
+        )
+        try:
+            return get_peft_model(model, adapters)
+        except ValueError as error:
+            raise UserError(f"the adapters cannot be made: {str(error).splitlines()[0]}") from None
+
+
+def fake_step(config: Any, setup: Setup, tokens: int, workspace: Workspace | None = None) -> StepRun:
+    """One step of ``tokens`` tokens on fake tensors: its shapes only, in a second or so.
+
+    The model is found and tiled on the meta device, where its structure is proof enough, and then gets fake weights.
+    """
+    for dtype in LOW:
+        products_sum_in_fp32("cpu", dtype)  # probed with numbers, so before there are none
+    built = build(config, setup, "meta")
+    with _sized_for(setup.device_type), fake_tensors(), track("cpu", workspace, tokens) as live:
+        with live.phase(WEIGHTS):
+            make_fake(built.model)
+        return tracked_step(built, setup, tokens, live)
+
+
+def real_step(config: Any, setup: Setup, tokens: int) -> StepRun:
+    """The same step on real tensors on the CPU, followed by the same tracker."""
+    with track("cpu", None, tokens) as live:
+        with live.phase(WEIGHTS):
+            built = build(config, setup, "cpu")
+        return tracked_step(built, setup, tokens, live)
+
+
+def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> StepRun:
+    """One step in the middle of a training run, followed by ``live``: the optimiser has its states already."""
+    model = built.model
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = make_optimizer(setup.optimizer, weights)
+    ids = torch.zeros(setup.batch, tokens, dtype=torch.long, device=weights[0].device)
+    with live.phase(OPTIMIZER):
+        prepare_optimizer(optimizer, weights)
+    layers = decoder_layers(model)
+    in_forward = True
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        if in_forward and setup.checkpoint and hidden is not None:
+            live.file(hidden, CHECKPOINTS)
+
+    handles: list[Any] = [
+        model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True) for name in layers
+    ]
+    handles += [
+        weight.register_post_accumulate_grad_hook(lambda weight: live.file(weight.grad, GRADIENTS))
+        for weight in weights
+    ]
+    live.keeps = is_attention if setup.attention_saved else None
+    for one in standing_checkpointing(model):
+        if one.attention is not None:
+            one.attention.told = lambda tensor: live.file(tensor, KEPT)
+    live.watching = True
+    try:
+        with label_phases(live, model, built.blocks, layers=True) as labels:
+            loss = compute_loss(model, setup, ids)
+            in_forward = False
+            labels.begin_backward()
+            loss.backward()
+            del loss
+        with live.phase(OPTIMIZER_STEP):
+            update(optimizer, weights)
+    finally:
+        live.watching = False
+        for handle in handles:
+            handle.remove()
+    return StepRun(len(layers), tokens * setup.batch, dict(live.peaks), tuple(live.operators), live.square)
+
+
+def prepare_optimizer(optimizer: Any, weights: Sequence[Tensor]) -> None:
+    """Make the optimiser's states, as its first step does."""
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def update(optimizer: Any, weights: Sequence[Tensor]) -> None:
+    """What trainers do after a backward: clip the gradient's norm, step, forget the gradients."""
+    nn.utils.clip_grad_norm_(weights, 1.0, foreach=True)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def compute_loss(model: Any, setup: Setup, ids: Tensor) -> Tensor:
+    """Forward of one batch up to its loss."""
+    with torch.autocast(ids.device.type, torch.bfloat16) if setup.autocast else nullcontext():
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        return loss
+
+
+@contextmanager
+def _sized_for(device_type: str) -> Iterator[None]:
+    """The head's blocks of rows as large as on ``device_type``, and weight gradients summed as there."""
+    before = BLOCK_ELEMENTS.get("cpu")
+    if device_type != "cpu" and before is not None:
+        BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
+    try:
+        with nullcontext() if device_type == "cpu" else as_on_an_accelerator():
+            yield
+    finally:
+        if before is not None:
+            BLOCK_ELEMENTS["cpu"] = before
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What was tiled is the plan's to say, not the log's."""
+    logger = logging.getLogger("seqtile.models")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

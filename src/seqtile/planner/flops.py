@@ -1,0 +1,52 @@
+"""How much a step computes, and how long that takes at a stated efficiency."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from seqtile.planner.layer_structure import Counts
+from seqtile.planner.request import Request
+
+EFFICIENCY = 0.4
+"""Share of a device's speed on paper that long-sequence training reaches; assumed, not measured here."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations of one step of one sequence (a product and a sum are two).
+
+    Attributes:
+        products: of matrices with weights.
+        attention: of queries with keys, and of scores with values, causal.
+    """
+
+    products: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention
+
+    def seconds(self, tflops: float, ranks: int, efficiency: float = EFFICIENCY) -> float:
+        """Time of the step on ``ranks`` devices that share the sequence."""
+        return self.total / (1e12 * tflops * efficiency * ranks)
+
+
+def count_work(request: Request, counts: Counts, tokens: int) -> Work:
+    """Operations of a step of ``tokens`` tokens per row.
+
+    Each weight costs 2 a token forward, 2 for the input's gradient, 2 for its own where it trains; a checkpoint
+    computes decoder layers once more but for their last product, and attention's kernel once more unless its output
+    is kept. A causal attention costs ``2 * tokens**2 * heads * width`` forward and 2.5 times that backward
+    (FlashAttention recomputes its scores).
+    """
+    rows = request.batch * tokens
+    inside = counts.active - counts.vocabulary * counts.hidden
+    own = 2 if request.lora is None else 0
+    again = 0 if request.checkpoint == "none" else 2
+    # Early stop: the last product of each layer is not computed again, unless an adapter on it saves its input.
+    spared = again * counts.largest_product if request.lora is None else 0
+    head = counts.vocabulary * counts.hidden
+    products = rows * (inside * (4 + own + again) - spared * counts.layers + head * (4 + own))
+    one = 2.0 * request.batch * tokens**2 * counts.heads * counts.head_width * counts.layers
+    return Work(products, one * (1 + 2.5 + (1 if request.checkpoint == "layer" else 0)))

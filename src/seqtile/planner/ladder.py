@@ -1,0 +1,291 @@
+"""The settings that a length needs, in one order: what costs the step least time first.
+
+:data:`LADDER` is that order. A plan goes down it until the length fits (:func:`choose`); a run that is out of memory
+goes on from where it stands (:func:`tighter`). What spends spare memory on speed (``keep``) is tried on the rung that
+fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from seqtile._errors import UserError
+from seqtile.models.attention.headwise import runs_on_some_heads
+from seqtile.planner.estimate import Estimate
+from seqtile.planner.flops import count_work
+from seqtile.planner.memory_plan import WORTH, Planner
+from seqtile.planner.request import WHOLE_LAYER, Request, attention_cannot_be_saved
+
+GIB = 2**30
+
+SMALLEST_TILE = 128
+"""Tokens; tiles are whole multiples of as many, and smaller ones have products that no device is fast at."""
+
+TILE_STEP = 4
+"""A smaller tile is a quarter: every try that fails costs a step, on several ranks a restart."""
+
+KEEPS = (1.0, 0.5)
+"""Shares of the tiles that keep gate and up, where memory is left."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is chosen, for one length.
+
+    Attributes:
+        checkpoint: what activation checkpoints keep: ``"none"``, ``"attention-saved"`` or ``"layer"``.
+        offload: whether it waits on the host.
+        tile: tokens per tile of the blocks, or a rule that is given; None where ``"auto"`` leaves them untiled.
+        loss_tile: tokens per tile of the head.
+        keep: share of the tiles that keep gate and up, or a rule that is given.
+        blocks: what else of a layer runs in tiles, as :func:`seqtile.apply` takes it.
+        heads: key-value heads per pass of attention; None runs all at once.
+    """
+
+    checkpoint: str
+    offload: bool
+    tile: int | str | None
+    loss_tile: int
+    keep: float | str = 0.0
+    blocks: str = "auto"
+    heads: int | str | None = None
+
+    def on(self, request: Request) -> Request:
+        """``request`` with these settings."""
+        others = tuple(name for name in request.offload if name != "checkpoints")
+        return replace(
+            request, checkpoint=self.checkpoint, keep=self.keep, loss_tile=self.loss_tile, heads=self.heads,
+            blocks=self.blocks if request.tile is not None else "auto",
+            tile=request.tile if request.tile is None else self.tile or "auto",
+            offload=(*others, "checkpoints") if self.offload else others,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step down.
+
+    Attributes:
+        checkpoint, offload: as in :class:`Settings`.
+        lean: the rest of the layer in tiles too, and attention one group of heads at a time.
+        part: tiles are as many times smaller than those of ``"auto"``.
+        cost: what it costs in time, in words.
+    """
+
+    checkpoint: str
+    offload: bool = False
+    lean: bool = False
+    part: int = 1
+    cost: str = ""
+
+
+LADDER = (
+    Rung("none", cost="nothing is computed twice"),
+    Rung("attention-saved", cost="layers are computed twice but for attention's kernel"),
+    Rung("attention-saved", lean=True, cost="the same, in more and smaller kernels"),
+    Rung("layer", cost="layers are computed twice"),
+    Rung("layer", lean=True, cost="layers are computed twice, in more and smaller kernels"),
+    Rung("attention-saved", offload=True, cost="what checkpoints keep is copied to the host and back"),
+    Rung("attention-saved", offload=True, lean=True, cost="the same, in more and smaller kernels"),
+    Rung("layer", offload=True, cost="layers are computed twice, and their inputs copied to the host and back"),
+    Rung("layer", offload=True, lean=True, cost="the same, in more and smaller kernels"),
+    Rung("layer", True, True, TILE_STEP, "the weights' gradients are rewritten four times as often"),
+    Rung("layer", True, True, TILE_STEP**2, "products of few tokens are slow"),
+)
+"""Cheapest first. Without an accelerator nothing can be moved to the host, and those rungs stay on the device."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What :func:`choose` found.
+
+    Attributes:
+        settings: the choice.
+        planner, estimate: the plan of it.
+        reasons: by setting, why.
+        sure: whether the high estimate fits too.
+    """
+
+    settings: Settings
+    planner: Planner
+    estimate: Estimate
+    reasons: Mapping[str, str]
+    sure: bool
+
+
+def choose(request: Request, tokens: int, given: Mapping[str, Any], *, can_offload: bool) -> Chosen:
+    """The first rung on which rows of ``tokens`` tokens fit at the high estimate, else the last at the expected one.
+
+    Deterministic: the same for the same arguments. Takes a few seconds a rung.
+
+    Args:
+        request: model, device and engine.
+        tokens: the length.
+        given: fields of :class:`Settings` that are not to be chosen.
+        can_offload: whether checkpoints can be moved to the host.
+
+    Raises:
+        UserError: nothing fits; names the longest row that would.
+    """
+    tile = None if request.tile is None else given.get("tile", "auto")
+    first = Planner(replace(request, checkpoint="layer", keep=0.0, tile=tile, loss_tile=given.get("loss_tile")), tokens)
+    resolved = first.resolved(tokens)
+    top = Settings("layer", False, resolved.tile if isinstance(resolved.tile, int) else None, resolved.loss_tile)
+    tried: list[_Tried] = []
+    possible: Chosen | None = None
+    for rung, settings in _rungs(request, first, top, tokens, given, can_offload):
+        if settings.checkpoint != "layer" and "checkpoint" not in given:
+            # It holds at least what checkpoints of inputs alone do, which a later rung needs to know anyway.
+            least = replace(settings, checkpoint="layer")
+            planner, estimate = _plan(least, request, tokens, first)
+            if not planner.fits(estimate):
+                tried.append(_Tried(rung, least, planner, estimate))
+                continue
+        planner, estimate = _plan(settings, request, tokens, first)
+        tried.append(_Tried(rung, settings, planner, estimate))
+        if planner.surely_fits(estimate):
+            return _spend(Chosen(settings, planner, estimate, {}, True), tried, request, tokens, given)
+        # Where only the expected estimate fits: the least memory that no slow tiles pay for.
+        if planner.fits(estimate) and (possible is None or rung.part == 1):
+            possible = Chosen(settings, planner, estimate, _reasons(settings, tried, given), False)
+    if possible is not None:
+        return possible
+    planner, estimate = tried[-1].planner, tried[-1].estimate
+    longest, limit = planner.longest()
+    raise UserError(
+        f"rows of {tokens:,} tokens do not fit {_devices(request)} by the plan, with the tightest settings: "
+        f"{estimate.device.expected / GIB:,.2f} GiB of {request.device.memory / GIB:,.2f} GiB ({limit}); "
+        + (f"the longest that would is {longest:,}: --max-length {longest}" if longest else "no length would")
+        + ", or more devices (seqtile plan says what buys length)"
+    )
+
+
+def tighter(settings: Settings, *, can_offload: bool) -> Settings | None:
+    """The next settings that hold less: smaller tiles, then what the ladder has below; None at its end."""
+    tile, head = settings.tile, settings.loss_tile
+    if isinstance(tile, int):
+        tile = min(tile, max(SMALLEST_TILE, tile // TILE_STEP))
+    smaller = replace(settings, tile=tile, loss_tile=min(head, max(SMALLEST_TILE, head // TILE_STEP)), keep=0.0)
+    if smaller != settings:
+        return smaller
+    if settings.checkpoint != "layer":
+        return replace(settings, checkpoint="layer")
+    return replace(settings, offload=True) if can_offload and not settings.offload else None
+
+
+def would_avoid(request: Request, settings: Settings, tokens: int, short: int, *, can_offload: bool) -> str | None:
+    """The first tighter settings that by the plan hold ``short`` bytes less than these, in words; None if none do."""
+    planner, before = _plan(settings, request, tokens, None)
+    one = tighter(settings, can_offload=can_offload)
+    while one is not None:
+        _, estimate = _plan(one, request, tokens, planner)
+        less = before.device.expected - estimate.device.expected
+        if less >= short:
+            return f"{changes(settings, one)} ({less / GIB:,.2f} GiB less by the plan)"
+        one = tighter(one, can_offload=can_offload)
+    return None
+
+
+def changes(before: Settings, after: Settings) -> str:
+    """What is set otherwise, as keys and values of a recipe."""
+    found = []
+    for name in ("tile", "loss_tile", "keep", "checkpoint", "offload", "blocks", "heads"):
+        value = getattr(after, name)
+        if value != getattr(before, name):
+            word = "full" if value == "layer" else str(value).lower() if isinstance(value, bool) else value
+            found.append(f"{name}: {word}")
+    return ", ".join(found)
+
+
+def _plan(settings: Settings, request: Request, tokens: int, known: Planner | None) -> tuple[Planner, Estimate]:
+    planner = Planner(settings.on(request), tokens, like=known)
+    estimate = planner.estimate(tokens)
+    if known is not None:
+        known.share(planner)
+    return planner, estimate
+
+
+def _rungs(
+    request: Request, planner: Planner, top: Settings, tokens: int, given: Mapping[str, Any], can_offload: bool
+) -> Iterator[tuple[Rung, Settings]]:
+    """Every rung that differs from those before it, with what is given left as it is."""
+    seen: list[Settings] = []
+    # With Ulysses passes divide the heads that a rank has after the exchange, which no plan counts.
+    heads = 1 if request.sp_size == 1 and runs_on_some_heads(planner.built.model) else None
+    before = planner.work(tokens).total
+    share = 1 - count_work(replace(request, checkpoint="attention-saved"), planner.counts, tokens).total / before
+    for rung in LADDER:
+        saved = rung.checkpoint == "attention-saved"
+        if saved and (attention_cannot_be_saved(request) is not None or share < WORTH):
+            continue
+        tile, head = top.tile, top.loss_tile
+        if rung.part > 1:
+            whole = tile if isinstance(tile, int) else planner.local(tokens) * request.batch
+            tile = min(whole, max(SMALLEST_TILE, whole // rung.part))
+            head = min(head, max(SMALLEST_TILE, head // rung.part))
+        settings = Settings(rung.checkpoint, rung.offload and can_offload, tile, head)
+        if rung.lean:
+            settings = replace(settings, heads=heads, blocks=WHOLE_LAYER if request.tile is not None else "auto")
+        settings = replace(settings, **given)
+        if settings.checkpoint == "none" and settings.offload:
+            continue
+        if settings not in seen:
+            seen.append(settings)
+            yield rung, settings
+
+
+@dataclass(frozen=True)
+class _Tried:
+    rung: Rung
+    settings: Settings
+    planner: Planner
+    estimate: Estimate
+
+
+def _spend(
+    chosen: Chosen, tried: list[_Tried], request: Request, tokens: int, given: Mapping[str, Any]
+) -> Chosen:  # fmt: skip
+    """``chosen`` with the memory that is left spent on keeping gate and up."""
+    fused = any(block.path == "fused" for block in chosen.planner.built.blocks)
+    why = "no memory to spare: every tile's gate and up are computed again"
+    if "keep" in given or chosen.settings.tile is None or not fused:
+        return replace(chosen, reasons=_reasons(chosen.settings, tried, given))
+    for share in KEEPS if tried[-1].rung.part == 1 else ():
+        settings = replace(chosen.settings, keep=share)
+        planner, estimate = _plan(settings, request, tokens, chosen.planner)
+        if planner.surely_fits(estimate):
+            more = (estimate.device.expected - chosen.estimate.device.expected) / GIB
+            why = f"{more:,.2f} GiB more, which fit; {share:.0%} of the tiles are not computed again"
+            chosen = Chosen(settings, planner, estimate, {}, True)
+            break
+    return replace(chosen, reasons={**_reasons(chosen.settings, tried, given), "keep": why})
+
+
+def _reasons(settings: Settings, tried: list[_Tried], given: Mapping[str, Any]) -> dict[str, str]:
+    cheaper, rung = "", tried[-1].rung
+    if len(tried) > 1:
+        last = tried[-2]
+        place = " on the host" if last.settings.offload else ""
+        high, memory = last.estimate.device.high / GIB, last.planner.request.device.memory / GIB
+        cheaper = (
+            f"; checkpoint {last.settings.checkpoint}{place} would take up to {high:,.2f} GiB of {memory:,.2f} GiB"
+        )
+    found = {
+        "checkpoint": f"{rung.cost}{cheaper}",
+        "offload": "what checkpoints keep does not fit the device" if settings.offload else "not needed",
+        "tile": "tiles of this size would not lower the peak at this length"
+        if settings.tile is None
+        else "the rule of auto" if rung.part == 1 else "larger tiles do not fit",
+        "loss_tile": "the rule of auto" if rung.part == 1 else "larger tiles do not fit",
+        "blocks": "norms and projections whole would not fit" if rung.lean else "more is not needed",
+        "heads": "all heads at once would not fit" if settings.heads else "all at once: fewer are not needed",
+    }  # fmt: skip
+    return {name: "as given" if name in given else why for name, why in found.items()} | (
+        {"keep": "as given"} if "keep" in given else {}
+    )
+
+
+def _devices(request: Request) -> str:
+    return f"{request.gpus} x {request.device.name}" if request.gpus > 1 else request.device.name

@@ -1,0 +1,109 @@
+"""Follow one training step: what is live at the peak of each part, by what it is for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from seqtile.counting.live import LiveBytes, LiveTensor
+from seqtile.counting.watch import Watch, name_of
+from seqtile.planner.phases import REST
+
+WEIGHTS = "weights"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimiser state"
+CHECKPOINTS = "checkpointed hidden states"
+KEPT = "kept attention outputs"
+KERNELS = "inside kernels"
+
+Workspace = Callable[[str, tuple[Any, ...], dict[str, Any]], int]
+"""Bytes that a kernel takes inside itself, from its operator's name and arguments."""
+
+
+@dataclass(frozen=True)
+class PartPeak:
+    """The most bytes that one part of the step held, and what they were for."""
+
+    total: int
+    terms: Mapping[str, int]
+
+
+class Tracker(LiveBytes):
+    """Live bytes, what they were for, and the operators that ran.
+
+    Every tensor is filed under the part of the step that made it, unless :meth:`file` says what it is.
+
+    Attributes:
+        peaks: for each phase its peak, with what the running kernel takes inside itself.
+        operators: names of all operators in order.
+        keeps: tells the operators whose results an activation checkpoint keeps; they are filed as :data:`KEPT`.
+        square: whether a tensor with two dimensions of ``tokens`` was seen.
+        kernels: how often each operator with a workspace ran, by (name, shapes).
+    """
+
+    def __init__(self, device: torch.device, workspace: Workspace | None = None, tokens: int = 0) -> None:
+        super().__init__(device)
+        self.peaks: dict[str, PartPeak] = {}
+        self.operators: list[str] = []
+        self.square = False
+        self.watching = False
+        self.keeps: Callable[[Any], bool] | None = None
+        self._workspace, self._tokens = workspace, tokens
+
+    def file(self, tensor: Tensor, what: str) -> None:
+        """Say what ``tensor`` is for."""
+        key = tensor.untyped_storage()._cdata
+        known = self._live.get(key)
+        if known is not None:
+            self._live[key] = replace(known, tensor=replace(known.tensor, phase=what))
+
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        super()._see(func, args, kwargs, result)
+        if not self.watching:
+            return
+        if self.keeps is not None and self.keeps(func):
+            for tensor in tree_iter(result):
+                if isinstance(tensor, Tensor):
+                    self.file(tensor, KEPT)
+        name = name_of(func)
+        if not name.startswith("prim::") and name != "aten::detach":  # fake tensors are asked and aliased more often
+            self.operators.append(name)
+        inside = self._workspace(name, args, kwargs) if self._workspace is not None else 0
+        best = self.peaks.get(self._phase)
+        if best is None or self._now + inside > best.total:
+            if self._tokens and isinstance(result, Tensor):
+                self.square |= list(result.shape).count(self._tokens) > 1
+            terms = Counter({KERNELS: inside}) if inside else Counter()
+            for known in self._live.values():
+                if known.counted and known.tensor.nbytes:
+                    terms[_what(known.tensor)] += known.tensor.nbytes
+            self.peaks[self._phase] = PartPeak(self._now + inside, terms)
+
+
+def _what(tensor: LiveTensor) -> str:
+    """What a tensor is for: ``"attention"`` of ``"attention#3, backward"``."""
+    return tensor.phase.partition(",")[0].partition("#")[0] or REST
+
+
+@contextmanager
+def track(device: torch.device | str, workspace: Workspace | None = None, tokens: int = 0) -> Iterator[Tracker]:
+    """Follow what runs inside on ``device``.
+
+    Args:
+        device: the device to count.
+        workspace: bytes that kernels take inside themselves, which no tensor shows.
+        tokens: length of the row, to notice tensors of ``[tokens, tokens]``.
+    """
+    live = Tracker(torch.device(device), workspace, tokens)
+    try:
+        with Watch(live._see):
+            yield live
+    finally:
+        live._close()

@@ -1,0 +1,234 @@
+"""One real step, phase by phase, beside what the plan said of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seqtile._errors import UserError
+from seqtile.counting import Sample
+from seqtile.planner.accelerators import this_device
+from seqtile.planner.extrapolate import KEPT_TILES, Prediction, by_place, predict
+from seqtile.planner.fake_step import OPTIMIZER_STEP, build, build_bare, tracked_step
+from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace
+from seqtile.planner.layer_structure import cut, find_depths
+from seqtile.planner.live_at_peaks import OPTIMIZER, WEIGHTS, track
+from seqtile.planner.phases import BLOCK, BLOCK_AND_NORMS, HEAD, part_of
+from seqtile.planner.plan_plot import require_matplotlib
+from seqtile.planner.step_config import Setup
+from seqtile.planner.tile_choice import head_tile
+
+PHASES = ("forward", "loss", "backward", "optimiser")
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one way of running the step held.
+
+    Attributes:
+        name: ``"tiled"`` or ``"untiled"``.
+        standing: bytes of weights and optimiser states, there before the step.
+        peaks: bytes at the peak of forward, loss, backward and optimiser, standing ones included.
+        planned: the same as the plan has them.
+        peak_at: the part of the step where the plan has its peak.
+        terms: bytes there by what they are for, as (measured, planned).
+        timeline: live bytes after each operator; on an accelerator as counted, where the peaks are the allocator's.
+    """
+
+    name: str
+    standing: int
+    peaks: Mapping[str, int]
+    planned: Mapping[str, float]
+    peak_at: str
+    terms: Mapping[str, tuple[int, float]]
+    timeline: tuple[Sample, ...]
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once."""
+        return max(self.peaks.values())
+
+    @property
+    def error(self) -> float:
+        """How far the planned peak is off, relative to the measured one."""
+        return max(self.planned.values()) / self.peak - 1
+
+    @property
+    def worst(self) -> str:
+        """The term that is furthest off."""
+        return max(self.terms, key=lambda name: abs(self.terms[name][1] - self.terms[name][0]))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Both sides of one real step.
+
+    Attributes:
+        tokens: of the row that ran.
+        asked: tokens that were asked for.
+        device_type: where it ran.
+        layers: of the model.
+        sides: tiled first; untiled unless it did not fit.
+        notes: what the reader should know.
+    """
+
+    tokens: int
+    asked: int
+    device_type: str
+    layers: int
+    sides: tuple[Side, ...]
+    notes: tuple[str, ...]
+
+
+def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, loss_tile: int | None = None) -> Probe:
+    """Run one real step of ``tokens`` tokens, tiled and untiled, with random weights, and compare with the plan.
+
+    On an accelerator the lengths double from 1,024 up to ``tokens`` until one does not fit; on the CPU the step runs
+    at ``tokens`` at once, if the machine's memory holds it by the plan.
+
+    Args:
+        config: Transformers' configuration.
+        setup: how the step runs.
+        tokens: tokens of the row.
+        snapshot: where PyTorch's memory snapshot of the tiled step goes; accelerators only.
+        loss_tile: tokens per tile of the head; None is the rule that ``"auto"`` follows.
+
+    Raises:
+        UserError: not even the smallest length fits.
+    """
+    here = this_device()
+    kind = here.name
+    setup = replace(setup, device_type=kind)
+    depths = find_depths(config, build_bare(config, setup, "meta"))
+    head = loss_tile or head_tile(build(cut(config, depths.shallow[0]), setup, "meta"), setup, tokens, kind)
+    setup = replace(setup, loss_tile=head)
+    notes = []
+    if kind == "cpu":
+        run_at = _within_memory(config, setup, tokens, here.memory)
+        if snapshot is not None:
+            notes.append("no memory snapshot: the CPU's allocator keeps none")
+        tiled = _measure("tiled", config, setup, run_at, kind, None)
+    else:
+        run_at, tiled = _doubling(config, setup, tokens, kind, snapshot)
+    if run_at < tokens:
+        notes.append(f"{tokens:,} tokens do not fit here; this is {run_at:,}")
+    sides = [tiled]
+    try:
+        sides.append(_measure("untiled", config, replace(setup, tile=None, keep=0.0), run_at, kind, None))
+    except torch.OutOfMemoryError:
+        notes.append("untiled ran out of memory")
+    return Probe(run_at, tokens, kind, depths.layers, tuple(sides), tuple(notes))
+
+
+def _within_memory(config: Any, setup: Setup, tokens: int, free: int) -> int:
+    """The longest of ``tokens``, half of it, ... that this machine's free memory holds untiled by the plan."""
+    length = tokens
+    while length >= 64:
+        untiled = replace(setup, tile=None, keep=0.0)
+        planned = predict(config, untiled, length, workspace=cpu_workspace, device_type="cpu").peak
+        if planned < 0.8 * free:
+            return length
+        length //= 2
+    raise UserError(
+        f"this model does not fit {free / 2**30:.1f} GiB of free memory with 64 tokens; probe a smaller one"
+    )
+
+
+def _doubling(config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path | None) -> tuple[int, Side]:
+    length, best = min(1024, tokens), None
+    while True:
+        try:
+            best = (length, _measure("tiled", config, setup, length, kind, snapshot))
+        except torch.OutOfMemoryError:
+            break
+        if length >= tokens:
+            break
+        length = min(2 * length, tokens)
+    if best is None:
+        raise UserError(f"not even {length:,} tokens fit this device; ask `seqtile plan` what would")
+    return best
+
+
+def _measure(name: str, config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path | None) -> Side:
+    workspace = cpu_workspace if kind == "cpu" else flash2_workspace
+    planned = predict(config, setup, tokens, workspace=workspace, device_type=kind)
+    if snapshot is not None:
+        torch.cuda.memory._record_memory_history()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = _run(name, config, setup, tokens, kind, planned)
+        if snapshot is not None:
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+        return found
+    finally:
+        if snapshot is not None:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: Prediction) -> Side:
+    with track(kind) as live:
+        with live.phase(WEIGHTS):
+            built = build(config, setup, kind)
+        run = tracked_step(built, setup, tokens, live)
+    peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
+    for phase, row in live.phases.items():
+        if phase not in ("", WEIGHTS, OPTIMIZER):
+            where = phase_of(phase)
+            peaks[where] = max(peaks[where], row.peak)
+    expected: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    for phase, terms in planned.parts.items():
+        where = phase_of(phase)
+        expected[where] = max(expected[where], sum(terms.values()))
+    there = by_place(run, planned.depths).get(planned.peak_at, {})
+    meant = dict(planned.parts[planned.peak_at])
+    if KEPT_TILES in meant:  # real tensors are filed by the part that made them
+        block = next((name for name in meant if name in (BLOCK, BLOCK_AND_NORMS)), BLOCK)
+        meant[block] = meant.get(block, 0.0) + meant.pop(KEPT_TILES)
+    both = {what: (round(there.get(what, 0)), meant.get(what, 0.0)) for what in dict.fromkeys([*meant, *there])}
+    standing = run.peaks[OPTIMIZER_STEP].terms
+    return Side(
+        name, standing[WEIGHTS] + standing.get(OPTIMIZER, 0), peaks, expected, planned.peak_at, both,
+        tuple(sample for sample in live.timeline() if sample.phase not in ("", WEIGHTS, OPTIMIZER)),
+    )  # fmt: skip
+
+
+def phase_of(phase: str) -> str:
+    """Which of :data:`PHASES` a part of the step belongs to."""
+    if phase.startswith(OPTIMIZER_STEP):
+        return "optimiser"
+    if not phase.endswith("forward"):
+        return "backward"
+    return "loss" if part_of(phase) == HEAD else "forward"
+
+
+def plot_timeline(found: Probe, path: Path) -> None:
+    """Draw live bytes over the operators of the step, tiled and untiled."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+    axes = figure.subplots()
+    colours = {"untiled": "#222222", "tiled": "#d1495b"}
+    unit, word = (2**30, "GiB") if max(side.peak for side in found.sides) >= 2**30 else (2**20, "MiB")
+    for side in sorted(found.sides, key=lambda one: one.name, reverse=True):
+        first, last = side.timeline[0].op, side.timeline[-1].op
+        where = [(sample.op - first) / max(1, last - first) for sample in side.timeline]
+        held = [sample.live / unit for sample in side.timeline]
+        label = f"{side.name}, peak {side.peak / unit:,.1f} {word}"
+        axes.plot(where, held, color=colours[side.name], linewidth=1.3, label=label)
+    standing = found.sides[0].standing / unit
+    axes.axhline(standing, color="#999999", linewidth=0.9, linestyle=":", label="weights and optimiser state")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("share of the step's operators")
+    axes.set_ylabel(f"{word} live")
+    axes.set_title(f"One step of {found.tokens:,} tokens on {found.device_type}", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,379 @@
+"""Will it fit? The memory of a step on a device, term by term, and the longest sequence that fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from seqtile._errors import UserError
+from seqtile.planner.estimate import Bounds, Estimate, Saving
+from seqtile.planner.extrapolate import Lines, fit_for, partly
+from seqtile.planner.fake_step import build, build_bare
+from seqtile.planner.flops import Work, count_work
+from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, flash3_workspace
+from seqtile.planner.layer_structure import Counts, Depths, count_layers, count_weights, cut, find_depths
+from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
+from seqtile.planner.model_shapes import max_positions
+from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST
+from seqtile.planner.request import Request, attention_cannot_be_saved, check_request, check_split
+from seqtile.planner.sharding_terms import (
+    BUFFERS,
+    CONSTANTS,
+    CONTEXT,
+    STATE_BYTES,
+    offload_checkpoints,
+    on_device,
+    on_host,
+)
+from seqtile.planner.step_config import Setup
+from seqtile.planner.tile_choice import head_tile, kept_share, largest_tile, resolve
+
+MODEL_ERROR = 0.01
+"""Largest error of the counted bytes, as measured on the CPU (docs/planning.md)."""
+
+LONGEST = 2**26
+"""Longest row that is looked at where the model has no limit of its own."""
+
+WORTH = 0.03
+"""Share of a step that keeping attention's output must save to be chosen: below, a step varies by as much anyway."""
+
+HOST_PROCESS = "host processes"
+
+_STANDING = (WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS)
+_NAMES = {ATTENTION: "attention working set", KERNELS: "attention working set", REST: "other activations"}
+_BOUNDS = ("low", "expected", "high")
+
+
+class Planner:
+    """Everything about one request that does not depend on the length, and fake runs as they are needed.
+
+    What others call: ``Planner(request, max_length)``, :meth:`estimate`, :meth:`longest`, :meth:`sure`, :meth:`fits`,
+    :meth:`surely_fits`, :meth:`resolved`, :meth:`work` and :meth:`share`. These stay as they are.
+
+    Args:
+        request: what is planned.
+        max_length: the length that is asked about, checked against the model's positions.
+        like: a planner of the same model, whose structure and fake runs are taken where they are the same.
+
+    Raises:
+        UserError: a setting that cannot run.
+    """
+
+    def __init__(self, request: Request, max_length: int | None = None, like: Planner | None = None) -> None:
+        check_request(request, max_length)
+        self.request = request
+        self.setup = request.setup()
+        self.depths: Depths
+        self.counts: Counts
+        self._lines: dict[Setup, Lines] = {}
+        self._near: int | None = None
+        if like is not None and like.request.config is request.config and like.request.lora == request.lora:
+            self.share(like)
+            self.depths, self.counts = like.depths, like.counts
+        else:
+            self.depths = find_depths(request.config, build_bare(request.config, self.setup, "meta"))
+            low, high = (self._count(depth) for depth in self.depths.shallow)
+            self.counts = count_layers(self.depths, low, high)
+        check_split(request, self.counts)
+        self.built = build(cut(request.config, self.depths.shallow[0]), self.setup, "meta")
+        flash = flash3_workspace if request.attention == "flash3" else flash2_workspace
+        self.workspace = cpu_workspace if request.device_type == "cpu" else flash
+
+    def _count(self, layers: int) -> Counts:
+        config = cut(self.request.config, layers)
+        return count_weights(config, build(config, self.setup, "meta").model)
+
+    def share(self, other: Planner) -> None:
+        """Take the fake runs of a planner of the same model; runs are found by their settings."""
+        self._lines.update(other._lines)
+
+    def local(self, tokens: int) -> int:
+        """Tokens of each row that one rank holds."""
+        return -(-tokens // self.request.sp_size)
+
+    def resolved(self, tokens: int) -> Setup:
+        """The setup with the tiles that a rank's part of ``tokens`` is cut into."""
+        rows = self.local(tokens) * self.request.batch
+        kind = self.request.device_type
+        tile = largest_tile(self.built, self.setup, rows, kind) if self.setup.tile is not None else None
+        head = self.request.loss_tile or head_tile(self.built, self.setup, rows, kind)
+        keep = kept_share(self.built, self.setup, rows, kind, self.depths)
+        return resolve(replace(self.setup, loss_tile=head, keep=keep), rows, tile)
+
+    def lines(self, tokens: int) -> Lines:
+        """What the step holds by tokens per rank, from fake runs with the tiles of ``tokens``."""
+        setup = self.resolved(tokens)
+        setup = replace(setup, keep=partly(setup.keep))
+        for known, lines in self._lines.items():
+            if replace(known, tile=setup.tile, loss_tile=setup.loss_tile) == setup and _alike(known, setup):
+                return lines
+        lines, _ = fit_for(self.request.config, setup, self.depths, self.local(tokens), self.workspace)
+        self._lines[setup] = lines
+        return lines
+
+    def estimate(self, tokens: int, lines: Lines | None = None) -> Estimate:
+        """Memory of a step of ``tokens`` tokens per row; ``lines`` of another length save the fake runs."""
+        lines = self.lines(tokens) if lines is None else lines
+        local = self.local(tokens)
+        parts = lines.at(local, share=float(self.resolved(tokens).keep) if self.setup.keep else 0.0)
+        kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
+        share = self._moved(kept)
+        best: dict[str, tuple[float, str, dict[str, float], float]] = {}
+        for phase, terms in parts.items():
+            counted = {**terms, "tokens": float(local * self.request.batch)}
+            for bound in _BOUNDS:
+                found = on_device(self.request, self.counts, counted, phase)
+                moved = 0.0
+                if "checkpoints" in self.request.offload:
+                    flight = getattr(CONSTANTS["in flight"], bound)
+                    moved = offload_checkpoints(found, self.depths.layers, flight, share)
+                total = self._finish(found, bound)
+                if bound not in best or total > best[bound][0]:
+                    best[bound] = (total, phase, found, moved)
+        total, phase, found, _ = best["expected"]
+        host_terms = on_host(self.request, self.counts, {name: share * held for name, held in kept.items()})
+        processes = CONSTANTS["host process"]
+        counted_host = sum(host_terms.values())
+        host = [counted_host + getattr(processes, bound) * self.request.gpus for bound in _BOUNDS]
+        return Estimate(
+            tokens=tokens,
+            device=Bounds(best["low"][0], total, best["high"][0]),
+            host=Bounds(*host),
+            peak_at=name_phase(phase, self.depths.layers),
+            terms=_named(found, self.setup),
+            host_terms={**host_terms, HOST_PROCESS: processes.expected * self.request.gpus},
+            square=lines.square,
+            moved=share,
+        )
+
+    def host_room(self) -> float | None:
+        """Bytes of host memory that one rank's checkpoints may take; None where the host's memory was not given."""
+        if self.request.host_memory is None:
+            return None
+        others = sum(on_host(self.request, self.counts, {}).values())
+        each = (self.request.host_memory - others) / self.request.gpus - CONSTANTS["host process"].high
+        return max(0.0, each)
+
+    def _moved(self, kept: Mapping[str, float]) -> float:
+        """Share of what checkpoints keep that waits on the host: all of it, or what the host has room for."""
+        room, held = self.host_room(), sum(kept.values())
+        if "checkpoints" not in self.request.offload:
+            return 0.0
+        if room is None or held <= room:
+            return 1.0
+        return math.floor(self.depths.layers * room / held) / self.depths.layers  # whole layers are moved
+
+    def _finish(self, found: dict[str, float], bound: str) -> float:
+        """Add context and allocator to ``found``; returns the total."""
+        activations = sum(value for name, value in found.items() if name not in _STANDING)
+        error = {"low": -MODEL_ERROR, "expected": 0.0, "high": MODEL_ERROR}[bound]
+        context: float = getattr(CONSTANTS["context"], bound) + activations * getattr(CONSTANTS["fragmentation"], bound)
+        if self.request.gpus > 1:
+            context += getattr(CONSTANTS["communicator"], bound)
+        found[CONTEXT] = context + activations * error
+        return sum(found.values())
+
+    def fits(self, estimate: Estimate) -> bool:
+        """Whether the expected memory is there, on the device and, where it is given, on the host."""
+        host = self.request.host_memory
+        return estimate.device.expected <= self.request.device.memory and (
+            host is None or estimate.host.expected <= host
+        )
+
+    def surely_fits(self, estimate: Estimate) -> bool:
+        """Whether the high estimate is there too."""
+        host = self.request.host_memory
+        return estimate.device.high <= self.request.device.memory and (host is None or estimate.host.high <= host)
+
+    def sure(self) -> int:
+        """The longest row that fits at the high estimate too, 0 if none does; faster after :meth:`longest`."""
+        return self._reach(self.surely_fits, 0.25, self._near)[0]
+
+    def longest(self) -> tuple[int, str]:
+        """The longest row that fits (0 if none does), and what limits it."""
+        found, lines, self._near = self._reach(self.fits, 0.05)
+        if not found:
+            return 0, self._limit(self.estimate(self.request.sp_size, lines))
+        positions = max_positions(self.request.config)
+        grain = 128 * self.request.sp_size
+        beyond = self.estimate(min(found + max(grain, found // 256), 2**27), lines)
+        return found, "positions" if positions and found >= positions else self._limit(beyond)
+
+    def _reach(
+        self, holds: Callable[[Estimate], bool], within: float, near: int | None = None
+    ) -> tuple[int, Lines, int]:
+        """The longest row whose estimate ``holds``, and the lines of about that length: tiles depend on it a little.
+
+        The search begins at ``near``; last comes the length that the lines are of.
+        """
+        reference = near or min(max_positions(self.request.config) or LONGEST, 131072)
+        for _ in range(4):
+            lines = self.lines(reference)
+            found = self._furthest(lambda tokens, lines=lines: holds(self.estimate(tokens, lines)))  # type: ignore[misc]
+            if found and _alike(self.resolved(found), self.resolved(reference), within):
+                break
+            # The tiles of a long row are too large for a short one, which may fit where no long one does.
+            shorter = found or reference // 8
+            if shorter < 64 or (not found and self.at_least(1) > self.request.device.memory):
+                break
+            reference = shorter
+        return found, lines, reference
+
+    def _furthest(self, holds: Callable[[int], bool]) -> int:
+        """The longest row for which ``holds`` is true, to half a percent; 0 if there is none."""
+        top = max_positions(self.request.config) or LONGEST
+        if holds(top):
+            return top
+        grain = 128 * self.request.sp_size
+        if not holds(min(grain, top)):
+            grain = self.request.sp_size
+        low, high = 0, -(-top // grain)  # in grains; the first holds, the second does not
+        while high - low > max(1, low // 512):
+            middle = (low + high) // 2
+            low, high = (middle, high) if holds(middle * grain) else (low, middle)
+        return _round(low * grain, grain)
+
+    def _limit(self, estimate: Estimate) -> str:
+        host = self.request.host_memory
+        if host is not None and estimate.host.expected > host:
+            terms, place = dict(estimate.host_terms), "host memory"
+        else:
+            terms, place = dict(estimate.terms), "device memory"
+        return f"{place}: {max(terms, key=lambda name: terms[name])}"
+
+    def attention_outputs(self, tokens: int) -> float:
+        """Bytes that one rank's checkpoints keep with ``"attention-saved"`` beside layer inputs."""
+        counts, setup = self.counts, self.setup
+        itemsize = 2 if setup.autocast else setup.dtype.itemsize
+        each = counts.heads * (counts.head_width * itemsize + 4)  # the output and its log-sum-exp
+        return float(counts.layers * each * self.local(tokens) * self.request.batch)
+
+    def at_least(self, tokens: int) -> float:
+        """Bytes on the device that no step of ``tokens`` tokens per row is below, without a fake run."""
+        counts, setup = self.counts, self.setup
+        size = setup.dtype.itemsize
+        inputs = counts.layers * counts.hidden * size * self.local(tokens) * self.request.batch
+        terms = {WEIGHTS: float(size * counts.weights)}
+        if "checkpoints" not in self.request.offload:
+            terms[CHECKPOINTS] = float(inputs)
+        found = on_device(self.request, counts, terms, "forward")
+        found[OPTIMIZER] = found.get(OPTIMIZER, STATE_BYTES[self.request.optimizer] * size / 4 * counts.trained)
+        return sum(found.values()) + CONSTANTS["context"].low
+
+    def work(self, tokens: int) -> Work:
+        """Operations of a step of ``tokens`` tokens per row."""
+        return count_work(self.request, self.counts, tokens)
+
+
+def _alike(one: Setup, other: Setup, within: float = 0.05) -> bool:
+    """Whether tiles are equal within a twentieth, which moves a peak by less than a hundredth."""
+    if (one.tile is None) != (other.tile is None):
+        return False
+    tiles = [(one.loss_tile, other.loss_tile)]
+    if isinstance(one.tile, int) and isinstance(other.tile, int):
+        tiles.append((one.tile, other.tile))
+    return all(abs(a - b) <= within * max(a, b) for a, b in tiles)
+
+
+def name_phase(phase: str, layers: int) -> str:
+    """``"backward of attention in the last layer"`` of ``"attention#-1, backward"``."""
+    part, _, when = phase.partition(", ")
+    part, _, number = part.partition("#")
+    if not when:
+        return part
+    place = ""
+    if number:
+        index = int(number) % layers
+        words = {0: "the first layer", layers - 1: "the last layer"}
+        place = f" in {words.get(index, f'layer {index + 1} of {layers}')}"
+    return f"{when} of {part}{place}"
+
+
+def _named(found: Mapping[str, float], setup: Setup) -> dict[str, float]:
+    """Terms under the names that the table shows."""
+    names: dict[str, str] = dict(_NAMES)
+    names[BLOCK] = names[BLOCK_AND_NORMS] = "MLP tile" if setup.tile is not None else "MLP"
+    names[HEAD] = "loss tile" if setup.loss == "tiled" else "logits and loss"
+    terms: dict[str, float] = {}
+    for name, value in found.items():
+        shown = names.get(name, name)
+        terms[shown] = terms.get(shown, 0.0) + value
+    return terms
+
+
+def _round(tokens: int, grain: int) -> int:
+    """Down to a number that people would write, within half a percent."""
+    for unit in (65536, 16384, 4096, 1024):
+        if tokens >= 200 * unit // 2 and unit % grain == 0:
+            return tokens // unit * unit
+    return tokens
+
+
+def choose(planner: Planner, tokens: int) -> tuple[Planner, Saving]:
+    """Whether to keep attention's output: where it saves :data:`WORTH` of the step and the high estimate fits.
+
+    Args:
+        planner: with checkpoints that keep layer inputs only.
+        tokens: the length that is planned.
+
+    Returns:
+        The planner to go on with, and why.
+    """
+    request = planner.request
+    kept = replace(request, checkpoint="attention-saved")
+    share = 1 - count_work(kept, planner.counts, tokens).total / planner.work(tokens).total
+    refusal = attention_cannot_be_saved(request)
+    if refusal is not None:
+        return planner, Saving(False, None, share, refusal)
+    if share < WORTH:
+        why = f"would save {share:.1%} of the step, less than the {WORTH:.0%} that count; not chosen"
+        return planner, Saving(False, None, share, why)
+    outputs = planner.attention_outputs(tokens)
+    more = 0.0 if "checkpoints" in request.offload else outputs
+    words = f"{outputs / 2**30:,.2f} GiB more" + ("" if more else " on the host")
+    over = planner.at_least(tokens) + more - request.device.memory
+    if over <= 0:  # worth fake runs
+        other = Planner(kept, like=planner)
+        found = other.estimate(tokens)
+        if found.moved < 1 and more == 0:  # the host has no room for all of it
+            more = max(0.0, found.device.expected - planner.estimate(tokens).device.expected)
+            words = f"{more / 2**30:,.2f} GiB more on the device, whose host has no room for all"
+        if other.surely_fits(found):
+            return other, Saving(True, more, share, f"{words}, saves {share:.0%} of the step; fits, chosen")
+        if other.fits(found):
+            beyond = "fits at the expected estimate, not at the high one; --checkpoint attention-saved takes it"
+            return planner, Saving(False, more, share, f"{words}, would save {share:.0%} of the step; {beyond}")
+        over = found.device.expected - request.device.memory
+    gap = f"at least {over / 2**30:,.2f} GiB too much on the device" if over > 0 else "too much for the host's memory"
+    beyond = f"does not fit, {gap}"
+    return planner, Saving(False, more, share, f"{words}, would save {share:.0%} of the step; {beyond}")
+
+
+def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Estimate, int, str, Saving | None]:
+    """Plan ``request``: its planner, the estimate at ``max_length`` or at the longest that fits, that, and its limit.
+
+    Last comes what was decided about attention's output, where the request leaves it to the plan.
+
+    Raises:
+        UserError: a setting that cannot run, or nothing that fits.
+    """
+    auto = request.checkpoint == "auto"
+    planner = Planner(replace(request, checkpoint="layer") if auto else request, max_length)
+    saving = None
+    if auto and max_length is not None:
+        planner, saving = choose(planner, max_length)
+    longest, limit = planner.longest()
+    if max_length is None and longest == 0:
+        short = planner.estimate(128 * request.sp_size)
+        raise UserError(
+            f"{request.model!r} does not fit {request.gpus} x {request.device.name} at any length: "
+            f"{short.device.expected / 2**30:.1f} GiB of {request.device.memory / 2**30:.1f} GiB before the first "
+            f"tokens, most of it {limit.partition(': ')[2]}; shard it (--engine zero3 --gpus 8), train adapters "
+            "(--lora r=16) or take a larger device"
+        )
+    if auto and max_length is None:
+        planner, saving = choose(planner, longest)
+        if saving.chosen:  # limited by something else
+            longest, limit = planner.longest()
+    return planner, planner.estimate(max_length or longest), longest, limit, saving

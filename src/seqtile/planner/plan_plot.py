@@ -1,0 +1,64 @@
+"""Length against memory, term by term."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from seqtile._errors import UserError
+from seqtile.planner.memory_plan import Planner
+
+GIB = 2**30
+COLOURS = {
+    "weights": "#30638e", "gradients": "#4f8fc0", "optimiser state": "#87b5d9", "engine buffers": "#b79ab5",
+    "context and allocator": "#bbbbbb", "checkpointed hidden states": "#edae49", "kept attention outputs": "#f3cf8b",
+    "kept gate and up": "#a3c9ad", "attention working set": "#d1495b",
+    "MLP tile": "#5f9e6e", "MLP": "#5f9e6e", "loss tile": "#8e6c8a", "logits and loss": "#8e6c8a",
+    "other activations": "#d8c9a5",
+}  # fmt: skip
+
+
+def require_matplotlib() -> None:
+    """Raise a :class:`UserError` where plots cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        raise UserError("a plot needs matplotlib; install it with: pip install 'seqtile[train]'")
+
+
+def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
+    """Write the plot: stacked terms over lengths up to a quarter beyond ``tokens``, and the device's line."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MultipleLocator
+
+    lines = planner.lines(max(tokens, 2))
+    lengths = [max(1, round(tokens * number / 40)) for number in range(1, 51)]
+    found = [planner.estimate(length, lines) for length in lengths]
+    names = [name for name in COLOURS if any(one.terms.get(name, 0.0) > 0.002 * one.device.expected for one in found)]
+    figure = Figure(figsize=(9.0, 4.6), layout="constrained")
+    axes = figure.subplots()
+    stacks = [[one.terms.get(name, 0.0) / GIB for one in found] for name in names]
+    axes.stackplot(lengths, stacks, labels=names, colors=[COLOURS[name] for name in names])
+    axes.plot(
+        lengths, [one.device.high / GIB for one in found], color="#222222", linestyle=":", linewidth=1.2, label="high"
+    )
+    memory = planner.request.device.memory / GIB
+    axes.axhline(memory, color="#222222", linewidth=1.4)
+    axes.text(lengths[0], memory, f" {planner.request.device.name}, {memory:.0f} GiB", va="bottom", fontsize=9)
+    axes.set_xlim(lengths[0], lengths[-1])
+    axes.set_ylim(0, 1.25 * max(memory, found[39].device.expected / GIB))
+    axes.set_xlabel("tokens in a row")
+    axes.set_ylabel("GiB on one device at the step's peak")
+    axes.xaxis.set_major_locator(MultipleLocator(_step(lengths[-1])))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:,.0f}K" if n >= 4096 else f"{n:,.0f}"))
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    request = planner.request
+    trains = "adapters" if request.lora else "every weight"
+    axes.set_title(f"{request.model}, {trains}, {request.gpus} x {request.device.name}, {request.engine}", fontsize=10)
+    figure.savefig(path, dpi=130)
+
+
+def _step(top: int) -> int:
+    """A power of two that gives five to ten marks."""
+    return max(1, 2 ** ((top // 5).bit_length() - 1))

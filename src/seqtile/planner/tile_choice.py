@@ -1,0 +1,116 @@
+"""Which tiles a step of a given length uses, and which shorter steps use tiles of the same size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from seqtile.models.instance import Installed
+from seqtile.planner.layer_structure import Depths
+from seqtile.planner.phases import causal_model
+from seqtile.planner.step_config import Built, Setup
+from seqtile.tiling import BlockShape, head_sizes, parse_keep, parse_tile, sizes_within
+
+MOST_TILES = 3
+"""Longest fake run, in tiles: each costs its operators once more."""
+
+MOST_HEAD_TILES = 12
+"""The same where only the head is tiled, which has far fewer operators a tile."""
+
+
+def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> int | None:
+    """Tokens in the largest tile that a batch of ``tokens`` is cut into; None if every block runs untiled.
+
+    Args:
+        built: a tiled model, of any depth.
+        setup: for the type of the activations.
+        tokens: of the batch.
+        device_type: of the device that is planned for, which ``"auto"`` asks for.
+    """
+    dtype = torch.bfloat16 if setup.autocast else setup.dtype
+    x = torch.empty(0, dtype=dtype, device="meta")
+    sizes: list[int] = []
+    for block in built.blocks:
+        module = built.model.get_submodule(block.name)
+        owner = built.model.get_submodule(block.name.rpartition(".")[0]) if block.kind == "inline" else module
+        standing = owner.__dict__.get("forward")
+        if not isinstance(standing, Installed):
+            continue
+        weights = [weight for weight in owner.parameters() if weight.requires_grad]
+        shape = replace(standing.setting.shape(x, weights, block.path == "fused"), device_type=device_type)
+        sizes += standing.setting.rule.tile_sizes(tokens, shape)
+    return max(sizes) if sizes else None
+
+
+def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths: Depths) -> float:
+    """Share of the tiles that keep gate and up in a batch of ``tokens``: what ``setup.keep`` comes to.
+
+    Args:
+        built: a tiled model, of the shallower of ``depths``.
+        setup: with the rule, a share or a number of bytes.
+        tokens: of the batch.
+        device_type: of the device that is planned for.
+        depths: for the number of blocks that share the bytes.
+    """
+    if not setup.keep or setup.tile is None:
+        return 0.0
+    rule = parse_keep(setup.keep, len(built.blocks) * depths.layers // depths.shallow[0])
+    x = torch.empty(0, dtype=torch.bfloat16 if setup.autocast else setup.dtype, device="meta")
+    shares = [0.0]
+    for block in built.blocks:
+        standing = built.model.get_submodule(block.name).__dict__.get("forward")
+        if not isinstance(standing, Installed) or block.path != "fused":
+            continue
+        weights = [weight for weight in built.model.get_submodule(block.name).parameters() if weight.requires_grad]
+        shape = replace(standing.setting.shape(x, weights, True), device_type=device_type)
+        sizes = standing.setting.rule.tile_sizes(tokens, shape)
+        if sizes:
+            shares.append(math.floor(rule.share(sizes, shape) * len(sizes) + 1e-9) / len(sizes))
+    return max(shares)
+
+
+def head_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> int:
+    """Tokens in the largest tile of the head, by the rule that ``"auto"`` follows."""
+    head = causal_model(built.model).get_output_embeddings()
+    if head is None or setup.loss != "tiled":
+        return setup.loss_tile
+    dtype = torch.bfloat16 if setup.autocast else setup.dtype
+    shape = BlockShape(
+        hidden=head.weight.shape[1], intermediate=head.weight.shape[0], itemsize=dtype.itemsize, weight_numel=0,
+        weight_itemsize=dtype.itemsize, device_type=device_type, live_widths=1,
+    )  # fmt: skip
+    return max(head_sizes(tokens, parse_tile("auto"), shape))
+
+
+def resolve(setup: Setup, tokens: int, tile: int | None) -> Setup:
+    """``setup`` with the sizes that the tiles of ``tokens`` really have, as numbers."""
+    head = max(sizes_within(tokens, setup.loss_tile)) if setup.loss == "tiled" else setup.loss_tile
+    return replace(setup, tile=tile, loss_tile=head)
+
+
+def other_lengths(setup: Setup, tokens: int, points: int = 2) -> tuple[int, ...]:
+    """Lengths, none of them ``tokens``, whose tiles are as large as those of ``tokens``: whole multiples of a tile.
+
+    Args:
+        setup: resolved for ``tokens``.
+        tokens: the length to predict.
+        points: how many lengths: two for a line, three where a ``[tokens, tokens]`` tensor makes it a parabola.
+    """
+    tiles = [setup.tile] if isinstance(setup.tile, int) else []
+    tiles += [setup.loss_tile] if setup.loss == "tiled" else []
+    if not tiles:
+        step = max(1, tokens // (points + 2))
+        return tuple(step * (number + 2) for number in range(points))
+    unit = math.lcm(*tiles)
+    if unit > 4 * max(tiles):  # sizes that share nothing: the smaller one is then a little smaller than it should be
+        unit = max(tiles)
+    most = MOST_TILES if isinstance(setup.tile, int) else MOST_HEAD_TILES
+    top = min(max(tokens // unit, points + 1), most)
+    # The longest that is affordable, and the others not far below: a part's line may bend at short lengths.
+    counts: list[int] = []
+    for wanted in (top, *(max(2, top * (3 - number) // 3) for number in range(1, points))):
+        free = (n for n in range(wanted, wanted + 3 * points) if n not in counts and n * unit != tokens)
+        counts.append(next(free))
+    return tuple(unit * number for number in sorted(counts))

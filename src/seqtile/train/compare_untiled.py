@@ -1,0 +1,157 @@
+"""Tiled against untiled: one forward and backward of the same model on the same batch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from seqtile.counting import LiveBytes, Sample, count_live_bytes
+from seqtile.models.apply import apply, undo
+from seqtile.planner.phases import label_phases, run_step
+from seqtile.verification import Run, verify
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from seqtile.models.report import Block
+    from seqtile.train.recipe import Recipe
+
+TIMED_PAIRS = 3
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two ways of running the step.
+
+    Attributes:
+        name: ``"tiled"`` or ``"untiled"``.
+        step_seconds: median of the timed runs of forward and backward, without counters.
+        peak_bytes: most bytes live at once above what was live before the step (the model's weights are not in it).
+        peak_phase: which part of the step holds them, such as ``"MLP, backward"``.
+        units: matrix products per block, in ``2 * tokens * hidden * intermediate``; None where another product of
+            the model has the same sizes.
+        phases: peak bytes of each part.
+        timeline: live bytes after each operator that changed them.
+    """
+
+    name: str
+    step_seconds: float
+    peak_bytes: int
+    peak_phase: str
+    units: float | None
+    phases: dict[str, int]
+    timeline: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both sides, and how far their gradients are apart.
+
+    Attributes:
+        tiled, untiled: the two sides.
+        tokens: tokens of the batch.
+        gradient_error: largest over all parameters of ``norm(tiled - untiled) / norm(untiled)``.
+        gradient_name: the parameter that has it.
+        how: one sentence on how it was measured.
+        notes: what :func:`seqtile.verify` has to say, such as that this batch was too short to be cut.
+    """
+
+    tiled: Side
+    untiled: Side
+    tokens: int
+    gradient_error: float
+    gradient_name: str
+    how: str
+    notes: tuple[str, ...] = ()
+
+
+def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Comparison:
+    """Measure ``model`` tiled as ``recipe`` says and untiled; it is left tiled, without gradients.
+
+    Runs five forwards and backwards of each kind: one that :func:`seqtile.verify` counts and compares, one that
+    says which part of the step holds the memory, three that are timed, in turn.
+
+    Args:
+        model: a tiled causal language model in training mode, PEFT's wrapper or not.
+        batch: keyword arguments of its forward, labels included.
+        recipe: for the tile rule.
+
+    Raises:
+        UserError: nothing to tile.
+    """
+    inputs = dict(batch)
+    tokens = inputs["input_ids"].numel()
+    with _silent():
+        blocks = apply(model, **recipe.tiling).blocks
+        verdict = verify(model, inputs, reference=None)
+        tiled_live = _watch_step(model, inputs, blocks)
+        undo(model)
+        untiled_live = _watch_step(model, inputs, blocks)
+        seconds: dict[str, list[float]] = {"untiled": [], "tiled": []}
+        for _ in range(TIMED_PAIRS):
+            undo(model)
+            seconds["untiled"].append(_time_step(model, inputs))
+            apply(model, **recipe.tiling)
+            seconds["tiled"].append(_time_step(model, inputs))
+    weights = [one for one in verdict.parameters if one.name != "loss"]
+    worst = max(weights, key=lambda one: one.l2)
+    return Comparison(
+        tiled=_side("tiled", verdict.tiled, tiled_live, seconds["tiled"]),
+        untiled=_side("untiled", verdict.untiled, untiled_live, seconds["untiled"]),
+        tokens=tokens,
+        gradient_error=worst.l2,
+        gradient_name=worst.name,
+        how=f"forward and backward of one batch of {tokens:,} tokens; bytes "
+        f"{'of live tensors' if inputs['input_ids'].device.type == 'cpu' else 'from the allocator'} "
+        f"above the model's own; seconds: median of {TIMED_PAIRS}",
+        notes=verdict.notes,
+    )
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """The tiling was reported when training began; switching it on and off here is nobody's news."""
+    logger = logging.getLogger("seqtile.models")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _watch_step(model: nn.Module, inputs: dict[str, Any], blocks: Iterable[Block]) -> LiveBytes:
+    """One step, its live bytes labelled with the part of the model that runs."""
+    with (
+        count_live_bytes(inputs["input_ids"].device) as live,
+        label_phases(live, model, blocks) as labels,
+    ):
+        run_step(model, inputs, labels)
+    model.zero_grad(set_to_none=True)
+    return live
+
+
+def _time_step(model: nn.Module, inputs: dict[str, Any]) -> float:
+    started = time.perf_counter()
+    run_step(model, inputs)
+    seconds = time.perf_counter() - started
+    model.zero_grad(set_to_none=True)
+    return seconds
+
+
+def _side(name: str, counted: Run, live: LiveBytes, seconds: list[float]) -> Side:
+    phases = {phase: row.peak for phase, row in live.phases.items()}
+    return Side(
+        name=name,
+        step_seconds=median(seconds),
+        peak_bytes=counted.peak_bytes,
+        peak_phase=max(phases, key=lambda phase: phases[phase]),
+        units=counted.units,
+        phases=phases,
+        timeline=tuple(live.timeline()),
+    )

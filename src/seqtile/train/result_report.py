@@ -1,0 +1,166 @@
+"""The small report beside a result: two plots and the numbers behind them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, part_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from seqtile.train.compare_untiled import Comparison, Side
+    from seqtile.train.run import Outcome
+
+MIB = 2**20
+PACKAGES = ("seqtile", "torch", "transformers", "trl", "accelerate", "peft")
+COLOURS = {BLOCK: "#d1495b", BLOCK_AND_NORMS: "#d1495b", ATTENTION: "#30638e", HEAD: "#edae49", REST: "#9aa5ab"}
+DPI = 120
+
+
+def write_report(outcome: Outcome, directory: Path) -> Path:
+    """Write ``report.json``, ``loss.png`` and, where it was compared, ``memory.png`` into ``directory``.
+
+    Returns:
+        ``directory``.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "report.json").write_text(json.dumps(numbers(outcome), indent=1) + "\n", encoding="utf-8")
+    if outcome.losses:
+        plot_loss(outcome.losses, directory / "loss.png")
+    if outcome.comparison is not None:
+        plot_memory(outcome.comparison, directory / "memory.png")
+    return directory
+
+
+def numbers(outcome: Outcome) -> dict[str, Any]:
+    """Everything measured, with versions, device, command and date."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": ["seqtile", *sys.argv[1:]],
+        "device": device_name(),
+        "engine": {key: getattr(outcome.recipe, key) for key in ("engine", "nproc", "sp_size")},
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "tiling": None if outcome.tiling is None else str(outcome.tiling),
+        "retries": list(outcome.retries),
+        "steps": outcome.step,
+        "step_seconds": outcome.step_seconds,
+        "peak_allocated_bytes": outcome.peak_bytes,
+        "losses": [{"step": step, "loss": loss} for step, loss in outcome.losses],
+        "comparison": None if outcome.comparison is None else _comparison(outcome.comparison),
+    }
+
+
+def device_name() -> str:
+    """The accelerator's name, or the CPU with its threads."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return f"cpu {platform.machine()}, {torch.get_num_threads()} threads"
+    module = torch.get_device_module(accelerator)
+    return module.get_device_name() if hasattr(module, "get_device_name") else accelerator.type
+
+
+def plot_loss(losses: Sequence[tuple[int, float]], path: Path) -> None:
+    """Training loss over optimiser steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    steps, values = zip(*losses, strict=True)
+    axes.plot(
+        steps, values, color=COLOURS[ATTENTION], linewidth=1.6, marker="o" if len(losses) <= 50 else "", markersize=3
+    )
+    axes.set_xlabel("optimiser step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title("Training loss", loc="left")
+    _plain(axes)
+    figure.savefig(path, dpi=DPI)
+
+
+def plot_memory(comparison: Comparison, path: Path) -> None:
+    """Live memory over one step, untiled above tiled, coloured by the part that runs, peaks marked."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(7.6, 5.2), layout="constrained")
+    panels = figure.subplots(2, 1, sharey=True)
+    for axes, side in zip(panels, (comparison.untiled, comparison.tiled), strict=True):
+        _plot_side(axes, side)
+    share = comparison.tiled.peak_bytes / comparison.untiled.peak_bytes
+    panels[0].set_title(
+        f"Memory over one step of {comparison.tokens:,} tokens: tiled peak {share:.0%} of untiled", loc="left"
+    )
+    panels[0].set_ylim(0, comparison.untiled.peak_bytes / MIB * 1.28)
+    panels[1].set_xlabel("progress through forward and backward (% of operators)")
+    parts = [part for part in COLOURS if any(part_of(name) == part for name in comparison.untiled.phases)]
+    figure.legend(
+        handles=[Patch(color=COLOURS[part], label=part) for part in parts],
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+    )
+    figure.savefig(path, dpi=DPI)
+
+
+def _plot_side(axes: Axes, side: Side) -> None:
+    samples = side.timeline
+    end = max(sample.op for sample in samples) or 1
+    x = [100 * sample.op / end for sample in samples]
+    y = [sample.live / MIB for sample in samples]
+    start = 0
+    for part, run in groupby(part_of(sample.phase) for sample in samples):
+        stop = start + len(list(run))
+        # Up to the next part's first sample, so that no gap opens between two parts.
+        axes.fill_between(
+            x[start : stop + 1],
+            [*y[start:stop], y[stop - 1]][: len(x[start : stop + 1])],
+            step="post",
+            color=COLOURS.get(part, COLOURS[REST]),
+            linewidth=0.7,  # a peak may last for one operator, less than a pixel
+        )
+        start = stop
+    top = max(range(len(y)), key=lambda index: y[index])
+    axes.plot(x[top], y[top], marker="v", color="black", markersize=6, clip_on=False)
+    axes.annotate(
+        f"{side.peak_bytes / MIB:,.0f} MiB in {side.peak_phase}",
+        (x[top], y[top]),
+        xytext=(0, 8),
+        textcoords="offset points",
+        ha="right" if x[top] > 60 else "left" if x[top] < 40 else "center",
+        fontsize=9,
+    )
+    axes.set_ylabel(f"{side.name}\nlive MiB")
+    axes.set_xlim(0, 100)
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _comparison(comparison: Comparison) -> dict[str, Any]:
+    values = asdict(comparison)
+    for side in ("tiled", "untiled"):
+        values[side].pop("timeline")
+    return values
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

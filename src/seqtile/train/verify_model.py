@@ -1,0 +1,136 @@
+"""``seqtile verify``: a model by name, adapters, a random batch, and the comparison."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from seqtile._errors import UserError
+from seqtile.train.arguments import adapter_config
+from seqtile.train.load import load_bare
+from seqtile.train.recipe import DEMO, Recipe, build_recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from seqtile.verification import VerifyResult
+
+DEFAULT_TILE = "shards:8"
+"""``"auto"`` leaves a short batch whole, and then there is nothing to verify."""
+
+
+def check_recipe(values: dict[str, Any]) -> Recipe:
+    """The settings of a check as a recipe, validated like one of ``seqtile train``.
+
+    Raises:
+        UserError: a value is out of range, or PEFT is missing for adapters.
+    """
+    if values.get("max_length", 2) < 2:
+        raise UserError(f"got --tokens {values['max_length']}, expected at least 2: the first predicts the second")
+    recipe, _ = build_recipe({}, {"dataset": DEMO, "tile": DEFAULT_TILE, **values})
+    if recipe.lora is not None and find_spec("peft") is None:
+        raise UserError("--lora needs peft; install it with: pip install 'seqtile[train]'")
+    return recipe
+
+
+def check(recipe: Recipe) -> VerifyResult:
+    """Load the model and run :func:`seqtile.verify` on random tokens: in this process, or under the recipe's engine.
+
+    Args:
+        recipe: ``max_length`` is the length of the batch and ``batch_size`` its rows.
+
+    Raises:
+        UserError: bad input, or the batch was not cut, so that nothing was tested.
+    """
+    from seqtile.verification import verify
+
+    if recipe.engine != "single":
+        from seqtile.train.launch import launch_check
+
+        return launch_check(recipe)
+    if (recipe.nproc or 1) > 1:
+        raise UserError(f"got --nproc {recipe.nproc} without --engine; give --engine ddp, fsdp2, zero2 or zero3")
+    model = build_model(recipe)
+    result = verify(model, build_batch(recipe, model), tile=recipe.tile, seed=recipe.seed)
+    refuse_whole(result, recipe)
+    return result
+
+
+def check_rank(recipe: Recipe) -> VerifyResult:
+    """The part of one process that a launcher started; every rank comes to the same verdict."""
+    import torch
+    import torch.distributed as dist
+
+    from seqtile.train.ranks import leave, world_size
+    from seqtile.verification.across_ranks import verify_under
+
+    if world_size() != recipe.nproc:
+        raise UserError(f"{recipe.nproc} processes were asked for and {world_size()} started")
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    model = build_model(recipe)
+    batch = build_batch(recipe, model, int(os.environ["RANK"]))
+    dist.init_process_group()
+    if recipe.engine.startswith("zero"):
+        if not torch.accelerator.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it looked for one
+        import deepspeed
+
+        deepspeed.init_distributed()
+    try:
+        result = verify_under(recipe.engine, model, batch, tile=recipe.tile, seed=recipe.seed)
+    finally:
+        leave()
+    refuse_whole(result, recipe)
+    return result
+
+
+def refuse_whole(result: VerifyResult, recipe: Recipe) -> None:
+    """Raise where every block ran in one tile."""
+    if not result.cut:
+        raise UserError(
+            f"tile {recipe.tile!r} leaves {recipe.max_length:,} tokens in one tile, so there is nothing to verify; "
+            "give more --tokens or a smaller --tile"
+        )
+
+
+def build_model(recipe: Recipe) -> nn.Module:
+    """The model on its device, with fresh adapters if the recipe has some.
+
+    The adapters' second factor is random and not zero, else their first factor would have no gradient to compare.
+    """
+    import torch
+
+    model: Any = load_bare(recipe)
+    adapters = adapter_config(recipe.lora)
+    if adapters is not None:
+        from peft import get_peft_model
+
+        adapters.init_lora_weights = False
+        torch.manual_seed(recipe.seed)
+        try:
+            model = get_peft_model(model, adapters)
+        except (ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"PEFT refuses these adapters on this model: {reason}") from None
+    if recipe.activation_checkpointing and getattr(model, "supports_gradient_checkpointing", True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the name is changing; both are understood
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    if torch.accelerator.is_available():
+        model.to(torch.accelerator.current_accelerator())
+    model.config.use_cache = False
+    trained: nn.Module = model.train()
+    return trained
+
+
+def build_batch(recipe: Recipe, model: nn.Module, rank: int = 0) -> dict[str, Tensor]:
+    """Random tokens, other ones on every rank."""
+    import torch
+
+    vocabulary = model.config.get_text_config().vocab_size  # type: ignore[operator,union-attr]
+    generator = torch.Generator().manual_seed(recipe.seed + rank)
+    ids = torch.randint(0, vocabulary, (recipe.batch_size, recipe.max_length), generator=generator)
+    return {"input_ids": ids.to(next(model.parameters()).device)}
