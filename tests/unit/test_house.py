@@ -114,9 +114,24 @@ def device_names(root: Path) -> list[str]:
     return found
 
 
+def shared_names(root: Path) -> list[str]:
+    """Module names that two files have, or a file and a package."""
+    files = [file for file, _ in modules(root)]
+    known = {folder.name: folder for file in files for folder in file.parents}
+    found = []
+    for file in files:
+        if file.stem.startswith("__"):
+            continue
+        if file.stem in known:
+            found.append(f"{file} and {known[file.stem]}")
+        known[file.stem] = file
+    return found
+
+
 CHECKS: dict[Callable[[Path], list[str]], tuple[str, str]] = {
     wrong_imports: ("ops/bad.py", "def late():\n    from ..models import find\n"),
     prints: ("models/bad.py", "print('hello')\n"),
+    shared_names: ("tiling/tiling.py", "x = 1\n"),
     device_names: ("ops/bad.py", "import torch\n\ntorch.cuda.synchronize()\n"),
 }
 """Each check, and a file that it must catch."""
