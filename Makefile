@@ -38,7 +38,7 @@ demo: $(VENV)/.ready  ## train a small model on real text, tiled and untiled, an
 gpu: $(VENV)/.ready  ## the GPU suite, ten minutes on one device: writes rows into benchmarks/results
 	$(VENV)/bin/python benchmarks/gpu.py $(ARGS)
 
-gpu-ladder: $(VENV)/.ready  ## the longest row of every rung on one device, ten minutes a rung: start it again to go on
+gpu-ladder: $(VENV)/.ready  ## the longest sequence of every rung on one device, ten minutes a rung: start it again to go on
 	$(VENV)/bin/python benchmarks/gpu_ladder.py $(ARGS)
 
 bench-cpu: $(VENV)/.ready  ## the CPU claim: interleaved pairs against untiled, and others beside; a quarter of an hour

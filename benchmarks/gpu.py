@@ -93,7 +93,7 @@ def _pairs(suite: Suite, part: str, cell: Cell, methods: tuple[str, ...], pairs:
 
 
 def _precision(suite: Suite, cell: Cell) -> None:
-    """Whether this torch adds low-precision products into fp32 itself, which the time bound stands on."""
+    """Whether this torch adds low-precision products into fp32 itself, which the time bound relies on."""
     rows = suite.run("sums over tiles", lambda: [run_child("precision", {"device": cell.device, "dtype": cell.dtype})])
     suite.claim(
         "weight gradients are summed in fp32 by the product itself (torch 2.12 or newer on CUDA)", rows,

@@ -1,4 +1,4 @@
-"""The longest row of every rung of the ladder, by the allocator: `make gpu-ladder`. Under ten minutes a rung.
+"""The longest sequence of every rung of the ladder, by the allocator: `make gpu-ladder`. Under ten minutes a rung.
 
     python benchmarks/gpu_ladder.py --lora r=16 --host-memory 128GiB          # Llama-8B on this machine's accelerator
     python benchmarks/gpu_ladder.py --device cpu --memory 40MiB --model DIR   # counted bytes, to see that it runs
@@ -103,7 +103,7 @@ def run(given: argparse.Namespace) -> list[Row]:
 
 
 def _rung(first: Attempt, tried: list[Row], write: Callable[[Row], Row], within: float, seconds: float) -> None:
-    """Search one rung's longest row; what was tried in an earlier run counts, its time too."""
+    """Search one rung's longest sequence; what was tried in an earlier run counts, its time too."""
     spent = sum(row["seconds"] for row in tried)
     until = time.monotonic() + seconds - spent
     print(f"{RUNGS[first.rung].name}" + (f", going on after {len(tried)} attempts" if tried else ""), flush=True)

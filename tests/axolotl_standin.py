@@ -1,4 +1,4 @@
-"""What the plugin for axolotl stands on, as axolotl 0.19.0 has it, for tests in an environment without axolotl.
+"""What the plugin for axolotl relies on, as axolotl 0.19.0 has it, for tests in an environment without axolotl.
 
 ``tests/frameworks/test_axolotl.py`` compares names, parameters, defaults and the order of the hooks with the real one.
 """

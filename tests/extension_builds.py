@@ -17,7 +17,7 @@ NAME = "TORCH_EXTENSIONS_DIR"
 OWN = Path(__file__).parents[1] / ".cache" / "torch_extensions" / (
     f"py{sys.version_info.major}{sys.version_info.minor}-torch{version('torch')}"
 )  # fmt: skip
-"""One for each interpreter and PyTorch: PyTorch compiles anew what it finds compiled for another."""
+"""One for each interpreter and PyTorch: PyTorch compiles again what it finds compiled for another."""
 
 BUILD_SECONDS = 900.0
 """No build takes as long, on a busy machine either: a lock that is older is a dead one's."""

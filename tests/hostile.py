@@ -5,7 +5,7 @@ Each entry is a small model with one block that a tiler may take for ``down(act(
 entry untiled and tiled and says what came of it; ``python tests/hostile.py`` prints that as a table.
 
 To add one: subclass :class:`Gated` or :class:`TwoLayers` and decorate the class. A class attribute or a global that the
-module changes is reset in its ``__init__``, since every run builds the model anew.
+module changes is reset in its ``__init__``, since every run builds the model again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one exception that is the user's to mend."""
+"""The one exception that is the user's to fix."""
 
 
 class UserError(ValueError):

@@ -19,7 +19,7 @@ LIVE_WIDTHS = 6
 """``[tile, intermediate]`` tensors at the peak of a gated MLP's eager backward (5.3 counted); a plain MLP has fewer."""
 
 UNTILED_WIDTHS = 5
-"""The same of an untiled block, rounded down (counted: 5.3 for SiLU), so that "auto" tiles only what surely pays."""
+"""The same of an untiled block, rounded down (counted: 5.3 for SiLU), so that "auto" tiles only what pays."""
 
 FUSED_WIDTHS = 4
 """The same for the fused operator: the buffers that all its tiles share."""
@@ -253,7 +253,7 @@ class KeepRule:
 
     Attributes:
         kind: ``"share"``, ``"memory"`` or ``"auto"``.
-        value: share of the tiles, or bytes per block; 0 until ``"auto"`` has read the free memory.
+        value: fraction of the tiles, or bytes per block; 0 until ``"auto"`` has read the free memory.
         blocks: number of blocks that share the bytes.
     """
 
@@ -266,7 +266,7 @@ class KeepRule:
         return self.kind == "share" or dense_bytes <= self.value * self.blocks
 
     def share(self, sizes: Sequence[int], shape: BlockShape, dense_bytes: int = 0) -> float:
-        """Share of the tiles whose gate and up fit beside the dense weights, which one block at a time holds."""
+        """Fraction of the tiles whose gate and up fit beside the dense weights, which one block at a time holds."""
         if self.kind == "share":
             return self.value
         value = self.value - dense_bytes / self.blocks if self.holds_dense(dense_bytes) else self.value
@@ -281,7 +281,7 @@ def parse_keep(keep: float | str, blocks: int) -> KeepRule:
     """Turn a ``keep=`` argument into a rule for each of ``blocks`` blocks.
 
     Args:
-        keep: share of the tiles, 0.0 to 1.0; ``"memory:4GiB"``, a total over all blocks; or ``"auto"``, whose value
+        keep: fraction of the tiles, 0.0 to 1.0; ``"memory:4GiB"``, a total over all blocks; or ``"auto"``, whose value
             is read from the device by the caller.
         blocks: number of blocks that share a total.
 
@@ -289,7 +289,7 @@ def parse_keep(keep: float | str, blocks: int) -> KeepRule:
         TypeError: not a number or a string.
         ValueError: out of range, or an unknown word.
     """
-    expected = 'use a share of the tiles from 0.0 to 1.0, "memory:4GiB" or "auto"'
+    expected = 'use a fraction of the tiles from 0.0 to 1.0, "memory:4GiB" or "auto"'
     if isinstance(keep, bool) or not isinstance(keep, (int, float, str)):
         raise TypeError(f"keep={keep!r}: got {type(keep).__name__}, expected a number or a string; {expected}")
     if isinstance(keep, str):

@@ -122,7 +122,7 @@ def test_trains_as_one_process_and_resumes(
             assert look == {"type": seen["type"], "world": 2, "stage": seen["stage"]}
     assert (launch.CONFIGS / f"{engine}.yaml").read_text() in shown.err
     assert f"accelerate launch --config_file {launch.CONFIGS / engine}.yaml --num_processes 2" in shown.err
-    # One voice: each thing is said once, though two processes run.
+    # Only rank 0 reports: each thing is said once, though two processes run.
     assert shown.err.count("tiled 2 of 2 MLPs") == 2 and shown.out.count("step 1/2") == 1
     assert f"engine   {engine}, 2 processes" in shown.out
     assert build_recipe(read_recipe(output / "recipe.yaml"), {})[0].nproc == 2

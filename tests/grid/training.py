@@ -59,7 +59,7 @@ class Parallel:
             self.optimizer.zero_grad()
 
     def close(self) -> None:
-        """Let go of everything that outlives the model."""
+        """Release everything that outlives the model."""
 
     @classmethod
     def train(cls, case: Case, rank: int, tiled: bool = True) -> Trained:

@@ -135,7 +135,7 @@ class Ulysses(Shared):
             torch.testing.assert_close(
                 got[name], WORLD * gradient, rtol=1e-4, atol=1e-5,
                 msg=lambda text, name=name: f"{name} is no longer {WORLD} times too large under Ulysses over ZeRO-2 "
-                f"without seqtile. If it is right now, upstream is mended: make this case an ordinary one, and have "
+                f"without seqtile. If it is right now, upstream is fixed: make this case an ordinary one, and have "
                 f"`seqtile train --engine zero2` take --sp-size. {text}",
             )  # fmt: skip
 

@@ -214,7 +214,7 @@ def test_evaluated_predicted_and_trained_twice(directory: Path, tmp_path: Path) 
     model = trainer.model
     trainer.train()
     assert trainer.model is model and len(tiled_names(model)) == 2
-    assert sum("seqtile" in log for log in history(trainer)) == 1  # the state begins anew
+    assert sum("seqtile" in log for log in history(trainer)) == 1  # the state begins again
     assert trainer.evaluate()["eval_loss"] < before
     assert trainer.predict(rows(2)).predictions.shape == (2, 32, 257)
 

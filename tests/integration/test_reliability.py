@@ -90,11 +90,11 @@ def test_killed_again_and_again_is_the_same_run(
     assert weights(tmp_path / "killed").keys() == weights(tmp_path / "whole").keys()
     for name, tensor in weights(tmp_path / "whole").items():
         assert torch.equal(tensor, weights(tmp_path / "killed")[name]), name
-    # Two whole ones are kept; the torsos were renamed and not deleted.
+    # Two whole ones are kept; the partial checkpoints were renamed and not deleted.
     assert [path.name for _, path in numbered(tmp_path / "killed")] == ["checkpoint-6", "checkpoint-7"]
-    torsos = [kill.step for kill, _ in kills if kill.step and kill.writing]
-    for step in {*torsos}:
-        assert len(list((tmp_path / "killed").glob(f"set-aside-checkpoint-{step}*"))) == torsos.count(step)
+    partial = [kill.step for kill, _ in kills if kill.step and kill.writing]
+    for step in {*partial}:
+        assert len(list((tmp_path / "killed").glob(f"set-aside-checkpoint-{step}*"))) == partial.count(step)
 
 
 def test_killed_before_the_first_checkpoint(model: Path, dataset: Path, tmp_path: Path, server: Any, capsys):
@@ -102,7 +102,7 @@ def test_killed_before_the_first_checkpoint(model: Path, dataset: Path, tmp_path
     ended = killed_run.train(server, values, tmp_path / "log", kill=Kill(2))
     assert ended.code == -signal.SIGKILL, ended.said
     assert main(["train", "--resume", "--output", str(tmp_path / "out")]) == 2
-    assert "holds no checkpoint to resume from; start the run anew: --overwrite" in capsys.readouterr().err
+    assert "holds no checkpoint to resume from; start the run again: --overwrite" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -347,7 +347,7 @@ def test_the_sum_over_projections_is_checked(monkeypatch: pytest.MonkeyPatch) ->
 def test_user_errors_say_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"sizes sum to 8, expected 10 rows"):
         Fused(make("gated"), (4, 4))(random(2, 5, HIDDEN))
-    with pytest.raises(ValueError, match=r"keep=1\.5: expected a share of the tiles, 0\.0 to 1\.0"):
+    with pytest.raises(ValueError, match=r"keep=1\.5: expected a fraction of the tiles, 0\.0 to 1\.0"):
         Fused(make("gated"), TILE, keep=1.5)(random(2, 5, HIDDEN))
 
 

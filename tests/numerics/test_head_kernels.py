@@ -1,4 +1,4 @@
-"""Other people's kernels: chosen only where they mean the same, told what they need to, refused with a reason.
+"""Third-party kernels: chosen only where they mean the same, told what they need to, refused with a reason.
 
 No kernel runs here: each needs Triton and a GPU. Stand-ins with their signatures compute by plain PyTorch what they are
 told to, and say that they were asked.

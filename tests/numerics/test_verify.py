@@ -208,7 +208,7 @@ class Frozen:
     [
         pytest.param(scaled(DOWN, 1.001), DOWN, id="a weight's gradient, a thousandth too large"),
         pytest.param(scaled(DOWN, 2.0), DOWN, id="counted twice"),
-        pytest.param(scaled(DOWN, 0.0), DOWN, id="nought"),
+        pytest.param(scaled(DOWN, 0.0), DOWN, id="zero"),
         pytest.param(lost_tile, MLP, id="a tile lost"),
         pytest.param(scaled_upstream, "model.layers.1.", id="upstream gradient"),
         pytest.param(wrong_output, "", id="output, whatever it spoils most"),

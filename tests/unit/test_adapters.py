@@ -105,7 +105,7 @@ def test_a_frozen_base_keeps_no_gradient_and_merging_still_works() -> None:
     with torch.no_grad():
         expected = model(ids).logits
         merged = model.merge_and_unload()
-        torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-5)  # merged weights round anew
+        torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-5)  # merged weights round again
 
 
 @pytest.mark.parametrize("order", ["seqtile first", "peft first"])

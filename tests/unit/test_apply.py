@@ -335,7 +335,7 @@ def test_a_reentrant_checkpoint_is_exact_and_the_report_says_what_it_costs() -> 
     model.config.use_cache = False
     _, got = gradients(model, ids)
     assert_same_gradients(got, expected)
-    assert "reentrant activation checkpointing" in str(report) and "14 matrix-product units" in str(report)
+    assert "reentrant activation checkpointing" in str(report) and "14 GEMM units" in str(report)
     with torch.utils.checkpoint.set_checkpoint_early_stop(False):
         assert "early stop of activation checkpointing is switched off" in str(report)
     assert "early stop" not in str(report)

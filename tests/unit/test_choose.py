@@ -28,7 +28,7 @@ GIB = 2**30
 TAKES = {("none", False): 100, ("attention-saved", False): 60, ("layer", False): 40, ("attention-saved", True): 30,
          ("layer", True): 20}  # fmt: skip
 """GiB of a model that is made up; tiles take 8 more at 8,192 tokens, keep 10; all heads at once 4, whole norms 1."""
-LEAN = {"blocks": "mlp+norm+projections", "heads": 1}
+MINIMAL_MEMORY = {"blocks": "mlp+norm+projections", "heads": 1}
 
 
 class Planned:
@@ -65,7 +65,7 @@ class Planned:
     def fits(self, estimate: Any) -> bool:
         return bool(estimate.device.expected <= self.request.device.memory)
 
-    def surely_fits(self, estimate: Any) -> bool:
+    def fits_at_the_high_estimate(self, estimate: Any) -> bool:
         return bool(estimate.device.high <= self.request.device.memory)
 
     def longest(self) -> tuple[int, str]:
@@ -86,7 +86,7 @@ def ask(memory: float, tokens: int = 65536, given: Any = None, can_offload: bool
 
 
 @pytest.mark.parametrize(
-    ("memory", "checkpoint", "offload", "tile", "keep", "lean"),
+    ("memory", "checkpoint", "offload", "tile", "keep", "minimal_memory"),
     [
         (200, "none", False, 8192, 1.0, False), (116, "none", False, 8192, 0.5, False),
         (110, "none", False, 8192, 0.0, False), (109, "attention-saved", False, 8192, 1.0, False),
@@ -97,9 +97,11 @@ def ask(memory: float, tokens: int = 65536, given: Any = None, can_offload: bool
         (18, "layer", True, 512, 0.0, True),
     ],
 )  # fmt: skip
-def test_the_cheapest_that_fits(memory: float, checkpoint: str, offload: bool, tile: int, keep: float, lean: bool):
+def test_the_cheapest_that_fits(
+    memory: float, checkpoint: str, offload: bool, tile: int, keep: float, minimal_memory: bool
+) -> None:
     found = ask(memory)
-    rest: dict[str, Any] = LEAN if lean else {}
+    rest: dict[str, Any] = MINIMAL_MEMORY if minimal_memory else {}
     assert found.sure and found.settings == Settings(checkpoint, offload, tile, found.settings.loss_tile, keep, **rest)
     named = {"tile", "loss_tile", "checkpoint", "offload", "keep", "blocks", "heads"}
     assert named >= found.reasons.keys() >= {"tile", "checkpoint", "heads"}
@@ -109,7 +111,7 @@ def test_the_cheapest_that_fits(memory: float, checkpoint: str, offload: bool, t
 def test_what_only_the_expected_estimate_fits_is_taken_with_the_tiles_of_auto(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Planned, "spread", 20)
     found = ask(35)
-    assert not found.sure and found.settings == Settings("layer", True, 8192, 2048, **LEAN)
+    assert not found.sure and found.settings == Settings("layer", True, 8192, 2048, **MINIMAL_MEMORY)
     found = ask(17)
     assert not found.sure and found.settings.tile == 2048  # at 8,192 tokens it takes 23
 
@@ -128,13 +130,13 @@ def test_what_is_given_stays_and_says_so():
 
 
 def test_without_an_accelerator_nothing_is_moved_to_the_host():
-    assert ask(38, can_offload=False).settings == Settings("layer", False, 512, 128, 0.0, **LEAN)
+    assert ask(38, can_offload=False).settings == Settings("layer", False, 512, 128, 0.0, **MINIMAL_MEMORY)
 
 
 def test_a_model_whose_attention_runs_whole_keeps_it_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "runs_on_some_heads", lambda _: False)
     settings = ask(49, can_offload=False).settings
-    assert settings.heads is None and settings.blocks == LEAN["blocks"]
+    assert settings.heads is None and settings.blocks == MINIMAL_MEMORY["blocks"]
 
 
 def test_a_short_row_is_left_untiled():

@@ -127,7 +127,7 @@ def test_bad_flags(model: Path, dataset: Path, tmp_path: Path, flags: list[str],
     [
         ("stepz: 3", "did you mean 'steps'"),
         ("trainer: {warmup_stepz: 3}", "did you mean 'warmup_steps'"),
-        ("trainer: {optim: sgdd}", "mend 'trainer:'"),
+        ("trainer: {optim: sgdd}", "fix 'trainer:'"),
         ("only: ['*.nothing']", "matches no block"),
         ("rope_scaling: {rope_type: yarn}", "at least rope_type and factor"),
     ],

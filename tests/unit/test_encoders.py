@@ -91,7 +91,7 @@ def test_each_dropout_is_applied_once(architecture: str, checkpointing: bool, mo
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("architecture", DROPS)
 def test_the_recompute_draws_the_masks_of_the_forward(architecture: str, checkpointing: bool) -> None:
-    """The gradient is the slope of the loss that one seed gives: a mask drawn anew in backward would miss it."""
+    """The gradient is the slope of the loss that one seed gives: a mask drawn again in backward would miss it."""
     model, ids = with_encoder(architecture, torch.float64, **DROPS[architecture]), tokens()
     seqtile.apply(model, tile=5)
     if checkpointing:

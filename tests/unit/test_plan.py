@@ -89,7 +89,8 @@ def test_the_command_answers_in_one_object(folder: Path, tmp_path: Path, capsys:
 def test_the_command_says_it_in_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(folder), "--device", "1.5GiB", "--explain"]) == 0
     text = capsys.readouterr().out
-    for words in ("Longest row that fits", "Limited by", "Next: --offload checkpoints", "Not modelled", "peak in the"):
+    begins = ("Longest sequence that fits", "Limited by", "Next: --offload checkpoints", "Not modelled", "peak in the")
+    for words in begins:
         assert words in text
     assert "[tokens, tokens]" in text  # not taken for markup
 
@@ -161,7 +162,7 @@ def test_the_longest_fits_and_a_little_more_does_not(planner: Planner) -> None:
     assert 0 < planner.sure() < longest
 
 
-def test_a_short_row_that_surely_fits_is_not_called_none(folder: Path) -> None:
+def test_a_short_row_that_fits_at_the_high_estimate_is_not_called_none(folder: Path) -> None:
     """Shorter than the grain that lengths are looked at in, which grows with the ranks that share a sequence."""
     config = read_config(str(folder))
     config.max_position_embeddings = 200

@@ -83,7 +83,7 @@ def test_one_mlp(words: dict[str, object], share: float) -> None:
     module = copy.deepcopy(plain)
     assert patch_mlp(module, **words) is module
     x = torch.randn(2, 29, 16, dtype=torch.float64)
-    if share:  # the mask of a tile is drawn anew, so only the recompute can be checked: it draws the same one
+    if share:  # the mask of a tile is drawn again, so only the recompute can be checked: it draws the same one
         assert torch.autograd.gradcheck(lambda x: seeded(module, x), x.requires_grad_(), fast_mode=True)
         return
     for ours, theirs in zip(run(module, x), run(plain, x), strict=True):

@@ -50,7 +50,7 @@ class Cell:
         dtype: of input, weights and gradients.
         device: ``torch.device`` type.
         repeats: timed runs after the warm-up.
-        keep: share of the tiles whose gate and up the fused operator keeps, or ``"auto"`` or ``"memory:4GiB"``.
+        keep: fraction of the tiles whose gate and up the fused operator keeps, or ``"auto"`` or ``"memory:4GiB"``.
         blocks: ``"mlp"`` or ``"mlp+norm"``: whether ours runs the norm of the layer in the tile too.
         hold_output: the caller holds the block's output until the backward ends; else it is dropped at once, as
             behind a residual add.

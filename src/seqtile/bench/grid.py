@@ -182,7 +182,7 @@ def look_around() -> Row:
 
 
 def run_grid(
-    grid: Grid, groups: list[list[Cell]], found: Row, output: Path, told: Callable[[str], None] = lambda _: None
+    grid: Grid, groups: list[list[Cell]], found: Row, output: Path, on_progress: Callable[[str], None] = lambda _: None
 ) -> list[Row]:
     """Run every cell; each row is written to ``output`` as it comes.
 
@@ -190,7 +190,7 @@ def run_grid(
         grid, groups: what to measure, by :func:`resolve`.
         found: by :func:`look_around`.
         output: file of JSON lines.
-        told: hears what runs next.
+        on_progress: called with what runs next.
 
     Returns:
         The rows.
@@ -205,14 +205,14 @@ def run_grid(
     for cells in groups:
         if grid.pairs:
             for rule in grid.tiles:
-                told(f"pairs with untiled: {cells[0]}, tile {rule}")
+                on_progress(f"pairs with untiled: {cells[0]}, tile {rule}")
                 base = next((c for c in cells if c.tile == rule and c.method == "fused"), replace(cells[0], tile=rule))
                 others = [c.method for c in cells if c.tile == rule and c.method != "untiled"]
                 for row in run_pairs(base, others, grid.pairs):
                     add(row)
         else:
             for cell in cells:
-                told(str(cell))
+                on_progress(str(cell))
                 add(run_cell(cell))
     return rows
 

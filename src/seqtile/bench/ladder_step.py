@@ -210,7 +210,7 @@ class _Peak:
             self._live.__exit__(*error)
 
     def begin(self) -> None:
-        """What came before does not count, where that can be told."""
+        """What came before does not count, where that can be said."""
         if self.accelerated:
             torch.accelerator.reset_peak_memory_stats()
 

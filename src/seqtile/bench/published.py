@@ -78,7 +78,7 @@ def check(compare: str, engine: str, scale: int | None, ranks: int | None, repea
 
 def run_compare(
     engine: str, output: Path, *, scale: int | None = None, tokens: Sequence[int] = (), ranks: int | None = None,
-    repeats: int = 5, device: str | None = None, told: Callable[[str], None] = lambda _: None,
+    repeats: int = 5, device: str | None = None, on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:  # fmt: skip
     """Run every length of the published tables, untiled and tiled, under ``engine``.
 
@@ -90,7 +90,7 @@ def run_compare(
         ranks: processes; None for 2, or 1 where there is one accelerator only.
         repeats: timed runs.
         device: None for the accelerator if there is one, else the CPU.
-        told: hears what runs next.
+        on_progress: called with what runs next.
 
     Returns:
         The rows, each with ``ranks``.
@@ -115,7 +115,7 @@ def run_compare(
             cell = Cell(
                 hidden, intermediate, length, rule, method, False, "full", dtype, device, repeats, hold_output=True
             )
-            told(f"{engine}, {_ranks(world)}: {cell}, tile {rule}")
+            on_progress(f"{engine}, {_ranks(world)}: {cell}, tile {rule}")
             result = run_ranks("engine", {"engine": engine, "cell": asdict(cell)}, world)
             row = {"kind": "ms-swift", **stamp(found), **asdict(cell), "engine": engine, "ranks": world, **result}
             append_rows(output, [row])

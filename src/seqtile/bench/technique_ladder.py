@@ -45,7 +45,7 @@ RUNGS = (
     Rung("- attention saved", {"checkpoint": "layer"}),
 )
 """The baseline is activation checkpointing alone. Keeping attention's output buys time with memory, not length, so the
-last rung drops it again: the longest rows."""
+last rung drops it again: the longest sequences."""
 
 
 def requests(request: Request) -> list[tuple[Rung, Request]]:
@@ -61,16 +61,16 @@ def requests(request: Request) -> list[tuple[Rung, Request]]:
 
 def run_ladder(
     request: Request, efficiency: float, stamp: Mapping[str, Any], output: Path | None,
-    told: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:  # fmt: skip
-    """The longest row of every rung, what limits it, and what a token costs there.
+    """The longest sequence of every rung, what limits it, and what a token costs there.
 
     Args:
         request: model, devices and engine; the rungs set the rest.
         efficiency: share of the devices' speed on paper that is assumed.
         stamp: what every row starts with.
         output: file of JSON lines.
-        told: hears what is planned next.
+        on_progress: called with what is planned next.
 
     Returns:
         One row a rung; ``"skipped"`` says why a rung cannot be.
@@ -82,7 +82,7 @@ def run_ladder(
     planners: list[tuple[Row, Planner]] = []
     refused = attention_cannot_be_saved(request)
     for rung, wanted in requests(request):
-        told(f"{rung.name}: the longest row")
+        on_progress(f"{rung.name}: the longest sequence")
         start = {"kind": "ladder", **stamp, **_asked(request), "rung": rung.name, "efficiency": efficiency}
         start["settings"] = {name: getattr(wanted, name) for name in ("tile", "loss", "offload", "checkpoint",
                                                                      "blocks", "heads")}  # fmt: skip
@@ -157,7 +157,7 @@ def _costs(planner: Planner, tokens: int, efficiency: float) -> Row:
     }
 
 
-HEAD = ("rung", "longest row", "on the host", "limited by", "TFLOP/token", "us/token", "us/token at {common}")
+HEAD = ("rung", "longest sequence", "on the host", "limited by", "TFLOP/token", "us/token", "us/token at {common}")
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -198,7 +198,7 @@ def footnote(rows: Sequence[Row]) -> str:
 
 
 def plot_ladder(rows: Iterable[Row], path: Path) -> None:
-    """Draw the longest row of every rung, with the time of a token beside."""
+    """Draw the longest sequence of every rung, with the time of a token beside."""
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if "skipped" not in row]
@@ -207,11 +207,11 @@ def plot_ladder(rows: Iterable[Row], path: Path) -> None:
     lengths = [row["max_length"] / 1000 for row in shown]
     axes.barh([row["rung"] for row in shown], lengths, color="#d1495b", height=0.62)
     for place, row in enumerate(shown):
-        told = f" {row['max_length'] / 1000:,.0f}K" + (f", {_time(row)} us/token" if _time(row) else "")
-        axes.text(lengths[place], place, told, va="center", fontsize=8)
+        label = f" {row['max_length'] / 1000:,.0f}K" + (f", {_time(row)} us/token" if _time(row) else "")
+        axes.text(lengths[place], place, label, va="center", fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max([*lengths, 1.0]))
-    axes.set_xlabel("longest row, thousands of tokens")
+    axes.set_xlabel("longest sequence, thousands of tokens")
     axes.set_title(title(shown), fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)

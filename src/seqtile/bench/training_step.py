@@ -61,7 +61,7 @@ class Step:
 
 
 def run_steps(
-    step: Step, methods: Sequence[str], output: Path | None, told: Callable[[str], None] = lambda _: None
+    step: Step, methods: Sequence[str], output: Path | None, on_progress: Callable[[str], None] = lambda _: None
 ) -> list[Row]:
     """Measure the step with each method: in processes of their own, or in turn in this one if it is a launched rank.
 
@@ -69,13 +69,13 @@ def run_steps(
         step: what to measure.
         methods: ways to run the blocks.
         output: file of JSON lines; None on ranks other than the first.
-        told: hears what runs next.
+        on_progress: called with what runs next.
     """
     launched = "RANK" in os.environ
     found = environment() if launched else run_child("environment", {})
     rows: list[Row] = []
     for method in methods:
-        told(f"{method}, {step.tokens:,} tokens")
+        on_progress(f"{method}, {step.tokens:,} tokens")
         result = (
             measure_launched(step, method) if launched else run_child("step", {"step": asdict(step), "method": method})
         )

@@ -48,7 +48,7 @@ def build_app() -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0 for success, 1 for a run that could not go on, 2 for input that the user has to mend (one sentence on stderr),
+    0 for success, 1 for a run that could not go on, 2 for input that the user has to fix (one sentence on stderr),
     130 for Ctrl-C.
     """
     try:

@@ -45,7 +45,7 @@ def bench(
     with show.Status() as status:
         rows = published.run_compare(
             engine, directory / f"{stem}.jsonl", scale=scale, tokens=lengths, ranks=ranks, repeats=repeats,
-            device=device, told=status.say,
+            device=device, on_progress=status.say,
         )  # fmt: skip
     show.print_published(rows)
     show.print_files([directory / f"{stem}.jsonl"])

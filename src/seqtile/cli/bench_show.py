@@ -91,9 +91,9 @@ def print_grid(rows: Sequence[Row]) -> None:
         _print_failures(console, mine)
     paired = [row for row in rows if "pairs_ms" in row]
     for row in paired:
-        told = ", ".join(f"{untiled:.0f}/{ours:.0f}" for untiled, ours in row["pairs_ms"])
+        pairs = ", ".join(f"{untiled:.0f}/{ours:.0f}" for untiled, ours in row["pairs_ms"])
         console.print(
-            f"{row['method']}, {row['tokens']:,} tokens, {row['tile']}, untiled/{row['method']} ms: {told}; "
+            f"{row['method']}, {row['tokens']:,} tokens, {row['tile']}, untiled/{row['method']} ms: {pairs}; "
             f"median ratio {row['ratio']:.3f}", highlight=False, soft_wrap=True,
         )  # fmt: skip
 

@@ -28,7 +28,7 @@ def command(
     host_memory: str = typer.Option(None, help="Host memory of the node, 1TiB.", metavar="SIZE"),
     attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),
     tile: str = typer.Option("auto", help="Tile rule of the MLP, or none."),
-    keep: str = typer.Option("0", help="Share of the tiles that keep gate and up, or memory:4GiB."),
+    keep: str = typer.Option("0", help="Fraction of the tiles that keep gate and up, or memory:4GiB."),
     loss: str = typer.Option("tiled", help="tiled or full."),
     checkpoint: str = typer.Option("auto", help="Activation checkpoints: auto, layer, attention-saved or none."),
     blocks: str = typer.Option("auto", help="What runs in tiles: auto, mlp, mlp+norm or mlp+norm+projections."),

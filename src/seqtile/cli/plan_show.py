@@ -102,13 +102,14 @@ def _print_verdict(
     room = request.device.memory - estimate.device.expected
     if asked is not None:
         if fits:
-            sure = "" if planner.surely_fits(estimate) else " (not at the high estimate)"
+            sure = "" if planner.fits_at_the_high_estimate(estimate) else " (not at the high estimate)"
             console.print(f"{estimate.tokens:,} tokens fit with {room / GIB:,.1f} GiB to spare{sure}.", style="bold")
         elif room < 0:
             console.print(f"{estimate.tokens:,} tokens do not fit: {-room / GIB:,.1f} GiB too much.", style="bold")
         else:
             console.print(f"{estimate.tokens:,} tokens do not fit into the host's memory.", style="bold")
-    console.print(f"Longest row that fits: {longest:,} tokens (surely: {planner.sure():,}). Limited by {limit}.")
+    high = f"({planner.sure():,} at the high estimate)"
+    console.print(f"Longest sequence that fits: {longest:,} tokens {high}. Limited by {limit}.")
     if longest == 0 or not fits or asked is None:
         better = next_step(planner, longest)
         if better is not None:

@@ -16,7 +16,7 @@ def command(
     precision: str = typer.Option("mixed", help="mixed, bfloat16 or float32."),
     attention: str = typer.Option("flash", help="flash (PyTorch's kernel), sdpa or eager."),
     tile: str = typer.Option("auto", help="Tile rule of the MLP."),
-    keep: str = typer.Option("0", help="Share of the tiles that keep gate and up, or memory:4GiB."),
+    keep: str = typer.Option("0", help="Fraction of the tiles that keep gate and up, or memory:4GiB."),
     loss: str = typer.Option("tiled", help="tiled or full."),
     loss_tile: int = typer.Option(None, help="Tokens per tile of the head.", metavar="N", min=1),
     checkpoint: str = typer.Option("layer", help="Activation checkpoints: layer, attention-saved or none."),

@@ -113,7 +113,7 @@ def _rows(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, ..
 def _units(tiled: float | None, untiled: float | None) -> list[tuple[str, ...]]:
     if tiled is None or untiled is None:
         return []
-    return [("matrix-product units per MLP", f"{tiled:.2f}", f"{untiled:.2f}", f"{tiled / untiled:.2f}")]
+    return [("GEMM FLOPs / (2 N D F) per MLP", f"{tiled:.2f}", f"{untiled:.2f}", f"{tiled / untiled:.2f}")]
 
 
 def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Run code on shapes only: PyTorch's fake tensors, and what has to be mended for real training code to run on them.
+"""Run code on shapes only: PyTorch's fake tensors, and what has to be fixed for real training code to run on them.
 
 Everything of theirs that is private to PyTorch or Transformers is named in this module and nowhere else.
 """
@@ -23,7 +23,7 @@ PLAIN = (Tensor, nn.Parameter, FakeTensor)
 def fake_tensors() -> Iterator[None]:
     """Inside, tensors have shapes, types and devices but no memory, and operators compute only those.
 
-    Three things are mended, so that the operators are those of a real run:
+    Three things are fixed, so that the operators are those of a real run:
 
     * Transformers asks whether a tensor is fake and then builds its masks in full, with keys and values repeated for
       every query head; here it is told that none is.

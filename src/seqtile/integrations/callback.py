@@ -27,7 +27,7 @@ class TilingCallback(TrainerCallback):
 
     ``Trainer(..., callbacks=[seqtile.TilingCallback(tile=8192)])``. The model is tiled when the trainer has been
     built: after TRL has put adapters on it, before training wraps it for an engine. A model that carries no tiling
-    when training starts is tiled then: one that ``model_init`` makes anew for every run, or the one of a trainer that
+    when training starts is tiled then: one that ``model_init`` makes again for every run, or the one of a trainer that
     was given this callback later. So is ``trainer.ref_model``, except under DeepSpeed.
 
     The trainer's logs (``state.log_history``, the console, everything in ``report_to``) gain

@@ -72,10 +72,10 @@ def apply(
             ``checkpoint``, ``offload`` and ``heads`` alone.
         path: ``"auto"``: the fused operator where the block is an MLP of plain linear layers (LoRA included), decided
             at each call, else the generic one; ``"generic"``; or ``"fused"``, an error where it does not apply.
-        keep: memory to spare for speed: the share of the tiles (0.0 to 1.0) that keep gate and up, 11 units down to
+        keep: memory to spare for speed: the fraction of the tiles (0.0 to 1.0) that keep gate and up, 11 units down to
             9; ``"memory:4GiB"``, a total over all blocks; ``"auto"``, a quarter of the device memory that is free
             now, 0 where it cannot be read. Fused operator only. Frozen 4-bit weights are made dense once per block
-            and pass; a number of bytes must hold one block's dense weights first, else they are made dense anew for
+            and pass; a number of bytes must hold one block's dense weights first, else they are made dense again for
             every product, one at a time.
         loss: ``"tiled"``: ``model(..., labels=labels)`` computes head and loss tile by tile in training and returns no
             logits (``return_logits=True`` asks for them); evaluation and ``generate`` stay as they were.
@@ -206,7 +206,7 @@ def replacing(model: nn.Module, *, own: bool = False) -> Iterator[None]:
     """Take the tiled forwards off, and put them back if the ``with`` block raises :class:`UserError`.
 
     Args:
-        model: what to tile anew.
+        model: what to tile again.
         own: also those of :func:`seqtile.tile_module`.
     """
 

@@ -18,7 +18,7 @@ from seqtile.models.discover.widths import linear_widths
 from seqtile.models.instance import Setting, TiledForward
 from seqtile.tiling import KeepRule, TileRule
 
-LEAN = ("torch.", "liger_kernel.", "apex.")
+FUSED_NORMS = ("torch.", "liger_kernel.", "apex.")
 """Packages whose norms keep their input and one number per token, so that tiles would free nothing."""
 
 
@@ -70,7 +70,7 @@ def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[s
     def is_norm(module: nn.Module, width: int) -> bool:
         key = type(module), width
         shapes = [tuple(whole_shape(weight)) for weight in module.parameters()]
-        if "norm" not in type(module).__name__.lower() or type(module).__module__.startswith(LEAN):
+        if "norm" not in type(module).__name__.lower() or type(module).__module__.startswith(FUSED_NORMS):
             return False
         if not shapes or any(shape != (width,) for shape in shapes) or any(True for _ in module.children()):
             return False

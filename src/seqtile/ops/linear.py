@@ -112,7 +112,7 @@ class Layer:
         pairs: gives its tensors, each with the sum of its gradient or None.
         dtype: the compute dtype.
         casts: autocast is on, so an adapter runs in ``dtype`` too; else in its own precision where that is higher.
-        holds_dense: a quantised weight is made dense once for the pass; else anew for every product.
+        holds_dense: a quantised weight is made dense once for the pass; else again for every product.
     """
 
     def __init__(

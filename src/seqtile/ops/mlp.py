@@ -128,8 +128,8 @@ def fused_mlp(
         x: ``[..., D]`` with ``N`` rows.
         mlp: live weights and what to do with them.
         sizes: tokens of each tile, in order; they sum to ``N``.
-        keep: share of the tiles, rounded down, whose gate and up stay in memory until their backward: 0.0 to 1.0.
-        holds_dense: frozen quantised weights are made dense once per pass, all of them; else anew for every product of
+        keep: fraction of the tiles, rounded down, whose gate and up stay in memory until their backward: 0.0 to 1.0.
+        holds_dense: frozen quantised weights are made dense once per pass, all of them; else again for every product of
             every tile (3 forward, 5 in backward, gated), one at a time.
         check: called first in the backward; raises where what norms and activations read has changed since.
 
@@ -165,7 +165,7 @@ def fused_mlp(
     if sum(sizes) != rows:
         raise ValueError(f"cannot tile: sizes sum to {sum(sizes):,}, expected {rows:,} rows")
     if not 0.0 <= keep <= 1.0:
-        raise ValueError(f"keep={keep}: expected a share of the tiles, 0.0 to 1.0")
+        raise ValueError(f"keep={keep}: expected a fraction of the tiles, 0.0 to 1.0")
     tensors = mlp.tensors()
     if found := next((t.dtype for t in (x, *tensors) if t.is_complex()), None):
         raise TypeError(f"the fused operator computes real numbers, got {found}; use run_in_tiles (path='generic')")

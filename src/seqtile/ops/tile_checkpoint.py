@@ -195,7 +195,7 @@ class _Source:
         return tiles
 
     def end_forward(self) -> Tensor:
-        """Let go of the live inputs, from here on they come from the saved ones, and of the last token; return it."""
+        """Release the live inputs, from here on they come from the saved ones, and of the last token; return it."""
         last, self.token = self.token, self.token.detach().requires_grad_()
         self._live, self.recomputes = None, True
         return last

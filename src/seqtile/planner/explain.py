@@ -52,7 +52,7 @@ class Step:
 
     Attributes:
         flags: what to add to the command.
-        length: longest row that then fits.
+        length: longest sequence that then fits.
         why: in a few words.
     """
 
@@ -84,8 +84,8 @@ def _lean(planner: Planner) -> list[tuple[str, dict[str, Any], str]]:
     given = request.tile is None or request.blocks != "auto" or request.heads is not None
     if given or not runs_on_some_heads(planner.built.model):
         return []
-    lean = {"blocks": WHOLE_LAYER, "heads": 1}
-    return [(f"--blocks {WHOLE_LAYER} --heads 1", lean, "norms, projections and attention in parts")]
+    minimal_memory = {"blocks": WHOLE_LAYER, "heads": 1}
+    return [(f"--blocks {WHOLE_LAYER} --heads 1", minimal_memory, "norms, projections and attention in parts")]
 
 
 def _changes(request: Request) -> list[tuple[str, dict[str, Any], str]]:

@@ -39,7 +39,7 @@ class Settings:
         offload: whether it waits on the host.
         tile: tokens per tile of the blocks, or a rule that is given; None where ``"auto"`` leaves them untiled.
         loss_tile: tokens per tile of the head.
-        keep: share of the tiles that keep gate and up, or a rule that is given.
+        keep: fraction of the tiles that keep gate and up, or a rule that is given.
         blocks: what else of a layer runs in tiles, as :func:`seqtile.apply` takes it.
         heads: key-value heads per pass of attention; None runs all at once.
     """
@@ -69,14 +69,14 @@ class Rung:
 
     Attributes:
         checkpoint, offload: as in :class:`Settings`.
-        lean: the rest of the layer in tiles too, and attention one group of heads at a time.
+        minimal_memory: the rest of the layer in tiles too, and attention one group of heads at a time.
         part: tiles are as many times smaller than those of ``"auto"``.
         cost: what it costs in time, in words.
     """
 
     checkpoint: str
     offload: bool = False
-    lean: bool = False
+    minimal_memory: bool = False
     part: int = 1
     cost: str = ""
 
@@ -84,13 +84,13 @@ class Rung:
 LADDER = (
     Rung("none", cost="nothing is computed twice"),
     Rung("attention-saved", cost="layers are computed twice but for attention's kernel"),
-    Rung("attention-saved", lean=True, cost="the same, in more and smaller kernels"),
+    Rung("attention-saved", minimal_memory=True, cost="the same, in more and smaller kernels"),
     Rung("layer", cost="layers are computed twice"),
-    Rung("layer", lean=True, cost="layers are computed twice, in more and smaller kernels"),
+    Rung("layer", minimal_memory=True, cost="layers are computed twice, in more and smaller kernels"),
     Rung("attention-saved", offload=True, cost="what checkpoints keep is copied to the host and back"),
-    Rung("attention-saved", offload=True, lean=True, cost="the same, in more and smaller kernels"),
+    Rung("attention-saved", offload=True, minimal_memory=True, cost="the same, in more and smaller kernels"),
     Rung("layer", offload=True, cost="layers are computed twice, and their inputs copied to the host and back"),
-    Rung("layer", offload=True, lean=True, cost="the same, in more and smaller kernels"),
+    Rung("layer", offload=True, minimal_memory=True, cost="the same, in more and smaller kernels"),
     Rung("layer", True, True, TILE_STEP, "the weights' gradients are rewritten four times as often"),
     Rung("layer", True, True, TILE_STEP**2, "products of few tokens are slow"),
 )
@@ -127,7 +127,7 @@ def choose(request: Request, tokens: int, given: Mapping[str, Any], *, can_offlo
         can_offload: whether checkpoints can be moved to the host.
 
     Raises:
-        UserError: nothing fits; names the longest row that would.
+        UserError: nothing fits; names the longest sequence that would.
     """
     tile = None if request.tile is None else given.get("tile", "auto")
     first = Planner(replace(request, checkpoint="layer", keep=0.0, tile=tile, loss_tile=given.get("loss_tile")), tokens)
@@ -145,7 +145,7 @@ def choose(request: Request, tokens: int, given: Mapping[str, Any], *, can_offlo
                 continue
         planner, estimate = _plan(settings, request, tokens, first)
         tried.append(_Tried(rung, settings, planner, estimate))
-        if planner.surely_fits(estimate):
+        if planner.fits_at_the_high_estimate(estimate):
             return _spend(Chosen(settings, planner, estimate, {}, True), tried, request, tokens, given)
         # Where only the expected estimate fits: the least memory that no slow tiles pay for.
         if planner.fits(estimate) and (possible is None or rung.part == 1):
@@ -226,7 +226,7 @@ def _rungs(
             tile = min(whole, max(SMALLEST_TILE, whole // rung.part))
             head = min(head, max(SMALLEST_TILE, head // rung.part))
         settings = Settings(rung.checkpoint, rung.offload and can_offload, tile, head)
-        if rung.lean:
+        if rung.minimal_memory:
             settings = replace(settings, heads=heads, blocks=WHOLE_LAYER if request.tile is not None else "auto")
         settings = replace(settings, **given)
         if settings.checkpoint == "none" and settings.offload:
@@ -255,7 +255,7 @@ def _spend(
     for share in KEEPS if tried[-1].rung.part == 1 else ():
         settings = replace(chosen.settings, keep=share)
         planner, estimate = _plan(settings, request, tokens, chosen.planner)
-        if planner.surely_fits(estimate):
+        if planner.fits_at_the_high_estimate(estimate):
             more = (estimate.device.expected - chosen.estimate.device.expected) / GIB
             why = f"{more:,.2f} GiB more, which fit; {share:.0%} of the tiles are not computed again"
             chosen = Chosen(settings, planner, estimate, {}, True)
@@ -279,7 +279,7 @@ def _reasons(settings: Settings, tried: list[_Tried], given: Mapping[str, Any]) 
         if settings.tile is None
         else "the rule of auto" if rung.part == 1 else "larger tiles do not fit",
         "loss_tile": "the rule of auto" if rung.part == 1 else "larger tiles do not fit",
-        "blocks": "norms and projections whole would not fit" if rung.lean else "more is not needed",
+        "blocks": "norms and projections whole would not fit" if rung.minimal_memory else "more is not needed",
         "heads": "all heads at once would not fit" if settings.heads else "all at once: fewer are not needed",
     }  # fmt: skip
     return {name: "as given" if name in given else why for name, why in found.items()} | (

@@ -33,7 +33,7 @@ MODEL_ERROR = 0.01
 """Largest error of the counted bytes, as measured on the CPU (docs/planning.md)."""
 
 LONGEST = 2**26
-"""Longest row that is looked at where the model has no limit of its own."""
+"""Longest sequence that is looked at where the model has no limit of its own."""
 
 WORTH = 0.03
 """Share of a step that keeping attention's output must save to be chosen: below, a step varies by as much anyway."""
@@ -49,7 +49,7 @@ class Planner:
     """Everything about one request that does not depend on the length, and fake runs as they are needed.
 
     What others call: ``Planner(request, max_length)``, :meth:`estimate`, :meth:`longest`, :meth:`sure`, :meth:`fits`,
-    :meth:`surely_fits`, :meth:`resolved`, :meth:`work` and :meth:`share`. These stay as they are.
+    :meth:`fits_at_the_high_estimate`, :meth:`resolved`, :meth:`work` and :meth:`share`. These stay as they are.
 
     Args:
         request: what is planned.
@@ -181,17 +181,17 @@ class Planner:
             host is None or estimate.host.expected <= host
         )
 
-    def surely_fits(self, estimate: Estimate) -> bool:
+    def fits_at_the_high_estimate(self, estimate: Estimate) -> bool:
         """Whether the high estimate is there too."""
         host = self.request.host_memory
         return estimate.device.high <= self.request.device.memory and (host is None or estimate.host.high <= host)
 
     def sure(self) -> int:
-        """The longest row that fits at the high estimate too, 0 if none does; faster after :meth:`longest`."""
-        return self._reach(self.surely_fits, 0.25, self._near)[0]
+        """The longest sequence that fits at the high estimate too, 0 if none does; faster after :meth:`longest`."""
+        return self._reach(self.fits_at_the_high_estimate, 0.25, self._near)[0]
 
     def longest(self) -> tuple[int, str]:
-        """The longest row that fits (0 if none does), and what limits it."""
+        """The longest sequence that fits (0 if none does), and what limits it."""
         found, lines, self._near = self._reach(self.fits, 0.05)
         if not found:
             return 0, self._limit(self.estimate(self.request.sp_size, lines))
@@ -203,7 +203,7 @@ class Planner:
     def _reach(
         self, holds: Callable[[Estimate], bool], within: float, near: int | None = None
     ) -> tuple[int, Lines, int]:
-        """The longest row whose estimate ``holds``, and the lines of about that length: tiles depend on it a little.
+        """The longest sequence whose estimate ``holds``, and the lines of about that length; tiles depend on it.
 
         The search begins at ``near``; last comes the length that the lines are of.
         """
@@ -221,7 +221,7 @@ class Planner:
         return found, lines, reference
 
     def _furthest(self, holds: Callable[[int], bool]) -> int:
-        """The longest row for which ``holds`` is true, to half a percent; 0 if there is none."""
+        """The longest sequence for which ``holds`` is true, to half a percent; 0 if there is none."""
         top = max_positions(self.request.config) or LONGEST
         if holds(top):
             return top
@@ -339,7 +339,7 @@ def choose(planner: Planner, tokens: int) -> tuple[Planner, Saving]:
         if found.moved < 1 and more == 0:  # the host has no room for all of it
             more = max(0.0, found.device.expected - planner.estimate(tokens).device.expected)
             words = f"{more / 2**30:,.2f} GiB more on the device, whose host has no room for all"
-        if other.surely_fits(found):
+        if other.fits_at_the_high_estimate(found):
             return other, Saving(True, more, share, f"{words}, saves {share:.0%} of the step; fits, chosen")
         if other.fits(found):
             beyond = "fits at the expected estimate, not at the high one; --checkpoint attention-saved takes it"

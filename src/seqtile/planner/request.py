@@ -43,7 +43,7 @@ class Request:
         offload: what lives on the host, of :data:`OFFLOADS`.
         attention: one of :data:`ATTENTIONS`.
         tile: tile rule, or None.
-        keep: share of the tiles that keep gate and up, or ``"memory:4GiB"``.
+        keep: fraction of the tiles that keep gate and up, or ``"memory:4GiB"``.
         loss: ``"tiled"`` or ``"full"``.
         checkpoint: what activation checkpoints keep, of :data:`CHECKPOINTINGS`: layer inputs, attention's output too,
             or no checkpoints; ``"auto"`` chooses between the first two at the planned length.

@@ -34,7 +34,7 @@ class Setup:
         checkpoint: activation checkpointing, non-reentrant.
         attention_saved: the checkpoints keep attention's output.
         tile: tile rule of :func:`seqtile.apply`; None runs the model untiled.
-        keep: share of the tiles that keep gate and up, or ``"memory:4GiB"``, as :func:`seqtile.apply` takes it.
+        keep: fraction of the tiles that keep gate and up, or ``"memory:4GiB"``, as :func:`seqtile.apply` takes it.
         loss: ``"tiled"``, the head and its loss over tiles of tokens, or ``"full"``, the model's own.
         loss_tile: tokens per tile of the head.
         lora: adapters on a frozen model; None trains every weight.

@@ -45,7 +45,7 @@ def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> i
 
 
 def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths: Depths) -> float:
-    """Share of the tiles that keep gate and up in a batch of ``tokens``: what ``setup.keep`` comes to.
+    """Fraction of the tiles that keep gate and up in a batch of ``tokens``: what ``setup.keep`` comes to.
 
     Args:
         built: a tiled model, of the shallower of ``depths``.

@@ -72,7 +72,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTCo
             return SFTConfig(**values)
     except (ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"the trainer refuses these settings ({reason}); mend 'trainer:' in the recipe") from None
+        raise UserError(f"the trainer refuses these settings ({reason}); fix 'trainer:' in the recipe") from None
 
 
 def adapter_config(lora: LoraRecipe | None) -> LoraConfig | None:

@@ -1,8 +1,9 @@
 """Checkpoints that are known to be whole.
 
 Transformers writes a checkpoint in place, file by file, and takes the one of the highest number for the newest. Killed
-while it writes, it would resume from a torso, or crash. So every checkpoint gets a mark as its last file, which lists
-all others, of every rank; what carries none, or does not hold what its mark lists, is never resumed from unasked.
+while it writes, it would resume from a partial checkpoint, or crash. So every checkpoint gets a mark as its last file,
+which lists all others, of every rank; what carries none, or does not hold what its mark lists, is never resumed from
+unasked.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def find_checkpoint(output: Path, chosen: str | None = None) -> Path:
     if not skipped:
         raise UserError(
             f"output {str(output)!r} holds no checkpoint to resume from; "
-            "start the run anew: --overwrite in place of --resume"
+            "start the run again: --overwrite in place of --resume"
         )
     raise UserError(
         f"no checkpoint in {str(output)!r} is known to be whole ({'; '.join(skipped)}); one that was interrupted while "
@@ -191,8 +192,8 @@ def _why_not_readable(folder: Path) -> str:
 def set_aside(output: Path, step: int) -> None:
     """Rename every checkpoint numbered ``step`` or higher, so that none is written into or taken for newer.
 
-    They are there when a run goes on from an earlier one: torsos, damaged ones, or those of the steps that it was
-    told to do again.
+    They are there when a run goes on from an earlier one: partial checkpoints, damaged ones, or those of the steps that
+    it was told to do again.
     """
     for number, path in numbered(output):
         if number >= step:

@@ -1,4 +1,4 @@
-"""Start several processes through accelerate's launcher, and stay in front of them: one voice, signals, exit code.
+"""Start several processes through accelerate's launcher, and stay in front of them: rank 0 reports, signals, exit code.
 
 The launcher's own children are told apart from it: a signal goes to the workers, which finish their step and save a
 checkpoint however long that takes, and not to the launcher, which would end them after 30 seconds.

@@ -41,7 +41,7 @@ class Trainer(SFTTrainer):
         self.all_done = False
         self.step: Step | None = None
         self.running_tokens = 0
-        # Transformers counts torsos as checkpoints, and deletes before the new one is whole.
+        # Transformers counts partial checkpoints as checkpoints, and deletes before the new one is whole.
         self._limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._saved_step = -1
         self.loaded = False

@@ -66,7 +66,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         # A date that is none, a number of thousands of digits, brackets nested thousands deep.
         problem = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise UserError(f"recipe {str(path)!r} holds a value that cannot be read ({problem}); mend it") from None
+        raise UserError(f"recipe {str(path)!r} holds a value that cannot be read ({problem}); fix it") from None
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

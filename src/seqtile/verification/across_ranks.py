@@ -48,7 +48,7 @@ class Engine:
         return None if weight.grad is None else weight.grad.detach().clone()
 
     def close(self) -> None:
-        """Let go of what outlives the model."""
+        """Release what outlives the model."""
 
 
 class Fsdp2(Engine):

@@ -42,7 +42,7 @@ def verify(
         model: in one process, not yet wrapped by an engine; tiled already or not.
         batch: passed as ``model(**batch)`` if it is a mapping, else as positional arguments. ``labels`` default to
             ``input_ids``.
-        tile: as in :func:`seqtile.apply`; None verifies the tiling that stands on the model, or else ``"auto"``.
+        tile: as in :func:`seqtile.apply`; None verifies the tiling that is installed on the model, or else ``"auto"``.
         loss_fn: function of (model, batch) that returns a scalar; by default the ``loss`` of the model's output.
         reference: ``"fp32"`` judges by a third, untiled run of a copy of the model in fp32 (in fp64 if the model is
             in fp32); None saves that memory and time and judges by PyTorch's default tolerance of the dtype.

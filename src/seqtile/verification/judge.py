@@ -11,7 +11,7 @@ from torch import Tensor
 from seqtile.verification.result import Difference, Group
 
 SLACK = 1e-5
-"""Share of a gradient's own size that is allowed beyond a multiple of the untiled error, which may be nought."""
+"""Share of a gradient's own size that is allowed beyond a multiple of the untiled error, which may be zero."""
 
 TIMES = 2
 """The multiple: sums in another order have another rounding error of the same size."""

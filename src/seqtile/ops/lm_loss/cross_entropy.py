@@ -112,7 +112,7 @@ def linear_cross_entropy(
         return call.total(factors, divisor)
     total, any_valid = kernel_sum(kernel, call), call.valid.any()
     divisor = torch.as_tensor(divisor, device=total.device)
-    # As in the node of this module: a mean over no token is no number, and pushes nothing.
+    # As in the node of this module: a mean over no token is no number, and has a zero gradient.
     return torch.where(any_valid, total / torch.where(any_valid, divisor, 1), total.detach() / divisor)
 
 

@@ -1,4 +1,4 @@
-"""Other people's kernels for the head's scalar loss, wherever they mean the same.
+"""Third-party kernels for the head's scalar loss, wherever they mean the same.
 
 ``"liger"`` is Liger's fused linear cross-entropy with fp32 sums; ``"cce"`` Apple's cut cross-entropy without its filter
 of small gradients, and with fp32 sums where its version has them. Both need Triton and a device for it. What a kernel
