@@ -28,7 +28,7 @@ export PIP_NO_INPUT = 1
 .PHONY: help setup demo gpu gpu-ladder bench-cpu test test-fast test-highest test-lowest test-frameworks docs lint wheel clean distclean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z%.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready  ## the virtual environment (.venv) with the highest supported versions
 
@@ -64,9 +64,14 @@ docs: $(VENV)/.ready  ## the documentation's site, in site/; warnings are errors
 test-fast: $(VENV)/.ready  ## the quick tests, in less than three minutes
 	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not slow and not distributed and not gpu and not frameworks" $(PYTEST_ARGS)
 
-lint: $(VENV)/.ready  ## ruff and mypy
+lint: $(VENV)/.ready  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check src tests benchmarks examples
 	$(VENV)/bin/mypy
+
+# Another Python has an environment of its own: make test-python-3.12, test-python-3.13 (or any other that is installed).
+test-python-%:  ## the quick tests with another Python, as in make test-python-3.12
+	$(MAKE) test-fast VENV=.venv-python-$* PYTHON=$(if $(filter python3,$(PYTHON)),python$*,$(PYTHON))
 
 wheel: $(VENV)/.ready  ## dist/seqtile-*.whl
 	$(VENV)/bin/python -m build --wheel

@@ -1,6 +1,6 @@
 """DPO with adapters on long pairs; rows of DATASET (JSONL) have prompt, chosen and rejected:
 
-    python examples/scripts/dpo.py MODEL DATASET --max-length 32768
+python examples/scripts/dpo.py MODEL DATASET --max-length 32768
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Adapters on an embedding model, long texts, contrastive; rows of DATASET (JSONL) have anchor and positive:
 
-    python examples/scripts/embedding.py MODEL DATASET --max-length 8192 --batch-size 4
+python examples/scripts/embedding.py MODEL DATASET --max-length 8192 --batch-size 4
 """
 
 import argparse

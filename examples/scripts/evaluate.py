@@ -1,6 +1,6 @@
 """Perplexity of long texts, no training; rows of DATASET (JSONL) have text:
 
-    python examples/scripts/evaluate.py MODEL DATASET --max-length 131072
+python examples/scripts/evaluate.py MODEL DATASET --max-length 131072
 """
 
 import argparse

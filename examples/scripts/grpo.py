@@ -1,6 +1,6 @@
 """GRPO with adapters on long prompts; rows of DATASET (JSONL) have prompt and answer:
 
-    python examples/scripts/grpo.py MODEL DATASET --max-completion 4096
+python examples/scripts/grpo.py MODEL DATASET --max-completion 4096
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Adapters on a vision-language model; rows of DATASET (JSONL) have image (a path), question and answer:
 
-    python examples/scripts/vision_language.py MODEL DATASET
+python examples/scripts/vision_language.py MODEL DATASET
 """
 
 import argparse

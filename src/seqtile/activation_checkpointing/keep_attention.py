@@ -150,12 +150,12 @@ class _Recompute:
         self.keeping.__enter__()
         entered = self.inner.__enter__()
         if self.going_on is not None:
-            self.going_on.__enter__()
+            self.going_on.__enter__()  # type: ignore[no-untyped-call]
         return entered
 
     def __exit__(self, *reason: Any) -> Any:
         if self.going_on is not None:
-            self.going_on.__exit__(*reason)
+            self.going_on.__exit__(*reason)  # type: ignore[no-untyped-call]
         result = self.inner.__exit__(*reason)
         self.keeping.__exit__(*reason)
         return result
@@ -165,7 +165,7 @@ class _GoingOn(TorchDispatchMode):
     """Where a kernel's kept results stand for it, random numbers go on as after the kernel."""
 
     def __init__(self, kept: Kept) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept, self.states = kept, iter(kept.random)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

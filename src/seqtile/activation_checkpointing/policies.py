@@ -213,7 +213,7 @@ class Checkpointing:
         with saved_tensors_hooks(pack, unpack):
             return base(function, *args, **words)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _uncompiled(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: Any) -> Any:
         """PyTorch's compiler does not take a policy of what to keep, and a compiled kernel shows it no attention."""
         self._tell("checkpoint='attention-saved' runs the decoder layers uncompiled; with torch.compile use 'full'")

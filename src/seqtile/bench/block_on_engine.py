@@ -38,7 +38,7 @@ class Sharded:
     def step(self) -> Tensor | None:
         """Forward and backward; returns the output where the cell's caller holds it."""
         output = (self._zero or self.workload.mlp)(self.workload.x)
-        loss = Upstream.apply(output, self.workload.pattern)
+        loss = Upstream.apply(output, self.workload.pattern)  # type: ignore[no-untyped-call]
         held = output if self.workload.cell.hold_output else None
         del output
         if self._zero is None:

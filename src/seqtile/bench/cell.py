@@ -180,7 +180,7 @@ class Child:
         self._err.seek(0)
         lines = self._out.read().strip().splitlines()
         if self.process.returncode == 0 and lines:
-            return json.loads(lines[-1])
+            return json.loads(lines[-1])  # type: ignore[no-any-return]
         return {"error": _why(self.process.returncode, self._err.read())}
 
 

@@ -64,7 +64,7 @@ def _device_name(accelerator: Any) -> str:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return f"CPU {platform.machine()}, {torch.get_num_threads()} threads of {cores} cores"
     module = torch.get_device_module(accelerator)
-    return module.get_device_name() if hasattr(module, "get_device_name") else accelerator.type
+    return module.get_device_name() if hasattr(module, "get_device_name") else accelerator.type  # type: ignore[no-any-return]
 
 
 def _driver(accelerator: Any) -> str | None:

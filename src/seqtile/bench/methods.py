@@ -130,7 +130,7 @@ def _deepspeed_compute(block: nn.Module, count: int) -> Callable[[Tensor], Tenso
     forward, weights = type(block).forward, [weight for weight in block.parameters() if weight.requires_grad]
 
     def run(x: Tensor) -> Tensor:
-        return sequence_tiled_compute(
+        return sequence_tiled_compute(  # type: ignore[no-any-return]
             lambda x, self: forward(self, x), x.shape[-2], count, {"x": x}, {"self": block}, "x",
             compute_params=weights, output_unshard_dimension=1, output_reduction=None,
         )  # fmt: skip

@@ -13,9 +13,8 @@ from typing import Any
 
 from seqtile.bench.environment import append_rows
 from seqtile.models.attention.headwise import runs_on_some_heads
-from seqtile.planner.ladder import WHOLE_LAYER
 from seqtile.planner.memory_plan import Planner
-from seqtile.planner.request import Request, attention_cannot_be_saved
+from seqtile.planner.request import WHOLE_LAYER, Request, attention_cannot_be_saved
 
 GIB = 2**30
 Row = dict[str, Any]

@@ -11,6 +11,8 @@ from typing import Any
 
 import typer
 
+from seqtile._errors import UserError
+
 PEERS = "Other trainers' spellings"
 RUN = "This run"
 
@@ -94,9 +96,9 @@ def command(
     flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     values = recipes.read_recipe(recipe) if recipe else {}
     if resume and overwrite:
-        raise recipes.UserError("--resume continues a run and --overwrite replaces it; give one of the two")
+        raise UserError("--resume continues a run and --overwrite replaces it; give one of the two")
     if checkpoint and not resume:
-        raise recipes.UserError(f"--from-checkpoint {checkpoint!r} is where --resume continues; give --resume too")
+        raise UserError(f"--from-checkpoint {checkpoint!r} is where --resume continues; give --resume too")
     chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
     require_packages()
     quiet()
@@ -105,7 +107,7 @@ def command(
     how: dict[str, Any] = {"resume": resume, "checkpoint": checkpoint, "overwrite": overwrite}
     launched = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
     if launched and chosen.on_oom == "retry" and chosen.engine != "single":
-        raise recipes.UserError(
+        raise UserError(
             "--on-oom retry starts the processes again, which a launcher of your own does not let it; start them with "
             f"seqtile train --engine {chosen.engine}, or drop it"
         )

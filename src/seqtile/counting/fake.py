@@ -34,7 +34,7 @@ def fake_tensors() -> Iterator[None]:
 
     Counters such as :func:`seqtile.counting.count_live_bytes` go inside this ``with``.
     """
-    with _no_tensor_is_fake(), FakeTensorMode(), _Answers():
+    with _no_tensor_is_fake(), FakeTensorMode(), _Answers():  # type: ignore[no-untyped-call]
         yield
 
 

@@ -229,7 +229,7 @@ class LiveBytes:
         elif known.tensor.nbytes != nbytes:
             self._resize(key, known, nbytes)
         self._seen |= nbytes > 0
-        return key
+        return key  # type: ignore[no-any-return]
 
     def _resize(self, key: int, known: _Storage, nbytes: int) -> None:
         self._change(nbytes - known.tensor.nbytes)

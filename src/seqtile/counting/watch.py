@@ -23,7 +23,7 @@ class Watch(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, see: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._see = see
         self._fake_mode = _active_fake_mode()
 

@@ -157,7 +157,7 @@ def _on(cfg: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:
     return [key for key in keys if cfg.get(key)]
 
 
-class SeqtilePlugin(BasePlugin):
+class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
     """Tiles the model after every adapter and plugin, before the engine wraps it."""
 
     def __init__(self) -> None:

@@ -135,7 +135,7 @@ def make_callback(args: Any, trainer: Any, *, tile: str) -> TilingCallback:
     from seqtile.ops import tile_checkpoint
 
     # Its trainer replaces torch's checkpoint by one that is reentrant whatever it is asked for, in the whole process.
-    if tile_checkpoint.checkpoint is not getattr(checkpoint, "_old_checkpoint", tile_checkpoint.checkpoint):
+    if tile_checkpoint.checkpoint is not getattr(checkpoint, "_old_checkpoint", tile_checkpoint.checkpoint):  # type: ignore[attr-defined]
         raise UserError("ms-swift has trained in this process before seqtile was loaded: start a new Python process")
     return TilingCallback(tile=tile)
 

@@ -232,7 +232,7 @@ class TiledLayer(Installed):
             return self.original(*args, **kwargs)  # the block's own tiles, in the compiler's graph
         return self._together(*args, **kwargs)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _together(self, *args: Any, **kwargs: Any) -> Any:
         self.check()
         layer = self.module

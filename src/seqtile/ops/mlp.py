@@ -173,8 +173,8 @@ def fused_mlp(
     x = _one_row_stride(x)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *tensors)):
         return _forward(plan, x.detach(), [t.detach() for t in tensors], {})
-    token = _Save.apply(x, *tensors)
-    return _Fused.apply(plan, token.grad_fn, token, x, *tensors)
+    token = _Save.apply(x, *tensors)  # type: ignore[no-untyped-call]
+    return _Fused.apply(plan, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _plan(

@@ -111,7 +111,7 @@ def _run_with_gradient(
     names, same = tuple(trained), SameWeights(live)
     gradients = _Gradients(cuts, [(name, weight.dtype) for name, weight in trained.items()])
     saved: list[Tensor] = []
-    source = _Source(cuts, _Save.apply(gradients, saved, len(rows), *rows, *trained.values()), rows, saved)
+    source = _Source(cuts, _Save.apply(gradients, saved, len(rows), *rows, *trained.values()), rows, saved)  # type: ignore[no-untyped-call]
     del trained, live
     output = Outputs(cuts)
     anchor = rows[0].new_empty(0)
@@ -122,7 +122,7 @@ def _run_with_gradient(
         found = same.check(weights()) if source.recomputes else weights()
         own = [found[name].detach() for name in names]
         wanted = [number for number, needs in enumerate(source.needs_gradient) if needs]
-        entered = _Enter.apply(source.token, gradients, index, wanted, names, *(tiles[n] for n in wanted), *own)
+        entered = _Enter.apply(source.token, gradients, index, wanted, names, *(tiles[n] for n in wanted), *own)  # type: ignore[no-untyped-call]
         for number, tile in zip(wanted, entered[: len(wanted)], strict=True):
             tiles[number] = tile
         aliases = dict(zip(names, entered[len(wanted) :], strict=True))
@@ -136,12 +136,12 @@ def _run_with_gradient(
             with saved_tensors_hooks(_same, _same), _stopping_early():
                 result = checkpoint(run_tile, index, anchor, use_reentrant=False, early_stop=True)
             leaves = output.write(index, result)
-            source.token = _Put.apply(gradients, source, index, source.token, *leaves)
+            source.token = _Put.apply(gradients, source, index, source.token, *leaves)  # type: ignore[no-untyped-call]
             del result, leaves
     finally:
         last = source.end_forward()
     same.settle(weights())
-    joined = _Join.apply(gradients, output, last, check)
+    joined = _Join.apply(gradients, output, last, check)  # type: ignore[no-untyped-call]
     return output.result(joined)
 
 

@@ -48,8 +48,8 @@ class SumsOfLinears(TorchFunctionMode):
             x, weight, bias = _arguments(*args, **kwargs)
             names = tuple(None if tensor is None else self._names.get(id(tensor)) for tensor in (weight, bias))
             if any(names) and _is_plain(x, weight, bias) and not Autocast.of(x).enabled:
-                token = _SaveOperands.apply(names[0] is not None, x, weight, bias)
-                return _Linear.apply(self._sum_of, names, token.grad_fn, token, x, weight, bias)
+                token = _SaveOperands.apply(names[0] is not None, x, weight, bias)  # type: ignore[no-untyped-call]
+                return _Linear.apply(self._sum_of, names, token.grad_fn, token, x, weight, bias)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
@@ -90,7 +90,7 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         rows = x.reshape(-1, x.shape[-1])  # [tokens, in]
         # As F.linear does: its result may be modified in place, a view that a custom function returns may not.
-        return torch.ops.aten._unsafe_view(F.linear(rows, weight, bias), (*x.shape[:-1], weight.shape[0]))
+        return torch.ops.aten._unsafe_view(F.linear(rows, weight, bias), (*x.shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable

@@ -25,7 +25,7 @@ def refuse_trace() -> None:
     Raises:
         NotImplementedError: a trace runs.
     """
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise NotImplementedError(
             "torch.jit.trace would write down the tiles of this input's length for every length; trace the untiled "
             "model: seqtile.undo(model) first, seqtile.apply again afterwards"

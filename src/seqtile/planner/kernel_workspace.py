@@ -28,7 +28,7 @@ def cpu_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> i
         numbers = 4 * (2 * rows * columns + rows) + 2 * low * rows * columns
     else:
         numbers = 4 * (rows * columns + 2 * rows + rows * width) + low * rows * columns
-    return numbers * torch.get_num_threads()
+    return numbers * torch.get_num_threads()  # type: ignore[no-any-return]
 
 
 def flash2_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -46,7 +46,7 @@ def flash2_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     wide = -(-width // 32) * 32
     sums = 4 * batch * heads * rounded * (wide + 1)
     expanded = 2 * key.element_size() * batch * heads * key.shape[-2] * width if key.shape[1] != heads else 0
-    return sums + expanded
+    return sums + expanded  # type: ignore[no-any-return]
 
 
 def flash3_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -62,4 +62,4 @@ def flash3_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     wide = -(-width // 32) * 32
     sums = 4 * batch * heads * rounded * (wide + 2)
     shared = 2 * 4 * batch * key.shape[1] * rounded * wide if key.shape[1] != heads else 0
-    return sums + shared
+    return sums + shared  # type: ignore[no-any-return]

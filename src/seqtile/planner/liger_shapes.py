@@ -46,7 +46,7 @@ def use_shapes(model: nn.Module, tiled: bool) -> None:
 
 def _norm_of(module: Any) -> Any:
     def forward(x: Tensor) -> Tensor:
-        result: Tensor = _Norm.apply(x, module.weight)
+        result: Tensor = _Norm.apply(x, module.weight)  # type: ignore[no-untyped-call]
         return result
 
     return forward
@@ -54,7 +54,7 @@ def _norm_of(module: Any) -> Any:
 
 def _mlp_of(module: Any) -> Any:
     def forward(x: Tensor) -> Tensor:
-        result: Tensor = module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))
+        result: Tensor = module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))  # type: ignore[no-untyped-call]
         return result
 
     return forward

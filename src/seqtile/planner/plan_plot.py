@@ -61,4 +61,4 @@ def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
 
 def _step(top: int) -> int:
     """A power of two that gives five to ten marks."""
-    return max(1, 2 ** ((top // 5).bit_length() - 1))
+    return max(1, 2 ** ((top // 5).bit_length() - 1))  # type: ignore[no-any-return]

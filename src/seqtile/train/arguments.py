@@ -14,7 +14,7 @@ from seqtile.train.values import checked_trainer_values
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from trl import SFTConfig
+    from trl import SFTConfig  # type: ignore[attr-defined]
 
 logger = first_rank_logger(__name__)
 
@@ -33,7 +33,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTCo
     Raises:
         UserError: ``trainer:`` holds a key that ``SFTConfig`` does not know, or values that it refuses.
     """
-    from trl import SFTConfig
+    from trl import SFTConfig  # type: ignore[attr-defined]
 
     known = SFTConfig.__dataclass_fields__
     for key in recipe.trainer:
@@ -94,7 +94,7 @@ def adapter_config(lora: LoraRecipe | None) -> LoraConfig | None:
 def _precision() -> dict[str, Any]:
     """bf16 products where an accelerator has them, fp32 on the CPU."""
     import torch
-    from transformers.utils import is_torch_bf16_gpu_available
+    from transformers.utils import is_torch_bf16_gpu_available  # type: ignore[attr-defined]
 
     on_cpu = not torch.accelerator.is_available()
     return {"use_cpu": on_cpu, "bf16": not on_cpu and is_torch_bf16_gpu_available()}

@@ -70,7 +70,7 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
         raise UserError(f"{recipe.max_length:,} tokens are beyond the {limit:,} positions of {recipe.model!r}")
     maker = transformers.AutoModelForCausalLM
     if not is_config and not (file.is_dir() and not _has_weights(file)):
-        return _load("weights", maker, path, recipe, config=config, dtype=weights_dtype(recipe))
+        return _load("weights", maker, path, recipe, config=config, dtype=weights_dtype(recipe))  # type: ignore[no-any-return]
     torch.manual_seed(recipe.seed)
     dtype = weights_dtype(recipe)
     try:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from seqtile.counting.fake import FakeTensor
 from seqtile.planner.phases import causal_model, decoder_layers
 from seqtile.tiling import parse_bytes
 

@@ -107,7 +107,7 @@ def _bytes(column: Any) -> bytes:
     if pyarrow.types.is_list(column.type) and pyarrow.types.is_integer(column.type.value_type):
         values = column.flatten()
         if not values.null_count:
-            return values.cast(pyarrow.int64()).to_numpy().tobytes()
+            return values.cast(pyarrow.int64()).to_numpy().tobytes()  # type: ignore[no-any-return]
     return repr(column.to_pylist()).encode()
 
 

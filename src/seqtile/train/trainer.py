@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
-from trl import SFTTrainer
+from trl import SFTTrainer  # type: ignore[attr-defined]
 
 from seqtile._errors import RunError
 from seqtile._log import first_rank_logger
@@ -87,7 +87,7 @@ class Trainer(SFTTrainer):
         if self.args.should_save:
             set_aside(output, step)
         self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
+        super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]
         self.accelerator.wait_for_everyone()
         self._saved_step = step
         if self.args.should_save:
@@ -111,18 +111,18 @@ class Trainer(SFTTrainer):
         if self.step is not None and self.step.in_place:
             run = super().training_step
             call = (model, inputs, *args)
-            done = self.step.run(call, not self._batches, lambda one: run(*one, **kwargs))
+            done = self.step.run(call, not self._batches, lambda one: run(*one, **kwargs))  # type: ignore[no-untyped-call]
             loss = done.pop()
             if done:  # done again: the losses that were logged of the former try are taken back
                 loss, self._losses = loss + sum(done) - sum(self._losses), done
         else:
-            loss = super().training_step(model, inputs, *args, **kwargs)
+            loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[no-untyped-call]
         self._losses.append(loss.detach())
         self._batches.append(inputs["input_ids"])
         return loss
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        self._norm = super()._get_grad_norm(*args, **kwargs)
+        self._norm = super()._get_grad_norm(*args, **kwargs)  # type: ignore[no-untyped-call]
         return self._norm
 
     def check_step(self) -> None:

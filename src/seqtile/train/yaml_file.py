@@ -18,7 +18,7 @@ class _PlainLoader(yaml.SafeLoader):
     given twice, of which YAML would silently drop one."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event: Any = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         problem = ""
         if type(event) is yaml.AliasEvent:
             problem = f"*{event.anchor} repeats another value"

@@ -434,7 +434,7 @@ class Facts:
 
 
 def _bytes_of(array: Any) -> bytes:
-    return array.tobytes()
+    return array.tobytes()  # type: ignore[no-any-return]
 
 
 class _Same:

@@ -103,7 +103,7 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
             if formula.form is not None:
                 weights = replace(weights, activation=replace(weights.activation, function=formula.form))
             x = inputs[0]
-            return plain_mlp(x.flatten(0, -2), weights).unflatten(0, x.shape[:-1])  # [tokens, D], as tiles are run
+            return plain_mlp(x.flatten(0, -2), weights).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]  # [tokens, D], as tiles are run
 
         try:
             if tracer.trace(plain, graph) == graph and trained <= used:

@@ -274,7 +274,7 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
         for given, numbers in (([], []), (needed, []), (needed + others, []), (needed + others, counts)):
             words = {**dict.fromkeys(needed), **dict.fromkeys(given, shape), **dict.fromkeys(numbers, shape[1])}
             try:
-                return in_a_thread(partial(_guarded, layer, partial(_run, layer, shape, plain, words)))
+                return in_a_thread(partial(_guarded, layer, partial(_run, layer, shape, plain, words)))  # type: ignore[no-any-return]
             except Exception:  # noqa: BLE001 - it wants another shape, or arguments that nobody knows
                 continue
     return None

@@ -44,7 +44,7 @@ def row_wise(norm: nn.Module) -> RowWise | str:
     names = tuple(live)
 
     def function(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        return call_with_weights(norm, dict(zip(names, weights, strict=True)), (rows,))
+        return call_with_weights(norm, dict(zip(names, weights, strict=True)), (rows,))  # type: ignore[no-any-return]
 
     return RowWise(function, tuple(live.values()))
 
@@ -107,7 +107,7 @@ def _packed(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | st
         return f"{name}: its 4-bit weight computes in {computes}, its input is {dtype}"
 
     def dense() -> Tensor:
-        return bitsandbytes.functional.dequantize_4bit(weight.data, state)
+        return bitsandbytes.functional.dequantize_4bit(weight.data, state)  # type: ignore[no-any-return]
 
     return Projection(Packed(dense, (layer.out_features, layer.in_features)), bias)
 

@@ -58,7 +58,7 @@ class Recorder(TorchDispatchMode):
         self, expressions: Expressions, axes: frozenset[str], expected: Sequence[Any] | None = None,
         sizes: Mapping[str, int] = SIZES,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.expressions, self.axes, self.expected, self.sizes = expressions, axes, expected, sizes
         self.steps: list[Any] = []
         self.forward = 0

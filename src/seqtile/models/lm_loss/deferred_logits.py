@@ -129,12 +129,12 @@ class LaterLogits:
         self.written[key] = value
 
     def __add__(self, other: Any) -> Tensor:
-        return self.real("added to") + other
+        return self.real("added to") + other  # type: ignore[no-any-return]
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Tensor:
-        return self.real("subtracted from") - other
+        return self.real("subtracted from") - other  # type: ignore[no-any-return]
 
     def __neg__(self) -> Tensor:
         return -self.real("negated")

@@ -250,7 +250,7 @@ class TiledLoss:
 
         def make(hidden: Tensor, why: str) -> Tensor:
             self._tell(f"{type(model).__name__} needs its logits ({why}): the loss runs untiled")
-            return head(hidden)
+            return head(hidden)  # type: ignore[no-any-return]
 
         def loss(
             logits: Any, labels: Any, vocab_size: Any = None, num_items_in_batch: Any = None, ignore_index: int = -100,
@@ -259,7 +259,7 @@ class TiledLoss:
             if isinstance(logits, LaterLogits) and logits.written is not None:
                 logits = logits.written
             if not isinstance(logits, LaterLogits):
-                return former(
+                return former(  # type: ignore[no-any-return]
                     logits, labels, vocab_size, num_items_in_batch=num_items_in_batch, ignore_index=ignore_index,
                     shift_labels=shift_labels, **rest,
                 )  # fmt: skip
@@ -296,7 +296,7 @@ class TiledLoss:
             aim = Objective(scaling, ignore_index)
             return module_cross_entropy(call, hidden, targets, weights(), sizes, aim, count)
 
-        return self.inside(head, later.hidden, plain, module)
+        return self.inside(head, later.hidden, plain, module)  # type: ignore[no-any-return]
 
     def score(
         self, head: nn.Module, hidden: Tensor, targets: Tensor, scaling: LogitScaling, ignore_index: int, **wanted: Any
@@ -342,7 +342,7 @@ class TiledLoss:
                 return {f"0.{name}": weight for name, weight in named_weights(head) if weight.requires_grad}
 
             def call(tile: Tensor, aliases: Mapping[str, Tensor]) -> Tensor:
-                return call_with_weights(_Bare([head]), aliases, (lambda tiles: own(tiles[0]), [tile]))
+                return call_with_weights(_Bare([head]), aliases, (lambda tiles: own(tiles[0]), [tile]))  # type: ignore[no-any-return]
 
             return module(rows, call, weights, self._sizes(rows, head))
 

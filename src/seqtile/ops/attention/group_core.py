@@ -171,7 +171,7 @@ def in_groups(parts: Sequence[Tensor], weights: Sequence[Tensor], groups: Groups
     refuse_trace()
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*parts, *weights)):
         return groups.forward(parts, weights).whole
-    result: Tensor = _InGroups.apply(groups, *parts, *weights)
+    result: Tensor = _InGroups.apply(groups, *parts, *weights)  # type: ignore[no-untyped-call]
     return result
 
 

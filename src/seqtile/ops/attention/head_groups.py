@@ -117,7 +117,7 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *tensors)):
         with torch.no_grad():
             return _forward(plan, x.detach(), [t.detach() for t in tensors])[0]
-    result: Tensor = _HeadWise.apply(plan, x, *tensors)
+    result: Tensor = _HeadWise.apply(plan, x, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -120,7 +120,7 @@ def _placed(place: Place, output: Tensor) -> Tensor:
 
 class _Recording(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.results: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,7 +132,7 @@ class _Recording(TorchDispatchMode):
 
 class _Replaying(TorchDispatchMode):
     def __init__(self, results: list[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._results = results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -189,7 +189,7 @@ class HeadCall:
         if not self._needs_gradient:
             loss = self.per_token().loss
             return (loss if factors is None else loss * torch.where(self.valid, factors, 0)).sum() / divisor
-        return _Total.apply(self.cut, self.hidden, self.weight, self.bias, self.target, self.valid, factors, divisor)
+        return _Total.apply(self.cut, self.hidden, self.weight, self.bias, self.target, self.valid, factors, divisor)  # type: ignore[no-any-return, no-untyped-call]
 
     def per_token(self, entropy: bool = False, extra: Wanted | None = None) -> Scores:
         """Each token's loss, and whatever else is wanted."""
@@ -200,8 +200,8 @@ class HeadCall:
             )
             return Scores(loss, found, extra)
         given = (self.hidden, self.weight, *(() if self.bias is None else (self.bias,)))
-        token = _Save.apply(*given, self.target, self.valid)
-        loss, found = _PerToken.apply(self.cut, token.grad_fn, token, entropy, extra, self.target, self.valid, *given)
+        token = _Save.apply(*given, self.target, self.valid)  # type: ignore[no-untyped-call]
+        loss, found = _PerToken.apply(self.cut, token.grad_fn, token, entropy, extra, self.target, self.valid, *given)  # type: ignore[no-untyped-call]
         return Scores(loss, found if entropy else None, extra)
 
 

@@ -76,12 +76,12 @@ def kernel_sum(name: str, call: HeadCall) -> Tensor:
     labels = torch.where(call.valid, call.target, aim.ignore_index)
     if name == "cce":
         exact = {key: True for key in ("accum_e_fp32", "accum_c_fp32") if key in _parameters(_cce())}
-        return _cce()(
+        return _cce()(  # type: ignore[no-any-return]
             hidden, weight, labels, ignore_index=aim.ignore_index, softcap=aim.scaling.softcap, reduction="sum",
             filter_eps=None, **exact,
         ).float()  # fmt: skip
     liger = import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
-    return liger(
+    return liger(  # type: ignore[no-any-return]
         hidden, weight, labels, bias=None if call.bias is None else call.bias.to(dtype), ignore_index=aim.ignore_index,
         lse_square_scale=aim.z_loss, label_smoothing=aim.label_smoothing, reduction="sum",
         softcap=aim.scaling.softcap, accum_dtype=torch.float32,

@@ -52,7 +52,7 @@ def module_cross_entropy(
     if not torch.is_grad_enabled():
         rows, weights = rows.detach(), {name: weight.detach() for name, weight in weights.items()}
     plan = _Plan(run, tuple(weights), tuple(size for size in sizes if size), aim)
-    return _Total.apply(plan, target, valid, divisor, rows, *weights.values())
+    return _Total.apply(plan, target, valid, divisor, rows, *weights.values())  # type: ignore[no-any-return, no-untyped-call]
 
 
 def module_logprobs(
