@@ -2113,7 +2113,7 @@ class Scripted(Gated):
 
 
 AUX: list[Tensor] = []
-CALLS = np.zeros(1)
+COUNTED = np.zeros(1)
 
 
 @entry(EFFECTS, state=lambda model: len(AUX))
@@ -2130,16 +2130,16 @@ class TensorsInAGlobalList(Gated):
         return self.down_proj(h)
 
 
-@entry(EFFECTS, state=lambda model: CALLS)
+@entry(EFFECTS, state=lambda model: COUNTED)
 class CountsInAnArray(Gated):
     """A counter in an array of NumPy's."""
 
     def __init__(self) -> None:
         super().__init__()
-        CALLS[0] = 0
+        COUNTED[0] = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        CALLS[0] += 1
+        COUNTED[0] += 1
         return self.down_proj(self.hidden(x))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -27,9 +28,12 @@ SAMPLE = ("bart", "bert", "deepseek_v3", "gemma3", "gpt2", "llama", "mamba", "qw
 
 @pytest.fixture(scope="module")
 def architectures() -> Iterator[ModuleType]:
+    logger = logging.getLogger("seqtile")
+    level = logger.level
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         yield importlib.import_module("architectures")
+    logger.setLevel(level)  # the command silences it
     for name in ("architectures", "tiny_models"):
         sys.modules.pop(name, None)
 

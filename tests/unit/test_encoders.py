@@ -1,7 +1,5 @@
 """Encoders and encoder-decoder models: MLPs that are two children of a layer, or calls in its forward."""
 
-from importlib.metadata import version
-
 import pytest
 import torch
 from torch import nn
@@ -51,8 +49,6 @@ def test_tiled_model_has_the_untiled_gradients(architecture: str, checkpointing:
     report = seqtile.apply(model, tile=5, path=path)
     assert report.tiled == (2 if architecture in ENCODERS else 4) and not report.left
     expected_together = TOGETHER[architecture]
-    if architecture == "modernbert" and version("transformers") < "5.1":  # there a condition chooses what is called
-        expected_together = ("mlp",)
     assert {block.together for block in report.blocks} == {expected_together}
     fused = path == "auto" and architecture not in GENERIC
     assert {block.path for block in report.blocks} == {"fused" if fused else "generic"}

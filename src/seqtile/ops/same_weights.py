@@ -66,7 +66,7 @@ class SameWeights:
         self._marks = {name: _Mark.of(weight) for name, weight in live.items() if not weight.is_meta}
 
     def settle(self, live: Mapping[str, Tensor]) -> None:
-        """At the end of the forward: no longer compare versions of frozen weights that it wrote itself."""
+        """After a tile of the forward: no longer compare versions of frozen weights that it wrote itself."""
         for name, mark in self._marks.items():
             weight = live.get(name)
             if weight is None or weight.is_meta or mark.version is None or weight.requires_grad:

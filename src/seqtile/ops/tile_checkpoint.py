@@ -127,7 +127,10 @@ def _run_with_gradient(
             tiles[number] = tile
         aliases = dict(zip(names, entered[len(wanted) :], strict=True))
         with random.of(index), SumsOfLinears(aliases, gradients.sum_of):
-            return run(tiles, aliases)
+            result = run(tiles, aliases)
+        if not source.recomputes:
+            same.settle(found)
+        return result
 
     try:
         for index in range(len(cuts)):
@@ -140,7 +143,6 @@ def _run_with_gradient(
             del result, leaves
     finally:
         last = source.end_forward()
-    same.settle(weights())
     joined = _Join.apply(gradients, output, last, check)  # type: ignore[no-untyped-call]
     return output.result(joined)
 
