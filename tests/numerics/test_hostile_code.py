@@ -38,21 +38,19 @@ class Mlp(nn.Module):
         return self.down_proj(self.between(self, x, F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
-class Layer(nn.Module):
-    """``run(self, x)`` with a norm and an MLP."""
-
-    def __init__(
-        self, mlp: nn.Module, run: Callable[[Any, Tensor], Tensor] = lambda self, x: x + self.mlp(self.norm(x))
-    ):
-        super().__init__()
-        self.norm, self.mlp, self.run, self.flag, self.dropout = nn.RMSNorm(HIDDEN), mlp, run, False, 0.4
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
-
-
 def _plain_layer(self: Any, x: Tensor) -> Tensor:
     return x + self.mlp(self.norm(x))
+
+
+class _Layer(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.flag, self.dropout = nn.RMSNorm(HIDDEN), mlp, False, 0.4
+
+
+def Layer(mlp: nn.Module, forward: Callable[[Any, Tensor], Tensor] = _plain_layer) -> nn.Module:
+    """A norm and an MLP in a class of their own with this forward."""
+    return type("Layer", (_Layer,), {"forward": forward})(mlp)  # type: ignore[no-any-return]
 
 
 def center(h: Tensor) -> Tensor:
