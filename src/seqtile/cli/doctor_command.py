@@ -6,6 +6,8 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+import typer
+
 CORE = ("torch", "transformers", "accelerate", "typer", "pydantic", "rich")
 EXTRAS = {
     "train": ("trl", "datasets", "peft", "matplotlib"),
@@ -15,12 +17,20 @@ EXTRAS = {
 GIB = 2**30
 
 
-def command() -> None:
+def command(
+    compat: bool = typer.Option(
+        False, "--compat", help="Check what seqtile relies on inside other libraries; exit code 1 if something moved."
+    ),
+) -> None:
     """Show versions, devices and what is installed."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    if compat:
+        _show_compat()
+        return
 
     from seqtile import __version__
 
@@ -39,6 +49,25 @@ def command() -> None:
     for name, value in rows:
         table.add_row(name, Text(value))  # plain text: rich would take [train] for a style
     Console().print(table)
+
+
+def _show_compat() -> None:
+    """One line for each private name of another library that seqtile uses, and at the end what to do."""
+    from seqtile import _compat
+
+    found = [(contract, _compat.examine(contract)) for contract in _compat.CONTRACTS]
+    width = max(len(contract.name) for contract, _ in found)
+    moved = []
+    for contract, finding in found:
+        library = f"{contract.library} {_compat.installed(contract.library) or ''}".strip()
+        print(f"{contract.name:{width}}  {library:22}  {finding.status}")
+        if finding.status == "moved":
+            moved.append(contract)
+            print(f"  {finding.why}\n  seen in {contract.library} {contract.seen}: {contract.source}")
+    if moved:
+        libraries = ", ".join(sorted({f"{one.library} {one.seen}".strip() for one in moved}))
+        print(f"{len(moved)} moved: install {libraries}, or a newer seqtile")
+        raise typer.Exit(1)
 
 
 def _version(name: str) -> str | None:

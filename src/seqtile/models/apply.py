@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqtile._compat import HOOKED_FORWARD
 from seqtile._errors import UserError
 from seqtile.activation_checkpointing.policies import standing_checkpointing
 from seqtile.engines.granularity import refuse_wrapped
@@ -240,7 +241,7 @@ def undo(model: nn.Module) -> int:
 
 def _standing(model: nn.Module) -> list[Installed]:
     """The tiled forwards of a model, also where accelerate put a hook's forward around one."""
-    forwards = [module.__dict__.get(name) for module in model.modules() for name in ("forward", "_old_forward")]
+    forwards = [module.__dict__.get(name) for module in model.modules() for name in ("forward", HOOKED_FORWARD)]
     return [one for one in forwards if isinstance(one, Installed)]
 
 
