@@ -19,11 +19,11 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import platform
 import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 from torch.utils import checkpoint as _torch_checkpoint
+
+from seqtile.devices import package_version
 
 SEEN = {
     "python": "3.11", "torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2",
@@ -86,14 +88,7 @@ def _find(name: str) -> Any:
 
 def installed(library: str) -> str | None:
     """The version of a library, None if it is not installed."""
-    if library == "python":
-        import platform
-
-        return platform.python_version()
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
+    return platform.python_version() if library == "python" else package_version(library)
 
 
 # ---- contracts ----

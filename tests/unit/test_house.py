@@ -23,7 +23,8 @@ SOURCE = ROOT / "src" / "seqtile"
 
 # A module imports only from rows above its own and from its own package. A new top-level name needs a row here.
 ORDER: tuple[frozenset[str], ...] = (
-    frozenset({"_compat", "_errors", "_log", "devices"}),
+    frozenset({"_errors", "_log", "devices"}),
+    frozenset({"_compat"}),
     frozenset({"counting"}),
     frozenset({"tiling"}),
     frozenset({"ops"}),
@@ -113,6 +114,34 @@ def device_names(root: Path) -> list[str]:
             value = getattr(node, name) if name and id(node) not in prose else None
             if isinstance(value, str) and DEVICE_NAMES & set(re.split(r"[^a-z]+", value.lower())):
                 found.append(f"{file}:{node.lineno}: {value}")  # type: ignore[attr-defined]
+    return found
+
+
+FACTS = frozenset({
+    "mem_get_info", "get_memory_info", "get_device_properties", "get_device_name", "recommended_max_memory",
+    "max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved", "reset_peak_memory_stats",
+    "empty_cache", "synchronize", "sched_getaffinity", "sysconf",
+})  # fmt: skip
+
+
+def machine_facts(root: Path) -> list[str]:
+    """Facts of the machine that are read outside ``devices.py``: versions, memory, names, the allocator's peaks."""
+    found = []
+    for file, tree in modules(root):
+        if file.name == "devices.py":
+            continue
+        for node in ast.walk(tree):
+            name = ""
+            if isinstance(node, ast.ImportFrom) and node.module == "importlib.metadata":
+                name = "importlib.metadata"
+            elif isinstance(node, ast.Attribute) and node.attr in FACTS:
+                name = node.attr
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FACTS:
+                name = node.value
+            elif isinstance(node, ast.Constant) and str(node.value).startswith(("/proc/", "/sys/")):
+                name = str(node.value)
+            if name:
+                found.append(f"{file}:{node.lineno}: {name}")  # type: ignore[attr-defined]
     return found
 
 
@@ -211,6 +240,7 @@ CHECKS: dict[Callable[[Path], list[str]], tuple[str, str]] = {
     prints: ("models/bad.py", "print('hello')\n"),
     shared_names: ("tiling/tiling.py", "x = 1\n"),
     device_names: ("ops/bad.py", "import torch\n\ntorch.cuda.synchronize()\n"),
+    machine_facts: ("train/bad.py", "import torch\n\ntorch.accelerator.memory_allocated()\n"),
     private_names: ("ops/bad.py", "import torch\n\ntorch._C\n"),
 }
 """Each check, and a file that it must catch."""

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from seqtile._compat import OpOverload, schema_of, storage_key
 from seqtile.counting.watch import Watch, name_of
+from seqtile.devices import accelerator, allocated_bytes, is_accelerator, peak_bytes, reset_peak
 
 _UNWRITTEN = frozenset(
     f"aten::{name}"
@@ -301,15 +302,14 @@ class _Allocator:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._start = torch.accelerator.memory_allocated(index)
+        self._start = allocated_bytes(index)
         self.peak = 0
         self.closed = False
-        torch.accelerator.reset_peak_memory_stats(index)
+        reset_peak(index)
 
     @classmethod
     def of(cls, device: torch.device) -> _Allocator | None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None or accelerator.type != device.type:
+        if not is_accelerator(device):
             return None
         try:
             return cls(torch.accelerator.current_device_index() if device.index is None else device.index)
@@ -320,8 +320,8 @@ class _Allocator:
         """Peak above the start since the last call."""
         if self.closed:
             return self.peak
-        peak = torch.accelerator.max_memory_allocated(self._index) - self._start
-        torch.accelerator.reset_peak_memory_stats(self._index)
+        peak = peak_bytes(self._index) - self._start
+        reset_peak(self._index)
         self.peak = max(self.peak, peak)
         return peak
 
@@ -343,7 +343,7 @@ def count_live_bytes(device: torch.device | str | None = None) -> Iterator[LiveB
         A :class:`LiveBytes`, readable inside and after the ``with``.
     """
     if device is None:
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        device = accelerator() or "cpu"
     live = LiveBytes(torch.device(device))
     try:
         with Watch(live.see):

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from seqtile._compat import tree_iter
 from seqtile.counting import LiveBytes
+from seqtile.devices import synchronize
 
 if TYPE_CHECKING:
     from seqtile.models.report import Block
@@ -163,6 +163,5 @@ def run_step(model: nn.Module, batch: dict[str, Any], labels: _Labels | None = N
     if labels is not None:
         labels.begin_backward()
     loss.backward()
-    if loss.device.type != "cpu":
-        torch.accelerator.synchronize()
+    synchronize(loss.device)
     return loss.item()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import GRADIENT_NORM_METHODS, FakeTensor, backward_pass, local_part, storage_key
+from seqtile.devices import allocated_bytes, available_host_bytes, device_bytes, reserved_bytes
 from seqtile.planner.phases import causal_model, decoder_layers
 from seqtile.tiling import parse_bytes
 
@@ -247,17 +248,13 @@ def _size(nbytes: int) -> str:
 
 def device_memory(model: nn.Module) -> tuple[str, int]:
     """What the device has, in words, and its free bytes (0 where it does not say)."""
-    from seqtile.activation_checkpointing.host_offload import available_bytes
-
     kind = _device(model)
     if kind == "cpu":
-        free = available_bytes()
+        free = available_host_bytes()
         return f"this host has {_size(free)} free", free
-    module = torch.get_device_module(kind)
-    try:
-        free, total = module.mem_get_info()
-        held, cached = module.memory_allocated(), module.memory_reserved()
-    except (AttributeError, RuntimeError):
+    free, total = device_bytes(torch.device(kind))
+    if not total:
         return "", 0
+    held, cached = allocated_bytes(), reserved_bytes()
     words = f"{_size(held)} in tensors, {_size(cached - held)} cached by the allocator, {_size(free)} free"
     return f"the device has {_size(total)}: {words}", free

@@ -19,6 +19,7 @@ import torch
 from seqtile._compat import restore_step_sums, step_sums
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
+from seqtile.devices import empty_cache
 from seqtile.planner.ladder import changes, tighter, would_avoid
 from seqtile.planner.phases import causal_model
 from seqtile.planner.step_config import Built, Setup
@@ -200,8 +201,7 @@ def install(model: Any, recipe: Recipe, **switch: Any) -> Report | None:
 def release() -> None:
     """Give the allocator back what the failed step held."""
     gc.collect()
-    if torch.accelerator.is_available():
-        torch.get_device_module().empty_cache()
+    empty_cache()
 
 
 def _remember(trainer: Any) -> dict[str, Any]:
