@@ -167,13 +167,16 @@ def synchronize(device: torch.device | None = None) -> None:
         torch.accelerator.synchronize(device)
 
 
-def empty_cache() -> None:
-    """Give back what the accelerator's allocator holds and no tensor uses, where it can."""
+def empty_cache(device: torch.device | None = None) -> None:
+    """Give back what the allocator of ``device``, by default the current accelerator, holds and no tensor uses.
+
+    Does nothing on the CPU, and where a backend cannot.
+    """
     import torch
 
-    here = accelerator()
-    if here is not None:
-        getattr(torch.get_device_module(here), "empty_cache", lambda: None)()
+    device = device or accelerator()
+    if device is not None and device.type != "cpu":
+        getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
 
 
 def reset_peak(device: torch.device | int | None = None) -> None:

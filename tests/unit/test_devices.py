@@ -101,6 +101,7 @@ def test_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     devices.synchronize()
     devices.synchronize(torch.device("cpu"))
     devices.empty_cache()
+    devices.empty_cache(torch.device("cpu"))
 
 
 def has(monkeypatch: pytest.MonkeyPatch, kind: str, **module: Any) -> None:

@@ -191,8 +191,7 @@ def _go_first(callback: TrainerCallback) -> Trainer | None:
 
 def _collect(device: torch.device) -> None:
     gc.collect()
-    if device.type != "cpu":
-        empty_cache()
+    empty_cache(device)
 
 
 class _Peaks:
