@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from seqtile._compat import base_of, is_flat_parameter, is_view, parameters_of
+
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """``module.named_parameters()``, and the views that stand for a parameter that is none at the moment.
@@ -24,8 +26,9 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     yield from module.named_parameters()
     for prefix, part in module.named_modules():
+        own = parameters_of(part)
         for name, value in vars(part).items():
-            if name not in part._parameters and is_flat_view(value):
+            if name not in own and is_flat_view(value):
                 yield f"{prefix}.{name}".lstrip("."), value
 
 
@@ -44,7 +47,7 @@ def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
     places = {
         f"{prefix}.{name}".lstrip("."): weight
         for prefix, part in module.named_modules()
-        for name, weight in part._parameters.items()
+        for name, weight in parameters_of(part).items()
         if weight is not None
     }
     replaced = {places[name]: weight for name, weight in weights.items() if name in places}
@@ -53,7 +56,7 @@ def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
 
 def is_flat_view(value: Any) -> bool:
     """Whether an attribute stands for a parameter while a unit of FSDP1 runs."""
-    return isinstance(value, Tensor) and value._is_view() and bool(getattr(value._base, "_is_flat_param", False))
+    return isinstance(value, Tensor) and is_view(value) and is_flat_parameter(base_of(value))
 
 
 @contextmanager

@@ -14,8 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
 
+from seqtile._compat import (
+    GLOBAL_HOOKS,
+    HOOKED_FORWARD,
+    PER_SEQUENCE,
+    REPLICATE,
+    children_of,
+    forward_pre_hooks_of,
+    function_mode_count,
+    function_modes,
+)
 from seqtile._log import first_rank_logger
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
@@ -24,7 +33,6 @@ from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.models.call_arguments import Places, why_opaque
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
-from seqtile.models.discover.live_weights import GLOBAL_HOOKS
 from seqtile.models.discover.proof import Mode, Proof, prove
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.tile_checkpoint import run_in_tiles
@@ -73,7 +81,7 @@ class Setting:
         )
 
 
-_CHANGED = ("forward", "extra_repr", "_replicate_for_data_parallel")
+_CHANGED = ("forward", "extra_repr", REPLICATE)
 
 
 class Installed:
@@ -101,14 +109,14 @@ class Installed:
 
     def install(self) -> None:
         replicate = _RefuseReplicas()
-        self.module.__dict__.update(forward=self, extra_repr=_Note(self), _replicate_for_data_parallel=replicate)
+        self.module.__dict__.update(forward=self, extra_repr=_Note(self), **{REPLICATE: replicate})
 
     def remove(self) -> None:
         """Put every attribute back as it was."""
         unmark_leaf(self.module)
         own = self.module.__dict__
-        if own.get("_old_forward") is self:  # accelerate's hooks were put around it
-            own["_old_forward"] = self.original
+        if own.get(HOOKED_FORWARD) is self:  # accelerate's hooks were put around it
+            own[HOOKED_FORWARD] = self.original
             self.before["forward"] = own["forward"]
         for name in _CHANGED:
             own.pop(name, None)
@@ -269,8 +277,8 @@ def _why_watched() -> str:
         return ""
     if any(GLOBAL_HOOKS) and any(_is_foreign(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a hook is registered for all modules (torch.nn.modules.module), which tiles would run on other tensors"
-    if torch._C._len_torch_function_stack():
-        mode = next((one for one in _get_current_function_mode_stack() if _is_foreign(type(one))), None)
+    if function_mode_count():
+        mode = next((one for one in function_modes() if _is_foreign(type(one))), None)
         if mode is not None:
             return f"{type(mode).__name__} is active around the call, which tiles would run on other tensors"
     return ""
@@ -377,9 +385,9 @@ class TiledForward(Installed):
 
 def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:
     """The argument of that kind which a hook of PEFT's adds to the adapters' calls, or ""."""
-    hooks = (hook for part in parts for module in part.modules() for hook in module._forward_pre_hooks.values())
+    hooks = (hook for part in parts for module in part.modules() for hook in forward_pre_hooks_of(module).values())
     words = (word for hook in hooks if isinstance(hook, partial) for word in hook.keywords)
-    return next((word for word in words if word in ("adapter_names", "alora_offsets")), "")
+    return next((word for word in words if word in PER_SEQUENCE), "")
 
 
 class _Bare(nn.Module):
@@ -387,7 +395,7 @@ class _Bare(nn.Module):
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
-        self._modules.update({str(number): part for number, part in enumerate(parts)})
+        children_of(self).update({str(number): part for number, part in enumerate(parts)})
 
     def forward(self, call: Callable[[list[Tensor]], Any], tiles: list[Tensor]) -> Any:
         return call(tiles)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile._compat import attention_kind
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.engines.flat import call_with_weights
@@ -130,7 +131,7 @@ class HeadWise(Installed):
 
     @property
     def _kind(self) -> str:
-        return str(getattr(getattr(self.module, "config", None), "_attn_implementation", ""))
+        return attention_kind(self.module) or ""
 
     def cuts(self, hidden_states: Tensor) -> tuple[Cut, ...]:
         """The passes of a call."""

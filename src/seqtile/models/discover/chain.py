@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from seqtile._compat import children_of
 from seqtile.models.discover.formula import Formula
 from seqtile.models.discover.live_weights import row_wise
 from seqtile.ops.mlp import FusedWeights
@@ -114,7 +115,7 @@ class Chain:
         if self.kind == "inline":
             return {name: view(part) if isinstance(part, nn.Module) else part for name, part in self.members}
         block = view(self.members[0][1])
-        return {**{k: v for k, v in vars(block).items() if callable(v)}, **block._modules}
+        return {**{k: v for k, v in vars(block).items() if callable(v)}, **children_of(block)}
 
     def weights(self, formula: Formula, dtype: torch.dtype, view: ViewOf = itself) -> FusedWeights | str:
         """The live weights for the fused operator, or why it cannot run now."""
