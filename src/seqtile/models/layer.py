@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from seqtile.engines.granularity import is_wrapped
 from seqtile.models.discover.chain import Chain
-from seqtile.models.discover.layer_parts import Neighbours
+from seqtile.models.discover.layer_parts import Neighbours, gradients_and_autocast
 from seqtile.models.discover.live_weights import has_foreign_hooks, has_hooks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 
-_ALLOWED = frozenset("shape dtype device ndim layout is_cuda dim size is_floating_point __get__".split())
+_ALLOWED = frozenset("shape dtype device ndim layout is_cuda dim size is_floating_point".split())
 """What may be asked of a placeholder."""
 
 _DROPOUT = F.dropout
@@ -115,8 +115,9 @@ class Members:
         return self.refuse()
 
     def _expect(self, name: str) -> None:
-        self.context = self.context or _context()
-        if name != self.events[self.at] or _context() != self.context:
+        now = gradients_and_autocast()
+        self.context = self.context or now
+        if name != self.events[self.at] or now != self.context:
             self.refuse()
         self.at += 1
 
@@ -139,17 +140,6 @@ class Members:
         """Raise where the layer hands a placeholder out."""
         if any(isinstance(one, Placeholder) for one in tree_leaves(results)):
             self.refuse()
-
-
-def _context() -> tuple[bool, ...]:
-    """Whether gradients and autocast are on."""
-    return (torch.is_grad_enabled(), *[torch.is_autocast_enabled(kind) for kind in _device_types()])
-
-
-@functools.cache
-def _device_types() -> list[str]:
-    here = torch.accelerator.current_accelerator()
-    return ["cpu"] if here is None else ["cpu", here.type]
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules import module as torch_module
 
 from seqtile.engines.flat import is_flat_view
-from seqtile.models.discover.live_weights import HOOKS
+from seqtile.models.discover.live_weights import GLOBAL_HOOKS, HOOKS
 from seqtile.models.discover.python_code import TORCH, Code, is_strange
 from seqtile.models.discover.sizes import Untraceable
 
@@ -44,10 +43,6 @@ _FIXED = (
 
 _SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
 _CACHES = (functools._lru_cache_wrapper, functools.cached_property)
-_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
-    torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
-)  # fmt: skip
 
 MOST, LARGEST, DEEPEST = 500, 10_000, 8
 """Most things that a proof may rest on, entries of a container among them, and objects one inside another."""
@@ -103,7 +98,7 @@ class Facts:
         frozen: list[Any] = []
         tree = list(dict.fromkeys(part for module in modules for part in module.modules()))
         self._places = {id(part): number for number, part in enumerate(tree)}
-        for hooks in _GLOBAL_HOOKS:
+        for hooks in GLOBAL_HOOKS:
             self._contain(hooks, hooks.copy())
         for part in tree:
             frozen.append(self._of_module(part))
@@ -130,7 +125,7 @@ class Facts:
         """Whether everything is as it was.
 
         Cost:
-            One Python call, some 5 µs for a plain MLP, 25 µs with adapters.
+            One Python call, some 15 µs for a plain MLP with its norm, 30 µs with adapters.
         """
         try:
             return (

@@ -6,6 +6,7 @@ between them runs: who reads what is then a matter of looking.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -134,7 +135,7 @@ class _Run(TorchFunctionMode):
         self._plain = plain
         self._dropouts: dict[float, str] = {}
         self._inside = False
-        self._context = _context()
+        self._context = gradients_and_autocast()
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self.view = self._view(layer)
@@ -206,13 +207,19 @@ class _Run(TorchFunctionMode):
         hidden_states = self.number(first) if isinstance(first, Tensor) else -1
         made = self.number(result) if isinstance(result, Tensor) else -1
         reads = tuple(self.number(one) for one in given)
-        plain, alone = _context() == self._context, len(given) == len(args) + len(words)
+        plain, alone = gradients_and_autocast() == self._context, len(given) == len(args) + len(words)
         self.steps.append(Step(kind, name, reads, hidden_states, made, plain, alone))
 
 
-def _context() -> tuple[bool, ...]:
-    """Whether gradients and autocast are on."""
-    return (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+def gradients_and_autocast() -> tuple[bool, ...]:
+    """Whether gradients are on, and autocast for each kind of device here."""
+    return (torch.is_grad_enabled(), *[torch.is_autocast_enabled(kind) for kind in _device_types()])
+
+
+@functools.cache
+def _device_types() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 class _Child:
@@ -303,10 +310,9 @@ def _run(
 ) -> LayerSteps:
     with torch.enable_grad():
         run = _Run(layer, plain)
-    before = {
-        name: value.copy() if type(value) in (list, set, dict) else value for name, value in vars(run.view).items()
-    }
-    with torch.enable_grad():
+        before = {
+            name: value.copy() if type(value) in (list, set, dict) else value for name, value in vars(run.view).items()
+        }
         x = torch.empty(tuple(shape), device="meta")
         run.number(x)
         words = {name: _result(x, one) if isinstance(one, tuple) else one for name, one in given.items()}

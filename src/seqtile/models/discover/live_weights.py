@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from seqtile.counting.fake import PLAIN
 from seqtile.engines.flat import call_with_weights, named_weights
@@ -18,6 +19,11 @@ from seqtile.ops.linear import Adapter, Packed, Projection
 from seqtile.ops.rng import RowWise
 
 _ADAPTED = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)  # fmt: skip
+"""The hooks that PyTorch runs around the forward and backward of every module."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

@@ -119,11 +119,9 @@ class Code:
             place = f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)})"
             called = getattr(argument, "__qualname__", argument)
             self._refuse(f"it calls {called} in {place}, which may return anything")
-
         elif event == "c_exception" and kind == "user" and _is_pytorchs(argument):  # whoever catches it may go on
-            self.refused = (
-                self.refused or f"{getattr(argument, '__name__', argument)} failed on a tensor without memory"
-            )
+            called = getattr(argument, "__name__", argument)
+            self.refused = self.refused or f"{called} failed on a tensor without memory"
 
     def _refuse(self, reason: str) -> None:
         self.refused = self.refused or reason  # the code that runs may swallow the error

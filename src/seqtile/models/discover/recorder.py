@@ -108,8 +108,9 @@ class Recorder(TorchDispatchMode):
                 self.asked += 1
                 self.operators.add("_local_scalar_dense")
                 return self.asked == self.yes
-            except Exception as error:  # noqa: BLE001 - whatever it raises
-                raise failed(error) from None
+            except Exception as error:
+                note_failure(error)
+                raise
             if tensors or tensors_in([result]):  # else it asks about dtypes
                 self._record(func, args, kwargs, tensors_in([result]))
             return result
@@ -222,8 +223,9 @@ class Sizes(TorchFunctionMode):
                 result = func(*plain(args), **plain(kwargs or {}))
             except (NotPerToken, Untraceable):
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever it raises
-                raise failed(error) from None
+            except Exception as error:
+                note_failure(error)
+                raise
         if type(result) is torch.Size:
             return Shape(counted(size) for size in result)
         if type(result) is tuple and all(type(one) is int for one in result):
@@ -249,25 +251,14 @@ _MAY_ASK = ("seqtile.", "torch.utils.", "torch.autograd.", "torch.nn.modules.mod
 """Modules of our own, and those of PyTorch that call hooks."""
 
 _ON_INPUTS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_")
-_OF_MEMORY = (
-    "data_ptr",
-    "untyped_storage",
-    "storage",
-    "_typed_storage",
-    "_version",
-    "grad",
-    "tolist",
-    "numpy",
-    "__array__",
-)
+_OF_MEMORY = frozenset("data_ptr untyped_storage storage _typed_storage _version grad tolist numpy __array__".split())
 _OF_TOKENS = ("__len__", "is_contiguous", "requires_grad", "is_leaf", "grad_fn", "__repr__", "__str__", "__format__")
 
 
-def failed(error: Exception) -> Exception:
-    """``error``, noted: whoever catches it on a tensor without memory might not have met it on a real one."""
+def note_failure(error: Exception) -> None:
+    """Whoever catches an error of a tensor without memory might not have met it on a real one: refuse all the same."""
     first = str(error).splitlines()[0][:200] if str(error) else ""
-    Untraceable(f"it could not be executed here ({type(error).__name__}: {first})")
-    return error
+    Untraceable(f"it could not be executed here ({type(error).__name__}: {first})")  # which is noted as it is made
 
 
 @contextmanager

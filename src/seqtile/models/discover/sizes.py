@@ -20,19 +20,26 @@ class _Noted(threading.local):
     """The refusals of the trace in this thread: the traced code may catch them, the tracer still sees them.
 
     Attributes:
-        refusals: in the order in which they were raised.
+        refusals: in the order in which they were raised; None where no trace runs.
         in_backward: whether the backward runs, which is traced for large sizes alone.
         indexed: calls, by frame and instruction, that made a plain number of a watched size; PyTorch's own do so when
             they look at their arguments.
     """
 
+    refusals: list[Exception] | None = None
+    in_backward = False
+
     def __init__(self) -> None:
-        self.begin()
+        self.indexed: set[tuple[int, int]] = set()
 
     def begin(self) -> None:
-        self.refusals: list[Exception] = []
-        self.in_backward = False
-        self.indexed: set[tuple[int, int]] = set()
+        """A trace begins in this thread, which ends with it."""
+        self.refusals, self.in_backward = [], False
+        self.indexed.clear()
+
+    def refuse(self, error: Exception) -> None:
+        if self.refusals is not None:
+            self.refusals.append(error)
 
     def pytorch_called(self, frame: types.FrameType) -> None:
         """A function of PyTorch was called from here; no other function may have taken a size since the last one."""
@@ -56,7 +63,7 @@ class NotPerToken(Exception):
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
-        noted.refusals.append(self)
+        noted.refuse(self)
 
 
 class Untraceable(Exception):
@@ -65,7 +72,7 @@ class Untraceable(Exception):
     def __init__(self, why: str) -> None:
         super().__init__(why)
         if not isinstance(self, NoRule):
-            noted.refusals.append(self)
+            noted.refuse(self)
 
 
 class NoRule(Untraceable):
