@@ -4,11 +4,11 @@
     python benchmarks/walk.py --source src --source old/src     # two checkouts, one process each, and their ratio
 
 One Llama layer, 256 tokens, ``tile=64``, on the CPU. Counted by ``sys.setprofile`` from the call of the layer to the
-first ``mm``, ``addmm`` or ``linear`` that seqtile's own code calls: calls of functions in seqtile's files (PyTorch's and
-transformers' own are left out; every resumption of a generator or comprehension is a call, as the interpreter sees it),
-those files, and how often one call is in another file than the one before. ``fused`` is the tiled MLP with its norm,
-``head-wise`` attention one key-value head at a time. The first step proves and remembers; the numbers of the
-second are those of every later step. ``us`` is the least time of a layer's forward without a profile, of 5 x 200.
+first ``mm``, ``addmm`` or ``linear`` that seqtile's own code calls: calls of functions in seqtile's files (PyTorch's
+and transformers' own are left out; every resumption of a generator is a call, as the interpreter sees it), those files,
+and how often one call is in another file than the one before. ``fused`` is the tiled MLP with its norm, ``head-wise``
+attention one key-value head at a time. The first step proves and remembers; the second counts as every later one does.
+``us`` is the least time of a layer's forward without a profile, in 5 rounds of 200.
 """
 
 from __future__ import annotations
@@ -113,9 +113,8 @@ def main() -> None:
         path = os.pathsep.join(part for part in (folder, os.environ.get("PYTHONPATH", "")) if part)
         for way in ways:
             command = [sys.executable, __file__, "--way", way, *(["--show"] if options.show else [])]
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"PYTHONPATH": path}
-            )
+            environment = os.environ | {"PYTHONPATH": path}
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
             found[source, way] = {"source": source or "installed", **json.loads(done.stdout.splitlines()[-1])}
     import torch
     import transformers
@@ -126,10 +125,8 @@ def main() -> None:
     for way in ways:
         for (_, other), row in found.items():
             if other == way:
-                numbers = (
-                    f"{row['calls']} | {row['files']} | {row['switches']} | {row['first']['calls']:,} | {row['us']:,}"
-                )
-                print(f"| {way} | {row['source']} | {numbers} |")
+                numbers = [row["calls"], row["files"], row["switches"], row["first"]["calls"], row["us"]]
+                print(f"| {way} | {row['source']} | {' | '.join(f'{number:,}' for number in numbers)} |")
 
 
 if __name__ == "__main__":

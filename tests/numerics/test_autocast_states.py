@@ -19,7 +19,7 @@ from seqtile.ops.attention.head_groups import HeadWeights, head_wise
 from seqtile.ops.linear import Projection
 from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
 from seqtile.ops.mlp import FusedWeights, fused_mlp
-from seqtile.ops.mlp_tile import Norm
+from seqtile.ops.normed_linears import Norm
 from seqtile.ops.pointwise import SILU
 from seqtile.ops.rng import Autocast, RowWise
 

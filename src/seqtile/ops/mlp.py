@@ -28,10 +28,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seqtile.ops.linear import Kind, Packed, Projection, plain_projection
-from seqtile.ops.mlp_tile import Pass, sums_for
+from seqtile.ops.mlp_tile import Pass
+from seqtile.ops.normed_linears import NormKind, sums_for
 from seqtile.ops.pointwise import Activation
 from seqtile.ops.rng import Autocast, RandomState, RowWise
-from seqtile.ops.token_tiles import refuse_trace
+from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class Plan:
     activation: Activation
     gated: bool
     up_first: bool
-    before: tuple[Any, int] | None
-    after: tuple[Any, int] | None
+    before: NormKind | None
+    after: NormKind | None
     dropout: float
     sizes: tuple[int, ...]
     keep: int
@@ -238,11 +239,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
-        if torch.is_grad_enabled():  # else the gradients would come out as constants, without a word
-            raise NotImplementedError(
-                "a tiled block has first derivatives only, got create_graph=True; undo tiling for this backward, or "
-                "run it without create_graph"
-            )
+        refuse_second_derivative()
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         plan: Plan = ctx.plan

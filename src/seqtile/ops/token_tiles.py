@@ -32,6 +32,22 @@ def refuse_trace() -> None:
         )
 
 
+def refuse_second_derivative(
+    what: str = "a tiled block", do: str = "undo tiling for this backward, or run it without create_graph"
+) -> None:
+    """Raise inside a backward with ``create_graph=True``: its gradients would come out as constants, without a word.
+
+    Args:
+        what: what is differentiated.
+        do: what its caller may do instead.
+
+    Raises:
+        NotImplementedError: the backward builds a graph of its own.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"{what} has first derivatives only, got create_graph=True; {do}")
+
+
 class Cuts:
     """The rows of each tile, and how outputs go back together."""
 

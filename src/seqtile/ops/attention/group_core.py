@@ -18,9 +18,9 @@ from torch import Tensor
 
 from seqtile.ops.attention.kernel_calls import Position, Recorded, record, replayed
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.mlp_tile import sums_for
+from seqtile.ops.normed_linears import sums_for
 from seqtile.ops.rng import Autocast, RandomState
-from seqtile.ops.token_tiles import refuse_trace
+from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 
 Between = Callable[["Cut", Sequence[Tensor], Sequence[Tensor]], Tensor]
 """What stands between the projections: (cut, its ``(q, k, v)``, other weights) -> its output."""
@@ -149,12 +149,8 @@ class Groups:
         mine.zero_() if gradient is None else mine.copy_(gradient)
 
 
-def refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():  # else the gradients would come out as constants, without a word
-        raise NotImplementedError(
-            "head-wise attention has first derivatives only, got create_graph=True; undo seqtile for this backward, or "
-            "run it without create_graph"
-        )
+REFUSED = ("head-wise attention", "undo seqtile for this backward, or run it without create_graph")
+"""How a second derivative is refused here."""
 
 
 def in_groups(parts: Sequence[Tensor], weights: Sequence[Tensor], groups: Groups) -> Tensor:
@@ -187,7 +183,7 @@ class _InGroups(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        refuse_second_derivative()
+        refuse_second_derivative(*REFUSED)
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         groups: Groups = ctx.groups

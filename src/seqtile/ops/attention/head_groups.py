@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqtile.ops.attention.group_core import Cut, Done, Groups, refuse_second_derivative
+from seqtile.ops.attention.group_core import REFUSED, Cut, Done, Groups
 from seqtile.ops.attention.kernel_calls import kept_now
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.linear import Kind, Layer, Projection
-from seqtile.ops.mlp_tile import Norm, sums_for
+from seqtile.ops.normed_linears import Norm, NormedLinears, NormKind, sums_for
 from seqtile.ops.rng import Autocast, RandomState, RowWise
-from seqtile.ops.token_tiles import refuse_trace
+from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Plan:
 
     first: tuple[Kind, ...]
     out: Kind
-    norm: tuple[Any, int] | None
+    norm: NormKind | None
     others: int
     groups: Groups
     sizes: tuple[int, ...]
@@ -132,11 +132,10 @@ class _Work:
     def __init__(self, plan: Plan, pairs: Sequence[tuple[Tensor, Sum | None]]) -> None:
         self.plan, self.dtype = plan, plan.autocast.dtype
         take = iter(pairs)
-        self.norm: Norm | None = None
-        if plan.norm is not None:
-            self.norm = Norm(plan, plan.norm[0], [next(take) for _ in range(plan.norm[1])])  # type: ignore[arg-type]
-        self.first = [Layer(kind, take, self.dtype, casts=plan.autocast.enabled) for kind in plan.first]
-        self.out = Layer(plan.out, take, self.dtype, casts=plan.autocast.enabled)
+        norm = Norm(plan.autocast, plan.norm, take) if plan.norm else None
+        self.first = NormedLinears(plan.first, take, plan.autocast)
+        self.first.norm = norm
+        self.out = Layer(plan.out, take, plan.autocast)
         self.others = list(take)
         self._sums = [total for _, total in pairs]
 
@@ -146,55 +145,30 @@ class _Work:
     def project(self, x: Tensor) -> list[Tensor]:
         """Queries, keys and values, ``[B, T, heads * E]`` each."""
         rows = x.reshape(-1, x.shape[-1])
-        parts = [rows.new_empty(rows.shape[0], layer.width, dtype=self.dtype) for layer in self.first]
+        parts = [rows.new_empty(rows.shape[0], layer.width, dtype=self.dtype) for layer in self.first.layers]
         for start, size in self.plan.tiles:
-            normed, masks = self._normed(rows.narrow(0, start, size))
-            for layer, part, mask in zip(self.first, parts, masks, strict=True):
+            masks = self.first.draw(size)
+            normed = self.first.normed(rows.narrow(0, start, size))
+            for layer, part, mask in zip(self.first.layers, parts, masks, strict=True):
                 layer.forward(normed, part.narrow(0, start, size), mask)
         return [part.view(*x.shape[:-1], -1) for part in parts]
 
     def skip(self, x: Tensor) -> Tensor | None:
         """Draw what :meth:`project` and the output projection draw; returns the latter's mask."""
         for _, size in self.plan.tiles:
-            for layer in self.first:
-                layer.draw(size)
+            self.first.draw(size)
         return self.out.draw(x.shape[:-1].numel())
-
-    def _normed(self, rows: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        masks = [layer.draw(rows.shape[0]) for layer in self.first]
-        return (rows if self.norm is None else self.norm.forward(rows)).to(self.dtype), masks
-
-    @property
-    def norm_trains(self) -> bool:
-        return self.norm is not None and self.norm.trains
 
     def project_gradients(self, x: Tensor, parts: Sequence[Tensor], needs_x: bool) -> Tensor | None:
         """Add the gradients of the projections and the norm; returns the input's."""
         rows = x.reshape(-1, x.shape[-1])
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-        needs_n = needs_x or self.norm_trains
         for start, size in self.plan.tiles:
-            mine = rows.narrow(0, start, size)
-            normed, masks = self._normed(mine)
+            masks = self.first.draw(size)
+            mine = rows.narrow(0, start, size)  # [t, D]
             grads = [part.view(-1, part.shape[-1]).narrow(0, start, size) for part in parts]
-            lows = [layer.low_rank_gradient(grad) for layer, grad in zip(self.first, grads, strict=True)]
-            for layer, grad, low, mask in zip(self.first, grads, lows, masks, strict=True):
-                if layer.trains:
-                    layer.add_gradients(normed, grad, low, mask)
-            if not needs_n:
-                continue
             out = None if dx is None else dx.view(-1, x.shape[-1]).narrow(0, start, size)
-            direct = out is not None and self.norm is None and out.dtype == self.dtype
-            dn = out if direct and out is not None else torch.empty_like(normed)
-            for number, (layer, grad, low, mask) in enumerate(zip(self.first, grads, lows, masks, strict=True)):
-                layer.input_gradient(grad, dn, low, mask, add=number > 0)
-            if direct:
-                continue
-            found: Tensor | None = dn
-            if self.norm is not None:
-                found = self.norm.gradient(mine, dn, needs_rows=needs_x)
-            if out is not None and found is not None:
-                out.copy_(found)
+            self.first.backward(mine, self.first.normed(mine), grads, masks, out)
         return dx
 
 
@@ -240,7 +214,7 @@ class _HeadWise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
-        refuse_second_derivative()
+        refuse_second_derivative(*REFUSED)
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         plan: Plan = ctx.plan
@@ -264,7 +238,7 @@ class _HeadWise(torch.autograd.Function):
             low = work.out.low_rank_gradient(rows)
             if work.out.trains:
                 work.out.add_gradients(done.whole.view(rows.shape[0], -1), rows, low, mask)
-            inner = needs_x or work.norm_trains or any(layer.trains for layer in work.first)
+            inner = work.first.trains or work.first.needs_normed(needs_x)
             dx = None
             if inner or any(total is not None for _, total in work.others):
 
