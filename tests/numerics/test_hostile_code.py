@@ -38,21 +38,19 @@ class Mlp(nn.Module):
         return self.down_proj(self.between(self, x, F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
-class Layer(nn.Module):
-    """``run(self, x)`` with a norm and an MLP."""
-
-    def __init__(
-        self, mlp: nn.Module, run: Callable[[Any, Tensor], Tensor] = lambda self, x: x + self.mlp(self.norm(x))
-    ):
-        super().__init__()
-        self.norm, self.mlp, self.run, self.flag, self.dropout = nn.RMSNorm(HIDDEN), mlp, run, False, 0.4
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
-
-
 def _plain_layer(self: Any, x: Tensor) -> Tensor:
     return x + self.mlp(self.norm(x))
+
+
+class _Layer(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.flag, self.dropout = nn.RMSNorm(HIDDEN), mlp, False, 0.4
+
+
+def Layer(mlp: nn.Module, forward: Callable[[Any, Tensor], Tensor] = _plain_layer) -> nn.Module:
+    """A norm and an MLP in a class of their own with this forward."""
+    return type("Layer", (_Layer,), {"forward": forward})(mlp)  # type: ignore[no-any-return]
 
 
 def center(h: Tensor) -> Tensor:
@@ -236,11 +234,12 @@ def test_a_hook_on_the_input_is_not_put_on_a_tile(caplog: pytest.LogCaptureFixtu
     assert outcome(lambda: Layer(HookOnInput(), lambda self, x: x + self.mlp(x)), caplog) in ("left", "refused")
 
 
-def _without(part: str, enter: Callable[[bool], Any]) -> Callable[[Any, Tensor], Tensor]:
+def _without(part: str, by_flag: bool = False) -> Callable[[Any, Tensor], Tensor]:
     def run(self: Any, x: Tensor) -> Tensor:
-        with enter(part != "norm"):
+        on = by_flag and not self.flag
+        with torch.set_grad_enabled(on or part != "norm"):
             h = self.norm(x)
-        with enter(part != "mlp"):
+        with torch.set_grad_enabled(on or part != "mlp"):
             h = self.mlp(h)
         return x + h
 
@@ -281,8 +280,10 @@ class Extra(Mlp):
 
 
 RUNS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "the norm without gradients": _without("norm", torch.set_grad_enabled),
-    "the mlp without gradients": _without("mlp", torch.set_grad_enabled),
+    "the norm without gradients": _without("norm"),
+    "the mlp without gradients": _without("mlp"),
+    "the norm without gradients by a flag": _without("norm", by_flag=True),
+    "the mlp without gradients by a flag": _without("mlp", by_flag=True),
     "detached by a flag": _detached(lambda self, x: self.flag),
     "detached beyond ten tokens": _detached(lambda self, x: x.shape[1] > 10),
     "detached by values": _detached(lambda self, x: x.abs().max() > 0),
