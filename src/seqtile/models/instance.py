@@ -1,13 +1,8 @@
-"""The objects that stand in for ``forward`` on one instance, and how they come off again.
-
-They live in the instance's ``__dict__``: the class is untouched, no parameter is renamed, nothing enters
-``state_dict``. They refer to their module weakly and find it again after ``copy.deepcopy`` and pickling.
-"""
+"""The tiled forward of one instance: asks at each call whether its proof still holds, cuts, and runs an operator."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from seqtile._log import first_rank_logger
+from seqtile._stand_in import ForwardStandIn
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import unmark_leaf
@@ -73,35 +69,19 @@ class Setting:
         )
 
 
-_CHANGED = ("forward", "extra_repr", "_replicate_for_data_parallel")
+class Installed(ForwardStandIn):
+    """Base of the tiled forwards: puts itself into an instance, remembers what was there, and restores it."""
 
-
-class Installed:
-    """Base of the stand-ins: puts itself into an instance, remembers what was there, and restores it."""
+    owner = "apply"
+    """Which call put it there: another :func:`seqtile.apply` leaves ``"tile_module"``'s."""
 
     def __init__(self, module: nn.Module, setting: Setting) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self.setting = setting
-        self.told: set[str] = set()
         self._proofs: dict[Any, tuple[Chain, Proof, Facts | None]] = {}
-        self.before: dict[str, Any] = {name: module.__dict__[name] for name in _CHANGED if name in module.__dict__}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_module": self._module(), "_proofs": {}}  # which rest on this very module
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._module = weakref.ref(state["_module"])
-
-    @property
-    def module(self) -> nn.Module:
-        module = self._module()
-        assert module is not None, "a tiled forward outlived its module"
-        return module
-
-    def install(self) -> None:
-        replicate = _RefuseReplicas()
-        self.module.__dict__.update(forward=self, extra_repr=_Note(self), _replicate_for_data_parallel=replicate)
+        return {**super().__getstate__(), "_proofs": {}}  # which rest on this very module
 
     def remove(self) -> None:
         """Put every attribute back as it was."""
@@ -110,27 +90,27 @@ class Installed:
         if own.get("_old_forward") is self:  # accelerate's hooks were put around it
             own["_old_forward"] = self.original
             self.before["forward"] = own["forward"]
-        for name in _CHANGED:
+        for name in self.changed:
             own.pop(name, None)
         own.update(self.before)
 
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The forward that the instance had: its own if one was set before, else its class's.
+    takes_norm = False
+    """Whether it can be called with ``norm_before=``, the norm of its input, which then runs inside."""
 
-        A bound method would do, but ``torch.compile`` writes one down as ``module.forward``, which is ours.
-        """
-        return self.before.get("forward") or partial(type(self.module).forward, self.module)
-
-    def inside(self) -> Iterator[tuple[str, nn.Module]]:
+    def inside(self) -> list[tuple[str, nn.Module]]:
         """(name, module) of everything that runs inside a tile, without the block itself."""
-        return ((name, part) for name, part in self.module.named_modules() if name)
+        return [(name, part) for name, part in self.module.named_modules() if name]
 
-    def check(self) -> None:
-        """Raise where an engine would gather weights at every tile, or where a trace would fix the tiles."""
+    def check(self, *besides: tuple[str, nn.Module]) -> None:
+        """Raise where an engine would gather weights at every tile, or where a trace would fix the tiles.
+
+        Args:
+            *besides: (name, module) of what runs inside in this call alone.
+        """
         if not torch.compiler.is_compiling():
             refuse_trace()
-            refuse_gathering_inside(self.inside(), block=self.setting.name, layer=self.setting.layer)
+            inner = [*self.inside(), *besides]
+            refuse_gathering_inside(inner, block=self.setting.name, layer=self.setting.layer)
 
     def proof(self, chain: Chain, mode: Mode) -> Proof:
         """What is known of ``chain`` in this mode: what was known at its last call, if all of it still holds.
@@ -181,7 +161,7 @@ class Installed:
         def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
             if not aliases:
                 return call(list(tiles))
-            return call_with_weights(_Bare(parts), aliases, (call, list(tiles)))
+            return call_with_weights(Bare(parts), aliases, (call, list(tiles)))
 
         if handed := _handed_per_sequence(parts):
             self._tell_untiled(f"PEFT hands its adapters one entry per sequence ({handed}), which tiles do not keep")
@@ -231,14 +211,12 @@ class Installed:
         mlp = proof.formula if isinstance(proof.formula, str) else chain.weights(proof.formula, dtype)
         if isinstance(mlp, FusedWeights):
             return mlp
-        if self.falls_back and mlp not in self.told:
-            self.told.add(mlp)
+        if self.falls_back and self.is_news(mlp):
             logger.warning("%s now runs the generic operator: %s", self.setting.name, mlp)
         return None
 
     def _tell_untiled(self, why: str) -> None:
-        if why not in self.told:
-            self.told.add(why)
+        if self.is_news(why):
             logger.warning("%s runs untiled: %s", self.setting.name, why)
 
     plainly: Callable[..., Any] | None = None
@@ -324,28 +302,6 @@ class _Unchanged:
             )
 
 
-class _RefuseReplicas:
-    """``nn.DataParallel`` copies a module's attributes, and the copies would run the original's weights."""
-
-    def __call__(self) -> nn.Module:
-        raise NotImplementedError(
-            "nn.DataParallel (several devices in one process) does not run tiled models; start one process per device "
-            "with torchrun or accelerate launch, or make one device visible"
-        )
-
-
-class _Note:
-    """``extra_repr`` of a changed instance: what ``print(model)`` shows."""
-
-    def __init__(self, installed: Any) -> None:
-        self.installed = installed
-
-    def __call__(self) -> str:
-        module = self.installed.module
-        former = self.installed.before.get("extra_repr") or type(module).extra_repr.__get__(module)
-        return ", ".join(part for part in (former(), self.installed.note()) if part)
-
-
 class TiledForward(Installed):
     """``forward`` of one position-wise module, over tiles of tokens."""
 
@@ -382,7 +338,7 @@ def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:
     return next((word for word in words if word in ("adapter_names", "alora_offsets")), "")
 
 
-class _Bare(nn.Module):
+class Bare(nn.Module):
     """The parts of a block under one roof, so that a call replaces their weights and runs no hook."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:

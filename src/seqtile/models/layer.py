@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,10 +159,9 @@ class NormedAttention:
         if not self.norm:
             return {}
         norm, attention = getattr(layer, self.norm), getattr(layer, self.attention)
-        head_wise = attention.__dict__.get("forward")
         if has_hooks(norm) or has_foreign_hooks(attention) or any(is_wrapped(part) for part in (norm, attention)):
             return {}
-        if torch.compiler.is_compiling() or not hasattr(head_wise, "heads"):
+        if torch.compiler.is_compiling() or not getattr(attention.__dict__.get("forward"), "takes_norm", False):
             return {}
         call: list[Any] = []
 
@@ -170,11 +169,7 @@ class NormedAttention:
             args, words = call.pop()
             args = tuple(inputs[0] if isinstance(one, Placeholder) else one for one in args)
             words = {name: inputs[0] if isinstance(one, Placeholder) else one for name, one in words.items()}
-            head_wise.norm = norm
-            try:
-                return attention(*args, **words)
-            finally:
-                head_wise.norm = None
+            return attention(*args, norm_before=norm, **words)
 
         sequence = Members(type(layer).__name__, (self.norm, self.attention), (), finish)
         second = sequence.member(self.attention)
@@ -265,12 +260,14 @@ class TiledLayer(Installed):
         names = [near.before, *near.members, near.after, near.dropout, *(("+", near.closing) if near.closing else ())]
         return [name for name in names if name]
 
-    def inside(self) -> Iterator[tuple[str, nn.Module]]:
-        for name in self.names:
-            member = getattr(self.module, name)
-            for inner, part in member.named_modules() if isinstance(member, nn.Module) else ():
-                if inner or self.inline:
-                    yield f"{name}.{inner}".rstrip("."), part
+    def inside(self) -> list[tuple[str, nn.Module]]:
+        layer = self.module
+        members = [(name, getattr(layer, name)) for name in self.names]
+        return [
+            (f"{name}.{inner}".rstrip("."), part)
+            for name, member in members if isinstance(member, nn.Module)
+            for inner, part in member.named_modules() if inner or self.inline
+        ]  # fmt: skip
 
     def chain(self, dropped: Mapping[str, float]) -> Chain:
         """What runs in the tile now.
@@ -293,8 +290,7 @@ class TiledLayer(Installed):
     def _tell(self, hooked: list[str]) -> None:
         alone = "untiled" if self.inline else "without its neighbours in the tile"
         news = f"runs {alone}: {', '.join(hooked)} has hooks"
-        if news not in self.told:
-            self.told.add(news)
+        if self.is_news(news):
             logger.warning("%s %s", type(self.module).__name__, news)
 
     def _compute(self, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:

@@ -8,7 +8,7 @@ before attention, the norm runs in the same node, so that no copy of the whole h
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType
 from typing import Any
@@ -75,20 +75,14 @@ class HeadWise(Installed):
     def __init__(self, module: nn.Module, setting: HeadSetting) -> None:
         super().__init__(module, setting)  # type: ignore[arg-type]
         self.heads = setting
-        self.norm: nn.Module | None = None
-        self._beside: tuple[Any, ...] | None = None  # what the model's forward returns beside its output
+
+    takes_norm = True
 
     def note(self) -> str:
         return f"heads={self.heads.per_pass} of {self.heads.shape.groups} per pass"
 
-    def inside(self) -> Iterator[tuple[str, nn.Module]]:
-        yield from super().inside()
-        if self.norm is not None:
-            yield "the norm before it", self.norm
-
-    def __call__(self, *args: Any, **words: Any) -> Any:
-        norm, self.norm = self.norm, None
-        given = dict(words)
+    def __call__(self, *args: Any, norm_before: nn.Module | None = None, **words: Any) -> Any:
+        norm, given = norm_before, dict(words)
         hidden_states = args[0] if args else given.pop("hidden_states", None)
         rest = args[1:]
         if not isinstance(hidden_states, Tensor):
@@ -121,7 +115,7 @@ class HeadWise(Installed):
         if reason:
             self._tell(reason)
             return True
-        self.check()
+        self.check(*(() if norm is None else [("the norm before it", norm)]))
         if ulysses := ulysses_around(self.module, self._kind):
             _loop_inside(ulysses)
             return True
@@ -141,8 +135,7 @@ class HeadWise(Installed):
         return cut_heads(shape.groups, per_pass)
 
     def _tell(self, why: str) -> None:
-        if why and why not in self.told:
-            self.told.add(why)
+        if why and self.is_news(why):
             logger.warning("%s runs all heads at once: %s", self.heads.name, why)
 
     def _in_passes(self, x: Tensor, norm: nn.Module | None, args: Sequence[Any], words: Mapping[str, Any]) -> Any:
@@ -152,8 +145,8 @@ class HeadWise(Installed):
         names = tuple(others)
         nothing = nothing_like(x.detach())
 
-        def between(cut: Cut, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-            def call() -> Tensor:
+        def between(cut: Cut, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Any]:
+            def call() -> tuple[Tensor, Any]:
                 view = View(module, shape, cut, parts)
                 output = view.run(nothing, [_sliced(a, cut, shape) for a in args],
                                   {name: _sliced(value, cut, shape) for name, value in words.items()})  # fmt: skip
@@ -162,8 +155,7 @@ class HeadWise(Installed):
                         f"{self.heads.name}: its forward does more with its input or its output now than when seqtile "
                         "looked at it; leave heads out"
                     )
-                self._beside = view.beside
-                return output
+                return output, view.beside
 
             aliases = {f"part.{name}": weight for name, weight in zip(names, weights, strict=True)}
             return call_with_weights(_Roof(module), aliases, (call,)) if aliases else call()
@@ -174,10 +166,11 @@ class HeadWise(Installed):
             self._tell_modules(weights)
             normed = norm(x) if norm is not None else x
             parts = [getattr(module, name)(normed) for name in PROJECTIONS[:3]]
-            y = module.o_proj(in_groups(parts, list(others.values()), groups))
+            whole, beside = in_groups(parts, list(others.values()), groups)
+            y = module.o_proj(whole)
         else:
-            y = head_wise(x, weights, groups, projection_sizes(x.shape[:-1].numel()))
-        return y if self._beside is None else (y, *self._beside)
+            y, beside = head_wise(x, weights, groups, projection_sizes(x.shape[:-1].numel()))
+        return y if beside is None else (y, *beside)
 
     def _weights(self, x: Tensor, norm: nn.Module | None) -> HeadWeights | str:
         """The live weights for the operator, or why the projections have to run as modules."""
@@ -198,8 +191,7 @@ class HeadWise(Installed):
 
     def _tell_modules(self, why: str) -> None:
         news = f"its projections run as modules, beside two more hidden states: {why}"
-        if news not in self.told:
-            self.told.add(news)
+        if self.is_news(news):
             logger.warning("%s: %s", self.heads.name, news)
 
 
@@ -270,12 +262,11 @@ class _AfterExchange:
                 words["s_aux"] = sinks
             return self.function(module, query, key, value, mask, *args, **words)
 
-        def between(cut: Cut, parts: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
-            output: Tensor = self.function(module, *parts, _sliced(mask, cut, shape), *args, **words)[0]
-            return output
+        def between(cut: Cut, parts: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[Tensor, None]:
+            return self.function(module, *parts, _sliced(mask, cut, shape), *args, **words)[0], None
 
         drops = bool(words.get("dropout"))
-        return in_groups([query, key, value], [], Groups(between, cuts, 1, 2, Autocast.of(query), drops)), None
+        return in_groups([query, key, value], [], Groups(between, cuts, 1, 2, Autocast.of(query), drops))
 
 
 class HeadLayer(Installed):
@@ -288,7 +279,7 @@ class HeadLayer(Installed):
     def note(self) -> str:
         return f"{self.near.norm} inside {self.near.attention}" if self.near.norm else ""
 
-    def check(self) -> None:
+    def check(self, *besides: tuple[str, nn.Module]) -> None:
         pass
 
     def __call__(self, *args: Any, **words: Any) -> Any:

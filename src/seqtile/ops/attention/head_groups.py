@@ -79,7 +79,7 @@ class Plan:
         return zip(accumulate(self.sizes, initial=0), self.sizes, strict=False)
 
 
-def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence[int]) -> Tensor:
+def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence[int]) -> tuple[Tensor, Any]:
     """Compute an attention layer one group of key-value heads at a time, with one gradient per weight.
 
     Replaces ``o_proj(between(q_proj(n), k_proj(n), v_proj(n)))`` with ``n = before(x)``.
@@ -91,7 +91,7 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
         sizes: tokens of each tile of the projections, in order; they sum to ``B * T``.
 
     Returns:
-        ``[B, T, D]`` in the dtype of ``x``, or autocast's.
+        ``[B, T, D]`` in the dtype of ``x``, or autocast's; and what ``groups.between`` returned beside its output.
 
     Cost:
         Matrix products and attention calls of the untiled layer under the same checkpoint policy. Memory in backward,
@@ -116,8 +116,9 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
     )  # fmt: skip
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *tensors)):
         with torch.no_grad():
-            return _forward(plan, x.detach(), [t.detach() for t in tensors])[0]
-    result: Tensor = _HeadWise.apply(plan, x, *tensors)  # type: ignore[no-untyped-call]
+            y, done, _ = _forward(plan, x.detach(), [t.detach() for t in tensors])
+            return y, done.beside
+    result: tuple[Tensor, Any] = _HeadWise.apply(plan, x, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -203,17 +204,17 @@ def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, 
 
 class _HeadWise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Any]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         y, done, parts = _forward(plan, x, tensors)
         ctx.counts = len(tensors), len(done.tensors)
         ctx.notes = done.recorded, done.random, done.after
         ctx.save_for_backward(x, *tensors, done.whole, *done.tensors, *parts)
-        return y
+        return y, done.beside
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> Any:
+    def backward(ctx: Any, dy: Tensor | None, _: None) -> Any:
         refuse_second_derivative(*REFUSED)
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -221,7 +222,7 @@ class _HeadWise(torch.autograd.Function):
         needs_x, *needs = ctx.needs_input_grad[1:]
         x, *saved = ctx.saved_tensors
         count, extra = ctx.counts
-        tensors, done = saved[:count], Done(saved[count], saved[count + 1 :][:extra], *ctx.notes)
+        tensors, done = saved[:count], Done(saved[count], None, saved[count + 1 :][:extra], *ctx.notes)
         parts = saved[count + 1 + extra :]
         del saved
         with plan.autocast.off():
