@@ -59,7 +59,8 @@ class ForwardStandIn(StandIn):
 
         A bound method would do, but ``torch.compile`` writes one down as ``module.forward``, which is ours.
         """
-        return self.before.get("forward") or partial(type(self.module).forward, self.module)
+        module = self.module
+        return self.before.get("forward") or partial(type(module).forward, module)
 
     def note(self) -> str:
         """What ``print(model)`` shows of it."""

@@ -28,10 +28,13 @@ from seqtile.ops.token_tiles import is_differentiable
 _LEAF = "_z3_leaf"
 _OURS = "_seqtile_marked_leaf"
 
+REGISTERED = frozenset(("ds_recompute_parameters", "post_bwd_fn"))
+"""Attributes that ZeRO-3 gives a module which it has taken over."""
+
 
 def is_registered(module: nn.Module) -> bool:
     """Whether ZeRO-3 has taken this module over and gathers its weights when it runs."""
-    return "ds_recompute_parameters" in module.__dict__ or "post_bwd_fn" in module.__dict__
+    return not REGISTERED.isdisjoint(module.__dict__)
 
 
 def whole_shape(weight: Tensor) -> torch.Size:
@@ -82,7 +85,7 @@ def end_gradients_here(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
     Raises:
         UserError: no tensor was passed by position, so the gradients would be reduced before they are there.
     """
-    if not is_registered(module) or not torch.is_grad_enabled():
+    if REGISTERED.isdisjoint(module.__dict__) or not torch.is_grad_enabled():
         return None
     tensors = [value for value in inputs if isinstance(value, Tensor) and is_differentiable(value)]
     if any(tensor.requires_grad for tensor in tensors) or not any(p.requires_grad for p in module.parameters()):

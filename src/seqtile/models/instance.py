@@ -24,7 +24,7 @@ from seqtile.models.discover.live_weights import GLOBAL_HOOKS
 from seqtile.models.discover.proof import Mode, Proof, prove
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.tile_checkpoint import run_in_tiles
-from seqtile.ops.token_tiles import refuse_trace
+from seqtile.ops.token_tiles import NEEDS_GRADIENT, refuse_trace
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
 
 logger = first_rank_logger(__name__)
@@ -62,8 +62,8 @@ class Setting:
             hidden=self.hidden,
             intermediate=self.intermediate * lanes,
             itemsize=x.element_size(),
-            weight_numel=sum(weight.numel() for weight in weights),
-            weight_itemsize=min([weight.element_size() for weight in weights] or [4]),
+            weight_numel=sum(map(Tensor.numel, weights)),
+            weight_itemsize=min(map(Tensor.element_size, weights), default=4),
             device_type=x.device.type,
             live_widths=FUSED_WIDTHS if fused else LIVE_WIDTHS,
         )
@@ -108,7 +108,8 @@ class Installed(ForwardStandIn):
             *besides: (name, module) of what runs inside in this call alone.
         """
         if not torch.compiler.is_compiling():
-            refuse_trace()
+            if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+                refuse_trace()
             inner = [*self.inside(), *besides]
             refuse_gathering_inside(inner, block=self.setting.name, layer=self.setting.layer)
 
@@ -154,9 +155,11 @@ class Installed(ForwardStandIn):
         parts = chain.modules
 
         def weights() -> dict[str, Tensor]:
-            return {
-                f"{number}.{name}": weight for number, part in enumerate(parts) for name, weight in named_weights(part)
-            }
+            found = {}
+            for number, part in enumerate(parts):
+                for name, weight in named_weights(part):
+                    found[f"{number}.{name}"] = weight
+            return found
 
         def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
             if not aliases:
@@ -178,13 +181,17 @@ class Installed(ForwardStandIn):
             if proof.why_not:
                 self._tell_untiled(proof.why_not)
                 return call(list(tensors))
-            if name := self._marked(mode, (*tensors, *constants)):
-                self._tell_untiled(f"a tensor that it is called with has an attribute {name!r}, which it may read")
-                return call(list(tensors))
+            facts = self.facts(mode)
+            for one in (*tensors, *constants):
+                if one.__dict__ and facts is not None and (names := facts.reads_of(one)):
+                    why = f"a tensor that it is called with has an attribute {names[0]!r}, which it may read"
+                    self._tell_untiled(why)
+                    return call(list(tensors))
             mlp = self._fused_now(proof, chain, x.dtype)
             check = _Unchanged(self, chain, mode, proof)
         tokens = x.shape[:-1].numel()
-        live = [weight for weight in weights().values() if weight.requires_grad]
+        live = list(filter(NEEDS_GRADIENT, weights().values()))
+        dense = mlp.dense_numel() * x.element_size() if mlp is not None else 0
         shape = setting.shape(x, live, mlp is not None, lanes)
         sizes = setting.rule.tile_sizes(tokens, shape)
         if not sizes and tokens and reduces_as_they_arrive(live):
@@ -195,14 +202,9 @@ class Installed(ForwardStandIn):
             return self.plainly(run, tensors, sizes, mlp is not None)
         if mlp is None:
             return run_in_tiles(run, tensors, sizes, weights, check)
-        dense, keep = mlp.dense_numel() * x.element_size(), setting.keep
+        keep = setting.keep
         kept = keep.share(sizes, shape, dense)
         return fused_mlp(x, mlp, sizes, keep=kept, holds_dense=keep.holds_dense(dense), check=check)
-
-    def _marked(self, mode: Mode, tensors: Sequence[Tensor]) -> str:
-        """An attribute that someone gave to one of these tensors, and that the code may read, or ""."""
-        facts = self.facts(mode)
-        return next((name for one in tensors if facts is not None for name in facts.reads_of(one)), "")
 
     def _fused_now(self, proof: Proof, chain: Chain, dtype: torch.dtype) -> FusedWeights | None:
         """The fused operator's weights if it can run this call; says so, once, if it was asked for and cannot."""
@@ -258,9 +260,8 @@ def _is_foreign(value: Any) -> bool:
     return not str(getattr(value, "__module__", "")).startswith(("torch.", "seqtile."))
 
 
-def _axes(x: Tensor) -> tuple[str, ...]:
-    """The token axes in each leading dimension; more than three are more than a trace tells apart."""
-    return {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}.get(x.dim(), ("b",) * (x.dim() - 1))
+_AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}
+"""The token axes in each leading dimension, by dimensions; more than three are more than a trace tells apart."""
 
 
 def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode:
@@ -268,10 +269,14 @@ def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode
     x = tensors[0]
     kind = x.device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    split: list[Any] = [((*_axes(one), one.shape[-1]), one.dtype) for one in tensors]
-    whole: list[Any] = [(tuple(one.shape), one.dtype) for one in constants]
+    inputs: list[Any] = []
+    for one in tensors:
+        axes = _AXES.get(one.dim()) or ("b",) * (one.dim() - 1)
+        inputs.append(((*axes, one.shape[-1]), one.dtype))
+    for one in constants:
+        inputs.append((tuple(one.shape), one.dtype))
     dtype = torch.get_autocast_dtype(kind) if casts else None
-    return Mode((*split, *whole), x.device, dtype, torch.is_grad_enabled())
+    return Mode(tuple(inputs), x.device, dtype, torch.is_grad_enabled())
 
 
 class _Unchanged:
@@ -333,9 +338,13 @@ class TiledForward(Installed):
 
 def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:
     """The argument of that kind which a hook of PEFT's adds to the adapters' calls, or ""."""
-    hooks = (hook for part in parts for module in part.modules() for hook in module._forward_pre_hooks.values())
-    words = (word for hook in hooks if isinstance(hook, partial) for word in hook.keywords)
-    return next((word for word in words if word in ("adapter_names", "alora_offsets")), "")
+    for part in parts:
+        for module in part.modules():
+            for hook in module._forward_pre_hooks.values():
+                for word in hook.keywords if isinstance(hook, partial) else ():
+                    if word in ("adapter_names", "alora_offsets"):
+                        return str(word)
+    return ""
 
 
 class Bare(nn.Module):

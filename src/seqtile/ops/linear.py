@@ -118,6 +118,7 @@ class Layer:
     Attributes:
         trains: whether anything in it needs a gradient.
         needs_input: whether one of its gradients is a product with its input.
+        draws: whether its adapter drops parts of its input.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Layer:
             self.down, self.up = down.detach().to(self.low_dtype), up.detach().to(self.low_dtype)
         self.scaling = kind.scaling / (1 - kind.dropout) if kind.dropout < 1 else 0.0
         self.narrow = self.low_dtype == dtype
+        self.draws = kind.has_adapter and kind.dropout > 0
         self.needs_input = any((self.weight_sum, self.down_sum, self.up_sum))
         self.trains = self.needs_input or self.bias_sum is not None
 
@@ -171,17 +173,18 @@ class Layer:
 
     def draw(self, rows: int) -> Tensor | None:
         """The adapter's dropout mask for one tile, one byte per element; draws from the global generator."""
-        if self.down is None or self.dropout == 0.0:
+        if not self.draws or self.down is None:
             return None
         mask = torch.empty(rows, self.inputs, dtype=torch.bool, device=self.down.device)
         return mask.bernoulli_(1 - self.dropout)
 
     def forward(self, x: Tensor, out: Tensor, mask: Tensor | None) -> None:
         """Write the projection of ``x`` into ``out``."""
+        matrix = self.matrix if self._matrix is None else self._matrix
         if self.bias is None:
-            torch.mm(x, self.matrix.t(), out=out)
+            torch.mm(x, matrix.t(), out=out)
         else:
-            torch.addmm(self.bias, x, self.matrix.t(), out=out)
+            torch.addmm(self.bias, x, matrix.t(), out=out)
         if self.down is None:
             return
         for xs, place, kept in self._pieces(x, out, mask):

@@ -23,25 +23,26 @@ class Pass:
     Args:
         plan: the call.
         device: where it runs.
-        pairs: each tensor with the sum of its gradient, None where it needs none.
+        tensors: those of the call.
+        sums: of each one's gradient, None where it needs none.
+
+    Attributes:
+        output_width: features of the block's output.
     """
 
-    def __init__(self, plan: Plan, device: torch.device, pairs: Sequence[tuple[Tensor, Sum | None]]) -> None:
+    def __init__(self, plan: Plan, device: torch.device, tensors: Sequence[Tensor], sums: Sequence[Sum | None]) -> None:
         self.plan, self.device = plan, device
         self.dtype = plan.autocast.dtype
-        take = iter(pairs)
+        take = zip(tensors, sums, strict=True)
         self.first = NormedLinears(plan.first, take, plan.autocast, plan.holds_dense)
         self.down = Layer(plan.down, take, plan.autocast, plan.holds_dense)
         self.first.norm = Norm(plan.autocast, plan.before, take) if plan.before else None
         self.after = Norm(plan.autocast, plan.after, take) if plan.after else None
-        self._sums = [total for _, total in pairs]
+        self.output_width = self.down.width
+        self._sums = sums
         self._pointwise = pointwise_on(device)
         self._buffers: dict[Any, Tensor] = {}
         self._longest = max(plan.sizes, default=0)
-
-    @property
-    def output_width(self) -> int:
-        return self.down.width
 
     def output_dtype(self, rows: Tensor) -> torch.dtype:
         """The dtype of the block's output: that of the norm after, or the compute dtype."""
@@ -106,7 +107,7 @@ class Pass:
 
     def _start(self, x: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
         """The normed input in the compute dtype, and every mask of the tile, drawn in one fixed order."""
-        masks = [*self.first.draw(x.shape[0]), self.down.draw(x.shape[0])]
+        masks = [*self.first.draw(x.shape[0]), self.down.draw(x.shape[0]) if self.down.draws else None]
         drop = None
         if self.plan.dropout > 0:
             drop = torch.empty(x.shape[0], self.output_width, dtype=torch.bool, device=self.device)

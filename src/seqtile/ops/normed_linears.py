@@ -83,6 +83,7 @@ class NormedLinears:
 
     Attributes:
         norm: the norm before them, or None; set by the owner, whose tensors may come in another order.
+        trains: whether something in a layer needs a gradient.
     """
 
     def __init__(
@@ -90,13 +91,14 @@ class NormedLinears:
         holds_dense: bool = True,
     ) -> None:  # fmt: skip
         self.dtype = autocast.dtype
-        self.layers = [Layer(kind, pairs, autocast, holds_dense) for kind in layers]
+        self.layers: list[Layer] = []
         self.norm: Norm | None = None
-
-    @property
-    def trains(self) -> bool:
-        """Whether something in a layer needs a gradient."""
-        return any(layer.trains for layer in self.layers)
+        self.trains = self._draws = False
+        for kind in layers:
+            layer = Layer(kind, pairs, autocast, holds_dense)
+            self.layers.append(layer)
+            self.trains |= layer.trains
+            self._draws |= layer.draws
 
     def needs_normed(self, needs_x: bool) -> bool:
         """Whether the gradient of the normed input is needed."""
@@ -104,7 +106,7 @@ class NormedLinears:
 
     def draw(self, rows: int) -> list[Tensor | None]:
         """The masks of the layers' adapters for one tile, drawn in one fixed order."""
-        return [layer.draw(rows) for layer in self.layers]
+        return [layer.draw(rows) for layer in self.layers] if self._draws else [None] * len(self.layers)
 
     def normed(self, x: Tensor) -> Tensor:
         """What the layers read, ``[t, D]`` in the compute dtype."""

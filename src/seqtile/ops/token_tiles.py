@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+NEEDS_GRADIENT = attrgetter("requires_grad")
 
 
 def is_differentiable(tensor: Tensor) -> bool:

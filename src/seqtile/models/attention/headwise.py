@@ -31,11 +31,12 @@ from seqtile.models.discover.attention_modules import (
     nothing_like,
 )
 from seqtile.models.discover.candidates import Left
-from seqtile.models.discover.live_weights import projection_of, row_wise
+from seqtile.models.discover.live_weights import differ_in_dtype, projection_of, row_wise
 from seqtile.models.instance import Installed
 from seqtile.models.layer import NormedAttention, TiledLayer
 from seqtile.ops.attention.group_core import Cut, Groups, cut_heads, in_groups
 from seqtile.ops.attention.head_groups import HeadWeights, head_wise
+from seqtile.ops.linear import Projection
 from seqtile.ops.rng import Autocast
 from seqtile.tiling import head_passes, projection_sizes
 
@@ -87,58 +88,62 @@ class HeadWise(Installed):
         rest = args[1:]
         if not isinstance(hidden_states, Tensor):
             return self.original(*args, **words)
-        odd = hidden_states.dim() != 3 or not hidden_states.numel()
-        if odd or self._whole(hidden_states, norm, (*rest, *given.values()), given):
+        cuts: tuple[Cut, ...] = ()
+        if hidden_states.dim() == 3 and hidden_states.numel():
+            cuts = self._passes(hidden_states, norm, (*rest, *given.values()), given)
+        if not cuts:
             normed = norm(hidden_states) if norm is not None else hidden_states
             return self.original(normed, *rest, **given)
-        return self._in_passes(hidden_states, norm, rest, given)
+        return self._in_passes(hidden_states, norm, rest, given, cuts)
 
-    def _whole(
+    def _passes(
         self, hidden_states: Tensor, norm: nn.Module | None, values: Sequence[Any], given: Mapping[str, Any]
-    ) -> bool:
-        """Whether this call runs untouched; where it was asked for and cannot, it is said once."""
+    ) -> tuple[Cut, ...]:
+        """The passes of a call; empty where it runs untouched, which is said once where passes were asked for."""
         if torch.compiler.is_compiling():
-            return True
+            return ()
+        module = self.module
+        kind = str(getattr(getattr(module, "config", None), "_attn_implementation", ""))
+        cached, differentiated = given.get("past_key_values") is not None, False
+        for value in values:
+            cached |= hasattr(value, "get_seq_length")
+            differentiated |= isinstance(value, Tensor) and value.requires_grad
         reason = ""
-        if given.get("past_key_values") is not None or any(hasattr(value, "get_seq_length") for value in values):
-            reason = "" if not torch.is_grad_enabled() else "it was called with a key-value cache; pass use_cache=False"
-            self._tell(reason)
-            return True
+        if cached:
+            if torch.is_grad_enabled():
+                self._tell("it was called with a key-value cache; pass use_cache=False")
+            return ()
         if given.get("output_attentions"):
             reason = "attention weights were asked for"
-        elif any(isinstance(value, Tensor) and value.requires_grad for value in values):
+        elif differentiated:
             reason = "it was called with another tensor that needs a gradient"
-        elif self._kind == "flex_attention":
+        elif kind == "flex_attention":
             reason = "flex_attention compiles its kernel for all heads"
         elif not isinstance(nn.functional.scaled_dot_product_attention, BuiltinFunctionType):
             reason = "context parallelism has taken PyTorch's attention over, and a group's keys would travel alone"
         if reason:
             self._tell(reason)
-            return True
+            return ()
         self.check(*(() if norm is None else [("the norm before it", norm)]))
-        if ulysses := ulysses_around(self.module, self._kind):
+        if ulysses := ulysses_around(module, kind):
             _loop_inside(ulysses)
-            return True
-        cuts = self.cuts(hidden_states)
-        return len(cuts) == 1 and self.heads.per_pass == "auto" and not reduces_as_they_arrive(self.module.parameters())
-
-    @property
-    def _kind(self) -> str:
-        return str(getattr(getattr(self.module, "config", None), "_attn_implementation", ""))
-
-    def cuts(self, hidden_states: Tensor) -> tuple[Cut, ...]:
-        """The passes of a call."""
+            return ()
         shape, per_pass = self.heads.shape, self.heads.per_pass
         if isinstance(per_pass, str):
             tokens = hidden_states.shape[:-1].numel()
             per_pass = head_passes(tokens, shape.query // shape.groups, shape.groups)
-        return cut_heads(shape.groups, per_pass)
+        cuts = cut_heads(shape.groups, per_pass)
+        if len(cuts) == 1 and self.heads.per_pass == "auto" and not reduces_as_they_arrive(module.parameters()):
+            return ()
+        return cuts
 
     def _tell(self, why: str) -> None:
-        if why and self.is_news(why):
+        if self.is_news(why):
             logger.warning("%s runs all heads at once: %s", self.heads.name, why)
 
-    def _in_passes(self, x: Tensor, norm: nn.Module | None, args: Sequence[Any], words: Mapping[str, Any]) -> Any:
+    def _in_passes(
+        self, x: Tensor, norm: nn.Module | None, args: Sequence[Any], words: Mapping[str, Any], cuts: tuple[Cut, ...]
+    ) -> Any:
         module: Any = self.module
         shape = self.heads.shape
         others = dict(between_weights(module))
@@ -160,8 +165,8 @@ class HeadWise(Installed):
             aliases = {f"part.{name}": weight for name, weight in zip(names, weights, strict=True)}
             return call_with_weights(_Roof(module), aliases, (call,)) if aliases else call()
 
-        groups = Groups(between, self.cuts(x), 2, 2, Autocast.of(x), _draws(module))
-        weights = self._weights(x, norm)
+        groups = Groups(between, cuts, 2, 2, Autocast.of(x), _draws(module))
+        weights = self._weights(x, norm, tuple(others.values()))
         if isinstance(weights, str):
             self._tell_modules(weights)
             normed = norm(x) if norm is not None else x
@@ -172,21 +177,20 @@ class HeadWise(Installed):
             y, beside = head_wise(x, weights, groups, projection_sizes(x.shape[:-1].numel()))
         return y if beside is None else (y, *beside)
 
-    def _weights(self, x: Tensor, norm: nn.Module | None) -> HeadWeights | str:
+    def _weights(self, x: Tensor, norm: nn.Module | None, others: tuple[Tensor, ...]) -> HeadWeights | str:
         """The live weights for the operator, or why the projections have to run as modules."""
-        parts = []
+        parts: list[Projection] = []
+        module = self.module
         for name in PROJECTIONS:
-            part = projection_of(name, getattr(self.module, name), x.dtype)
+            part = projection_of(name, getattr(module, name), x.dtype)
             if isinstance(part, str):
                 return part
             parts.append(part)
         before = row_wise(norm) if norm is not None else None
         if isinstance(before, str):
             return before
-        dtypes = {part.weight.dtype for part in parts if isinstance(part.weight, Tensor)}
-        if len(dtypes) > 1:
+        if differ_in_dtype(parts):
             return "its linear layers differ in dtype"
-        others = tuple(weight for _, weight in between_weights(self.module))
         return HeadWeights((parts[0], parts[1], parts[2]), parts[3], before, others)
 
     def _tell_modules(self, why: str) -> None:
@@ -208,9 +212,15 @@ class _Roof(nn.Module):
 
 def _draws(module: nn.Module) -> bool:
     """Whether something in the module drops at random now: an attribute with a probability, or a dropout module."""
-    shares = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
-    parts = [part.p for part in module.modules() if isinstance(part, nn.Dropout) and part.training]
-    return module.training and any(share > 0 for share in (*shares, *parts))
+    if not module.training:
+        return False
+    for name, value in module.__dict__.items():
+        if "drop" in name and isinstance(value, float) and value > 0:
+            return True
+    for part in module.modules():
+        if isinstance(part, nn.Dropout) and part.training and part.p > 0:
+            return True
+    return False
 
 
 def _sliced(value: Any, cut: Cut, shape: HeadShape) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -50,8 +49,12 @@ class Cut:
 def cut_heads(total: int, per_pass: int) -> tuple[Cut, ...]:
     """``total`` key-value heads, ``per_pass`` at a time, as equal as they come."""
     count = -(-total // min(max(per_pass, 1), total))
-    sizes = [total // count + (number < total % count) for number in range(count)]
-    return tuple(Cut(s, n, total) for s, n in zip(accumulate(sizes, initial=0), sizes, strict=False))
+    cuts, start = [], 0
+    for number in range(count):
+        size = total // count + (number < total % count)
+        cuts.append(Cut(start, size, total))
+        start += size
+    return tuple(cuts)
 
 
 @dataclass(frozen=True)

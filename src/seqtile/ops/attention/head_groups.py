@@ -35,7 +35,7 @@ from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.linear import Kind, Layer, Projection
 from seqtile.ops.normed_linears import Norm, NormedLinears, NormKind, sums_for
 from seqtile.ops.rng import Autocast, RandomState, RowWise
-from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
+from seqtile.ops.token_tiles import NEEDS_GRADIENT, refuse_second_derivative, refuse_trace
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,10 @@ class HeadWeights:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor, in the order in which a pass takes them back."""
-        norm = list(self.before.weights) if self.before is not None else []
-        return [*norm, *(t for part in (*self.first, self.out) for t in part.tensors()), *self.between]
+        tensors = list(self.before.weights) if self.before is not None else []
+        for part in (*self.first, self.out):
+            tensors += part.tensors()
+        return [*tensors, *self.between]
 
 
 @dataclass(frozen=True)
@@ -106,15 +108,18 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
     """
     refuse_trace()
     tensors = attention.tensors()
-    kinds = tuple(part.kind() for part in attention.first)
-    out = attention.out.kind()
-    drops = any(kind.has_adapter and kind.dropout > 0 for kind in (*kinds, out))
+    kinds = []
+    drops = False
+    for part in (*attention.first, attention.out):
+        kind = part.kind()
+        drops |= kind.has_adapter and kind.dropout > 0
+        kinds.append(kind)
     norm = None if attention.before is None else (attention.before.function, len(attention.before.weights))
     plan = Plan(
-        kinds, out, norm, len(attention.between), groups, tuple(sizes), groups.autocast,
+        tuple(kinds[:-1]), kinds[-1], norm, len(attention.between), groups, tuple(sizes), groups.autocast,
         RandomState(x.device) if drops else None,
     )  # fmt: skip
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *tensors)):
+    if not torch.is_grad_enabled() or not any(map(NEEDS_GRADIENT, (x, *tensors))):
         with torch.no_grad():
             y, done, _ = _forward(plan, x.detach(), [t.detach() for t in tensors])
             return y, done.beside
@@ -127,18 +132,19 @@ class _Work:
 
     Args:
         plan: the call.
-        pairs: each tensor with the sum of its gradient, None where it needs none.
+        tensors: those of the call.
+        sums: of each one's gradient, None where it needs none.
     """
 
-    def __init__(self, plan: Plan, pairs: Sequence[tuple[Tensor, Sum | None]]) -> None:
+    def __init__(self, plan: Plan, tensors: Sequence[Tensor], sums: Sequence[Sum | None]) -> None:
         self.plan, self.dtype = plan, plan.autocast.dtype
-        take = iter(pairs)
+        take = zip(tensors, sums, strict=True)
         norm = Norm(plan.autocast, plan.norm, take) if plan.norm else None
         self.first = NormedLinears(plan.first, take, plan.autocast)
         self.first.norm = norm
         self.out = Layer(plan.out, take, plan.autocast)
         self.others = list(take)
-        self._sums = [total for _, total in pairs]
+        self._sums = sums
 
     def gradients(self) -> list[Tensor | None]:
         return [None if total is None else total.result() for total in self._sums]
@@ -146,7 +152,9 @@ class _Work:
     def project(self, x: Tensor) -> list[Tensor]:
         """Queries, keys and values, ``[B, T, heads * E]`` each."""
         rows = x.reshape(-1, x.shape[-1])
-        parts = [rows.new_empty(rows.shape[0], layer.width, dtype=self.dtype) for layer in self.first.layers]
+        parts = []
+        for layer in self.first.layers:
+            parts.append(rows.new_empty(rows.shape[0], layer.width, dtype=self.dtype))
         for start, size in self.plan.tiles:
             masks = self.first.draw(size)
             normed = self.first.normed(rows.narrow(0, start, size))
@@ -178,7 +186,7 @@ def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, 
     kept = kept_now()
     parts: list[Tensor] = []
     with plan.autocast.off():
-        work = _Work(plan, [(tensor, None) for tensor in tensors])
+        work = _Work(plan, tensors, [None] * len(tensors))
         if kept is not None and kept.replaying and kept.outputs:
             mask = work.skip(x)
             done: Done = kept.outputs.pop(0)
@@ -226,7 +234,7 @@ class _HeadWise(torch.autograd.Function):
         parts = saved[count + 1 + extra :]
         del saved
         with plan.autocast.off():
-            work = _Work(plan, list(zip(tensors, sums_for(tensors, needs), strict=True)))
+            work = _Work(plan, tensors, sums_for(tensors, needs))
             with plan.random.replayed() if plan.random else nullcontext():
                 if not parts:
                     parts = work.project(x)
