@@ -1134,9 +1134,8 @@ def is_in_zero12(weight: Tensor) -> bool:
     return hasattr(weight, "_hp_mapping")
 
 
-def is_in_zero3(module: nn.Module) -> bool:
-    """Whether ZeRO-3 has taken a module over and gathers its weights when it runs."""
-    return "ds_recompute_parameters" in module.__dict__ or "post_bwd_fn" in module.__dict__
+ZERO3_MARKS = frozenset({"ds_recompute_parameters", "post_bwd_fn"})
+"""Attributes that ZeRO-3 gives a module which it has taken over, whose weights it gathers when it runs."""
 
 
 @_contract(
@@ -1165,7 +1164,7 @@ def _check_zero3() -> None:
         if isinstance(method, types.FunctionType)
         for name in _names_in(method)
     }
-    _expect({"ds_recompute_parameters", "post_bwd_fn"} <= names, "both marks to be set")
+    _expect(names >= ZERO3_MARKS, "both marks to be set")
 
 
 @_contract("deepspeed.utils.z3_leaf_module._z3_leaf", "deepspeed/utils/z3_leaf_module.py", "marking needs no DeepSpeed")

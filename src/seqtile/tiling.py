@@ -6,6 +6,7 @@ Tokens here are rows: ``batch * sequence`` of the block's input, flattened.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -99,15 +100,7 @@ class TileRule:
         rule always tiles a non-empty batch, even into one tile (which is then recomputed in backward);
         ``"auto"`` leaves a batch untiled where tiling would not lower the block's peak.
         """
-        if tokens == 0:
-            return ()
-        if self.kind in ("shards", "arctic"):
-            count = self.value if self.kind == "shards" else math.ceil(tokens / shape.hidden)
-            return equal_sizes(tokens, min(count, tokens))
-        sizes = sizes_within(tokens, self.tokens_per_tile(tokens, shape))
-        if self.kind == "auto" and not lowers_peak(tokens, max(sizes), shape):
-            return ()
-        return sizes
+        return _tile_sizes(self, tokens, shape)
 
     def describe(self, shape: BlockShape) -> str:
         """The rule in words, for the report."""
@@ -123,6 +116,19 @@ class TileRule:
         if self.kind in ("shards", "memory"):
             return f"{self.kind}:{self.value}"
         return self.kind
+
+
+@functools.lru_cache(maxsize=1024)
+def _tile_sizes(rule: TileRule, tokens: int, shape: BlockShape) -> tuple[int, ...]:
+    if tokens == 0:
+        return ()
+    if rule.kind in ("shards", "arctic"):
+        count = rule.value if rule.kind == "shards" else math.ceil(tokens / shape.hidden)
+        return equal_sizes(tokens, min(count, tokens))
+    sizes = sizes_within(tokens, rule.tokens_per_tile(tokens, shape))
+    if rule.kind == "auto" and not lowers_peak(tokens, max(sizes), shape):
+        return ()
+    return sizes
 
 
 def parse_tile(tile: int | str | TileRule) -> TileRule:

@@ -25,7 +25,7 @@ SOURCE = ROOT / "src" / "seqtile"
 ORDER: tuple[frozenset[str], ...] = (
     frozenset({"_errors", "_log", "devices"}),
     frozenset({"_compat"}),
-    frozenset({"counting"}),
+    frozenset({"_stand_in", "counting"}),
     frozenset({"tiling"}),
     frozenset({"ops"}),
     frozenset({"engines", "activation_checkpointing"}),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,7 @@ from seqtile._compat import (
 )
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
+from seqtile._stand_in import StandIn
 from seqtile.activation_checkpointing.host_offload import HostMemory
 from seqtile.activation_checkpointing.keep_attention import AttentionSaved
 
@@ -88,7 +88,7 @@ def remove_checkpointing(model: nn.Module) -> None:
         one.remove()
 
 
-class Checkpointing:
+class Checkpointing(StandIn):
     """Stands in for ``_set_gradient_checkpointing`` of one model.
 
     Args:
@@ -98,29 +98,14 @@ class Checkpointing:
     """
 
     def __init__(self, module: nn.Module, policy: str, offload: bool | int) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self.policy = policy
         self.offload = bool(offload)
         self.host = HostMemory(0 if isinstance(offload, bool) else offload) if offload else None
         self.attention = AttentionSaved(self.host) if policy == "attention-saved" else None
         self.upstream = self.offload and policy == "full" and not _has(offload) and _transformers_offloads(module)
         self.switched_on = False
-        self.before: dict[str, Any] = {}
         self.hooks: list[Any] = []
-        self.told: set[str] = set()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_module": self._module()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._module = weakref.ref(state["_module"])
-
-    @property
-    def module(self) -> Any:
-        module = self._module()
-        assert module is not None, "a checkpointing policy outlived its model"
-        return module
 
     def install(self) -> None:
         module = self.module
@@ -234,8 +219,7 @@ class Checkpointing:
         )
 
     def _tell(self, text: str) -> None:
-        if text not in self.told:
-            self.told.add(text)
+        if self.is_news(text):
             logger.warning(text)
 
     def describe(self) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import LEAF, forward_pre_hooks_of, is_in_zero3
+from seqtile._compat import LEAF, ZERO3_MARKS, forward_pre_hooks_of
 from seqtile._errors import UserError
 from seqtile.ops.token_tiles import is_differentiable
 
@@ -31,7 +31,7 @@ _OURS = "_seqtile_marked_leaf"
 
 def is_registered(module: nn.Module) -> bool:
     """Whether ZeRO-3 has taken this module over and gathers its weights when it runs."""
-    return is_in_zero3(module)
+    return not ZERO3_MARKS.isdisjoint(module.__dict__)
 
 
 def whole_shape(weight: Tensor) -> torch.Size:
@@ -83,7 +83,7 @@ def end_gradients_here(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
     Raises:
         UserError: no tensor was passed by position, so the gradients would be reduced before they are there.
     """
-    if not is_registered(module) or not torch.is_grad_enabled():
+    if ZERO3_MARKS.isdisjoint(module.__dict__) or not torch.is_grad_enabled():
         return None
     tensors = [value for value in inputs if isinstance(value, Tensor) and is_differentiable(value)]
     if any(tensor.requires_grad for tensor in tensors) or not any(p.requires_grad for p in module.parameters()):

@@ -191,9 +191,9 @@ def with_free_memory(keep: KeepRule, model: nn.Module, blocks: int) -> KeepRule:
     return KeepRule("auto", free_bytes(model) / 4 / blocks, blocks) if keep.kind == "auto" else keep
 
 
-def _is_own(installed: Installed) -> bool:
+def _is_own(installed: Any) -> bool:
     """Whether :func:`seqtile.tile_module` put it there: another call of :func:`apply` leaves it."""
-    return hasattr(installed, "dim")
+    return isinstance(installed, Installed) and installed.owner == "tile_module"
 
 
 def _without_own(model: nn.Module, found: list[Candidate], left: list[Left]) -> tuple[list[Candidate], list[Left]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqtile._compat import MODULES, children_of, disable_torch_function_subclass, make_wrapper_subclass, tree_leaves
-from seqtile.engines.granularity import is_wrapped
+from seqtile.engines.granularity import wrapper
 from seqtile.models.discover.chain import Chain
-from seqtile.models.discover.layer_parts import Neighbours, gradients_and_autocast
+from seqtile.models.discover.layer_parts import Neighbours, device_types
 from seqtile.models.discover.live_weights import has_foreign_hooks, has_hooks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 
@@ -78,6 +78,11 @@ class Members:
         finish: Callable[[list[Tensor], Mapping[str, float]], Any],
     ) -> None:  # fmt: skip
         self.owner, self.events, self.shares, self.finish = owner, events, shares, finish
+        self.stand_ins: dict[str, Callable[..., Any]] = {}
+        """What is called in each member's place."""
+        for name in events:
+            if name != "+" and name not in shares:
+                self.stand_ins[name] = functools.partial(self._call, name)
         self._begin()
 
     def _begin(self) -> None:
@@ -86,17 +91,12 @@ class Members:
         self.context: tuple[bool, ...] | None = None
         self.dropped: dict[str, float] = {}
 
-    def member(self, name: str) -> Callable[..., Any]:
-        """The stand-in of one member."""
-        return functools.partial(self._call, name)
-
     def _call(self, name: str, hidden_states: Tensor, *others: Tensor) -> Any:
         first = self.at == 0 and not isinstance(hidden_states, Placeholder)
         if not first and hidden_states is not self.held:
             self.refuse()
-        self._expect(name)
         self.inputs += [hidden_states, *others] if first else others
-        return self._next()
+        return self._step(name)
 
     def operator(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """A function of PyTorch that is called with a placeholder: a dropout, or the sum with the input."""
@@ -105,23 +105,20 @@ class Members:
             call = inspect.signature(_DROPOUT).bind(*args, **kwargs)
             call.apply_defaults()
             if call.arguments["input"] is self.held:
-                self._expect(expected)
                 self.dropped[expected] = float(call.arguments["p"]) if call.arguments["training"] else 0.0
-                return self._next()
+                return self._step(expected)
         if expected == "+" and name in _SUMS and len(args) == 2 and not kwargs:
             if any(one is self.held for one in args) and any(one is self.inputs[0] for one in args):
-                self._expect(expected)
-                return self._next()
+                return self._step(expected)
         return self.refuse()
 
-    def _expect(self, name: str) -> None:
-        now = gradients_and_autocast()
-        self.context = self.context or now
-        if name != self.events[self.at] or now != self.context:
+    def _step(self, name: str) -> Any:
+        """``name`` is called: what it hands on, or after the last one what everything gives."""
+        context = (torch.is_grad_enabled(), *map(torch.is_autocast_enabled, device_types()))
+        self.context = self.context or context
+        if name != self.events[self.at] or context != self.context:
             self.refuse()
         self.at += 1
-
-    def _next(self) -> Any:
         if self.at < len(self.events):
             self.held = Placeholder.like(self.inputs[0], self)
             return self.held
@@ -158,35 +155,38 @@ class NormedAttention:
         """What the view calls in place of both; empty where there is no such norm or one of them has hooks."""
         if not self.norm:
             return {}
-        norm, attention = getattr(layer, self.norm), getattr(layer, self.attention)
-        head_wise = attention.__dict__.get("forward")
-        if has_hooks(norm) or has_foreign_hooks(attention) or any(is_wrapped(part) for part in (norm, attention)):
+        norm, attention, fsdp1 = getattr(layer, self.norm), getattr(layer, self.attention), wrapper()
+        if has_hooks(norm) or has_foreign_hooks(attention) or isinstance(norm, fsdp1) or isinstance(attention, fsdp1):
             return {}
-        if torch.compiler.is_compiling() or not hasattr(head_wise, "heads"):
+        if torch.compiler.is_compiling() or not getattr(attention.__dict__.get("forward"), "takes_norm", False):
             return {}
         call: list[Any] = []
 
         def finish(inputs: list[Tensor], _: Mapping[str, float]) -> Any:
             args, words = call.pop()
-            args = tuple(inputs[0] if isinstance(one, Placeholder) else one for one in args)
-            words = {name: inputs[0] if isinstance(one, Placeholder) else one for name, one in words.items()}
-            head_wise.norm = norm
-            try:
-                return attention(*args, **words)
-            finally:
-                head_wise.norm = None
+            args = list(args)
+            for number, one in enumerate(args):
+                if isinstance(one, Placeholder):
+                    args[number] = inputs[0]
+            for name, one in words.items():
+                if isinstance(one, Placeholder):
+                    words[name] = inputs[0]
+            return attention(*args, norm_before=norm, **words)
 
         sequence = Members(type(layer).__name__, (self.norm, self.attention), (), finish)
-        second = sequence.member(self.attention)
+        second = sequence.stand_ins[self.attention]
 
         def attend(*args: Any, **words: Any) -> Any:
-            held = [one for one in (*args, *words.values()) if isinstance(one, Placeholder)]
+            held = []
+            for one in (*args, *words.values()):
+                if isinstance(one, Placeholder):
+                    held.append(one)
             if len(held) != 1:
                 return sequence.refuse()
             call.append((args, words))
             return second(held[0])
 
-        return {self.norm: sequence.member(self.norm), self.attention: attend}
+        return {self.norm: sequence.stand_ins[self.norm], self.attention: attend}
 
     def view(self, layer: nn.Module) -> nn.Module | None:
         """The layer with both replaced, or None."""
@@ -203,19 +203,19 @@ class TiledLayer(Installed):
 
     def __init__(self, layer: nn.Module, setting: Setting, neighbours: Neighbours, inline: bool) -> None:
         super().__init__(layer, setting)
-        self.neighbours, self.inline = neighbours, inline
+        self.neighbours, self.inline, self.kind = neighbours, inline, "inline" if inline else "block"
+        near = neighbours
+        self.names = [name for name in (near.before, *near.members, near.after, near.closing) if name]
+        """Children of the layer that run inside the tile, in order."""
+        names = [near.before, *near.members, near.after, near.dropout, *(("+", near.closing) if near.closing else ())]
+        self._events = [name for name in names if name]
+        """What the layer's forward calls, in order."""
 
     attention: NormedAttention | None = None
     """Attention of the same layer that runs its norm itself."""
 
     def note(self) -> str:
         return f"tile={self.setting.rule} over {', '.join(self.names)}"
-
-    @property
-    def names(self) -> list[str]:
-        """Children of the layer that run inside the tile, in order."""
-        near = self.neighbours
-        return [name for name in (near.before, *near.members, near.after, near.closing) if name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and not self.inline:
@@ -224,16 +224,25 @@ class TiledLayer(Installed):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _together(self, *args: Any, **kwargs: Any) -> Any:
-        self.check()
         layer = self.module
-        members = [(name, getattr(layer, name)) for name in self.names]
-        hooked = [name for name, p in members if isinstance(p, nn.Module) and (has_hooks(p) or is_wrapped(p))]
+        self.check()
+        fsdp1 = wrapper()
+        shares, hooked = [], []  # shares: attributes that hold the probability of a functional dropout
+        for name in self.names:
+            part = getattr(layer, name)
+            if isinstance(part, (int, float)):
+                shares.append(name)
+            elif isinstance(part, nn.Module) and (has_hooks(part) or isinstance(part, fsdp1)):
+                hooked.append(name)
         if hooked:
             self._tell(hooked)
             alone = self.attention.view(layer) if self.attention else None
             return self.original(*args, **kwargs) if alone is None else type(alone).forward(alone, *args, **kwargs)
-        sequence = Members(type(layer).__name__, self._events, self._shares, self._compute)
-        stand_ins = {name: sequence.member(name) for name in self._events if name != "+" and name not in self._shares}
+        if self.neighbours.dropout:
+            shares.append(self.neighbours.dropout)
+        finish = functools.partial(self._compute, layer)
+        sequence = Members(type(layer).__name__, self._events, shares, finish)
+        stand_ins = sequence.stand_ins
         if self.attention is not None:
             stand_ins |= self.attention.stand_ins(layer)
         view = _view(layer)
@@ -251,54 +260,40 @@ class TiledLayer(Installed):
         sequence.check_end((result, changed))
         return result
 
-    @property
-    def _shares(self) -> list[str]:
-        """Attributes of the layer that hold the probability of a functional dropout inside the tile."""
-        near = self.neighbours
-        inside = [name for name in near.members if isinstance(getattr(self.module, name), (int, float))]
-        return [*inside, near.dropout] if near.dropout else inside
-
-    @property
-    def _events(self) -> list[str]:
-        """What the layer's forward calls, in order."""
-        near = self.neighbours
-        names = [near.before, *near.members, near.after, near.dropout, *(("+", near.closing) if near.closing else ())]
-        return [name for name in names if name]
-
-    def inside(self) -> Iterator[tuple[str, nn.Module]]:
+    def inside(self) -> list[tuple[str, nn.Module]]:
+        layer, found = self._module(), []
         for name in self.names:
-            member = getattr(self.module, name)
+            member = getattr(layer, name)
             for inner, part in member.named_modules() if isinstance(member, nn.Module) else ():
                 if inner or self.inline:
-                    yield f"{name}.{inner}".rstrip("."), part
+                    found.append((f"{name}.{inner}".rstrip("."), part))
+        return found
 
-    def chain(self, dropped: Mapping[str, float]) -> Chain:
+    def chain(self, layer: nn.Module, dropped: Mapping[str, float]) -> Chain:
         """What runs in the tile now.
 
         Args:
+            layer: the layer.
             dropped: probability of each functional dropout in this call.
         """
-        layer, near = self.module, self.neighbours
-        before, after, closing = (
-            getattr(layer, name) if name else None for name in (near.before, near.after, near.closing)
-        )
-        members = tuple((name, dropped.get(name, getattr(layer, name))) for name in near.members)
+        near = self.neighbours
+        before = getattr(layer, near.before) if near.before else None
+        after = getattr(layer, near.after) if near.after else None
+        closing = getattr(layer, near.closing) if near.closing else None
+        members = []
+        for name in near.members:
+            members.append((name, dropped[name] if name in dropped else getattr(layer, name)))
         share = dropped.get(near.dropout, 0.0)
-        return Chain(members, self.kind, before, after, share, closing, any(dropped.values()))
-
-    @property
-    def kind(self) -> str:
-        return "inline" if self.inline else "block"
+        return Chain(tuple(members), self.kind, before, after, share, closing, any(dropped.values()))
 
     def _tell(self, hooked: list[str]) -> None:
         alone = "untiled" if self.inline else "without its neighbours in the tile"
         news = f"runs {alone}: {', '.join(hooked)} has hooks"
-        if news not in self.told:
-            self.told.add(news)
+        if self.is_news(news):
             logger.warning("%s %s", type(self.module).__name__, news)
 
-    def _compute(self, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
-        chain = self.chain(dropped)
+    def _compute(self, layer: nn.Module, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
+        chain = self.chain(layer, dropped)
         block = None if self.inline else _forward_of(chain.members[0][1])
         return self.run(chain, inputs, lambda tiles: chain.run(tiles, call=block))
 
@@ -306,14 +301,14 @@ class TiledLayer(Installed):
 class TiledPair(TiledLayer):
     """``forward`` of a layer whose MLP is two of its children: ``second(first(x), other)`` runs in one tile."""
 
-    def _compute(self, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
-        chain = self.chain(dropped)
+    def __init__(self, layer: nn.Module, setting: Setting, neighbours: Neighbours, inline: bool) -> None:
+        super().__init__(layer, setting, neighbours, inline)
+        self.kind = "pair"
+
+    def _compute(self, layer: nn.Module, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
+        chain = self.chain(layer, dropped)
         tensors = inputs[:1] if inputs[-1] is inputs[0] else inputs
         return self.run(chain, tensors, chain.run)
-
-    @property
-    def kind(self) -> str:
-        return "pair"
 
 
 def _forward_of(member: Any) -> Callable[[Tensor], Tensor]:

@@ -146,6 +146,8 @@ class TiledModule(TiledForward):
         super().__init__(module, setting)
         self.dim, self.by_rows = dim, by_rows
 
+    owner = "tile_module"
+
     def note(self) -> str:
         return f"{super().note()} along dim={self.dim}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,21 +109,12 @@ class Autocast:
         enabled = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
         return cls(kind, enabled, torch.get_autocast_dtype(kind) if enabled else x.dtype)
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[Any]:
         """Products run in the dtype of their operands, whatever the caller's state."""
         if not torch.amp.is_autocast_available(self.device_type):
-            yield
-            return
-        with torch.autocast(self.device_type, enabled=False):
-            yield
+            return nullcontext()
+        return torch.autocast(self.device_type, enabled=False)
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self) -> AbstractContextManager[Any]:
         """The forward's state, for functions that are called as they are, whatever the state of the backward."""
-        if not self.enabled:
-            with self.off():
-                yield
-            return
-        with torch.autocast(self.device_type, dtype=self.dtype):
-            yield
+        return torch.autocast(self.device_type, dtype=self.dtype) if self.enabled else self.off()

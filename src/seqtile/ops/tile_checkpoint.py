@@ -32,7 +32,7 @@ from seqtile.ops.plain_tiles import Run, run_compiled
 from seqtile.ops.rng import TileStates
 from seqtile.ops.same_weights import SameWeights
 from seqtile.ops.tile_linear import SumsOfLinears
-from seqtile.ops.token_tiles import Cuts, Outputs, is_differentiable
+from seqtile.ops.token_tiles import Cuts, Outputs, is_differentiable, refuse_second_derivative
 
 Weights = Callable[[], Mapping[str, Tensor]]
 
@@ -368,11 +368,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor | None) -> Any:
-        if torch.is_grad_enabled():  # else the gradients would come out as constants, without a word
-            raise NotImplementedError(
-                "a tiled block has first derivatives only, got create_graph=True; undo tiling for this backward, or "
-                "run it without create_graph"
-            )
+        refuse_second_derivative()
         if ctx.check is not None:
             ctx.check()
         ctx.gradients.begin(outputs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,11 +133,13 @@ def head_shape(module: nn.Module) -> HeadShape | str:
     return shape
 
 
-def between_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def between_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Weights of an attention module that are not in its four projections."""
+    found = []
     for name, weight in named_weights(module):
         if name.partition(".")[0] not in PROJECTIONS:
-            yield name, weight
+            found.append((name, weight))
+    return found
 
 
 class View:

@@ -17,7 +17,8 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, itemgetter, methodcaller
+from itertools import starmap
+from operator import attrgetter, call, getitem, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ MOST, LARGEST, DEEPEST = 500, 10_000, 8
 """Most things that a proof may rest on, entries of a container among them, and objects one inside another."""
 
 _MISSING = object()
-_KIND = attrgetter("dtype", "requires_grad")
+_KIND, _OWN = attrgetter("dtype", "requires_grad"), attrgetter("__dict__")
 
 
 class _Unseen(Untraceable):
@@ -146,12 +147,16 @@ class Facts:
                 and list(map(len, self._grown)) == self._sizes  # an attribute that appears may hide one of the class
                 and list(map(_FORWARD, self._owns)) == self._forwards
                 and not any(self._empty)
-                and [read(owner) for read, owner in self._reads] == self._expected
-                and [_KIND(scope[name]) for scope, name in self._tensors] == self._weighed
-                and not any([self.reads_of(scope[name]) for scope, name in self._weights])
+                and list(starmap(call, self._reads)) == self._expected
+                and list(map(_KIND, starmap(getitem, self._tensors))) == self._weighed
+                and (not any(map(_OWN, starmap(getitem, self._weights))) or not self._marked())
             )
         except (AttributeError, KeyError, ValueError, RuntimeError):  # something is gone, or a tensor came in
             return False
+
+    def _marked(self) -> bool:
+        """Whether the code may read an attribute that someone gave to a weight."""
+        return any([self.reads_of(scope[name]) for scope, name in self._weights])
 
     def reads_of(self, tensor: Tensor) -> list[str]:
         """The attributes that someone gave to a tensor, and that the code may read."""
@@ -160,12 +165,12 @@ class Facts:
 
     def tensors(self) -> list[tuple[str, Tensor, int]]:
         """(name, tensor, version) of the buffers and of the tensors in attributes, as they are now."""
-        found = [(name, scope.get(name)) for scope, name in (*self._tensors, *self._attributes)]
-        return [
-            (name, one, -1 if one.is_inference() else version_of(one))
-            for name, one in found
-            if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and not is_flat_view(one)
-        ]  # fmt: skip
+        found = []
+        for scope, name in (*self._tensors, *self._attributes):
+            one = scope.get(name)
+            if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and not is_flat_view(one):
+                found.append((name, one, -1 if one.is_inference() else version_of(one)))
+        return found
 
     def restore(self) -> str:
         """Put back what has changed; what it was, "" for nothing."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import READ_NUMBER_NAME
-from seqtile.models.discover.live_weights import has_hooks, projection_of
+from seqtile.models.discover.live_weights import differ_in_dtype, has_hooks, projection_of
 from seqtile.models.discover.sizes import Untraceable
 from seqtile.models.discover.trace import Graph, Tracer
 from seqtile.models.discover.widths import linear_widths
@@ -58,7 +58,7 @@ class Formula:
             if isinstance(projection, str):
                 return projection
             found.append(projection)
-        if len({one.weight.dtype for one in found if isinstance(one.weight, Tensor)}) > 1:
+        if differ_in_dtype(found):
             return "its linear layers differ in dtype"  # T5 casts before its last layer, which stays in float32
         activation = self.activation or Activation(self.function, parts[self.function])
         dropout = float(parts[self.dropout].p) if self.dropout else 0.0
@@ -100,7 +100,7 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
             weights = chain.weights(formula, dtype, view)
             if isinstance(weights, str):
                 raise Untraceable(weights)
-            used.update(tracer.names[id(weight)] for weight in weights.tensors())
+            used.update(tracer.names[id(weight)] for weight in weights.split()[0])
             if formula.form is not None:
                 weights = replace(weights, activation=replace(weights.activation, function=formula.form))
             x = inputs[0]

@@ -136,7 +136,7 @@ class _Run(TorchFunctionMode):
         self._plain = plain
         self._dropouts: dict[float, str] = {}
         self._inside = False
-        self._context = gradients_and_autocast()
+        self._context = _gradients_and_autocast()
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self.view = self._view(layer)
@@ -208,17 +208,20 @@ class _Run(TorchFunctionMode):
         hidden_states = self.number(first) if isinstance(first, Tensor) else -1
         made = self.number(result) if isinstance(result, Tensor) else -1
         reads = tuple(self.number(one) for one in given)
-        plain, alone = gradients_and_autocast() == self._context, len(given) == len(args) + len(words)
+        plain, alone = (
+            _gradients_and_autocast() == self._context,
+            len(given) == len(args) + len(words),
+        )
         self.steps.append(Step(kind, name, reads, hidden_states, made, plain, alone))
 
 
-def gradients_and_autocast() -> tuple[bool, ...]:
-    """Whether gradients are on, and autocast for each kind of device here."""
-    return (torch.is_grad_enabled(), *[torch.is_autocast_enabled(kind) for kind in _device_types()])
+def _gradients_and_autocast() -> tuple[bool, ...]:
+    return (torch.is_grad_enabled(), *map(torch.is_autocast_enabled, device_types()))
 
 
 @functools.cache
-def _device_types() -> list[str]:
+def device_types() -> list[str]:
+    """The kinds of devices here, for each of which autocast may be on."""
     accelerator = torch.accelerator.current_accelerator()
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 

@@ -58,16 +58,16 @@ class Position:
     position: int
 
 
-def record(run: Callable[[], Tensor]) -> tuple[Tensor, Recorded, list[Tensor]]:
-    """``run()`` outside any graph: its output, and what the attention kernels in it returned beside that."""
+def record(run: Callable[[], tuple[Tensor, Any]]) -> tuple[Tensor, Any, Recorded, list[Tensor]]:
+    """``run()`` outside any graph: what it returns, and what the attention kernels in it returned beside its output."""
     with torch.no_grad(), _Recording() as mode:
-        output = run()
+        output, beside = run()
     tensors: list[Tensor] = []
     calls = []
     for result in mode.results:
         leaves, spec = tree_flatten(result)
         calls.append((spec, tuple(_described(leaf, output, tensors) for leaf in leaves)))
-    return output, Recorded(tuple(calls)), tensors
+    return output, beside, Recorded(tuple(calls)), tensors
 
 
 def _described(leaf: Any, output: Tensor, tensors: list[Tensor]) -> Any:

@@ -30,6 +30,7 @@ from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective, W
 from seqtile.ops.lm_loss.loss_kernels import choose_kernel, kernel_sum
 from seqtile.ops.mlp import _Save
 from seqtile.ops.rng import Autocast
+from seqtile.ops.token_tiles import refuse_second_derivative
 from seqtile.tiling import BlockShape, TileRule, head_sizes, parse_tile
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -253,7 +254,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
-        refuse_second_derivative()
+        refuse_second_derivative(*REFUSED)
         if upstream is None:
             return (None,) * 8
         dx, *sums = hand_out(ctx, upstream)
@@ -275,7 +276,7 @@ class _PerToken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, entropy_upstream: Tensor | None) -> Any:
-        refuse_second_derivative()
+        refuse_second_derivative(*REFUSED)
         none = (None,) * 7
         if upstream is None and entropy_upstream is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -332,8 +333,5 @@ def hand_out(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
     return [dx, *(None if total is None else total.scaled(factor, keep=keep) for total in sums)]
 
 
-def refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "the tiled head has first derivatives only, got create_graph=True; run this backward without it"
-        )
+REFUSED = ("the tiled head", "run this backward without it")
+"""How a second derivative is refused here."""
