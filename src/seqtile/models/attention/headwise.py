@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile._compat import attention_kind
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.engines.flat import call_with_weights
