@@ -91,7 +91,8 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
         return "it was called with more than hidden states"
     if READ_NUMBER_NAME in graph.operators:
         return "it looks at the values of its weights"
-    for formula in _candidates(chain.parts(), graph, mentioned):
+    width = tracer.inputs[0][0][-1]
+    for formula in _candidates(chain.parts(), int(width), graph, mentioned):
         if isinstance(formula, str):
             return formula
         used: set[str] = set()
@@ -117,7 +118,7 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
     return why if why in reasons or not reasons else reasons[0]
 
 
-def _candidates(parts: Mapping[str, Any], graph: Graph, mentioned: set[str]) -> Iterator[Formula | str]:
+def _candidates(parts: Mapping[str, Any], hidden: int, graph: Graph, mentioned: set[str]) -> Iterator[Formula | str]:
     linears = {name: widths for name, part in parts.items() if (widths := linear_widths(part)) is not None}
     if len(linears) not in (2, 3):
         yield f"{len(linears)} linear layers where 2 or 3 were expected"
@@ -126,10 +127,13 @@ def _candidates(parts: Mapping[str, Any], graph: Graph, mentioned: set[str]) -> 
     if heard:
         yield f"{heard[0]} has hooks"
         return
-    *before, down = linears
-    hidden, inner = linears[down][1], linears[down][0]
-    double = len(before) == 1 and linears[before[0]][1] == 2 * inner
-    if any(linears[name] != (hidden, 2 * inner if double else inner) for name in before):
+    firsts = list[tuple[str, list[str], bool]]()  # (down, the others, whether gate and up are one), by their widths
+    for down, (inner, out) in reversed(linears.items()):
+        before = [name for name in linears if name != down]
+        for double in (False, True)[: 3 - len(before)]:
+            if out == hidden and all(linears[name] == (hidden, 2 * inner if double else inner) for name in before):
+                firsts.append((down, before, double))
+    if not firsts:
         yield "its linear layers are not D -> F and F -> D"
         return
     drops = [name for name, part in parts.items() if type(part) is nn.Dropout and part.p > 0]
@@ -139,8 +143,9 @@ def _candidates(parts: Mapping[str, Any], graph: Graph, mentioned: set[str]) -> 
     choices = [(one, "", form) for one, form in known] + [(None, name, None) for name in functions]
     for activation, function, form in choices:
         for drop in ["", *drops]:
-            for first, gated, up_first in _orders(before, double):
-                yield Formula(first, down, activation, function, gated, up_first, drop, form)
+            for down, before, double in firsts:
+                for first, gated, up_first in _orders(before, double):
+                    yield Formula(first, down, activation, function, gated, up_first, drop, form)
 
 
 def _orders(before: list[str], double: bool) -> list[tuple[tuple[str, ...], bool, bool]]:

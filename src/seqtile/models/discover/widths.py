@@ -35,7 +35,12 @@ def half_widths(module: nn.Module) -> tuple[int, int] | None:
 
 
 def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
-    """(hidden, intermediate) if the module is a gated or plain MLP by its linear children."""
+    """(hidden, intermediate) if the module is a gated or plain MLP by its linear children, in whatever order.
+
+    Of two linear layers the first is taken for the first; where it is the second, both widths are to be swapped.
+    """
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # which cannot be called
+        return None
     linears = []
     for child in _parts(module):
         widths = linear_widths(child)
@@ -43,20 +48,19 @@ def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
             linears.append(widths)
         elif any(True for _ in child.parameters()) and not _is_small(child):
             return None
-    if any(True for _ in module.parameters(recurse=False)) or len(linears) not in (2, 3):
+    own = [whole_shape(weight) for weight in module.parameters(recurse=False)]
+    if any(len(shape) > 1 for shape in own) or len(linears) not in (2, 3):
         return None
-    hidden, out = linears[0]
-    down = linears[-1]
-    if down[1] != hidden or any(widths != (hidden, out) for widths in linears[:-1]):
-        return None
-    if len(linears) == 2 and out == 2 * down[0]:
-        return hidden, down[0]
-    return (hidden, out) if out == down[0] else None
+    for number in reversed(range(len(linears))):
+        down, before = linears[number], {*linears[:number], *linears[number + 1 :]}
+        if before == {down[::-1]} or (len(linears) == 2 and before == {(down[1], 2 * down[0])}):
+            return down[1], down[0]
+    return None
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        if isinstance(child, nn.Sequential):
+        if isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             yield from _parts(child)
         else:
             yield child
