@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqtile._compat import MODULES, children_of, disable_torch_function_subclass, make_wrapper_subclass, tree_leaves
+from seqtile._compat import (
+    MODULES,
+    children_of,
+    disable_torch_function_subclass,
+    make_wrapper_subclass,
+    tree_leaves,
+    version_of,
+)
 from seqtile.engines.granularity import wrapper
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.layer_parts import Neighbours, device_types
@@ -62,6 +69,22 @@ class Placeholder(Tensor):
         return held.sequence.operator(func, name, args, kwargs or {})
 
 
+class _Call(functools.partial[Any]):
+    """The stand-in of one member: it can be called, and nothing else can be asked of it or set on it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol
+            raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self) -> None:
+        members: Any = self.func
+        members.__self__.refuse()
+
+
 class Members:
     """The members of one tile while the layer's forward calls them one after another.
 
@@ -82,11 +105,11 @@ class Members:
         """What is called in each member's place."""
         for name in events:
             if name != "+" and name not in shares:
-                self.stand_ins[name] = functools.partial(self._call, name)
+                self.stand_ins[name] = _Call(self._call, name)
         self._begin()
 
     def _begin(self) -> None:
-        self.at, self.inputs = 0, list[Tensor]()
+        self.at, self.inputs, self.versions = 0, list[Tensor](), list[int]()
         self.held: Tensor | None = None
         self.context: tuple[bool, ...] | None = None
         self.dropped: dict[str, float] = {}
@@ -95,7 +118,10 @@ class Members:
         first = self.at == 0 and not isinstance(hidden_states, Placeholder)
         if not first and hidden_states is not self.held:
             self.refuse()
-        self.inputs += [hidden_states, *others] if first else others
+        given = [hidden_states, *others] if first else others
+        self.inputs += given
+        for one in given:
+            self.versions.append(0 if one.is_inference() else version_of(one))
         return self._step(name)
 
     def operator(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -123,6 +149,9 @@ class Members:
             self.held = Placeholder.like(self.inputs[0], self)
             return self.held
         inputs, dropped = self.inputs, self.dropped
+        for one, version in zip(inputs, self.versions, strict=True):
+            if not one.is_inference() and version_of(one) != version:
+                self.refuse()  # the members have not run yet, and would read what it is now
         self._begin()
         return self.finish(inputs, dropped)
 

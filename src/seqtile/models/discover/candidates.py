@@ -197,8 +197,8 @@ def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate |
     if block.kind == "mlp" and not proof.refuted:  # the second of two linear layers may be the first
         turned, _ = prove(chain, expected_mode(chain, block.intermediate))
         if not turned.why_not:
-            widths = {"hidden": block.intermediate, "intermediate": block.hidden}
-            return replace(block, neighbours=near, why=turned.how, proof=turned, **widths)
+            block = replace(block, hidden=block.intermediate, intermediate=block.hidden)
+            return replace(block, neighbours=near, why=turned.how, proof=turned)
     if not proof.refuted and trusted(block.name, block.module):
         return replace(block, why="not verified: its caller vouches for it (trust=)")
     if proof.refuted:
