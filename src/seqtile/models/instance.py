@@ -24,7 +24,7 @@ from seqtile.models.discover.live_weights import GLOBAL_HOOKS
 from seqtile.models.discover.proof import Mode, Proof, prove
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.tile_checkpoint import run_in_tiles
-from seqtile.ops.token_tiles import NEEDS_GRADIENT, refuse_trace
+from seqtile.ops.token_tiles import refuse_trace
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
 
 logger = first_rank_logger(__name__)
@@ -62,8 +62,8 @@ class Setting:
             hidden=self.hidden,
             intermediate=self.intermediate * lanes,
             itemsize=x.element_size(),
-            weight_numel=sum(map(Tensor.numel, weights)),
-            weight_itemsize=min(map(Tensor.element_size, weights), default=4),
+            weight_numel=sum([weight.numel() for weight in weights]),
+            weight_itemsize=min([weight.element_size() for weight in weights] or [4]),
             device_type=x.device.type,
             live_widths=FUSED_WIDTHS if fused else LIVE_WIDTHS,
         )
@@ -190,7 +190,7 @@ class Installed(ForwardStandIn):
             mlp = self._fused_now(proof, chain, x.dtype)
             check = _Unchanged(self, chain, mode, proof)
         tokens = x.shape[:-1].numel()
-        live = list(filter(NEEDS_GRADIENT, weights().values()))
+        live = [weight for weight in weights().values() if weight.requires_grad]
         dense = mlp.dense_numel() * x.element_size() if mlp is not None else 0
         shape = setting.shape(x, live, mlp is not None, lanes)
         sizes = setting.rule.tile_sizes(tokens, shape)
