@@ -189,9 +189,9 @@ class Installed(ForwardStandIn):
                     return call(list(tensors))
             mlp = self._fused_now(proof, chain, x.dtype)
             check = _Unchanged(self, chain, mode, proof)
+        dense = mlp.dense_numel() * x.element_size() if mlp is not None else 0
         tokens = x.shape[:-1].numel()
         live = [weight for weight in weights().values() if weight.requires_grad]
-        dense = mlp.dense_numel() * x.element_size() if mlp is not None else 0
         shape = setting.shape(x, live, mlp is not None, lanes)
         sizes = setting.rule.tile_sizes(tokens, shape)
         if not sizes and tokens and reduces_as_they_arrive(live):
