@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from seqtile._compat import REPLICATE
+
 
 class StandIn:
     """Base of them all: the module, what stood in the changed attributes before, and what was said already."""
@@ -48,10 +50,10 @@ class StandIn:
 class ForwardStandIn(StandIn):
     """Base of what stands in for ``forward``."""
 
-    changed: ClassVar[tuple[str, ...]] = ("forward", "extra_repr", "_replicate_for_data_parallel")
+    changed: ClassVar[tuple[str, ...]] = ("forward", "extra_repr", REPLICATE)
 
     def install(self) -> None:
-        self.module.__dict__.update(forward=self, extra_repr=_Note(self), _replicate_for_data_parallel=_refuse_replicas)
+        self.module.__dict__.update({"forward": self, "extra_repr": _Note(self), REPLICATE: _refuse_replicas})
 
     @property
     def original(self) -> Callable[..., Any]:

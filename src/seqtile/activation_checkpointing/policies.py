@@ -17,6 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from seqtile._compat import (
+    CHECKPOINT_FUNCTION,
+    ENABLE_CHECKPOINTING,
+    INPUT_HOOKS,
+    SET_CHECKPOINTING,
+    attention_kind,
+)
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile._stand_in import StandIn
@@ -27,9 +34,6 @@ logger = first_rank_logger(__name__)
 
 POLICIES = ("full", "attention-saved")
 _MARK = "_seqtile_checkpointing"
-_SETTER, _ENABLER = "_set_gradient_checkpointing", "_activation_checkpointing_enable"
-_HOOKS = "_require_grads_hooks", "_require_grads_hook"
-"""Where transformers keeps the hooks by which embeddings need a gradient; it leaves them when checkpoints go off."""
 
 
 def find_checkpointed(model: nn.Module) -> nn.Module:
@@ -39,7 +43,9 @@ def find_checkpointed(model: nn.Module) -> nn.Module:
         UserError: there is none.
     """
     for module in model.modules():
-        if callable(getattr(module, _SETTER, None)) and getattr(module, "supports_gradient_checkpointing", False):
+        if callable(getattr(module, SET_CHECKPOINTING, None)) and getattr(
+            module, "supports_gradient_checkpointing", False
+        ):
             return module
     raise UserError(
         f"{type(model).__name__} holds no model of transformers with activation checkpointing; leave checkpoint and "
@@ -56,7 +62,7 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
     if policy is None and not offload:
         return
     module = find_checkpointed(model)
-    kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    kind = attention_kind(module)
     if policy == "attention-saved" and kind == "eager":
         raise UserError(
             "checkpoint='attention-saved' keeps the output of an attention kernel, but this model computes attention "
@@ -105,29 +111,29 @@ class Checkpointing(StandIn):
         module = self.module
         on = _is_on(module)
         module.__dict__[_MARK] = self
-        module.__dict__[_SETTER] = self
+        module.__dict__[SET_CHECKPOINTING] = self
         if self.upstream:
-            module.__dict__[_ENABLER] = self._enable_upstream
+            module.__dict__[ENABLE_CHECKPOINTING] = self._enable_upstream
         if on and not self.upstream:
             self._change(lambda former: former if _ours(former) else self.around(former))
         else:
-            self.before = {name: module.__dict__[name] for name in _HOOKS if name in module.__dict__}
+            self.before = {name: module.__dict__[name] for name in INPUT_HOOKS if name in module.__dict__}
             _quietly_enable(module)
             self.switched_on = not on
-            self.hooks = list(module.__dict__.get(_HOOKS[0]) or ())
+            self.hooks = list(module.__dict__.get(INPUT_HOOKS[0]) or ())
 
     def remove(self) -> None:
         own = self.module.__dict__
-        for name in (_MARK, _SETTER, _ENABLER):
+        for name in (_MARK, SET_CHECKPOINTING, ENABLE_CHECKPOINTING):
             own.pop(name, None)
         if self.switched_on:
             self.module.gradient_checkpointing_disable()
-            if own.get(_HOOKS[0]) == self.hooks:  # else somebody has asked for the same since
-                for name in _HOOKS:
+            if own.get(INPUT_HOOKS[0]) == self.hooks:  # else somebody has asked for the same since
+                for name in INPUT_HOOKS:
                     own.pop(name, None)
                 own.update(self.before)
             for hook in self.hooks:
-                if hook not in self.before.get(_HOOKS[0], ()):
+                if hook not in self.before.get(INPUT_HOOKS[0], ()):
                     hook.remove()
         elif self.upstream:
             _quietly_enable(self.module)  # with the former function, the offload gone
@@ -136,16 +142,16 @@ class Checkpointing(StandIn):
 
     def _change(self, change: Callable[[Any], Any]) -> None:
         for part in self.module.modules():
-            former = part.__dict__.get("_gradient_checkpointing_func")
+            former = part.__dict__.get(CHECKPOINT_FUNCTION)
             if former is not None:
-                part.__dict__["_gradient_checkpointing_func"] = change(former)
+                part.__dict__[CHECKPOINT_FUNCTION] = change(former)
 
     def _enable_upstream(
         self, activation_checkpointing_kwargs: Any = None, every_n_layers: int = 1, offload: bool = True
     ) -> Any:
         """Transformers' own offload, switched on whoever asks for checkpointing."""
         self.switched_on = False  # somebody else asked for it
-        original = type(self.module)._activation_checkpointing_enable
+        original = getattr(type(self.module), ENABLE_CHECKPOINTING)
         return original(self.module, activation_checkpointing_kwargs, every_n_layers, True)
 
     def __call__(
@@ -153,7 +159,7 @@ class Checkpointing(StandIn):
     ) -> Any:
         """What transformers calls to hand its checkpoint function to the layers."""
         self.switched_on = False  # somebody else asked, for it or against it
-        original = type(self.module)._set_gradient_checkpointing
+        original = getattr(type(self.module), SET_CHECKPOINTING)
         function = self.around(gradient_checkpointing_func) if enable else gradient_checkpointing_func
         return original(self.module, enable=enable, gradient_checkpointing_func=function, **rest)
 
@@ -209,7 +215,7 @@ class Checkpointing(StandIn):
         return sum(
             bool(getattr(part, "gradient_checkpointing", False))
             for part in self.module.modules()
-            if "_gradient_checkpointing_func" in part.__dict__ and not hasattr(part, _SETTER)
+            if CHECKPOINT_FUNCTION in part.__dict__ and not hasattr(part, SET_CHECKPOINTING)
         )
 
     def _tell(self, text: str) -> None:
@@ -269,7 +275,7 @@ def _has(offload: bool | int) -> bool:
 
 def _transformers_offloads(module: Any) -> bool:
     """Whether this version of transformers offloads layer inputs, and can here: it pins memory."""
-    enable = getattr(type(module), _ENABLER, None)
+    enable = getattr(type(module), ENABLE_CHECKPOINTING, None)
     return enable is not None and "offload" in inspect.signature(enable).parameters and torch.accelerator.is_available()
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from seqtile.bench.block import Upstream, Workload
 from seqtile.bench.cell import Cell
-from seqtile.bench.measure_block import measure_error, on_accelerator, start, synchronize
+from seqtile.bench.measure_block import measure_error, start
 from seqtile.counting import count_live_bytes
+from seqtile.devices import empty_cache, is_accelerator, peak_bytes, peak_reserved_bytes, reset_peak, synchronize
 
 ENGINES = ("fsdp2", "zero3")
 WARM_UP = 2
@@ -69,7 +70,7 @@ def measure_under(engine: str, cell: Cell) -> dict[str, Any]:
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(cell.device)
-    if on_accelerator(device):
+    if is_accelerator(device):
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(dist.get_default_backend_for_device(device.type), rank=rank, world_size=world)
     try:
@@ -100,19 +101,19 @@ def _peak(sharded: Sharded) -> dict[str, Any]:
     """Peak with everything that was there before: input, weights, what the engine holds."""
     device = sharded.workload.device
     sharded.clear()
-    if not on_accelerator(device):
+    if not is_accelerator(device):
         before = _own_bytes(sharded.workload)
         with count_live_bytes("cpu") as live:
             sharded.step()
         return {"peak_total_bytes": before + live.peak, "peak_reserved_bytes": None, "peak_from": "counted live bytes"}
     sharded.step()
     sharded.clear()
-    torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats()
+    empty_cache()
+    reset_peak()
     sharded.step()
     return {
-        "peak_total_bytes": torch.accelerator.max_memory_allocated(),
-        "peak_reserved_bytes": torch.accelerator.max_memory_reserved(),
+        "peak_total_bytes": peak_bytes(),
+        "peak_reserved_bytes": peak_reserved_bytes(),
         "peak_from": "allocator",
     }
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from seqtile._errors import UserError
 from seqtile.bench.technique_ladder import GIB, requests
 from seqtile.counting import count_live_bytes
+from seqtile.devices import peak_bytes, reset_peak, synchronize
 from seqtile.planner.accelerators import Device
 from seqtile.planner.fake_step import build, build_bare, compute_loss, prepare_optimizer, update
 from seqtile.planner.layer_structure import cut, find_depths
@@ -170,7 +171,7 @@ def measure_attempt(attempt: Attempt) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(attempt.seed)
         ids = torch.randint(0, vocabulary, (1, attempt.tokens), generator=generator).to(attempt.device)
         for row in (ids[:, :WARM_UP], ids):
-            peak.synchronize()
+            synchronize()
             begin = time.perf_counter()
             if row is ids:
                 peak.begin()
@@ -180,7 +181,7 @@ def measure_attempt(attempt: Attempt) -> dict[str, Any]:
             loss.backward()
             update(optimizer, weights)
             others.held.pop("gradients")
-            peak.synchronize()
+            synchronize()
             seconds = time.perf_counter() - begin
         found = peak.bytes()
     if attempt.memory and found > attempt.memory:
@@ -212,14 +213,10 @@ class _Peak:
     def begin(self) -> None:
         """What came before does not count, where that can be said."""
         if self.accelerated:
-            torch.accelerator.reset_peak_memory_stats()
-
-    def synchronize(self) -> None:
-        if self.accelerated:
-            torch.accelerator.synchronize()
+            reset_peak()
 
     def bytes(self) -> int:
-        return torch.accelerator.max_memory_allocated() if self.accelerated else self._counted.peak
+        return peak_bytes() if self.accelerated else self._counted.peak
 
 
 def host_room(host_memory: int) -> int:

@@ -85,7 +85,7 @@ def command(
 
 def as_object(recipe: Recipe, result: VerifyResult) -> dict[str, Any]:
     """The result for ``--json``; what is no finite number is null."""
-    from importlib.metadata import version
+    from seqtile.devices import package_version
 
     untiled, tiled = result.untiled, result.tiled
     found: dict[str, Any] = {
@@ -113,7 +113,7 @@ def as_object(recipe: Recipe, result: VerifyResult) -> dict[str, Any]:
         "tokens": recipe.max_length,
         "batch_size": recipe.batch_size,
         "notes": list(result.notes),
-        "versions": {name: version(name) for name in ("seqtile", "torch", "transformers")},
+        "versions": {name: package_version(name) for name in ("seqtile", "torch", "transformers")},
     }  # fmt: skip
     finite: dict[str, Any] = _finite(found)
     return finite

@@ -6,7 +6,6 @@ command that waits in front of the launcher; that one speaks for all.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from seqtile._compat import run_exit_functions
 from seqtile._errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _write(file: Path, text: str) -> None:
 def _end(code: int) -> NoReturn:
     """End without Python's last clean-up: a library's thread may abort there (seen once under ZeRO-3: "terminate called
     without an active exception"), and the launcher would then end the first process while it writes its report."""
-    atexit._run_exitfuncs()
+    run_exit_functions()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

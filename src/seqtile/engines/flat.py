@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from seqtile._compat import base_of, is_flat_parameter, is_view, parameters_of
+
 
 def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     """``module.named_parameters()``, and the views that stand for a parameter that is none at the moment.
@@ -23,8 +25,9 @@ def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     """
     found: list[tuple[str, Tensor]] = [*module.named_parameters()]
     for prefix, part in module.named_modules():
+        own = parameters_of(part)
         for name, value in part.__dict__.items():
-            if isinstance(value, Tensor) and name not in part._parameters and is_flat_view(value):
+            if isinstance(value, Tensor) and name not in own and is_flat_view(value):
                 found.append((f"{prefix}.{name}".lstrip("."), value))
     return found
 
@@ -55,7 +58,7 @@ def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
     places: dict[str, nn.Parameter] = {}
     replaced: dict[nn.Parameter, Tensor] = {}
     for prefix, part in module.named_modules():
-        for name, parameter in part._parameters.items():
+        for name, parameter in parameters_of(part).items():
             if parameter is not None:
                 path = f"{prefix}.{name}".lstrip(".")
                 places[path] = parameter
@@ -70,4 +73,4 @@ def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
 
 def is_flat_view(value: Any) -> bool:
     """Whether an attribute stands for a parameter while a unit of FSDP1 runs."""
-    return isinstance(value, Tensor) and value._is_view() and bool(getattr(value._base, "_is_flat_param", False))
+    return isinstance(value, Tensor) and is_view(value) and is_flat_parameter(base_of(value))

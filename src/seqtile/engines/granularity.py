@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from seqtile._compat import ZERO3_MARKS
 from seqtile._errors import UserError
-from seqtile.engines.zero3 import REGISTERED
 
 
 def wrapper() -> Any:
@@ -51,7 +51,7 @@ def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: st
                 f"{block}: FSDP wraps {name} on its own, so its weight would be gathered at every tile; expected one "
                 f"unit around the whole block: let the auto_wrap_policy wrap {whole}, not {name}"
             )
-        if not REGISTERED.isdisjoint(module.__dict__):
+        if not ZERO3_MARKS.isdisjoint(module.__dict__):
             raise UserError(
                 f"{block}: DeepSpeed ZeRO-3 gathers {name} on its own, since {whole} was not marked when it took the "
                 "model over; call seqtile.apply(model) before deepspeed.initialize or Accelerator.prepare"

@@ -16,6 +16,7 @@ from axolotl.integrations.base import BasePlugin, PluginManager  # type: ignore[
 from axolotl.utils.logging import get_logger  # type: ignore[import-not-found]
 from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, model_validator
 
+from seqtile._compat import is_tiled_by_axolotl
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 
@@ -195,7 +196,7 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
         if not given and self._taken is False:
             LOG.info("seqtile: tiled_mlp: false, nothing was changed")
             return
-        if own := next((type(m).__name__ for m in model.modules() if hasattr(m, "_tiled_mlp_dist_impl")), ""):
+        if own := next((type(m).__name__ for m in model.modules() if is_tiled_by_axolotl(m)), ""):
             raise UserError(
                 f"axolotl's own tiled MLP runs {own} already, and this plugin could not keep it off; take tiled_mlp "
                 "out of the configuration and give seqtile.tile"

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seqtile._compat import SWIFT_IMPORTS_PLUGINS, checkpoint_before_swift
 from seqtile._errors import UserError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def register() -> None:
     """
     from swift.callbacks import callbacks_map  # type: ignore[import-not-found]
 
-    arguments = _local("_import_external_plugins", "self")
+    arguments = _local(SWIFT_IMPORTS_PLUGINS, "self")
     rest = _local("parse_args_into_dataclasses", "remaining_args")
     variable = os.environ.get(VARIABLE)
     tile = variable or f"shards:{SHARDS}"
@@ -129,13 +130,11 @@ def _truth(word: str | None) -> bool | None:
 
 def make_callback(args: Any, trainer: Any, *, tile: str) -> TilingCallback:
     """The callback as ms-swift makes its own, from the training arguments and the trainer that is being built."""
-    from torch.utils import checkpoint
-
     from seqtile.integrations.callback import TilingCallback
     from seqtile.ops import tile_checkpoint
 
     # Its trainer replaces torch's checkpoint by one that is reentrant whatever it is asked for, in the whole process.
-    if tile_checkpoint.checkpoint is not getattr(checkpoint, "_old_checkpoint", tile_checkpoint.checkpoint):  # type: ignore[attr-defined]
+    if tile_checkpoint.checkpoint is not (checkpoint_before_swift() or tile_checkpoint.checkpoint):  # type: ignore[attr-defined]
         raise UserError("ms-swift has trained in this process before seqtile was loaded: start a new Python process")
     return TilingCallback(tile=tile)
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from seqtile._errors import UserError
-from seqtile.activation_checkpointing.host_offload import available_bytes
+from seqtile.devices import available_host_bytes
 from seqtile.models.apply import apply, check_settings, free_bytes, replacing
 from seqtile.models.discover.candidates import find_blocks
 from seqtile.models.module import tile_module
@@ -146,7 +146,7 @@ def _bytes(argument: str, text: str) -> int:
 
 
 def _half_of_free(model: nn.Module) -> int:
-    free = free_bytes(model) or available_bytes()
+    free = free_bytes(model) or available_host_bytes()
     if not free:
         raise UserError('"target" needs the free memory, which this device does not tell: give it, as in "target:4"')
     return free // 2

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqtile._compat import HOOKED_FORWARD
 from seqtile._errors import UserError
 from seqtile.activation_checkpointing.policies import standing_checkpointing
+from seqtile.devices import device_bytes
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import is_marked, mark_leaf, whole_shape
 from seqtile.models.attention.headwise import find_for, install_heads, parse_heads
@@ -240,7 +242,7 @@ def undo(model: nn.Module) -> int:
 
 def _standing(model: nn.Module) -> list[Installed]:
     """The tiled forwards of a model, also where accelerate put a hook's forward around one."""
-    forwards = [module.__dict__.get(name) for module in model.modules() for name in ("forward", "_old_forward")]
+    forwards = [module.__dict__.get(name) for module in model.modules() for name in ("forward", HOOKED_FORWARD)]
     return [one for one in forwards if isinstance(one, Installed)]
 
 
@@ -272,13 +274,7 @@ def applied(model: nn.Module, **settings: Any) -> Iterator[Report]:
 def free_bytes(model: nn.Module) -> int:
     """Free memory of the device that the model is on, 0 where it cannot be read."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "cpu" or not torch.accelerator.is_available():
-        return 0
-    memory = getattr(torch.accelerator, "get_memory_info", None)  # from torch 2.12
-    try:
-        return int(memory(device)[0]) if memory else int(torch.get_device_module(device).mem_get_info(device)[0])
-    except (AttributeError, RuntimeError):
-        return 0
+    return device_bytes(device)[0]
 
 
 def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, norms: bool, path: str) -> Block:

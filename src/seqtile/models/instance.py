@@ -9,8 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
 
+from seqtile._compat import (
+    GLOBAL_HOOKS,
+    HOOKED_FORWARD,
+    PER_SEQUENCE,
+    children_of,
+    forward_pre_hooks_of,
+    function_mode_count,
+    function_modes,
+)
 from seqtile._log import first_rank_logger
 from seqtile._stand_in import ForwardStandIn
 from seqtile.engines.flat import call_with_weights, named_weights
@@ -20,7 +28,6 @@ from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.models.call_arguments import Places, why_opaque
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
-from seqtile.models.discover.live_weights import GLOBAL_HOOKS
 from seqtile.models.discover.proof import Mode, Proof, prove
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.tile_checkpoint import run_in_tiles
@@ -87,8 +94,8 @@ class Installed(ForwardStandIn):
         """Put every attribute back as it was."""
         unmark_leaf(self.module)
         own = self.module.__dict__
-        if own.get("_old_forward") is self:  # accelerate's hooks were put around it
-            own["_old_forward"] = self.original
+        if own.get(HOOKED_FORWARD) is self:  # accelerate's hooks were put around it
+            own[HOOKED_FORWARD] = self.original
             self.before["forward"] = own["forward"]
         for name in self.changed:
             own.pop(name, None)
@@ -249,8 +256,8 @@ def _why_watched() -> str:
         return ""
     if any(GLOBAL_HOOKS) and any(_is_foreign(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a hook is registered for all modules (torch.nn.modules.module), which tiles would run on other tensors"
-    if torch._C._len_torch_function_stack():
-        mode = next((one for one in _get_current_function_mode_stack() if _is_foreign(type(one))), None)
+    if function_mode_count():
+        mode = next((one for one in function_modes() if _is_foreign(type(one))), None)
         if mode is not None:
             return f"{type(mode).__name__} is active around the call, which tiles would run on other tensors"
     return ""
@@ -340,9 +347,9 @@ def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:
     """The argument of that kind which a hook of PEFT's adds to the adapters' calls, or ""."""
     for part in parts:
         for module in part.modules():
-            for hook in module._forward_pre_hooks.values():
+            for hook in forward_pre_hooks_of(module).values():
                 for word in hook.keywords if isinstance(hook, partial) else ():
-                    if word in ("adapter_names", "alora_offsets"):
+                    if word in PER_SEQUENCE:
                         return str(word)
     return ""
 
@@ -352,7 +359,7 @@ class Bare(nn.Module):
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
-        self._modules.update({str(number): part for number, part in enumerate(parts)})
+        children_of(self).update({str(number): part for number, part in enumerate(parts)})
 
     def forward(self, call: Callable[[list[Tensor]], Any], tiles: list[Tensor]) -> Any:
         return call(tiles)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
+from seqtile._compat import MODULES, children_of, disable_torch_function_subclass, make_wrapper_subclass, tree_leaves
 from seqtile.engines.granularity import wrapper
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.layer_parts import Neighbours, device_types
@@ -41,7 +41,7 @@ class Placeholder(Tensor):
     def like(cls, hidden_states: Tensor, sequence: Members) -> Placeholder:
         """One of the shape, dtype and device of ``hidden_states``, without memory."""
         shape, dtype, device = hidden_states.shape, hidden_states.dtype, hidden_states.device
-        held: Placeholder = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        held: Placeholder = make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         held.sequence = sequence
         return held
 
@@ -56,7 +56,7 @@ class Placeholder(Tensor):
         name = getattr(func, "__name__", "")
         name = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
         if name in _ALLOWED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with disable_torch_function_subclass():
                 return func(*args, **(kwargs or {}))
         held = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, Placeholder))
         return held.sequence.operator(func, name, args, kwargs or {})
@@ -194,7 +194,7 @@ class NormedAttention:
         if not stand_ins:
             return None
         view = _view(layer)
-        view.__dict__["_modules"] = {**layer._modules, **stand_ins}
+        view.__dict__[MODULES] = {**children_of(layer), **stand_ins}
         return view
 
 
@@ -246,7 +246,7 @@ class TiledLayer(Installed):
         if self.attention is not None:
             stand_ins |= self.attention.stand_ins(layer)
         view = _view(layer)
-        view.__dict__["_modules"] = {**layer._modules, **stand_ins}
+        view.__dict__[MODULES] = {**children_of(layer), **stand_ins}
         for name in stand_ins.keys() & view.__dict__.keys():
             view.__dict__[name] = stand_ins[name]
         own = dict(view.__dict__)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -170,6 +171,15 @@ class Layer:
             return self._matrix
         assert self._packed is not None
         return self._packed.dense().detach().to(self._dtype)
+
+    def reading(self, cut: Callable[[Tensor, int], Tensor]) -> Layer:
+        """The part of it that reads some features of its input, ``cut(tensor, dimension)``."""
+        part = copy.copy(self)
+        part._matrix = cut(self.matrix, 1)  # noqa: SLF001 - a copy of its own class
+        part.inputs = part.matrix.shape[1]
+        if self.down is not None:
+            part.down = cut(self.down, 1)
+        return part
 
     def draw(self, rows: int) -> Tensor | None:
         """The adapter's dropout mask for one tile, one byte per element; draws from the global generator."""

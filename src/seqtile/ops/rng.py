@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from seqtile._compat import disable_current_modes, keeps_generator
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class RandomState:
     def _set(self, state: Tensor) -> None:
         # An accelerator clones the state first, which a selective checkpoint's mode would take for an operator of the
         # layer: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/cuda/random.py
-        with _disable_current_modes():
+        with disable_current_modes():
             if self._device.type == "cpu":
                 torch.set_rng_state(state)
             else:
@@ -50,7 +51,7 @@ class RandomState:
     @property
     def is_now(self) -> bool:
         """Whether the stream stands there."""
-        with _disable_current_modes():
+        with disable_current_modes():
             return torch.equal(self._state, self._get())
 
     def restore(self) -> None:
@@ -69,16 +70,13 @@ class RandomState:
 
 
 class TileStates:
-    """The generator's state at every tile, for devices whose state PyTorch's checkpoint does not keep.
-
-    It keeps that of devices whose module has ``_initialized``; ``torch.mps`` has not (2.13).
-    """
+    """The generator's state at every tile, for devices whose state PyTorch's checkpoint does not keep."""
 
     def __init__(self, device: torch.device) -> None:
         here = torch.accelerator.current_accelerator()
         ours = here is not None and here.type == device.type
         self._device = device
-        self._keeps = ours and not getattr(torch.get_device_module(device), "_initialized", False)
+        self._keeps = ours and not keeps_generator(device)
         self._states: dict[int, RandomState] = {}
 
     @contextmanager

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from seqtile._compat import tree_flatten, tree_unflatten
 
 
 def is_differentiable(tensor: Tensor) -> bool:

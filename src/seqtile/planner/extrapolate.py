@@ -45,7 +45,7 @@ class Lines:
 
     def at(self, tokens: int, layers: int | None = None, *, share: float = 0.0) -> dict[str, dict[str, float]]:
         """For each part of the step the bytes at its peak, by what they are for; ``share`` of the tiles are kept."""
-        found = self._at(tokens, layers)
+        found = self.interpolated(tokens, layers)
         if share and self.kept is not None:
             none, some = self._more(0, layers), self._more(tokens, layers)
             for phase, terms in found.items():
@@ -57,13 +57,13 @@ class Lines:
     def _more(self, tokens: int, layers: int | None) -> dict[str, float]:
         """Bytes of each part with kept tiles, beyond those without."""
         assert self.kept is not None
-        kept = self.kept._at(tokens, layers)
+        kept = self.kept.interpolated(tokens, layers)
         return {
             phase: sum(kept.get(phase, terms).values()) - sum(terms.values())
-            for phase, terms in self._at(tokens, layers).items()
+            for phase, terms in self.interpolated(tokens, layers).items()
         }
 
-    def _at(self, tokens: int, layers: int | None) -> dict[str, dict[str, float]]:
+    def interpolated(self, tokens: int, layers: int | None) -> dict[str, dict[str, float]]:
         layers = self.depths.layers if layers is None else layers
         lengths = sorted({length for length, _ in self.runs})
         low, high = self.depths.shallow

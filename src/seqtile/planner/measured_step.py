@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from seqtile._compat import dump_memory, record_memory
 from seqtile._errors import UserError
 from seqtile.counting import Sample
 from seqtile.planner.accelerators import this_device
@@ -158,17 +159,17 @@ def _measure(name: str, config: Any, setup: Setup, tokens: int, kind: str, snaps
     workspace = cpu_workspace if kind == "cpu" else flash2_workspace
     planned = predict(config, setup, tokens, workspace=workspace, device_type=kind)
     if snapshot is not None:
-        torch.cuda.memory._record_memory_history()
+        record_memory(True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = _run(name, config, setup, tokens, kind, planned)
         if snapshot is not None:
-            torch.cuda.memory._dump_snapshot(str(snapshot))
+            dump_memory(snapshot)
         return found
     finally:
         if snapshot is not None:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory(False)
 
 
 def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: Prediction) -> Side:

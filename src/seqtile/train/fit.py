@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
+from seqtile.devices import available_host_bytes, device_name, device_type, total_device_bytes
 from seqtile.tiling import parse_bytes
 from seqtile.train.recipe import TRL_LOSS_TILE, LoraRecipe, Recipe
 
@@ -129,7 +130,7 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
         engine=recipe.engine, sp_size=recipe.sp_size, qlora=four_bit, optimizer=optimizer, attention=attention,
         lora=None if recipe.lora is None else _adapters(recipe.lora), loss="tiled",
         tile="auto" if recipe.tiled_mlp else None, precision=_precision(recipe, config), batch=recipe.batch_size,
-        device_type=_device_type(), host_memory=_host_memory() if can_offload() else None,
+        device_type=device_type(), host_memory=(available_host_bytes() or None) if can_offload() else None,
     )  # fmt: skip
     return settings.on(plain)
 
@@ -142,22 +143,18 @@ def find_memory(recipe: Recipe, given: int | None = None) -> Device:
     """
     import torch
 
-    from seqtile.activation_checkpointing.host_offload import available_bytes
     from seqtile.planner.accelerators import Device
 
     if given is not None:
         return Device("the memory given", given, None, "as given")
     if not torch.accelerator.is_available():
-        free = available_bytes() // (recipe.nproc or 1)
+        free = available_host_bytes() // (recipe.nproc or 1)
         if not free:
             raise UserError("this system does not say how much memory is free; give it: --fit-memory 16GiB")
         return Device("this host", free, None, "free memory of the host, divided by the processes on it")
-    module = torch.get_device_module()
-    sizes = [
-        (int(module.get_device_properties(number).total_memory), str(module.get_device_properties(number).name))
-        for number in range(torch.accelerator.device_count())
-    ]
-    memory, name = min(sizes)
+    memory, name = min((total_device_bytes(one), device_name(one)) for one in range(torch.accelerator.device_count()))
+    if not memory:
+        raise UserError(f"{name} does not say how much memory it has; give it: --fit-memory 80GiB")
     return Device(name, memory, None, "the driver")
 
 
@@ -220,16 +217,3 @@ def _precision(recipe: Recipe, config: Any) -> str:
     if torch.accelerator.is_available():
         return "bfloat16" if dtype == torch.bfloat16 and recipe.lora is None else "mixed"
     return "bfloat16" if dtype in (torch.bfloat16, torch.float16) else "float32"
-
-
-def _device_type() -> str:
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
-
-
-def _host_memory() -> int | None:
-    from seqtile.activation_checkpointing.host_offload import available_bytes
-
-    return available_bytes() or None

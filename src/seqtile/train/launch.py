@@ -25,6 +25,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 from seqtile._errors import RunError, UserError
+from seqtile.devices import cpu_cores
 from seqtile.train.recipe import RECIPE_FILE, Recipe, resolve, save_recipe
 
 if TYPE_CHECKING:
@@ -181,8 +182,7 @@ def check_devices(recipe: Recipe) -> None:
 
 def _environment(recipe: Recipe) -> dict[str, str]:
     """The launcher would give every process one thread, with a warning."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = str(max(1, cores // (recipe.nproc or 1)))
+    threads = str(max(1, cpu_cores() // (recipe.nproc or 1)))
     return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **os.environ}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from seqtile._compat import attention_kind
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 
@@ -39,7 +40,7 @@ def check_packing(model: Any, arguments: Any) -> None:
     """
     if not (arguments.padding_free or (arguments.packing and arguments.packing_strategy != "wrapped")):
         return  # "wrapped" joins documents to one text on purpose
-    attention = getattr(model.config, "_attn_implementation", None) or "eager"
+    attention = attention_kind(model) or "eager"
     if "flash" in attention:
         return  # its kernels take the boundaries (cu_seq_lens), and run on an accelerator only
     if any(p.is_meta or hasattr(p, "ds_shape") for p in model.parameters()):

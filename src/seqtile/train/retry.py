@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from seqtile._compat import restore_step_sums, step_sums
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
+from seqtile.devices import empty_cache
 from seqtile.planner.ladder import changes, tighter, would_avoid
 from seqtile.planner.phases import causal_model
 from seqtile.planner.step_config import Built, Setup
@@ -199,8 +201,7 @@ def install(model: Any, recipe: Recipe, **switch: Any) -> Report | None:
 def release() -> None:
     """Give the allocator back what the failed step held."""
     gc.collect()
-    if torch.accelerator.is_available():
-        torch.get_device_module().empty_cache()
+    empty_cache()
 
 
 def _remember(trainer: Any) -> dict[str, Any]:
@@ -208,10 +209,10 @@ def _remember(trainer: Any) -> dict[str, Any]:
     import numpy
 
     device = torch.get_device_module().get_rng_state() if torch.accelerator.is_available() else None
-    metrics = {mode: {name: list(values) for name, values in found.items()} for mode, found in trainer._metrics.items()}
+    metrics, tokens = step_sums(trainer)
     return {
         "python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state(),
-        "device": device, "metrics": metrics, "tokens": trainer._total_train_tokens,
+        "device": device, "metrics": metrics, "tokens": tokens,
     }  # fmt: skip
 
 
@@ -223,10 +224,7 @@ def _restore(trainer: Any, before: dict[str, Any]) -> None:
     torch.set_rng_state(before["torch"])
     if before["device"] is not None:
         torch.get_device_module().set_rng_state(before["device"])
-    for mode, found in trainer._metrics.items():
-        found.clear()
-        found.update({name: list(values) for name, values in before["metrics"].get(mode, {}).items()})
-    trainer._total_train_tokens = before["tokens"]
+    restore_step_sums(trainer, before["metrics"], before["tokens"])
 
 
 def explain(recipe: Recipe, place: Place, live: list[str], checkpoint: Path | None, retried: int) -> str:

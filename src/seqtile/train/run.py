@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
+from seqtile.devices import accelerator, peak_bytes
 from seqtile.train import demo
 from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, resolve, save_recipe
 
@@ -324,7 +325,7 @@ def _run(
         losses=tuple((int(log["step"]), log["loss"]) for log in trainer.state.log_history if "loss" in log),
         step=trainer.state.global_step,
         step_seconds=clock.median(),
-        peak_bytes=_peak_bytes(),
+        peak_bytes=None if accelerator() is None else peak_bytes(),
         stopped_by=stop.received,
         comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
         retries=tuple(trainer.run["retries"]),
@@ -332,12 +333,6 @@ def _run(
     if not recipe.report or not is_first() or outcome.stopped_by is not None:
         return outcome
     return replace(outcome, report=write_report(outcome, output / "report"))
-
-
-def _peak_bytes() -> int | None:
-    import torch
-
-    return torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else None
 
 
 def _compare(recipe: Recipe, trainer: Any) -> Comparison:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
+from seqtile.devices import package_version
 from seqtile.train.checkpoint_files import TRAINER_STATE, read_mark
 from seqtile.train.recipe import Recipe
 
@@ -33,7 +33,7 @@ def describe_run(recipe: Recipe, trainer: Any) -> dict[str, Any]:
         # What trains is in the checkpoint itself. Ranks that hold a shard have no whole weight to look at.
         "frozen": digest_frozen(trainer.model) if trainer.args.world_size == 1 else None,
         "tiling": {key: recipe.model_dump(mode="json")[key] for key in TILING},
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: package_version(name) for name in PACKAGES},
     }
 
 

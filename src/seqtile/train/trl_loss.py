@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from seqtile._compat import PREPARED_FORWARD
 from seqtile.models.lm_loss.tiled_loss import TiledLoss
 from seqtile.tiling import TileRule
 
@@ -17,7 +18,7 @@ def tile_head(model: Any, tile: int) -> None:
     comparison with the untiled model compares the blocks. A second call changes the size.
     """
     rule = TileRule("tokens", tile)
-    for forward in (model.__dict__.get("forward"), model.__dict__.get("_original_forward")):  # below accelerate's
+    for forward in (model.__dict__.get("forward"), model.__dict__.get(PREPARED_FORWARD)):  # below accelerate's
         if isinstance(forward, TiledLoss):
             forward.rule = rule
             return

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile._compat import attention_kind
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.engines.flat import call_with_weights
@@ -103,7 +104,7 @@ class HeadWise(Installed):
         if torch.compiler.is_compiling():
             return ()
         module = self.module
-        kind = str(getattr(getattr(module, "config", None), "_attn_implementation", ""))
+        kind = attention_kind(module) or ""
         cached, differentiated = given.get("past_key_values") is not None, False
         for value in values:
             cached |= hasattr(value, "get_seq_length")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from seqtile._compat import READ_NUMBER_NAME
 from seqtile.models.discover.live_weights import differ_in_dtype, has_hooks, projection_of
 from seqtile.models.discover.sizes import Untraceable
 from seqtile.models.discover.trace import Graph, Tracer
@@ -88,7 +89,7 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
     trained = {name for name, gradient in graph.gradients if gradient is not None and not name.startswith("input ")}
     if len(tracer.inputs) > 1:
         return "it was called with more than hidden states"
-    if "_local_scalar_dense" in graph.operators:
+    if READ_NUMBER_NAME in graph.operators:
         return "it looks at the values of its weights"
     for formula in _candidates(chain.parts(), graph, mentioned):
         if isinstance(formula, str):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from seqtile._compat import BUFFERS, MODULES, PARAMETERS, children_of, disabled_torch_function
 from seqtile.engines.zero3 import whole_shape
 from seqtile.models.discover.facts import INTERNAL, Facts
 from seqtile.models.discover.proof import generators, restored
@@ -98,7 +99,7 @@ class _Result(Tensor):
     Unpacked, it is as many as there are names for it; indexed with a number, it is itself.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     def __iter__(self) -> Iterator[Any]:
         frame = sys._getframe(1)
@@ -148,10 +149,10 @@ class _Run(TorchFunctionMode):
         own.pop("forward", None)
         # Transformers' own switches: neither changes who reads what, and both would run the parts in other ways.
         own.update(training=True, gradient_checkpointing=False, chunk_size_feed_forward=0)
-        own["_modules"] = {
-            name: None if child is None else _Child(name, child, self) for name, child in layer._modules.items()
+        own[MODULES] = {
+            name: None if child is None else _Child(name, child, self) for name, child in children_of(layer).items()
         }
-        for kind in ("_parameters", "_buffers"):
+        for kind in (PARAMETERS, BUFFERS):
             own[kind] = {name: None if one is None else _weight(one) for name, one in own[kind].items()}
         for name, value in vars(layer).items():
             if isinstance(value, float) and "drop" in name:
@@ -296,7 +297,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 def _guarded(layer: nn.Module, run: Callable[[], LayerSteps]) -> LayerSteps:
     """``run()``, which must leave the random generators and whatever the layer's own code reads as they were."""
     alone: nn.Module = object.__new__(type(layer))  # without its children, which do not run
-    alone.__dict__.update({**vars(layer), "_modules": {}})
+    alone.__dict__.update({**vars(layer), MODULES: {}})
     known = type(layer).__module__.partition(".")[0] in KNOWN_LIBRARIES
     facts = None if known else Facts([alone], (), Code.written([alone], ()))
     before = generators()

@@ -7,30 +7,25 @@ proven by its trace (:mod:`seqtile.models.discover.formula`); what cannot be see
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
+from seqtile._compat import HOOKS
 from seqtile.counting.fake import PLAIN
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.ops.linear import Adapter, Packed, Projection
 from seqtile.ops.rng import RowWise
 
+_hooks_of = attrgetter(*HOOKS)
 _ADAPTED = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
-GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
-    torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
-)  # fmt: skip
-"""The hooks that PyTorch runs around the forward and backward of every module."""
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its forward."""
-    forward, before = module._forward_hooks, module._forward_pre_hooks
-    return bool(forward or before or module._backward_hooks or module._backward_pre_hooks)
+    return any(_hooks_of(module))
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:

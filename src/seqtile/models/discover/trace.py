@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten
 
+from seqtile._compat import FakeTensorMode, tree_flatten
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.python_code import Code, is_raised_by_user
 from seqtile.models.discover.recorder import Recorder, Sizes

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from seqtile._compat import children_of
 from seqtile.engines.zero3 import whole_shape
 
 
@@ -21,7 +22,11 @@ def linear_widths(module: Any) -> tuple[int, int] | None:
 
 def half_widths(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of half an MLP: a module with one linear layer, and norms, dropouts and an activation beside it."""
-    if not module._modules or linear_widths(module) is not None or any(True for _ in module.parameters(recurse=False)):
+    if (
+        not children_of(module)
+        or linear_widths(module) is not None
+        or any(True for _ in module.parameters(recurse=False))
+    ):
         return None
     widths = [(child, linear_widths(child)) for child in module.children()]
     linears = [found for _, found in widths if found is not None]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from seqtile._compat import HOOKED_FORWARD, LOSS_FUNCTION, OUTPUT_HOOKS, children_of
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile._stand_in import ForwardStandIn
@@ -248,17 +249,17 @@ class TiledLoss(ForwardStandIn):
                 targets = targets.reshape(logits.hidden.shape[:-1])
             return compute(head, logits, targets.to(logits.device), num_items_in_batch, ignore_index)
 
-        had = model.__dict__.get("_loss_function", _NOTHING)
-        parent._modules[attribute] = LaterHead(head, make)
-        model.__dict__["_loss_function"] = loss
+        had = model.__dict__.get(LOSS_FUNCTION, _NOTHING)
+        children_of(parent)[attribute] = LaterHead(head, make)
+        model.__dict__[LOSS_FUNCTION] = loss
         try:
             yield
         finally:
-            parent._modules[attribute] = head
+            children_of(parent)[attribute] = head
             if had is _NOTHING:
-                model.__dict__.pop("_loss_function", None)
+                model.__dict__.pop(LOSS_FUNCTION, None)
             else:
-                model.__dict__["_loss_function"] = had
+                model.__dict__[LOSS_FUNCTION] = had
 
     def _loss(self, head: nn.Module, later: LaterLogits, targets: Tensor, count: Any, ignore_index: int) -> Tensor:
         rule, scaling = self.rule, later.scaling
@@ -305,7 +306,7 @@ class TiledLoss(ForwardStandIn):
 
     def inside(self, head: nn.Module, hidden: Tensor, plain: Callable[..., Any], module: Callable[..., Any]) -> Any:
         """Call the head with another forward, so that hooks and engines around it act once for all tiles."""
-        name = "_old_forward" if "_old_forward" in head.__dict__ else "forward"  # accelerate's hooks stay around it
+        name = HOOKED_FORWARD if HOOKED_FORWARD in head.__dict__ else "forward"  # accelerate's hooks stay around it
         had = head.__dict__.get(name, _NOTHING)
         own = type(head).forward.__get__(head) if had is _NOTHING else had
 
@@ -349,7 +350,7 @@ _ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepsp
 
 def _listener(head: nn.Module) -> str:
     """Somebody's hook that reads or changes what the head returns, by name, or ""."""
-    for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+    for name in OUTPUT_HOOKS:
         for hook in getattr(head, name).values():
             function = getattr(hook, "func", hook)  # of a partial
             if not str(getattr(function, "__module__", "")).startswith(_ENGINES):
@@ -365,7 +366,7 @@ def _is_plain(head: Any) -> bool:
 
 def _place_of(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
     for parent in model.modules():
-        for name, child in parent._modules.items():
+        for name, child in children_of(parent).items():
             if child is head:
                 return parent, name
     raise UserError(f"loss='tiled' cannot find the head of {type(model).__name__} among its modules; leave loss out")

@@ -19,7 +19,6 @@ recomputation, arXiv 2205.05198.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqtile._compat import keeps_graph
 from seqtile.ops.attention.group_core import REFUSED, Cut, Done, Groups
 from seqtile.ops.attention.kernel_calls import kept_now
 from seqtile.ops.grad_accumulator import Sum
@@ -241,7 +241,7 @@ class _HeadWise(torch.autograd.Function):
                     mask = work.out.draw(x.shape[:-1].numel())
                 else:
                     mask = work.skip(x)
-                    if torch._C._autograd._get_current_graph_task_keep_graph():
+                    if keeps_graph():
                         parts = [part.clone() for part in parts]  # another backward will want them
             rows = dy.reshape(-1, dy.shape[-1]).to(work.dtype)
             low = work.out.low_rank_gradient(rows)
@@ -252,7 +252,7 @@ class _HeadWise(torch.autograd.Function):
             if inner or any(total is not None for _, total in work.others):
 
                 def gradient_of(cut: Cut) -> Tensor:
-                    layer = _columns(work.out, cut)
+                    layer = work.out.reading(cut.of)
                     out = rows.new_empty(rows.shape[0], layer.inputs)
                     layer.input_gradient(rows, out, low, None if mask is None else cut.of(mask, 1))
                     return out
@@ -265,13 +265,3 @@ class _HeadWise(torch.autograd.Function):
             del parts
             gradients = work.gradients()
         return None, dx, *gradients
-
-
-def _columns(layer: Layer, cut: Cut) -> Layer:
-    """The part of the output projection that reads one pass's heads."""
-    part = copy.copy(layer)
-    part._matrix = cut.of(layer.matrix, 1)
-    part.inputs = part._matrix.shape[1]
-    if layer.down is not None:
-        part.down = cut.of(layer.down, 1)
-    return part

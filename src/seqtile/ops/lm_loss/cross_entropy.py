@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqtile._compat import keeps_graph
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective, Wanted
 from seqtile.ops.lm_loss.loss_kernels import choose_kernel, kernel_sum
@@ -330,12 +331,6 @@ def hand_out(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
         # With a dimension: a device rounds a factor that has none to the states' dtype first (8 bits in bf16).
         dx = torch.mul(dx, factor.reshape(1), out=torch.empty_like(dx) if keep else dx)
     return [dx, *(None if total is None else total.scaled(factor, keep=keep) for total in sums)]
-
-
-def keeps_graph() -> bool:
-    """Whether the running backward was called with ``retain_graph=True``; True where PyTorch does not say."""
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if asked is None else bool(asked())
 
 
 REFUSED = "the tiled head has first derivatives only, got create_graph=True; run this backward without it"
