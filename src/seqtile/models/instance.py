@@ -14,8 +14,8 @@ from seqtile._compat import (
     GLOBAL_HOOKS,
     HOOKED_FORWARD,
     PER_SEQUENCE,
+    PRE_HOOKS,
     children_of,
-    forward_pre_hooks_of,
     function_mode_count,
     function_modes,
 )
@@ -347,7 +347,7 @@ def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:
     """The argument of that kind which a hook of PEFT's adds to the adapters' calls, or ""."""
     for part in parts:
         for module in part.modules():
-            for hook in forward_pre_hooks_of(module).values():
+            for hook in module.__dict__[PRE_HOOKS].values():
                 for word in hook.keywords if isinstance(hook, partial) else ():
                     if word in PER_SEQUENCE:
                         return str(word)
