@@ -226,6 +226,9 @@ MODULES, PARAMETERS, BUFFERS = "_modules", "_parameters", "_buffers"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where an instance of ``nn.Module`` keeps hooks on its calls."""
 
+PRE_HOOKS = HOOKS[1]
+"""Those of them that run before the forward."""
+
 OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Those of them that see or change what it returns."""
 

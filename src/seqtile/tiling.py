@@ -6,7 +6,6 @@ Tokens here are rows: ``batch * sequence`` of the block's input, flattened.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Sequence
@@ -100,7 +99,15 @@ class TileRule:
         rule always tiles a non-empty batch, even into one tile (which is then recomputed in backward);
         ``"auto"`` leaves a batch untiled where tiling would not lower the block's peak.
         """
-        return _tile_sizes(self, tokens, shape)
+        if tokens == 0:
+            return ()
+        if self.kind in ("shards", "arctic"):
+            count = self.value if self.kind == "shards" else math.ceil(tokens / shape.hidden)
+            return equal_sizes(tokens, min(count, tokens))
+        sizes = sizes_within(tokens, self.tokens_per_tile(tokens, shape))
+        if self.kind == "auto" and not lowers_peak(tokens, max(sizes), shape):
+            return ()
+        return sizes
 
     def describe(self, shape: BlockShape) -> str:
         """The rule in words, for the report."""
@@ -116,19 +123,6 @@ class TileRule:
         if self.kind in ("shards", "memory"):
             return f"{self.kind}:{self.value}"
         return self.kind
-
-
-@functools.lru_cache(maxsize=1024)
-def _tile_sizes(rule: TileRule, tokens: int, shape: BlockShape) -> tuple[int, ...]:
-    if tokens == 0:
-        return ()
-    if rule.kind in ("shards", "arctic"):
-        count = rule.value if rule.kind == "shards" else math.ceil(tokens / shape.hidden)
-        return equal_sizes(tokens, min(count, tokens))
-    sizes = sizes_within(tokens, rule.tokens_per_tile(tokens, shape))
-    if rule.kind == "auto" and not lowers_peak(tokens, max(sizes), shape):
-        return ()
-    return sizes
 
 
 def parse_tile(tile: int | str | TileRule) -> TileRule:
@@ -175,7 +169,7 @@ def equal_sizes(tokens: int, count: int) -> tuple[int, ...]:
     """``count`` sizes that sum to ``tokens``: equal multiples of 128 with the remainder last, if there are enough."""
     if math.ceil(tokens / MULTIPLE) >= 8 * count:
         return _whole_units(tokens, count)
-    return tuple(tokens // count + (i < tokens % count) for i in range(count))
+    return tuple([tokens // count + (i < tokens % count) for i in range(count)])
 
 
 def _whole_units(tokens: int, count: int) -> tuple[int, ...]:
@@ -190,7 +184,7 @@ def sizes_within(tokens: int, limit: int) -> tuple[int, ...]:
     count = math.ceil(tokens / limit)
     sizes = _whole_units(tokens, count) if limit % MULTIPLE == 0 else equal_sizes(tokens, count)
     if max(sizes) > limit:
-        return tuple(tokens // count + (i < tokens % count) for i in range(count))
+        return tuple([tokens // count + (i < tokens % count) for i in range(count)])
     return sizes
 
 

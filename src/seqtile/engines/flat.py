@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from seqtile._compat import base_of, is_flat_parameter, is_view, parameters_of
+from seqtile._compat import PARAMETERS, base_of, is_flat_parameter, is_view
 
 
 def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -25,9 +25,8 @@ def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     """
     found: list[tuple[str, Tensor]] = [*module.named_parameters()]
     for prefix, part in module.named_modules():
-        own = parameters_of(part)
         for name, value in part.__dict__.items():
-            if isinstance(value, Tensor) and name not in own and is_flat_view(value):
+            if isinstance(value, Tensor) and name not in part.__dict__[PARAMETERS] and is_flat_view(value):
                 found.append((f"{prefix}.{name}".lstrip("."), value))
     return found
 
@@ -58,7 +57,7 @@ def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
     places: dict[str, nn.Parameter] = {}
     replaced: dict[nn.Parameter, Tensor] = {}
     for prefix, part in module.named_modules():
-        for name, parameter in parameters_of(part).items():
+        for name, parameter in part.__dict__[PARAMETERS].items():
             if parameter is not None:
                 path = f"{prefix}.{name}".lstrip(".")
                 places[path] = parameter

@@ -14,8 +14,8 @@ from seqtile._compat import (
     GLOBAL_HOOKS,
     HOOKED_FORWARD,
     PER_SEQUENCE,
+    PRE_HOOKS,
     children_of,
-    forward_pre_hooks_of,
     function_mode_count,
     function_modes,
 )
@@ -31,7 +31,7 @@ from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.proof import Mode, Proof, prove
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.tile_checkpoint import run_in_tiles
-from seqtile.ops.token_tiles import NEEDS_GRADIENT, refuse_trace
+from seqtile.ops.token_tiles import refuse_trace
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
 
 logger = first_rank_logger(__name__)
@@ -69,8 +69,8 @@ class Setting:
             hidden=self.hidden,
             intermediate=self.intermediate * lanes,
             itemsize=x.element_size(),
-            weight_numel=sum(map(Tensor.numel, weights)),
-            weight_itemsize=min(map(Tensor.element_size, weights), default=4),
+            weight_numel=sum([weight.numel() for weight in weights]),
+            weight_itemsize=min([weight.element_size() for weight in weights] or [4]),
             device_type=x.device.type,
             live_widths=FUSED_WIDTHS if fused else LIVE_WIDTHS,
         )
@@ -196,9 +196,9 @@ class Installed(ForwardStandIn):
                     return call(list(tensors))
             mlp = self._fused_now(proof, chain, x.dtype)
             check = _Unchanged(self, chain, mode, proof)
-        tokens = x.shape[:-1].numel()
-        live = list(filter(NEEDS_GRADIENT, weights().values()))
         dense = mlp.dense_numel() * x.element_size() if mlp is not None else 0
+        tokens = x.shape[:-1].numel()
+        live = [weight for weight in weights().values() if weight.requires_grad]
         shape = setting.shape(x, live, mlp is not None, lanes)
         sizes = setting.rule.tile_sizes(tokens, shape)
         if not sizes and tokens and reduces_as_they_arrive(live):
@@ -347,7 +347,7 @@ def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:
     """The argument of that kind which a hook of PEFT's adds to the adapters' calls, or ""."""
     for part in parts:
         for module in part.modules():
-            for hook in forward_pre_hooks_of(module).values():
+            for hook in module.__dict__[PRE_HOOKS].values():
                 for word in hook.keywords if isinstance(hook, partial) else ():
                     if word in PER_SEQUENCE:
                         return str(word)

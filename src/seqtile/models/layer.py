@@ -18,14 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqtile._compat import (
-    MODULES,
-    children_of,
-    disable_torch_function_subclass,
-    make_wrapper_subclass,
-    tree_leaves,
-    version_of,
-)
+from seqtile._compat import MODULES, disable_torch_function_subclass, make_wrapper_subclass, tree_leaves, version_of
 from seqtile.engines.granularity import wrapper
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.layer_parts import Neighbours, device_types
@@ -223,7 +216,7 @@ class NormedAttention:
         if not stand_ins:
             return None
         view = _view(layer)
-        view.__dict__[MODULES] = {**children_of(layer), **stand_ins}
+        view.__dict__[MODULES] = {**layer.__dict__[MODULES], **stand_ins}
         return view
 
 
@@ -275,7 +268,7 @@ class TiledLayer(Installed):
         if self.attention is not None:
             stand_ins |= self.attention.stand_ins(layer)
         view = _view(layer)
-        view.__dict__[MODULES] = {**children_of(layer), **stand_ins}
+        view.__dict__[MODULES] = {**layer.__dict__[MODULES], **stand_ins}
         for name in stand_ins.keys() & view.__dict__.keys():
             view.__dict__[name] = stand_ins[name]
         own = dict(view.__dict__)

@@ -32,7 +32,7 @@ from seqtile.ops.mlp_tile import Pass
 from seqtile.ops.normed_linears import NormKind, sums_for
 from seqtile.ops.pointwise import Activation
 from seqtile.ops.rng import Autocast, RandomState, RowWise
-from seqtile.ops.token_tiles import NEEDS_GRADIENT, refuse_second_derivative, refuse_trace
+from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def fused_mlp(
             )
     plan = _plan(x, mlp, kinds, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense, check)
     x = _one_row_stride(x)
-    if not torch.is_grad_enabled() or not any(map(NEEDS_GRADIENT, (x, *tensors))):
+    if not torch.is_grad_enabled() or not any([t.requires_grad for t in (x, *tensors)]):
         return _forward(plan, x.detach(), [t.detach() for t in tensors], {})
     token = _Save.apply(x, *tensors)  # type: ignore[no-untyped-call]
     return _Fused.apply(plan, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from seqtile._compat import tree_flatten, tree_unflatten
-
-NEEDS_GRADIENT = attrgetter("requires_grad")
 
 
 def is_differentiable(tensor: Tensor) -> bool:
@@ -37,19 +34,16 @@ def refuse_trace() -> None:
 
 
 def refuse_second_derivative(
-    what: str = "a tiled block", do: str = "undo tiling for this backward, or run it without create_graph"
+    sentence: str = "a tiled block has first derivatives only, got create_graph=True; undo tiling for this backward, "
+    "or run it without create_graph",
 ) -> None:
     """Raise inside a backward with ``create_graph=True``: its gradients would come out as constants, without a word.
 
-    Args:
-        what: what is differentiated.
-        do: what its caller may do instead.
-
     Raises:
-        NotImplementedError: the backward builds a graph of its own.
+        NotImplementedError: with this sentence; the backward builds a graph of its own.
     """
     if torch.is_grad_enabled():
-        raise NotImplementedError(f"{what} has first derivatives only, got create_graph=True; {do}")
+        raise NotImplementedError(sentence)
 
 
 class Cuts:

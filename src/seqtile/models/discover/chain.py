@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqtile._compat import children_of
+from seqtile._compat import MODULES
 from seqtile.models.discover.formula import Formula
 from seqtile.models.discover.live_weights import row_wise
 from seqtile.ops.mlp import FusedWeights
@@ -123,7 +123,7 @@ class Chain:
         for name, value in block.__dict__.items():
             if callable(value):
                 parts[name] = value
-        parts.update(children_of(block))
+        parts.update(block.__dict__[MODULES])
         return parts
 
     def weights(self, formula: Formula, dtype: torch.dtype, view: ViewOf = itself) -> FusedWeights | str:

@@ -156,7 +156,10 @@ class Groups:
         mine.zero_() if gradient is None else mine.copy_(gradient)
 
 
-REFUSED = ("head-wise attention", "undo seqtile for this backward, or run it without create_graph")
+REFUSED = (
+    "head-wise attention has first derivatives only, got create_graph=True; undo seqtile for this backward, or run it "
+    "without create_graph"
+)
 """How a second derivative is refused here."""
 
 
@@ -194,7 +197,7 @@ class _InGroups(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, _: None) -> Any:
-        refuse_second_derivative(*REFUSED)
+        refuse_second_derivative(REFUSED)
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         groups: Groups = ctx.groups

@@ -35,7 +35,7 @@ from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.linear import Kind, Layer, Projection
 from seqtile.ops.normed_linears import Norm, NormedLinears, NormKind, sums_for
 from seqtile.ops.rng import Autocast, RandomState, RowWise
-from seqtile.ops.token_tiles import NEEDS_GRADIENT, refuse_second_derivative, refuse_trace
+from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
         tuple(kinds[:-1]), kinds[-1], norm, len(attention.between), groups, tuple(sizes), groups.autocast,
         RandomState(x.device) if drops else None,
     )  # fmt: skip
-    if not torch.is_grad_enabled() or not any(map(NEEDS_GRADIENT, (x, *tensors))):
+    if not torch.is_grad_enabled() or not any([t.requires_grad for t in (x, *tensors)]):
         with torch.no_grad():
             y, done, _ = _forward(plan, x.detach(), [t.detach() for t in tensors])
             return y, done.beside
@@ -223,7 +223,7 @@ class _HeadWise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: None) -> Any:
-        refuse_second_derivative(*REFUSED)
+        refuse_second_derivative(REFUSED)
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         plan: Plan = ctx.plan

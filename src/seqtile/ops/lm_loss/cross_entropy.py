@@ -254,7 +254,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
-        refuse_second_derivative(*REFUSED)
+        refuse_second_derivative(REFUSED)
         if upstream is None:
             return (None,) * 8
         dx, *sums = hand_out(ctx, upstream)
@@ -276,7 +276,7 @@ class _PerToken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, entropy_upstream: Tensor | None) -> Any:
-        refuse_second_derivative(*REFUSED)
+        refuse_second_derivative(REFUSED)
         none = (None,) * 7
         if upstream is None and entropy_upstream is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -333,5 +333,5 @@ def hand_out(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
     return [dx, *(None if total is None else total.scaled(factor, keep=keep) for total in sums)]
 
 
-REFUSED = ("the tiled head", "run this backward without it")
+REFUSED = "the tiled head has first derivatives only, got create_graph=True; run this backward without it"
 """How a second derivative is refused here."""

@@ -146,7 +146,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
-        refuse_second_derivative(*REFUSED)
+        refuse_second_derivative(REFUSED)
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
         return None, None, None, None, *hand_out(ctx, upstream)
