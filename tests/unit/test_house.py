@@ -24,6 +24,7 @@ SOURCE = ROOT / "src" / "seqtile"
 ORDER: tuple[frozenset[str], ...] = (
     frozenset({"_compat", "_errors", "_log", "counting"}),
     frozenset({"tiling"}),
+    frozenset({"options"}),
     frozenset({"ops"}),
     frozenset({"engines", "activation_checkpointing"}),
     frozenset({"models"}),

@@ -25,7 +25,6 @@ from seqtile.activation_checkpointing.keep_attention import AttentionSaved
 
 logger = first_rank_logger(__name__)
 
-POLICIES = ("full", "attention-saved")
 _MARK = "_seqtile_checkpointing"
 _SETTER, _ENABLER = "_set_gradient_checkpointing", "_activation_checkpointing_enable"
 _HOOKS = "_require_grads_hooks", "_require_grads_hook"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
+from seqtile.options import TilingOptions
 
 if TYPE_CHECKING:
     from seqtile.integrations.callback import TilingCallback
@@ -85,8 +86,6 @@ def settings(arguments: Any, rest: list[str], variable: str | None) -> str | Non
     Raises:
         UserError: as :func:`register`.
     """
-    from seqtile.models.apply import check_settings
-
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--use_tiled_mlp", nargs="?", const="true")
     parser.add_argument("--tiled_mlp_num_shards")
@@ -111,7 +110,7 @@ def settings(arguments: Any, rest: list[str], variable: str | None) -> str | Non
         return None
     tile = variable or f"shards:{SHARDS if shards is None else shards}"
     try:
-        check_settings(tile, "auto", 0.0, 1)
+        TilingOptions(tile=tile)
     except UserError as error:
         if shards is None:
             raise UserError(f"{VARIABLE}={variable}: {error}") from None
