@@ -97,8 +97,8 @@ class Report:
             notes.append(f"gate and up kept: {self.keep}{but}")
         if model is not None and any(_is_reentrant(module) for module in model.modules()):
             notes.append(
-                "reentrant activation checkpointing runs each block once more (a gated MLP costs 14 matrix-product "
-                "units instead of 11, untiled 12); pass use_reentrant=False"
+                "reentrant activation checkpointing runs each block once more (a gated MLP costs 14 GEMM units "
+                "instead of 11, untiled 12); pass use_reentrant=False"
             )
         if getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is False:
             notes.append(
