@@ -26,7 +26,17 @@ from seqtile.planner import memory_plan
 from seqtile.planner.explain import recipe as recipe_of_plan
 from seqtile.planner.request import Request
 from seqtile.train.fit import settings_of
-from seqtile.train.recipe import OptionKeys, build_recipe, keys_of, options_of, read_recipe, recipe_keys, save_recipe
+from seqtile.train.output import resumed_recipe
+from seqtile.train.recipe import (
+    OptionKeys,
+    build_recipe,
+    keys_of,
+    options_of,
+    read_recipe,
+    recipe_keys,
+    resolve,
+    save_recipe,
+)
 
 SOURCE = Path(seqtile.__file__).parent
 GIVEN = {"model": "m", "dataset": "d.jsonl"}
@@ -169,6 +179,17 @@ def test_untiled_in_a_recipe_is_the_blocks_of_apply() -> None:
         build_recipe({**GIVEN, "tiled_mlp": True, "blocks": "none"}, {})
     with pytest.raises(UserError, match="drop one of the two"):
         build_recipe({**GIVEN, "blocks": "none"}, {"tile": "64"})
+
+
+def test_an_untiled_run_may_go_on_tiled(tmp_path: Path) -> None:
+    recipe, _ = build_recipe({**GIVEN, "tiled_mlp": False, "keep": 0.5}, {})
+    save_recipe(resolve(recipe), tmp_path / "recipe.yaml")
+    for given, options in (
+        ({}, replace(UNTILED, keep=0.5)),
+        ({"tile": "64"}, TilingOptions(tile="64", keep=0.5)),
+        ({"tiled_mlp": "true"}, TilingOptions(keep=0.5)),
+    ):
+        assert resumed_recipe({}, {"output": str(tmp_path), **given})[0].options == options
 
 
 PLANNED = TilingOptions(loss="tiled", checkpoint="auto")
