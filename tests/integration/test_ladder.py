@@ -18,10 +18,10 @@ from seqtile.bench.child import guarded
 from seqtile.bench.environment import environment
 from seqtile.bench.ladder_step import Attempt, measure_attempt, places
 from seqtile.cli import main
+from seqtile.options import WHOLE_LAYER
 from seqtile.planner.accelerators import find_device
 from seqtile.planner.estimate import Bounds
 from seqtile.planner.flops import EFFICIENCY, Work
-from seqtile.planner.ladder import WHOLE_LAYER
 from seqtile.planner.model_shapes import read_config
 from seqtile.planner.request import Request
 
@@ -48,17 +48,17 @@ class Planned:
         self.counts = SimpleNamespace(key_heads=2)
 
     def longest(self) -> tuple[int, str]:
-        request = self.request
-        each = 8 if request.loss == "full" else 4 if request.tile is None else 0
-        each += 1 + ("checkpoints" not in request.offload) + (request.heads is None)
-        each += (request.checkpoint == "attention-saved") + (request.blocks == "auto")
+        options = self.request.options
+        each = 8 if options.loss is None else 4 if not options.tiled else 0
+        each += 1 + (not options.offload) + (options.heads is None)
+        each += (options.checkpoint == "attention-saved") + (options.blocks != WHOLE_LAYER)
         return 1024 * (24 // each), "device memory: something"
 
     def estimate(self, tokens: int) -> Any:
         return SimpleNamespace(device=Bounds(1, 2, 3), host=Bounds(1, 2, 3), peak_at="head", moved=0.5)
 
     def work(self, tokens: int) -> Any:
-        saved = self.request.checkpoint == "attention-saved"
+        saved = self.request.options.checkpoint == "attention-saved"
         return Work(6e9 * tokens, (4.5 - saved) * 1e5 * tokens**2)
 
 
@@ -67,16 +67,16 @@ def test_each_rung_adds_one_thing_to_those_before(model: str, monkeypatch: pytes
     monkeypatch.setattr(technique_ladder, "runs_on_some_heads", lambda _: True)
     h200 = find_device("h200")
     rows = technique_ladder.run_ladder(
-        Request(model, read_config(model), h200, offload=("optimizer",)), EFFICIENCY, {}, None
+        Request(model, read_config(model), h200, engine_offload=("optimizer",)), EFFICIENCY, {}, None
     )
     assert [row["rung"] for row in rows] == [rung.name for rung in technique_ladder.RUNGS]
     settings = [row["settings"] for row in rows]
-    assert settings[0] == {"tile": None, "loss": "full", "offload": ("optimizer",), "checkpoint": "layer",
-                           "blocks": "auto", "heads": None}  # fmt: skip
+    assert settings[0] == {"tile": "auto", "blocks": "none", "loss": None, "offload": False, "checkpoint": "full",
+                           "heads": None, "engine_offload": ("optimizer",)}  # fmt: skip
     for before, after, rung in zip(settings, settings[1:], technique_ladder.RUNGS[1:], strict=False):
         assert {name for name in after if after[name] != before[name]} == rung.changes.keys()
-    assert settings[-1] == {"tile": "auto", "loss": "tiled", "offload": ("optimizer", "checkpoints"),
-                            "checkpoint": "layer", "blocks": WHOLE_LAYER, "heads": 1}  # fmt: skip
+    assert settings[-1] == {"tile": "auto", "blocks": WHOLE_LAYER, "loss": "tiled", "offload": True,
+                            "checkpoint": "full", "heads": 1, "engine_offload": ("optimizer",)}  # fmt: skip
     assert max(rows, key=lambda row: row["max_length"]) is rows[-1]
     assert {row["common"]["tokens"] for row in rows} == {min(row["max_length"] for row in rows)}
     last, saved = rows[-1]["common"], rows[-2]["common"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import seqtile
+from seqtile.options import DEFAULTS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -62,6 +63,10 @@ def test_the_api_page_has_every_public_name() -> None:
             assert getattr(seqtile, name).__module__ == module
         else:
             assert module.startswith("seqtile.integrations."), f"{module}.{name} is not public"
+
+
+def test_axolotls_page_has_every_option() -> None:
+    assert [name for name in DEFAULTS if f"`{name}`" not in page("axolotl")] == []
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)

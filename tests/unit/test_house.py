@@ -27,6 +27,7 @@ ORDER: tuple[frozenset[str], ...] = (
     frozenset({"_compat"}),
     frozenset({"_stand_in", "counting"}),
     frozenset({"tiling"}),
+    frozenset({"options"}),
     frozenset({"ops"}),
     frozenset({"engines", "activation_checkpointing"}),
     frozenset({"models"}),

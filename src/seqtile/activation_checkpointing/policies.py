@@ -32,7 +32,6 @@ from seqtile.activation_checkpointing.keep_attention import AttentionSaved
 
 logger = first_rank_logger(__name__)
 
-POLICIES = ("full", "attention-saved")
 _MARK = "_seqtile_checkpointing"
 
 

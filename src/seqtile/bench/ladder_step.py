@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from seqtile._errors import UserError
 from seqtile.bench.technique_ladder import GIB, requests
 from seqtile.counting import count_live_bytes
 from seqtile.devices import peak_bytes, reset_peak, synchronize
+from seqtile.options import changed
 from seqtile.planner.accelerators import Device
 from seqtile.planner.fake_step import build, build_bare, compute_loss, prepare_optimizer, update
 from seqtile.planner.layer_structure import cut, find_depths
@@ -147,19 +148,19 @@ def measure_attempt(attempt: Attempt) -> dict[str, Any]:
         raise UserError(f"got {attempt.layers} layers to run, but the model has {whole}; give at most those")
     config = cut(request.config, attempt.layers)
     head = head_tile(build(cut(config, 1), setup, "meta"), setup, attempt.tokens, attempt.device)
-    setup = replace(setup, loss_tile=head)
+    setup = changed(setup, loss_tile=head)
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     size = 2 if setup.autocast else setup.dtype.itemsize
-    kept = text.num_attention_heads * (width * size + 4) if setup.attention_saved else 0
+    kept = text.num_attention_heads * (width * size + 4) if setup.options.checkpoint == "attention-saved" else 0
     mine, on_device = 0, whole - attempt.layers
     offload: bool | str = False
-    if "checkpoints" in request.offload:
+    if request.options.offload:
         each = attempt.tokens * (text.hidden_size * setup.dtype.itemsize + kept)
         mine, on_device = places(whole, attempt.layers, each, attempt.host_bytes)
         offload = True if mine == attempt.layers else f"memory:{mine * each}" if mine else False
     with _Peak(attempt) as peak:
-        built = build(config, setup, attempt.device, offload)
+        built = build(config, changed(setup, offload=offload), attempt.device)
         model: Any = built.model
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = make_optimizer(setup.optimizer, weights)

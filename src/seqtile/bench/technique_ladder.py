@@ -7,14 +7,15 @@ needs are chosen elsewhere, cheapest first (:mod:`seqtile.planner.ladder`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from seqtile.bench.environment import append_rows
 from seqtile.models.attention.headwise import runs_on_some_heads
+from seqtile.options import WHOLE_LAYER, changed
 from seqtile.planner.memory_plan import Planner
-from seqtile.planner.request import WHOLE_LAYER, Request, attention_cannot_be_saved
+from seqtile.planner.request import Request, attention_cannot_be_saved
 
 GIB = 2**30
 Row = dict[str, Any]
@@ -26,7 +27,7 @@ class Rung:
 
     Attributes:
         name: in a table.
-        changes: fields of a request that differ from the rung before; ``offload`` is added to what is on the host.
+        changes: options that differ from the rung before.
     """
 
     name: str
@@ -34,26 +35,28 @@ class Rung:
 
 
 RUNGS = (
-    Rung("baseline", {"tile": None, "loss": "full", "checkpoint": "layer", "blocks": "auto", "heads": None}),
+    Rung("baseline", {"blocks": "none", "loss": None, "checkpoint": "full", "heads": None}),
     Rung("+ tiled loss", {"loss": "tiled"}),
-    Rung("+ tiled MLP", {"tile": "auto"}),
-    Rung("+ checkpoints on the host", {"offload": ("checkpoints",)}),
+    Rung("+ tiled MLP", {"blocks": "auto"}),
+    Rung("+ checkpoints on the host", {"offload": True}),
     Rung("+ attention saved", {"checkpoint": "attention-saved"}),
     Rung("+ rest of the layer in tiles", {"blocks": WHOLE_LAYER}),
     Rung("+ head-wise attention", {"heads": 1}),
-    Rung("- attention saved", {"checkpoint": "layer"}),
+    Rung("- attention saved", {"checkpoint": "full"}),
 )
 """The baseline is activation checkpointing alone. Keeping attention's output buys time with memory, not length, so the
 last rung drops it again: the longest sequences."""
+
+
+SETTINGS = ("tile", "blocks", "loss", "offload", "checkpoint", "heads")
+"""The options that a row shows."""
 
 
 def requests(request: Request) -> list[tuple[Rung, Request]]:
     """Every rung with all that the rungs before it set, on the model, devices and engine of ``request``."""
     found = []
     for rung in RUNGS:
-        changes = dict(rung.changes)
-        changes["offload"] = tuple(dict.fromkeys([*request.offload, *changes.get("offload", ())]))
-        request = replace(request, **changes)
+        request = changed(request, **rung.changes)
         found.append((rung, request))
     return found
 
@@ -83,19 +86,19 @@ def run_ladder(
     for rung, wanted in requests(request):
         on_progress(f"{rung.name}: the longest sequence")
         start = {"kind": "ladder", **stamp, **_asked(request), "rung": rung.name, "efficiency": efficiency}
-        start["settings"] = {name: getattr(wanted, name) for name in ("tile", "loss", "offload", "checkpoint",
-                                                                     "blocks", "heads")}  # fmt: skip
+        start["settings"] = {name: getattr(wanted.options, name) for name in SETTINGS}
+        start["settings"]["engine_offload"] = wanted.engine_offload
         like = planners[-1][1] if planners else None
         why = None
         if refused is not None:
-            wanted = replace(wanted, checkpoint="layer")
+            wanted = changed(wanted, checkpoint="full")
             if rung.changes.get("checkpoint") == "attention-saved":
                 why = refused
             elif rung is RUNGS[-1]:
                 why = "it was never kept"
-        whole = _heads_run_whole(wanted, like) if wanted.heads is not None and like is not None else None
+        whole = _heads_run_whole(wanted, like) if wanted.options.heads is not None and like is not None else None
         if whole is not None:
-            wanted = replace(wanted, heads=None)
+            wanted = changed(wanted, heads=None)
             why = whole if "heads" in rung.changes else why
         if why is not None:
             rows.append({**start, "skipped": why})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import typer
 
 from seqtile._errors import UserError
@@ -158,19 +160,20 @@ def ladder(
     from seqtile.cli.plan_command import host_bytes, parse_adapters
     from seqtile.planner.accelerators import find_device
     from seqtile.planner.model_shapes import read_config
-    from seqtile.planner.request import Request
+    from seqtile.planner.request import Request, split_offload
 
     if full and lora is not None:
         raise UserError("--full trains every weight and --lora does not; give one of them")
     if not 0 < efficiency <= 1:
         raise UserError(f"got --efficiency {efficiency}, expected a share above 0 and at most 1")
+    on_host, moved = split_offload(offload)
     target = find_device(device)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     request = Request(
         model=model, config=read_config(model), device=target, gpus=gpus, host_memory=host_bytes(host_memory),
         engine=engine, sp_size=sp_size, lora=None if lora is None else parse_adapters(lora), optimizer=optimizer,
-        precision=precision, offload=tuple(word.strip() for word in offload.split(",") if word.strip()),
-        attention=attention,
+        precision=precision, engine_offload=moved, attention=attention,
+        options=replace(Request.options, offload=on_host),
     )  # fmt: skip
     directory, stem = show.fresh(out, "ladder")
     file, plot = directory / f"{stem}.jsonl", directory / f"{stem}.png"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._compat import SWIFT_IMPORTS_PLUGINS, checkpoint_before_swift
 from seqtile._errors import UserError
+from seqtile.options import TilingOptions
 
 if TYPE_CHECKING:
     from seqtile.integrations.callback import TilingCallback
@@ -86,8 +87,6 @@ def settings(arguments: Any, rest: list[str], variable: str | None) -> str | Non
     Raises:
         UserError: as :func:`register`.
     """
-    from seqtile.models.apply import check_settings
-
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--use_tiled_mlp", nargs="?", const="true")
     parser.add_argument("--tiled_mlp_num_shards")
@@ -112,7 +111,7 @@ def settings(arguments: Any, rest: list[str], variable: str | None) -> str | Non
         return None
     tile = variable or f"shards:{SHARDS if shards is None else shards}"
     try:
-        check_settings(tile, "auto", 0.0, 1)
+        TilingOptions(tile=tile)
     except UserError as error:
         if shards is None:
             raise UserError(f"{VARIABLE}={variable}: {error}") from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
 from seqtile.planner.accelerators import GIB
@@ -19,7 +19,7 @@ from seqtile.planner.kernel_workspace import flash3_workspace
 from seqtile.planner.live_at_peaks import GRADIENTS, OPTIMIZER, WEIGHTS
 from seqtile.planner.model_shapes import read_config
 from seqtile.planner.sharding_terms import CONSTANTS, offload_checkpoints
-from seqtile.planner.step_config import Setup
+from seqtile.planner.step_config import PLANNED, Setup
 
 TILES = 8192
 """Tokens a tile of our tiled rows: the published ones use another library's tiles, whose MLP is not the peak either."""
@@ -65,9 +65,10 @@ def read_anchors() -> list[dict[str, str]]:
 def count_anchor(row: dict[str, str]) -> Anchor:
     """Count one published row's step on fake tensors: Llama 8B, bf16, FlashAttention-3."""
     fused, offload, tiled = (row[name] == "yes" for name in ("fused_loss", "checkpoint_offload", "tiled_mlp"))
+    options = replace(PLANNED, tile=TILES, loss="tiled" if fused else None)
     setup = Setup(
-        tile=TILES if tiled else None, loss="tiled" if fused else "full", optimizer="sgd", attention="flash",
-        liger=fused, device_type="cuda",
+        options=options if tiled else options.without_blocks(),
+        optimizer="sgd", attention="flash", liger=fused, device_type="cuda",
     )  # fmt: skip
     tokens = int(row["tokens"])
     found = predict(read_config("llama-8b"), setup, tokens, workspace=flash3_workspace, device_type="cuda")

@@ -48,12 +48,14 @@ GRACE_SECONDS = 15.0
 """How long the others may go on after one process has ended with an error, or after a second signal."""
 
 
-def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: bool, say: Callable[[str], None]) -> int:
+def launch(
+    recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool, say: Callable[[str], None]
+) -> int:
     """Check everything that can be checked without the model, start the processes, and wait for them.
 
     Args:
         recipe: with an engine other than ``single``.
-        resume, checkpoint, overwrite: as in :func:`seqtile.train.run.train`.
+        resume, resume_from, overwrite: as in :func:`seqtile.train.run.train`.
         say: shows one piece of text: the configuration and the command.
 
     Returns:
@@ -72,7 +74,7 @@ def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
         from seqtile.train.load import check_split
 
         check_split(recipe)
-    recipe, start = locate(recipe, resume=resume, checkpoint=checkpoint, overwrite=overwrite)
+    recipe, start = locate(recipe, resume=resume, resume_from=resume_from, overwrite=overwrite)
     recipe = fitted(recipe, start, say)
     config = config_of(recipe.engine)
     say(f"engine {recipe.engine}, {recipe.nproc} processes, by accelerate with {config}:")
@@ -81,7 +83,7 @@ def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
     while True:
         with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
             folder = Path(name)
-            how = {"resume": start is not None, "checkpoint": start.name if start else None, "overwrite": overwrite}
+            how = {"resume": start is not None, "resume_from": start.name if start else None, "overwrite": overwrite}
             command = _write_orders(recipe, folder, {**how, "retries": retries})
             say(shlex.join(["accelerate", "launch", *command[3:]]))
             run = _Launch(recipe, command, folder)
@@ -93,7 +95,7 @@ def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
                 if retry is None or start is None or run.signalled:
                     raise
                 failed = str(error)
-        recipe, overwrite = recipe.model_copy(update=retry["recipe"]), False
+        recipe, overwrite = recipe.changed(**retry["recipe"]), False
         retries = [*done, {**retry, "how": f"from {start.name}"}]
         say(failed)
 

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    InstanceOf,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from seqtile._errors import UserError
-from seqtile.tiling import parse_bytes, parse_keep, parse_tile
+from seqtile.options import DEFAULTS, WRITTEN, TilingOptions, file_type
+from seqtile.tiling import parse_bytes
 from seqtile.train.atomic_files import write_whole
 from seqtile.train.values import NAMED_MODEL_KEYS, CheckedModel, parse_bool, shown
 from seqtile.train.yaml_file import read_yaml
@@ -72,6 +84,66 @@ class LoraRecipe(CheckedModel):
     target_modules: str | tuple[str, ...] = "all-linear"
 
 
+def _key_of(name: str) -> tuple[Any, Any]:
+    """Type and default of an option's key."""
+    if name == "loss_tile":  # TRL's head takes a number of tokens, and has one of its own
+        return int | None, Field(None, ge=WRITTEN[name].least)
+    return file_type(name, choices=True), DEFAULTS[name]
+
+
+OptionKeys = create_model(
+    "OptionKeys",
+    __base__=CheckedModel,
+    tiled_mlp=(bool, True),
+    **{name: _key_of(name) for name, how in WRITTEN.items() if how.recipe},  # type: ignore[call-overload]
+)
+"""The keys that are options of tiling, each with its type."""
+
+
+def options_of(keys: Any) -> TilingOptions:
+    """The record that an ``OptionKeys`` stands for.
+
+    Raises:
+        UserError: a value is none of its option's.
+    """
+    values = {name: getattr(keys, name) for name in type(keys).model_fields}
+    if isinstance(values["offload"], str):
+        check_size("offload", values["offload"], "true, false or a bound such as 'memory:64GiB'")
+    if not values.pop("tiled_mlp"):
+        values["blocks"] = "none"
+    size = values.pop("loss_tile")
+    return TilingOptions(**values, **({} if size is None else {"loss": "tiled", "loss_tile": size}))
+
+
+def keys_of(options: TilingOptions) -> dict[str, Any]:
+    """The keys and values that :func:`options_of` gives ``options`` for."""
+    found: dict[str, Any] = {"tiled_mlp": options.tiled}
+    for name, how in WRITTEN.items():
+        value = getattr(options, name)
+        if how.recipe:
+            found[name] = list(value) if isinstance(value, tuple) else value
+    if not options.tiled:
+        found["blocks"] = DEFAULTS["blocks"]
+    if options.loss is None:
+        found["loss_tile"] = None
+    return found
+
+
+def check_size(key: str, value: str, expected: str) -> None:
+    """Refuse a text that is no ``memory:SIZE``.
+
+    Raises:
+        UserError: names the key and what it takes.
+    """
+    if not (value.startswith("memory:") and parse_bytes(value[len("memory:") :])):
+        raise UserError(f"got {key} {value!r}, expected {expected}")
+
+
+def recipe_keys() -> list[str]:
+    """Every key of a recipe."""
+    return [key for key in [*Recipe.model_fields, *OptionKeys.model_fields] if key != "options"]
+
+
 class Recipe(CheckedModel):
     """One training run.
 
@@ -88,17 +160,8 @@ class Recipe(CheckedModel):
 
     max_length: int = Field(8192, ge=2)
     packing: bool | Literal["bfd", "bfd_split", "wrapped"] | None = None
-    tiled_mlp: bool = True
-    tile: int | str = "auto"
-    only: tuple[str, ...] | None = None
-    trust: tuple[str, ...] | None = Field(None, description="blocks to tile without a proof")
-    blocks: Literal["auto", "mlp", "mlp+norm", "mlp+norm+projections"] = "auto"
-    keep: float | str = 0.0
-    loss_tile: int | None = Field(None, ge=1, description="tokens per tile of the head; None leaves it to TRL")
+    options: InstanceOf[TilingOptions]
     activation_checkpointing: bool = True
-    checkpoint: Literal["full", "attention-saved"] | None = None
-    offload: bool | str = False
-    heads: int | Literal["auto"] | None = Field(None, description="key-value heads per pass of attention")
     lora: LoraRecipe | None = None
     engine: Literal["single", "ddp", "fsdp2", "zero2", "zero3"] = "single"
     nproc: int | None = Field(None, ge=1, description="processes; None is one per accelerator")
@@ -126,30 +189,32 @@ class Recipe(CheckedModel):
     compare: bool | None = None
     report: bool = True
 
-    @field_validator("tile")
+    @model_validator(mode="before")
     @classmethod
-    def _known_tile(cls, tile: int | str) -> int | str:
-        parse_tile(tile)
-        return tile
+    def _gather(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if "options" in values:
+            return values
+        keys = {key: values[key] for key in values if key in OptionKeys.model_fields}
+        others = {key: value for key, value in values.items() if key not in keys}
+        try:
+            return {**others, "options": options_of(OptionKeys(**keys))}
+        except ValidationError as error:
+            raise ValueError(first_problem(error)) from None
 
-    @field_validator("keep")
-    @classmethod
-    def _known_keep(cls, keep: float | str) -> float | str:
-        parse_keep(keep, 1)
-        return keep
-
-    @field_validator("offload")
-    @classmethod
-    def _known_offload(cls, offload: bool | str) -> bool | str:
-        if isinstance(offload, str) and not (offload.startswith("memory:") and parse_bytes(offload[7:])):
-            raise ValueError(f"got offload {offload!r}, expected true, false or a bound such as 'memory:64GiB'")
-        return offload
+    @model_serializer(mode="wrap")
+    def _spread(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        options = self.options
+        bare = write(self.model_copy(update={"options": None}))
+        found: dict[str, Any] = {}
+        for key, value in bare.items():
+            found |= keys_of(options) if key == "options" else {key: value}
+        return found
 
     @field_validator("fit")
     @classmethod
     def _known_fit(cls, fit: bool | str | None) -> bool | str | None:
-        if isinstance(fit, str) and not (fit.startswith("memory:") and parse_bytes(fit[7:])):
-            raise ValueError(f"got fit {fit!r}, expected true, false or each device's memory, such as 'memory:16GiB'")
+        if isinstance(fit, str):
+            check_size("fit", fit, "true, false or each device's memory, such as 'memory:16GiB'")
         return fit
 
     @field_validator("trainer")
@@ -168,16 +233,28 @@ class Recipe(CheckedModel):
                 raise ValueError(f"model_kwargs.{key} has its own name here; use {own!r} instead")
         return kwargs
 
-    @property
-    def tiling(self) -> dict[str, Any]:
-        """Keyword arguments of :func:`seqtile.apply`."""
-        blocks = {name: getattr(self, name) for name in ("tile", "only", "trust", "blocks", "keep")}
-        return {**blocks, **self.checkpoints}
+    def changed(self, **keys: Any) -> Recipe:
+        """The same recipe with other values of some keys, which are not checked against each other again."""
+        inside = {key: keys.pop(key) for key in [*keys] if key in OptionKeys.model_fields}
+        options = options_of(OptionKeys(**{**keys_of(self.options), **inside}))
+        return self.model_copy(update={**keys, "options": options})
 
     @property
-    def checkpoints(self) -> dict[str, Any]:
-        """Those of them that are not about blocks: activation checkpoints and attention."""
-        return {"checkpoint": self.checkpoint, "offload": self.offload, "heads": self.heads}
+    def tiled_mlp(self) -> bool:
+        """Whether any block runs in tiles."""
+        return self.options.tiled
+
+    @property
+    def loss_tile(self) -> int | None:
+        """Tokens per tile of the head; None leaves them to TRL."""
+        size = self.options.loss_tile
+        return size if isinstance(size, int) else None
+
+    @property
+    def tiling(self) -> TilingOptions:
+        """What :func:`seqtile.apply` is told: all but the head, which the trainer tiles."""
+        options = replace(self.options, loss=None, loss_tile="auto")
+        return options if options.tiled else options.without_blocks()
 
     @property
     def attention(self) -> str:
@@ -222,9 +299,9 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
         if folded.get("tiled_mlp") is False:
             merged.pop("tile", None)
         merged.update(folded)
-    _refuse_unknown(merged, Recipe, "")
+    _refuse_unknown(merged, recipe_keys(), "")
     if isinstance(merged.get("lora"), Mapping):
-        _refuse_unknown(merged["lora"], LoraRecipe, "lora.")
+        _refuse_unknown(merged["lora"], list(LoraRecipe.model_fields), "lora.")
     if ("model" in merged) != ("dataset" in merged):
         given, missing = ("model", "dataset") if "model" in merged else ("dataset", "model")
         raise UserError(
@@ -234,7 +311,7 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
     try:
         return Recipe(**merged), notes
     except ValidationError as error:
-        raise UserError(_first_problem(error)) from None
+        raise UserError(first_problem(error)) from None
 
 
 def resolve(recipe: Recipe) -> Recipe:
@@ -247,7 +324,7 @@ def resolve(recipe: Recipe) -> Recipe:
         raise UserError(f"got both steps {recipe.steps} and epochs {recipe.epochs:g}; keep one")
     if recipe.compare and not recipe.tiled_mlp:
         raise UserError("compare needs something tiled, but the recipe says not to tile; keep one")
-    if not recipe.activation_checkpointing and (recipe.checkpoint or recipe.offload):
+    if not recipe.activation_checkpointing and (recipe.options.checkpoint or recipe.options.offload):
         raise UserError(
             "checkpoint and offload say what activation checkpoints keep and where, but the recipe says "
             "'activation_checkpointing: false'; drop one of the two"
@@ -272,7 +349,7 @@ def resolve(recipe: Recipe) -> Recipe:
         filled["learning_rate"] = recipe.learning_rate or (2e-4 if recipe.lora else 2e-5)
         if recipe.steps is None and recipe.epochs is None:
             filled["epochs"] = 1.0
-    return recipe.model_copy(update=filled)
+    return recipe.changed(**filled)
 
 
 def _check_engine(recipe: Recipe) -> None:
@@ -284,7 +361,7 @@ def _check_engine(recipe: Recipe) -> None:
         raise UserError("engine 'ddp' needs at least 2 processes, got nproc 1; give more, or --engine single")
     if engine != "single" and recipe.compare:
         raise UserError(f"compare runs in one process, got engine {engine!r}; drop compare, or use --engine single")
-    if recipe.lora and engine == "zero3" and recipe.checkpoint == "attention-saved":
+    if recipe.lora and engine == "zero3" and recipe.options.checkpoint == "attention-saved":
         raise UserError(
             "checkpoint 'attention-saved' needs non-reentrant checkpoints, and with lora under engine 'zero3' "
             "TRL makes them reentrant; drop checkpoint, or use --engine zero2 or fsdp2"
@@ -335,6 +412,11 @@ def parse_lora(text: str) -> dict[str, Any]:
 
 def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dict[str, Any]:
     """Replace other trainers' spellings by ours; ``values`` come from one place (a file or the flags)."""
+    if values.get("blocks") == "none":
+        values["tiled_mlp"] = parse_bool(values.get("tiled_mlp", False), "tiled_mlp")
+        if values["tiled_mlp"]:
+            raise UserError(f"{place} say both 'tiled_mlp: true' and 'blocks: none'; keep one")
+        del values["blocks"]
     switches = {
         key: parse_bool(values.pop(key), key) for key in ("tiled_mlp", "use_tiled_mlp") if values.get(key) is not None
     }
@@ -367,9 +449,8 @@ def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dic
     return values
 
 
-def _refuse_unknown(values: Mapping[str, Any], schema: type[BaseModel], prefix: str) -> None:
-    """One sentence for the first key that ``schema`` does not have."""
-    known = list(schema.model_fields)
+def _refuse_unknown(values: Mapping[str, Any], known: list[str], prefix: str) -> None:
+    """One sentence for the first key that is not known."""
     for key in map(str, values):
         if key in known:
             continue
@@ -384,7 +465,7 @@ def _refuse_unknown(values: Mapping[str, Any], schema: type[BaseModel], prefix: 
         raise UserError(f"unknown recipe key {prefix + key!r}; {hint}")
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
     """The first of pydantic's complaints as one sentence: key, what was given, what was expected."""
     problem = error.errors(include_url=False)[0]
     if problem["type"] == "value_error":

@@ -27,7 +27,7 @@ from seqtile.planner.tile_choice import largest_tile
 from seqtile.train.checkpoint_files import newest_whole
 from seqtile.train.fit import can_offload, request_of, settings_of, updates_of
 from seqtile.train.out_of_memory import Place, Whereabouts, device_memory, find_place, is_out_of_memory, largest_tensors
-from seqtile.train.recipe import RECIPE_FILE, Recipe, save_recipe
+from seqtile.train.recipe import RECIPE_FILE, TRL_LOSS_TILE, Recipe, save_recipe
 from seqtile.train.trl_loss import tile_head
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def next_retry(recipe: Recipe, place: Place, done: int) -> dict[str, Any] | None
     before = now = _settings(recipe, place)
     while (after := tighter(now, can_offload=can_offload())) is not None:
         keys = updates_of(after, recipe)
-        if any(getattr(recipe, key) != value for key, value in keys.items()):
+        now_set = recipe.model_dump()
+        if any(now_set[key] != value for key, value in keys.items()):
             return {"step": place.step, "phase": place.phase, "block": place.block, "rank": place.rank, "recipe": keys,
                     "changed": changes(before, after), "place": str(place)}  # fmt: skip
         now = after
@@ -73,7 +74,7 @@ def _settings(recipe: Recipe, place: Place) -> Any:
     tokens = place.tokens or recipe.max_length * recipe.batch_size
     settings = settings_of(recipe, place.tile or tokens)
     tile = min(settings.tile, tokens) if isinstance(settings.tile, int) else settings.tile
-    return replace(settings, tile=tile, loss_tile=min(settings.loss_tile, tokens))
+    return replace(settings, tile=tile, loss_tile=min(recipe.loss_tile or TRL_LOSS_TILE, tokens))
 
 
 class Step:
@@ -170,9 +171,9 @@ class Step:
         trainer, retry = self._trainer, {**retry, "how": "in place"}
         trainer.model.zero_grad(set_to_none=True)
         release()
-        self.recipe = self.recipe.model_copy(update=retry["recipe"])
-        switch = {"checkpoint": "full"} if self.recipe.activation_checkpointing and not self._checkpoints else {}
-        self.tiling = install(causal_model(trainer.model), self.recipe, **switch)
+        self.recipe = self.recipe.changed(**retry["recipe"])
+        switched_on = self.recipe.activation_checkpointing and not self._checkpoints
+        self.tiling = install(causal_model(trainer.model), self.recipe, checkpoint="full" if switched_on else None)
         if self.recipe.loss_tile:
             tile_head(causal_model(trainer.model), self.recipe.loss_tile)
         trainer.run["retries"] = [*self.retries, retry]
@@ -188,14 +189,17 @@ def said(retry: dict[str, Any]) -> str:
     return f"out of memory {retry['place']}: going on {retry['how']} with {retry['changed']}"
 
 
-def install(model: Any, recipe: Recipe, **switch: Any) -> Report | None:
-    """Tile the blocks of ``model`` as the recipe says, and install its checkpoints; ``switch`` is more of the same."""
-    from seqtile.models.apply import apply
+def install(model: Any, recipe: Recipe, checkpoint: str | None = None) -> Report | None:
+    """Tile the blocks of ``model`` as the recipe says, and install its checkpoints, or those of ``checkpoint``."""
+    from seqtile.models.apply import apply_options
 
-    tiling = apply(model, **{**recipe.tiling, **switch}) if recipe.tiled_mlp else None
-    if tiling is None and any({**recipe.checkpoints, **switch}.values()):
-        apply(model, blocks="none", **{**recipe.checkpoints, **switch})
-    return tiling
+    options = recipe.tiling
+    if checkpoint is not None:
+        options = replace(options, checkpoint=checkpoint)
+    if not options.tiled and not options.beside_blocks:
+        return None
+    report = apply_options(model, options)
+    return report if options.tiled else None
 
 
 def release() -> None:

@@ -60,7 +60,7 @@ def train(
     recipe: Recipe,
     *,
     resume: bool = False,
-    checkpoint: str | None = None,
+    resume_from: str | None = None,
     overwrite: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
     retries: Sequence[dict[str, Any]] = (),
@@ -73,7 +73,7 @@ def train(
         recipe: what to do.
         resume: continue the run in ``recipe.output`` from its newest whole checkpoint, to the losses that it would
             have had without the interruption.
-        checkpoint: with ``resume``, the name of another checkpoint there, marked whole or not.
+        resume_from: with ``resume``, the name of another checkpoint there, marked whole or not.
         overwrite: replace an earlier run in ``recipe.output``.
         callbacks: for progress displays.
         retries: what the command in front has gone on with before, after an out-of-memory.
@@ -88,7 +88,7 @@ def train(
 
     require_packages()
     recipe = resolve(join_launch(recipe))
-    recipe, start = locate(recipe, resume=resume, checkpoint=checkpoint, overwrite=overwrite)
+    recipe, start = locate(recipe, resume=resume, resume_from=resume_from, overwrite=overwrite)
     recipe = fitted(recipe, start, logger.info)
     done = list(retries)
     while True:
@@ -103,7 +103,7 @@ def train(
         start, _ = newest_whole(Path(str(recipe.output)))
         if start is None:
             raise RunError(f"out of memory, and no whole checkpoint in {recipe.output} to go on from")
-        recipe, overwrite = recipe.model_copy(update=retry["recipe"]), False
+        recipe, overwrite = recipe.changed(**retry["recipe"]), False
         done = [*before, {**retry, "how": f"from {start.name}"}]
         logger.warning("%s", said(done[-1]))
 
@@ -179,7 +179,7 @@ def _attempt(
     return _run(recipe, output, trainer, tiling, start, callbacks)
 
 
-def locate(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: bool) -> tuple[Recipe, Path | None]:
+def locate(recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool) -> tuple[Recipe, Path | None]:
     """``recipe`` with the directory of its result, and the checkpoint to continue from; writes nothing.
 
     Of several processes only the first one tries the directory, or each would find what the others leave there.
@@ -192,7 +192,7 @@ def locate(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
     from seqtile.train.ranks import is_first
 
     output = Path(recipe.output).expanduser() if recipe.output else default_output(recipe)
-    start = find_checkpoint(output, checkpoint) if resume else None
+    start = find_checkpoint(output, resume_from) if resume else None
     if is_first():
         if resume:
             check_writable(output)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from seqtile._errors import UserError
 from seqtile.devices import package_version
 from seqtile.train.checkpoint_files import TRAINER_STATE, read_mark
-from seqtile.train.recipe import Recipe
+from seqtile.train.recipe import OptionKeys, Recipe
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from seqtile.models.report import Report
 
 SAMPLED_ROWS = 64
-TILING = ("tiled_mlp", "tile", "only", "trust", "blocks", "keep", "loss_tile", "heads")
+TILING = tuple(key for key in OptionKeys.model_fields if key not in ("checkpoint", "offload"))
+"""The recipe's keys that decide which dropout masks are drawn: not what checkpoints keep, and where."""
+
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft")
 FLAT_SCHEDULES = ("constant", "constant_with_warmup")
 

@@ -64,13 +64,6 @@ class HeadSetting:
     layer: str
 
 
-def parse_heads(heads: Heads | None) -> Heads | None:
-    """Raises UserError unless ``heads`` is None, ``"auto"`` or a positive number."""
-    if heads is None or heads == "auto" or (isinstance(heads, int) and not isinstance(heads, bool) and heads > 0):
-        return heads
-    raise UserError(f"heads={heads!r}: expected 'auto', a number of key-value heads per pass from 1, or None")
-
-
 class HeadWise(Installed):
     """``forward`` of one attention module, a group of key-value heads at a time."""
 
