@@ -25,6 +25,9 @@ from seqtile._errors import RunError, UserError
 if TYPE_CHECKING:
     from seqtile.train.recipe import Recipe
 
+MODULE = __name__
+"""What a launch is told to run: this module."""
+
 
 class _Terminated(BaseException):
     """SIGTERM came when there was no step to finish."""
