@@ -21,9 +21,8 @@ from seqtile.cli import main
 from seqtile.planner.accelerators import find_device
 from seqtile.planner.estimate import Bounds
 from seqtile.planner.flops import EFFICIENCY, Work
-from seqtile.planner.ladder import WHOLE_LAYER
 from seqtile.planner.model_shapes import read_config
-from seqtile.planner.request import Request
+from seqtile.planner.request import WHOLE_LAYER, Request
 
 SIZES: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from seqtile._errors import UserError
@@ -11,8 +11,16 @@ from seqtile.planner.estimate import Estimate
 from seqtile.planner.extrapolate import KEPT_TILES
 from seqtile.planner.live_at_peaks import KEPT
 from seqtile.planner.memory_plan import Planner
-from seqtile.planner.request import WHOLE_LAYER, Request
+from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora
+from seqtile.planner.techniques import (
+    CHECKPOINTS_ON_HOST,
+    LAYER_CHECKPOINTS,
+    MINIMAL_MEMORY,
+    TILED_LOSS,
+    TILED_MLP,
+    Technique,
+)
 
 NOT_MODELLED = (
     "allocator fragmentation and driver context beyond the stated bounds",
@@ -61,61 +69,50 @@ class Step:
     why: str
 
 
+FLASH_ATTENTION = Technique("flash attention", {"attention": "flash"}, "no mask, no repeated keys and values")
+NOTHING_KEPT = Technique("nothing kept", {"keep": 0.0}, "no gate and up kept")
+OPTIMIZER_ON_HOST = Technique("optimiser on the host", {"offload": ("optimizer",)}, "optimiser states live on the host")
+SHARDED = Technique("ZeRO-3", {"engine": "zero3"}, "weights, gradients and states in shards")
+EIGHT_BIT_STATES = Technique("8-bit states", {"optimizer": "adamw-8bit"}, "two bytes of state a weight, not eight")
+
+
 def next_step(planner: Planner, longest: int) -> Step | None:
     """The setting that buys most, cheap ones first where they at least double the length; None if none buys any."""
     best: Step | None = None
-    for flags, changes, why in [*_changes(planner.request), *_lean(planner)]:
-        if best is not None and "heads" in changes:
+    request = planner.request
+    for technique in proposals(planner):
+        if best is not None and technique is MINIMAL_MEMORY:
             break  # many small kernels: ten seconds of fake runs, which are for where nothing else is left
         try:
-            other = Planner(replace(planner.request, **changes), like=planner)
-            length, _ = other.longest()
+            length, _ = Planner(technique.on(request), like=planner).longest()
         except UserError:
             continue
-        if length >= max(2 * longest, 1):
-            return Step(flags, length, why)
         if length > longest and (best is None or length > best.length):
-            best = Step(flags, length, why)
+            best = Step(technique.flags(request), length, technique.why)
+            if length >= 2 * longest:
+                return best
     return best
 
 
-def _lean(planner: Planner) -> list[tuple[str, dict[str, Any], str]]:
+def proposals(planner: Planner) -> list[Technique]:
+    """What the request has not turned on, in the order in which it is tried: cheap in time first."""
     request = planner.request
-    given = request.tile is None or request.blocks != "auto" or request.heads is not None
-    if given or not runs_on_some_heads(planner.built.model):
-        return []
-    minimal_memory = {"blocks": WHOLE_LAYER, "heads": 1}
-    return [(f"--blocks {WHOLE_LAYER} --heads 1", minimal_memory, "norms, projections and attention in parts")]
-
-
-def _changes(request: Request) -> list[tuple[str, dict[str, Any], str]]:
-    found: list[tuple[str, dict[str, Any], str]] = []
-    if request.loss == "full":
-        found.append(("--loss tiled", {"loss": "tiled"}, "no [tokens, vocabulary] logits"))
-    if request.attention in ("sdpa", "eager"):
-        found.append(("--attention flash", {"attention": "flash"}, "no mask, no repeated keys and values"))
-    if request.checkpoint != "layer":
-        found.append(("--checkpoint layer", {"checkpoint": "layer"}, "a layer keeps its input only"))
-    if request.keep:
-        found.append(("--keep 0", {"keep": 0.0}, "no gate and up kept"))
-    if request.tile is None:
-        found.append(("--tile auto", {"tile": "auto"}, "no [tokens, intermediate] tensors"))
-    if "checkpoints" not in request.offload and request.checkpoint != "none":
-        moved = tuple(dict.fromkeys([*request.offload, "checkpoints"]))
-        found.append((f"--offload {','.join(moved)}", {"offload": moved}, "layer inputs live on the host"))
-    if request.sharded and "optimizer" not in request.offload:
-        moved = tuple(dict.fromkeys([*request.offload, "optimizer"]))
-        found.append((f"--offload {','.join(moved)}", {"offload": moved}, "optimiser states live on the host"))
-    if request.gpus > 1 and request.engine == "ddp":
-        found.append(("--engine zero3", {"engine": "zero3"}, "weights, gradients and states in shards"))
-    if request.gpus > request.sp_size:
-        double = 2 * request.sp_size
-        engine = "" if request.engine == "zero3" else "--engine zero3 "
-        changes = {"engine": "zero3", "sp_size": double}
-        found.append((f"{engine}--sp-size {double}", changes, "each rank holds a part of the sequence"))
-    if request.optimizer == "adamw" and request.lora is None:
-        found.append(("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"}, "two bytes of state a weight, not eight"))
-    return found
+    untouched = request.tile is not None and request.blocks == "auto" and request.heads is None
+    sequence = {"engine": "zero3", "sp_size": 2 * request.sp_size}
+    order = (
+        (TILED_LOSS, request.loss == "full"),
+        (FLASH_ATTENTION, request.attention in ("sdpa", "eager")),
+        (LAYER_CHECKPOINTS, request.checkpoint != "layer"),
+        (NOTHING_KEPT, bool(request.keep)),
+        (TILED_MLP, request.tile is None),
+        (CHECKPOINTS_ON_HOST, "checkpoints" not in request.offload and request.checkpoint != "none"),
+        (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.offload),
+        (SHARDED, request.gpus > 1 and request.engine == "ddp"),
+        (Technique("Ulysses", sequence, "each rank holds a part of the sequence"), request.gpus > request.sp_size),
+        (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None),
+        (MINIMAL_MEMORY, untouched and runs_on_some_heads(planner.built.model)),
+    )
+    return [technique for technique, is_open in order if is_open]
 
 
 def explain(planner: Planner, estimate: Estimate) -> list[str]:

@@ -16,7 +16,14 @@ from seqtile.models.attention.headwise import runs_on_some_heads
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.flops import count_work
 from seqtile.planner.memory_plan import WORTH, Planner
-from seqtile.planner.request import WHOLE_LAYER, Request, attention_cannot_be_saved
+from seqtile.planner.request import Request, attention_cannot_be_saved
+from seqtile.planner.techniques import (
+    ATTENTION_SAVED,
+    CHECKPOINTS_ON_HOST,
+    LAYER_CHECKPOINTS,
+    MINIMAL_MEMORY,
+    Technique,
+)
 
 GIB = 2**30
 
@@ -68,31 +75,47 @@ class Rung:
     """One step down.
 
     Attributes:
-        checkpoint, offload: as in :class:`Settings`.
-        minimal_memory: the rest of the layer in tiles too, and attention one group of heads at a time.
-        part: tiles are as many times smaller than those of ``"auto"``.
         cost: what it costs in time, in words.
+        techniques: what is on.
+        part: tiles are as many times smaller than those of ``"auto"``.
     """
 
-    checkpoint: str
-    offload: bool = False
-    minimal_memory: bool = False
+    cost: str
+    techniques: tuple[Technique, ...] = ()
     part: int = 1
-    cost: str = ""
 
+    @property
+    def checkpoint(self) -> str:
+        """What activation checkpoints keep, as in :class:`Settings`."""
+        return next((one.changes["checkpoint"] for one in self.techniques if "checkpoint" in one.changes), "none")
+
+    @property
+    def offload(self) -> bool:
+        """Whether it waits on the host."""
+        return CHECKPOINTS_ON_HOST in self.techniques
+
+    @property
+    def minimal_memory(self) -> bool:
+        """Whether the rest of the layer runs in tiles too, and attention one group of heads at a time."""
+        return MINIMAL_MEMORY in self.techniques
+
+
+_SAVED_ON_HOST = (ATTENTION_SAVED, CHECKPOINTS_ON_HOST)
+_INPUTS_ON_HOST = (LAYER_CHECKPOINTS, CHECKPOINTS_ON_HOST)
+_TIGHTEST = (*_INPUTS_ON_HOST, MINIMAL_MEMORY)
 
 LADDER = (
-    Rung("none", cost="nothing is computed twice"),
-    Rung("attention-saved", cost="layers are computed twice but for attention's kernel"),
-    Rung("attention-saved", minimal_memory=True, cost="the same, in more and smaller kernels"),
-    Rung("layer", cost="layers are computed twice"),
-    Rung("layer", minimal_memory=True, cost="layers are computed twice, in more and smaller kernels"),
-    Rung("attention-saved", offload=True, cost="what checkpoints keep is copied to the host and back"),
-    Rung("attention-saved", offload=True, minimal_memory=True, cost="the same, in more and smaller kernels"),
-    Rung("layer", offload=True, cost="layers are computed twice, and their inputs copied to the host and back"),
-    Rung("layer", offload=True, minimal_memory=True, cost="the same, in more and smaller kernels"),
-    Rung("layer", True, True, TILE_STEP, "the weights' gradients are rewritten four times as often"),
-    Rung("layer", True, True, TILE_STEP**2, "products of few tokens are slow"),
+    Rung("nothing is computed twice"),
+    Rung("layers are computed twice but for attention's kernel", (ATTENTION_SAVED,)),
+    Rung("the same, in more and smaller kernels", (ATTENTION_SAVED, MINIMAL_MEMORY)),
+    Rung("layers are computed twice", (LAYER_CHECKPOINTS,)),
+    Rung("layers are computed twice, in more and smaller kernels", (LAYER_CHECKPOINTS, MINIMAL_MEMORY)),
+    Rung("what checkpoints keep is copied to the host and back", _SAVED_ON_HOST),
+    Rung("the same, in more and smaller kernels", (*_SAVED_ON_HOST, MINIMAL_MEMORY)),
+    Rung("layers are computed twice, and their inputs copied to the host and back", _INPUTS_ON_HOST),
+    Rung("the same, in more and smaller kernels", _TIGHTEST),
+    Rung("the weights' gradients are rewritten four times as often", _TIGHTEST, TILE_STEP),
+    Rung("products of few tokens are slow", _TIGHTEST, TILE_STEP**2),
 )
 """Cheapest first. Without an accelerator nothing can be moved to the host, and those rungs stay on the device."""
 
@@ -213,7 +236,7 @@ def _rungs(
     """Every rung that differs from those before it, with what is given left as it is."""
     seen: list[Settings] = []
     # With Ulysses passes divide the heads that a rank has after the exchange, which no plan counts.
-    heads = 1 if request.sp_size == 1 and runs_on_some_heads(planner.built.model) else None
+    by_heads = request.sp_size == 1 and runs_on_some_heads(planner.built.model)
     before = planner.work(tokens).total
     share = 1 - count_work(replace(request, checkpoint="attention-saved"), planner.counts, tokens).total / before
     for rung in LADDER:
@@ -227,7 +250,12 @@ def _rungs(
             head = min(head, max(SMALLEST_TILE, head // rung.part))
         settings = Settings(rung.checkpoint, rung.offload and can_offload, tile, head)
         if rung.minimal_memory:
-            settings = replace(settings, heads=heads, blocks=WHOLE_LAYER if request.tile is not None else "auto")
+            least = MINIMAL_MEMORY.changes
+            settings = replace(
+                settings,
+                heads=least["heads"] if by_heads else None,
+                blocks=least["blocks"] if request.tile is not None else "auto",
+            )
         settings = replace(settings, **given)
         if settings.checkpoint == "none" and settings.offload:
             continue

@@ -1,0 +1,76 @@
+"""The techniques that make longer sequences fit, in one list: what each sets, and what a step then holds no more.
+
+Everything that goes through them in an order takes them from here: ``--fit`` combines them by what they cost in time
+(:mod:`seqtile.planner.ladder`), ``seqtile plan`` proposes the next one (:mod:`seqtile.planner.explain`), and ``seqtile
+bench ladder`` adds one to those before (:data:`ABLATION`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from seqtile.planner.request import WHOLE_LAYER, Request
+
+
+@dataclass(frozen=True, eq=False)
+class Technique:
+    """One thing that can be turned on.
+
+    Attributes:
+        name: in a table.
+        changes: the fields of a request that it sets; ``offload`` is added to what is on the host already.
+        why: what it saves, in a few words.
+    """
+
+    name: str
+    changes: Mapping[str, Any]
+    why: str
+
+    def on(self, request: Request) -> Request:
+        """``request`` with this turned on."""
+        changes = dict(self.changes)
+        if "offload" in changes:
+            changes["offload"] = tuple(dict.fromkeys([*request.offload, *changes["offload"]]))
+        return replace(request, **changes)
+
+    def flags(self, request: Request) -> str:
+        """What turns it on for ``request``, as flags of the command line."""
+        values = {name: getattr(self.on(request), name) for name in self.changes}
+        words = {
+            name: ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else value
+            for name, value in values.items()
+            if value != getattr(request, name)
+        }
+        return " ".join(f"--{name.replace('_', '-')} {word}" for name, word in words.items())
+
+
+TILED_LOSS = Technique("tiled loss", {"loss": "tiled"}, "no [tokens, vocabulary] logits")
+TILED_MLP = Technique("tiled MLP", {"tile": "auto"}, "no [tokens, intermediate] tensors")
+LAYER_CHECKPOINTS = Technique("checkpoints of layer inputs", {"checkpoint": "layer"}, "a layer keeps its input only")
+ATTENTION_SAVED = Technique(
+    "attention saved", {"checkpoint": "attention-saved"}, "attention's kernel runs forward once, not twice"
+)
+CHECKPOINTS_ON_HOST = Technique(
+    "checkpoints on the host", {"offload": ("checkpoints",)}, "layer inputs live on the host"
+)
+REST_OF_LAYER = Technique("rest of the layer in tiles", {"blocks": WHOLE_LAYER}, "norms and projections in parts")
+HEADWISE_ATTENTION = Technique("head-wise attention", {"heads": 1}, "attention one group of heads at a time")
+MINIMAL_MEMORY = Technique(
+    "minimal memory",
+    {**REST_OF_LAYER.changes, **HEADWISE_ATTENTION.changes},
+    "norms, projections and attention in parts",
+)
+
+BASELINE = Technique(
+    "baseline",
+    {"tile": None, "loss": "full", "checkpoint": "layer", "blocks": "auto", "heads": None},
+    "activation checkpointing alone",
+)
+"""Where the ablation starts."""
+
+ABLATION = (
+    TILED_LOSS, TILED_MLP, CHECKPOINTS_ON_HOST, ATTENTION_SAVED, REST_OF_LAYER, HEADWISE_ATTENTION,
+)  # fmt: skip
+"""One on top of the other, as the ablation of ALST does (arXiv 2506.13996, Table 1), and what came after it."""
