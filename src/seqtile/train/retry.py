@@ -24,9 +24,9 @@ from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import largest_tile
 from seqtile.train.checkpoint_files import newest_whole
 from seqtile.train.fit import can_offload, request_of, settings_of, updates_of
+from seqtile.train.load import tile, tile_head
 from seqtile.train.out_of_memory import Place, Whereabouts, device_memory, find_place, is_out_of_memory, largest_tensors
 from seqtile.train.recipe import RECIPE_FILE, Recipe, save_recipe
-from seqtile.train.trl_loss import tile_head
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,7 +170,7 @@ class Step:
         release()
         self.recipe = self.recipe.model_copy(update=retry["recipe"])
         switch = {"checkpoint": "full"} if self.recipe.activation_checkpointing and not self._checkpoints else {}
-        self.tiling = install(causal_model(trainer.model), self.recipe, **switch)
+        self.tiling = tile(causal_model(trainer.model), self.recipe, **switch)
         if self.recipe.loss_tile:
             tile_head(causal_model(trainer.model), self.recipe.loss_tile)
         trainer.run["retries"] = [*self.retries, retry]
@@ -184,16 +184,6 @@ class Step:
 def said(retry: dict[str, Any]) -> str:
     """One sentence for the log."""
     return f"out of memory {retry['place']}: going on {retry['how']} with {retry['changed']}"
-
-
-def install(model: Any, recipe: Recipe, **switch: Any) -> Report | None:
-    """Tile the blocks of ``model`` as the recipe says, and install its checkpoints; ``switch`` is more of the same."""
-    from seqtile.models.apply import apply
-
-    tiling = apply(model, **{**recipe.tiling, **switch}) if recipe.tiled_mlp else None
-    if tiling is None and any({**recipe.checkpoints, **switch}.values()):
-        apply(model, blocks="none", **{**recipe.checkpoints, **switch})
-    return tiling
 
 
 def release() -> None:
