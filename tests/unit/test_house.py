@@ -138,10 +138,23 @@ def shared_names(root: Path) -> list[str]:
     return found
 
 
+def stale_paths(root: Path) -> list[str]:
+    """Paths of this package in strings, by which frames of a traceback are known, that are not there."""
+    return [
+        f"{file}:{node.lineno}: {path}"
+        for file, tree in modules(root)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for path in re.findall(r"/seqtile/([\w/]+)", node.value)
+        if not (root / path).exists() and not (root / f"{path}.py").exists()
+    ]
+
+
 CHECKS: dict[Callable[[Path], list[str]], tuple[str, str]] = {
     wrong_imports: ("ops/bad.py", "def late():\n    from ..models import find\n"),
     prints: ("models/bad.py", "print('hello')\n"),
     shared_names: ("tiling/tiling.py", "x = 1\n"),
+    stale_paths: ("train/bad.py", 'known = "/seqtile/ops/head" in "a path"\n'),
     device_names: ("ops/bad.py", "import torch\n\ntorch.cuda.synchronize()\n"),
 }
 """Each check, and a file that it must catch."""
