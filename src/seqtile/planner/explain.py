@@ -69,11 +69,15 @@ class Step:
     why: str
 
 
-FLASH_ATTENTION = Technique("flash attention", {"attention": "flash"}, "no mask, no repeated keys and values")
-NOTHING_KEPT = Technique("nothing kept", {"keep": 0.0}, "no gate and up kept")
+FLASH_ATTENTION = Technique(
+    "flash attention", {"attention": "flash"}, "no mask, no repeated keys and values", "--attention flash"
+)
+NOTHING_KEPT = Technique("nothing kept", {"keep": 0.0}, "no gate and up kept", "--keep 0")
 OPTIMIZER_ON_HOST = Technique("optimiser on the host", {"offload": ("optimizer",)}, "optimiser states live on the host")
-SHARDED = Technique("ZeRO-3", {"engine": "zero3"}, "weights, gradients and states in shards")
-EIGHT_BIT_STATES = Technique("8-bit states", {"optimizer": "adamw-8bit"}, "two bytes of state a weight, not eight")
+SHARDED = Technique("ZeRO-3", {"engine": "zero3"}, "weights, gradients and states in shards", "--engine zero3")
+EIGHT_BIT_STATES = Technique(
+    "8-bit states", {"optimizer": "adamw-8bit"}, "two bytes of state a weight, not eight", "--optimizer adamw-8bit"
+)
 
 
 def next_step(planner: Planner, longest: int) -> Step | None:
@@ -88,7 +92,7 @@ def next_step(planner: Planner, longest: int) -> Step | None:
         except UserError:
             continue
         if length > longest and (best is None or length > best.length):
-            best = Step(technique.flags(request), length, technique.why)
+            best = Step(technique.flags_for(request), length, technique.why)
             if length >= 2 * longest:
                 return best
     return best
@@ -98,7 +102,13 @@ def proposals(planner: Planner) -> list[Technique]:
     """What the request has not turned on, in the order in which it is tried: cheap in time first."""
     request = planner.request
     untouched = request.tile is not None and request.blocks == "auto" and request.heads is None
-    sequence = {"engine": "zero3", "sp_size": 2 * request.sp_size}
+    double = 2 * request.sp_size
+    sequence = Technique(
+        "Ulysses",
+        {"engine": "zero3", "sp_size": double},
+        "each rank holds a part of the sequence",
+        f"{'' if request.engine == 'zero3' else '--engine zero3 '}--sp-size {double}",
+    )
     order = (
         (TILED_LOSS, request.loss == "full"),
         (FLASH_ATTENTION, request.attention in ("sdpa", "eager")),
@@ -108,7 +118,7 @@ def proposals(planner: Planner) -> list[Technique]:
         (CHECKPOINTS_ON_HOST, "checkpoints" not in request.offload and request.checkpoint != "none"),
         (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.offload),
         (SHARDED, request.gpus > 1 and request.engine == "ddp"),
-        (Technique("Ulysses", sequence, "each rank holds a part of the sequence"), request.gpus > request.sp_size),
+        (sequence, request.gpus > request.sp_size),
         (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None),
         (MINIMAL_MEMORY, untouched and runs_on_some_heads(planner.built.model)),
     )

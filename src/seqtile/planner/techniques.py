@@ -22,11 +22,13 @@ class Technique:
         name: in a table.
         changes: the fields of a request that it sets; ``offload`` is added to what is on the host already.
         why: what it saves, in a few words.
+        flags: what sets it on the command line; those of ``offload`` are made of the request.
     """
 
     name: str
     changes: Mapping[str, Any]
     why: str
+    flags: str = ""
 
     def on(self, request: Request) -> Request:
         """``request`` with this turned on."""
@@ -35,20 +37,16 @@ class Technique:
             changes["offload"] = tuple(dict.fromkeys([*request.offload, *changes["offload"]]))
         return replace(request, **changes)
 
-    def flags(self, request: Request) -> str:
+    def flags_for(self, request: Request) -> str:
         """What turns it on for ``request``, as flags of the command line."""
-        values = {name: getattr(self.on(request), name) for name in self.changes}
-        words = {
-            name: ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else value
-            for name, value in values.items()
-            if value != getattr(request, name)
-        }
-        return " ".join(f"--{name.replace('_', '-')} {word}" for name, word in words.items())
+        return f"--offload {','.join(self.on(request).offload)}" if "offload" in self.changes else self.flags
 
 
-TILED_LOSS = Technique("tiled loss", {"loss": "tiled"}, "no [tokens, vocabulary] logits")
-TILED_MLP = Technique("tiled MLP", {"tile": "auto"}, "no [tokens, intermediate] tensors")
-LAYER_CHECKPOINTS = Technique("checkpoints of layer inputs", {"checkpoint": "layer"}, "a layer keeps its input only")
+TILED_LOSS = Technique("tiled loss", {"loss": "tiled"}, "no [tokens, vocabulary] logits", "--loss tiled")
+TILED_MLP = Technique("tiled MLP", {"tile": "auto"}, "no [tokens, intermediate] tensors", "--tile auto")
+LAYER_CHECKPOINTS = Technique(
+    "checkpoints of layer inputs", {"checkpoint": "layer"}, "a layer keeps its input only", "--checkpoint layer"
+)
 ATTENTION_SAVED = Technique(
     "attention saved", {"checkpoint": "attention-saved"}, "attention's kernel runs forward once, not twice"
 )
@@ -61,6 +59,7 @@ MINIMAL_MEMORY = Technique(
     "minimal memory",
     {**REST_OF_LAYER.changes, **HEADWISE_ATTENTION.changes},
     "norms, projections and attention in parts",
+    f"--blocks {WHOLE_LAYER} --heads 1",
 )
 
 BASELINE = Technique(
