@@ -1,8 +1,8 @@
 """Start several processes through accelerate's launcher, and stay in front of them: rank 0 reports, signals, exit code.
 
 A signal goes to the workers, which finish their step and save a checkpoint however long that takes, and not to the
-launcher: torch elastic passes it on, but ends them 30 seconds later. How long it waits can be told from torch 2.12 on
-(https://github.com/pytorch/pytorch/pull/172596), and the lowest supported is 2.11.
+launcher: torch elastic passes it on, but ends them 30 seconds later. torch 2.13 can be told how long to wait
+(https://github.com/pytorch/pytorch/pull/172596); older versions that are supported may not.
 """
 
 from __future__ import annotations
