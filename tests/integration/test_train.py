@@ -309,7 +309,7 @@ def test_comparison_of_tiled_and_untiled(model: Path, dataset: Path, tmp_path: P
     for words in (
         "seconds per step",
         "peak activation memory",
-        "GEMM units",
+        "GEMM FLOPs / (2 N D F) per MLP",
         "largest relative gradient difference",
         "peak     tiled in ",
     ):
