@@ -84,7 +84,7 @@ class Cell:
 
 def all_cells() -> list[Cell]:
     """Every combination of model, tiles, checkpoint and adapters; lengths and optimisers in turn."""
-    cells = []
+    cells: list[Cell] = []
     for model in MODELS:
         for number in range(8):
             tiled, checkpoint, lora = bool(number & 1), not number & 2, bool(number & 4)

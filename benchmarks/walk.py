@@ -58,7 +58,9 @@ def count(way: str, *, show: bool = False, rounds: int = 10) -> dict[str, Any]:
     import seqtile
 
     torch.manual_seed(0)
-    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4, vocab_size=64)
+    sizes: dict[str, Any] = dict(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4, vocab_size=64
+    )
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, use_cache=False)).train()
     seqtile.apply(model, **WAYS[way])
     layer, package = model.model.layers[0], str(Path(seqtile.__file__).parent)

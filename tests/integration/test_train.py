@@ -23,8 +23,8 @@ import tiny_run
 from seqtile import UserError
 from seqtile.cli import main
 from seqtile.planner.phases import part_of
+from seqtile.train.callbacks import StopOnSignal
 from seqtile.train.data import load_rows
-from seqtile.train.interrupt import StopOnSignal
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.run import Outcome, train
 

@@ -56,8 +56,18 @@ def top_level_name(file: Path) -> str:
 
 
 def imports_of_ours(file: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and top-level name of everything that ``file`` imports from this package, wherever in the file."""
+    """Line and top-level name of everything that ``file`` imports from this package, wherever in the file.
+
+    A module's name in a string is an import too, by whoever gets it; in a docstring it is not.
+    """
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    packages = frozenset().union(*ORDER)
     for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            for name in re.findall(r"\bseqtile\.(\w+)", node.value):
+                if name in packages:  # else it is a public name, in a message
+                    yield node.lineno, name
+            continue
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
@@ -236,10 +246,23 @@ def shared_names(root: Path) -> list[str]:
     return found
 
 
+def stale_paths(root: Path) -> list[str]:
+    """Paths of this package in strings, by which frames of a traceback are known, that are not there."""
+    return [
+        f"{file}:{node.lineno}: {path}"
+        for file, tree in modules(root)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for path in re.findall(r"/seqtile/([\w/]+)", node.value)
+        if not (root / path).exists() and not (root / f"{path}.py").exists()
+    ]
+
+
 CHECKS: dict[Callable[[Path], list[str]], tuple[str, str]] = {
     wrong_imports: ("ops/bad.py", "def late():\n    from ..models import find\n"),
     prints: ("models/bad.py", "print('hello')\n"),
     shared_names: ("tiling/tiling.py", "x = 1\n"),
+    stale_paths: ("train/bad.py", 'known = "/seqtile/ops/head" in "a path"\n'),
     device_names: ("ops/bad.py", "import torch\n\ntorch.cuda.synchronize()\n"),
     machine_facts: ("train/bad.py", "import torch\n\ntorch.accelerator.memory_allocated()\n"),
     private_names: ("ops/bad.py", "import torch\n\ntorch._C\n"),
@@ -304,6 +327,9 @@ def test_our_own_names_may_be_private(line: str, tmp_path: Path) -> None:
         ("counting/live.py", "from seqtile.tiling import cuts"),
         ("ops/tile_checkpoint.py", "from ..train import recipe"),
         ("models/apply.py", "from seqtile.cli.train_command import command"),
+        ("train/launch.py", 'WORKER = "seqtile.cli.worker"'),
+        ("train/launch.py", 'command = ["-m", f"seqtile.cli.{name}"]'),
+        ("train/launch.py", 'import_module("seqtile.cli.worker", "seqtile")'),
         ("somewhere.py", "x = 1"),
     ],
 )
@@ -322,6 +348,9 @@ def test_every_way_of_importing_upwards_is_caught(file: str, line: str, tmp_path
         ("ops/tile_checkpoint.py", "from . import sums"),
         ("train/run.py", "from .._errors import UserError"),
         ("train/run.py", "from seqtile import __version__"),
+        ("train/run.py", '"""As :func:`seqtile.cli.main` does."""'),
+        ("train/run.py", 'logger = getLogger("seqtile.models")'),
+        ("train/run.py", 'raise ValueError("call seqtile.apply first")'),
     ],
 )
 def test_importing_downwards_and_inside_a_package_is_allowed(file: str, line: str, tmp_path: Path) -> None:

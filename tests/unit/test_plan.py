@@ -6,17 +6,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from seqtile._errors import UserError
 from seqtile.cli import main
 from seqtile.counting import count_products
 from seqtile.options import changed
 from seqtile.planner.accelerators import DEVICES, Device, find_device
-from seqtile.planner.explain import explain, next_step, recipe
+from seqtile.planner.explain import explain, next_step, proposals, recipe
 from seqtile.planner.fake_step import build, fake_step
 from seqtile.planner.layer_structure import count_weights
 from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose
@@ -234,6 +236,42 @@ def test_the_next_step_is_what_it_promises(planner: Planner) -> None:
     assert step is not None
     assert step.flags == "--offload checkpoints"
     assert step.length == other(planner, offload=True).longest()[0] > longest
+
+
+@pytest.mark.parametrize(
+    ("flags", "proposed"),
+    [
+        (
+            "--loss full --tile none --attention sdpa --checkpoint attention-saved --engine ddp",
+            ["tiled loss", "flash attention", "checkpoints of layer inputs", "tiled MLP", "checkpoints on the host",
+             "ZeRO-3", "Ulysses", "8-bit states"],
+        ),
+        (
+            "--keep 0.5 --checkpoint layer --engine zero3",
+            ["nothing kept", "checkpoints on the host", "optimiser on the host", "Ulysses", "8-bit states",
+             "minimal memory"],
+        ),
+    ],
+)  # fmt: skip
+def test_the_flags_of_a_proposal_set_what_it_changes(
+    flags: str, proposed: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Request] = []
+
+    def plan(request: Request, _: int | None) -> Any:
+        asked.append(request)
+        raise UserError("no plan is needed")
+
+    monkeypatch.setattr("seqtile.planner.memory_plan.plan", plan)
+    monkeypatch.setattr("seqtile.planner.explain.runs_on_some_heads", lambda _: True)
+    command = ["plan", "--model", str(folder), "--device", "1.5GiB", "--gpus", "4", *flags.split()]
+    assert main(command) == 2
+    request = asked[0]
+    found = proposals(SimpleNamespace(request=request, built=SimpleNamespace(model=None)))  # type: ignore[arg-type]
+    assert [technique.name for technique in found] == proposed
+    for technique in found:
+        assert main([*command, *technique.flags_for(request).split()]) == 2
+        assert replace(asked[-1], config=request.config) == technique.on(request) != request
 
 
 def test_offloaded_checkpoints_leave_all_but_those_in_flight(planner: Planner) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from seqtile import UserError
+from seqtile.train.arguments import checked_trainer_values
 from seqtile.train.recipe import LoraRecipe, Recipe, build_recipe, read_recipe, recipe_keys, resolve, save_recipe
-from seqtile.train.values import checked_trainer_values
 
 # Nine lines that stand for 2 * 9**8 values.
 BOMB = "a: &a [x, x]\n" + "".join(

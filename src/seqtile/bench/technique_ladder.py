@@ -1,7 +1,7 @@
 """``seqtile bench ladder``: what each technique buys in length and costs in time, one on top of the other, by the plan.
 
-The rungs add one thing each, as the ablation of ALST does (arXiv 2506.13996, Table 1). The settings that a given length
-needs are chosen elsewhere, cheapest first (:mod:`seqtile.planner.ladder`).
+The rungs add one technique each (:data:`seqtile.planner.techniques.ABLATION`). The settings that a given length needs
+are chosen elsewhere, cheapest first (:mod:`seqtile.planner.ladder`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 
 from seqtile.bench.environment import append_rows
 from seqtile.models.attention.headwise import runs_on_some_heads
-from seqtile.options import WHOLE_LAYER, changed
+from seqtile.options import changed
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request, attention_cannot_be_saved
+from seqtile.planner.techniques import ABLATION, BASELINE, LAYER_CHECKPOINTS, Technique
 
 GIB = 2**30
 Row = dict[str, Any]
@@ -27,22 +28,22 @@ class Rung:
 
     Attributes:
         name: in a table.
-        changes: options that differ from the rung before.
+        technique: what it adds to the rung before.
     """
 
     name: str
-    changes: Mapping[str, Any]
+    technique: Technique
+
+    @property
+    def changes(self) -> Mapping[str, Any]:
+        """The fields of a request that differ from the rung before."""
+        return self.technique.changes
 
 
 RUNGS = (
-    Rung("baseline", {"blocks": "none", "loss": None, "checkpoint": "full", "heads": None}),
-    Rung("+ tiled loss", {"loss": "tiled"}),
-    Rung("+ tiled MLP", {"blocks": "auto"}),
-    Rung("+ checkpoints on the host", {"offload": True}),
-    Rung("+ attention saved", {"checkpoint": "attention-saved"}),
-    Rung("+ rest of the layer in tiles", {"blocks": WHOLE_LAYER}),
-    Rung("+ head-wise attention", {"heads": 1}),
-    Rung("- attention saved", {"checkpoint": "full"}),
+    Rung("baseline", BASELINE),
+    *(Rung(f"+ {technique.name}", technique) for technique in ABLATION),
+    Rung("- attention saved", LAYER_CHECKPOINTS),
 )
 """The baseline is activation checkpointing alone. Keeping attention's output buys time with memory, not length, so the
 last rung drops it again: the longest sequences."""
@@ -56,7 +57,7 @@ def requests(request: Request) -> list[tuple[Rung, Request]]:
     """Every rung with all that the rungs before it set, on the model, devices and engine of ``request``."""
     found = []
     for rung in RUNGS:
-        request = changed(request, **rung.changes)
+        request = rung.technique.on(request)
         found.append((rung, request))
     return found
 

@@ -116,10 +116,10 @@ def command(
     if chosen.engine == "single" or launched:
         run(chosen, **how)
         return
-    from seqtile.cli import show
+    from seqtile.cli import show, worker
     from seqtile.train.launch import launch
 
-    raise typer.Exit(launch(chosen, **how, say=show.print_plain))
+    raise typer.Exit(launch(chosen, **how, worker=worker.MODULE, say=show.print_plain))
 
 
 def run(recipe: Any, **how: Any) -> None:

@@ -63,12 +63,13 @@ def command(
         "trust_remote_code": trust_remote_code,
         **options,
     }
+    from seqtile.cli import worker
     from seqtile.train.verify_model import check, check_recipe
 
     recipe = check_recipe({key: value for key, value in given.items() if value is not None})
     quiet()
     try:
-        result = check(recipe)
+        result = check(recipe, worker.MODULE)
     except UserError:
         raise
     except RunError as error:

@@ -21,9 +21,13 @@ import typer
 
 from seqtile._compat import run_exit_functions
 from seqtile._errors import RunError, UserError
+from seqtile.train.atomic_files import write_whole
 
 if TYPE_CHECKING:
     from seqtile.train.recipe import Recipe
+
+MODULE = __name__
+"""What a launch is told to run: this module."""
 
 
 class _Terminated(BaseException):
@@ -34,7 +38,7 @@ def main(folder: Path) -> int:
     """Train, and write how it ended: exit code, what is to be said, and whether all ranks end together."""
     rank = os.environ.get("RANK", "0")
     signal.signal(signal.SIGTERM, _terminate)
-    _write(folder / f"{rank}.pid", str(os.getpid()))
+    write_whole(folder / f"{rank}.pid", str(os.getpid()))
     code, message, together, more = 0, "", True, dict[str, Any]()
     try:
         _train(folder)
@@ -49,7 +53,7 @@ def main(folder: Path) -> int:
         code, together = 130, False
     except _Terminated:
         code, together = 143, False
-    _write(folder / f"{rank}.end", json.dumps({"code": code, "message": message, "together": together, **more}))
+    write_whole(folder / f"{rank}.end", json.dumps({"code": code, "message": message, "together": together, **more}))
     # A run that all ranks stopped in order has succeeded, as the launcher sees it; else it has to end the others.
     return 0 if together else code
 
@@ -105,13 +109,6 @@ def follow(front: int, end: Callable[[], None]) -> None:
 
 def _terminate(number: int, _: FrameType | None) -> None:
     raise _Terminated
-
-
-def _write(file: Path, text: str) -> None:
-    """All of it or nothing: the reader may come at any time."""
-    unfinished = file.with_name(file.name + ".tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.rename(file)
 
 
 def _end(code: int) -> NoReturn:

@@ -34,7 +34,7 @@ _CHECKPOINTS = ("activation_offloading", "selective_checkpointing")
 
 
 _Keys = create_model(
-    "_Keys",
+    "Keys",
     __config__=ConfigDict(extra="forbid", strict=True),
     **{name: (file_type(name, choices=False) | None, None) for name in DEFAULTS},  # type: ignore[call-overload]
 )

@@ -7,13 +7,21 @@ from typing import Any
 
 from seqtile._errors import UserError
 from seqtile.models.attention.headwise import runs_on_some_heads
-from seqtile.options import DEFAULTS, WHOLE_LAYER, WRITTEN, changed
+from seqtile.options import DEFAULTS, WRITTEN
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.extrapolate import KEPT_TILES
 from seqtile.planner.live_at_peaks import KEPT
 from seqtile.planner.memory_plan import Planner
-from seqtile.planner.request import CHECKPOINTS, Request
+from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora
+from seqtile.planner.techniques import (
+    CHECKPOINTS_ON_HOST,
+    LAYER_CHECKPOINTS,
+    MINIMAL_MEMORY,
+    TILED_LOSS,
+    TILED_MLP,
+    Technique,
+)
 
 NOT_MODELLED = (
     "allocator fragmentation and driver context beyond the stated bounds",
@@ -62,62 +70,63 @@ class Step:
     why: str
 
 
+FLASH_ATTENTION = Technique(
+    "flash attention", {"attention": "flash"}, "no mask, no repeated keys and values", "--attention flash"
+)
+NOTHING_KEPT = Technique("nothing kept", {"keep": 0.0}, "no gate and up kept", "--keep 0")
+OPTIMIZER_ON_HOST = Technique(
+    "optimiser on the host", {"engine_offload": ("optimizer",)}, "optimiser states live on the host"
+)
+SHARDED = Technique("ZeRO-3", {"engine": "zero3"}, "weights, gradients and states in shards", "--engine zero3")
+EIGHT_BIT_STATES = Technique(
+    "8-bit states", {"optimizer": "adamw-8bit"}, "two bytes of state a weight, not eight", "--optimizer adamw-8bit"
+)
+
+
 def next_step(planner: Planner, longest: int) -> Step | None:
     """The setting that buys most, cheap ones first where they at least double the length; None if none buys any."""
     best: Step | None = None
-    for flags, changes, why in [*_changes(planner.request), *_lean(planner)]:
-        if best is not None and "heads" in changes:
+    request = planner.request
+    for technique in proposals(planner):
+        if best is not None and technique is MINIMAL_MEMORY:
             break  # many small kernels: ten seconds of fake runs, which are for where nothing else is left
         try:
-            other = Planner(changed(planner.request, **changes), like=planner)
-            length, _ = other.longest()
+            length, _ = Planner(technique.on(request), like=planner).longest()
         except UserError:
             continue
-        if length >= max(2 * longest, 1):
-            return Step(flags, length, why)
         if length > longest and (best is None or length > best.length):
-            best = Step(flags, length, why)
+            best = Step(technique.flags_for(request), length, technique.why)
+            if length >= 2 * longest:
+                return best
     return best
 
 
-def _lean(planner: Planner) -> list[tuple[str, dict[str, Any], str]]:
+def proposals(planner: Planner) -> list[Technique]:
+    """What the request has not turned on, in the order in which it is tried: cheap in time first."""
     request = planner.request
-    given = request.options.blocks != "auto" or request.options.heads is not None
-    if given or not runs_on_some_heads(planner.built.model):
-        return []
-    minimal_memory = {"blocks": WHOLE_LAYER, "heads": 1}
-    return [(f"--blocks {WHOLE_LAYER} --heads 1", minimal_memory, "norms, projections and attention in parts")]
-
-
-def _changes(request: Request) -> list[tuple[str, dict[str, Any], str]]:
-    found: list[tuple[str, dict[str, Any], str]] = []
-    options, on_host = request.options, request.engine_offload
-    if options.loss is None:
-        found.append(("--loss tiled", {"loss": "tiled"}, "no [tokens, vocabulary] logits"))
-    if request.attention in ("sdpa", "eager"):
-        found.append(("--attention flash", {"attention": "flash"}, "no mask, no repeated keys and values"))
-    if options.checkpoint != "full":
-        found.append(("--checkpoint layer", {"checkpoint": "full"}, "a layer keeps its input only"))
-    if options.keep:
-        found.append(("--keep 0", {"keep": 0.0}, "no gate and up kept"))
-    if not options.tiled:
-        found.append(("--tile auto", {"blocks": "auto"}, "no [tokens, intermediate] tensors"))
-    if not options.offload and options.checkpoint is not None:
-        flag = f"--offload {','.join([*on_host, CHECKPOINTS])}"
-        found.append((flag, {"offload": True}, "layer inputs live on the host"))
-    if request.sharded and "optimizer" not in on_host:
-        flag = f"--offload {','.join([*([CHECKPOINTS] if options.offload else []), *on_host, 'optimizer'])}"
-        found.append((flag, {"engine_offload": (*on_host, "optimizer")}, "optimiser states live on the host"))
-    if request.gpus > 1 and request.engine == "ddp":
-        found.append(("--engine zero3", {"engine": "zero3"}, "weights, gradients and states in shards"))
-    if request.gpus > request.sp_size:
-        double = 2 * request.sp_size
-        engine = "" if request.engine == "zero3" else "--engine zero3 "
-        changes = {"engine": "zero3", "sp_size": double}
-        found.append((f"{engine}--sp-size {double}", changes, "each rank holds a part of the sequence"))
-    if request.optimizer == "adamw" and request.lora is None:
-        found.append(("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"}, "two bytes of state a weight, not eight"))
-    return found
+    options = request.options
+    untouched = options.blocks == "auto" and options.heads is None
+    double = 2 * request.sp_size
+    sequence = Technique(
+        "Ulysses",
+        {"engine": "zero3", "sp_size": double},
+        "each rank holds a part of the sequence",
+        f"{'' if request.engine == 'zero3' else '--engine zero3 '}--sp-size {double}",
+    )
+    order = (
+        (TILED_LOSS, options.loss is None),
+        (FLASH_ATTENTION, request.attention in ("sdpa", "eager")),
+        (LAYER_CHECKPOINTS, options.checkpoint != "full"),
+        (NOTHING_KEPT, bool(options.keep)),
+        (TILED_MLP, not options.tiled),
+        (CHECKPOINTS_ON_HOST, not options.offload and options.checkpoint is not None),
+        (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.engine_offload),
+        (SHARDED, request.gpus > 1 and request.engine == "ddp"),
+        (sequence, request.gpus > request.sp_size),
+        (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None),
+        (MINIMAL_MEMORY, untouched and runs_on_some_heads(planner.built.model)),
+    )
+    return [technique for technique, is_open in order if is_open]
 
 
 def explain(planner: Planner, estimate: Estimate) -> list[str]:

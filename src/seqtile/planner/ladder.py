@@ -13,11 +13,18 @@ from typing import Any
 
 from seqtile._errors import UserError
 from seqtile.models.attention.headwise import runs_on_some_heads
-from seqtile.options import DEFAULTS, WHOLE_LAYER, TilingOptions, changed
+from seqtile.options import DEFAULTS, TilingOptions, changed
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.flops import count_work
 from seqtile.planner.memory_plan import WORTH, Planner
 from seqtile.planner.request import Request, attention_cannot_be_saved
+from seqtile.planner.techniques import (
+    ATTENTION_SAVED,
+    CHECKPOINTS_ON_HOST,
+    LAYER_CHECKPOINTS,
+    MINIMAL_MEMORY,
+    Technique,
+)
 
 GIB = 2**30
 
@@ -40,31 +47,47 @@ class Rung:
     """One step down.
 
     Attributes:
-        checkpoint, offload: as in :class:`seqtile.options.TilingOptions`.
-        minimal_memory: the rest of the layer in tiles too, and attention one group of heads at a time.
-        part: tiles are as many times smaller than those of ``"auto"``.
         cost: what it costs in time, in words.
+        techniques: what is on.
+        part: tiles are as many times smaller than those of ``"auto"``.
     """
 
-    checkpoint: str | None
-    offload: bool = False
-    minimal_memory: bool = False
+    cost: str
+    techniques: tuple[Technique, ...] = ()
     part: int = 1
-    cost: str = ""
 
+    @property
+    def checkpoint(self) -> str | None:
+        """What activation checkpoints keep, as in :class:`seqtile.options.TilingOptions`."""
+        return next((one.changes["checkpoint"] for one in self.techniques if "checkpoint" in one.changes), None)
+
+    @property
+    def offload(self) -> bool:
+        """Whether it waits on the host."""
+        return CHECKPOINTS_ON_HOST in self.techniques
+
+    @property
+    def minimal_memory(self) -> bool:
+        """Whether the rest of the layer runs in tiles too, and attention one group of heads at a time."""
+        return MINIMAL_MEMORY in self.techniques
+
+
+_SAVED_ON_HOST = (ATTENTION_SAVED, CHECKPOINTS_ON_HOST)
+_INPUTS_ON_HOST = (LAYER_CHECKPOINTS, CHECKPOINTS_ON_HOST)
+_TIGHTEST = (*_INPUTS_ON_HOST, MINIMAL_MEMORY)
 
 LADDER = (
-    Rung(None, cost="nothing is computed twice"),
-    Rung("attention-saved", cost="layers are computed twice but for attention's kernel"),
-    Rung("attention-saved", minimal_memory=True, cost="the same, in more and smaller kernels"),
-    Rung("full", cost="layers are computed twice"),
-    Rung("full", minimal_memory=True, cost="layers are computed twice, in more and smaller kernels"),
-    Rung("attention-saved", offload=True, cost="what checkpoints keep is copied to the host and back"),
-    Rung("attention-saved", offload=True, minimal_memory=True, cost="the same, in more and smaller kernels"),
-    Rung("full", offload=True, cost="layers are computed twice, and their inputs copied to the host and back"),
-    Rung("full", offload=True, minimal_memory=True, cost="the same, in more and smaller kernels"),
-    Rung("full", True, True, TILE_STEP, "the weights' gradients are rewritten four times as often"),
-    Rung("full", True, True, TILE_STEP**2, "products of few tokens are slow"),
+    Rung("nothing is computed twice"),
+    Rung("layers are computed twice but for attention's kernel", (ATTENTION_SAVED,)),
+    Rung("the same, in more and smaller kernels", (ATTENTION_SAVED, MINIMAL_MEMORY)),
+    Rung("layers are computed twice", (LAYER_CHECKPOINTS,)),
+    Rung("layers are computed twice, in more and smaller kernels", (LAYER_CHECKPOINTS, MINIMAL_MEMORY)),
+    Rung("what checkpoints keep is copied to the host and back", _SAVED_ON_HOST),
+    Rung("the same, in more and smaller kernels", (*_SAVED_ON_HOST, MINIMAL_MEMORY)),
+    Rung("layers are computed twice, and their inputs copied to the host and back", _INPUTS_ON_HOST),
+    Rung("the same, in more and smaller kernels", _TIGHTEST),
+    Rung("the weights' gradients are rewritten four times as often", _TIGHTEST, TILE_STEP),
+    Rung("products of few tokens are slow", _TIGHTEST, TILE_STEP**2),
 )
 """Cheapest first. Without an accelerator nothing can be moved to the host, and those rungs stay on the device."""
 
@@ -192,7 +215,7 @@ def _rungs(
     """Every rung that differs from those before it, with what is given left as it is."""
     seen: list[TilingOptions] = []
     # With Ulysses passes divide the heads that a rank has after the exchange, which no plan counts.
-    heads = 1 if request.sp_size == 1 and runs_on_some_heads(planner.built.model) else None
+    by_heads = request.sp_size == 1 and runs_on_some_heads(planner.built.model)
     before = planner.work(tokens).total
     share = 1 - count_work(changed(request, checkpoint="attention-saved"), planner.counts, tokens).total / before
     for rung in LADDER:
@@ -204,7 +227,8 @@ def _rungs(
             whole = top.tile if isinstance(top.tile, int) else planner.local(tokens) * request.batch
             settings = replace(settings, **_smaller(replace(top, tile=whole), rung.part))
         if rung.minimal_memory:
-            settings = replace(settings, heads=heads, blocks=WHOLE_LAYER)
+            settings = replace(settings, **MINIMAL_MEMORY.changes)
+            settings = settings if by_heads else replace(settings, heads=None)
         settings = replace(settings, **given)
         if not request.options.tiled:
             settings = settings.without_blocks()

@@ -6,7 +6,6 @@ resolved recipe holds the choice, so that a resumed run takes the same and does 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -179,13 +178,6 @@ def updates_of(settings: TilingOptions, recipe: Recipe) -> dict[str, Any]:
     if settings.offload != bool(recipe.options.offload):
         found["offload"] = settings.offload
     return found
-
-
-def say(fitted: Fitted, tell: Callable[[str], None]) -> Recipe:
-    """Tell each reason; returns the recipe."""
-    for line in fitted.why:
-        tell(line)
-    return fitted.recipe
 
 
 def _adapters(lora: LoraRecipe) -> Lora:

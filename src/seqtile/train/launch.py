@@ -1,7 +1,8 @@
 """Start several processes through accelerate's launcher, and stay in front of them: rank 0 reports, signals, exit code.
 
-The launcher's own children are told apart from it: a signal goes to the workers, which finish their step and save a
-checkpoint however long that takes, and not to the launcher, which would end them after 30 seconds.
+A signal goes to the workers, which finish their step and save a checkpoint however long that takes, and not to the
+launcher: torch elastic passes it on, but ends them 30 seconds later. torch 2.13 can be told how long to wait
+(https://github.com/pytorch/pytorch/pull/172596); older versions that are supported may not.
 """
 
 from __future__ import annotations
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 CONFIGS = Path(__file__).parent / "configs"
 """accelerate's configuration of each engine."""
 
-WORKER = "seqtile.cli.worker"
-
 HOW_FILE = "how.json"
 """Beside the recipe that the workers read: the other arguments of ``train``, and which process waits in front."""
 
@@ -49,13 +48,14 @@ GRACE_SECONDS = 15.0
 
 
 def launch(
-    recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool, say: Callable[[str], None]
+    recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool, worker: str, say: Callable[[str], None]
 ) -> int:
     """Check everything that can be checked without the model, start the processes, and wait for them.
 
     Args:
         recipe: with an engine other than ``single``.
         resume, resume_from, overwrite: as in :func:`seqtile.train.run.train`.
+        worker: the module that each process runs, with the folder of :data:`HOW_FILE` as its argument.
         say: shows one piece of text: the configuration and the command.
 
     Returns:
@@ -84,7 +84,7 @@ def launch(
         with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
             folder = Path(name)
             how = {"resume": start is not None, "resume_from": start.name if start else None, "overwrite": overwrite}
-            command = _write_orders(recipe, folder, {**how, "retries": retries})
+            command = _write_orders(recipe, folder, {**how, "retries": retries}, worker)
             say(shlex.join(["accelerate", "launch", *command[3:]]))
             run = _Launch(recipe, command, folder)
             try:
@@ -100,11 +100,12 @@ def launch(
         say(failed)
 
 
-def launch_check(recipe: Recipe) -> VerifyResult:
+def launch_check(recipe: Recipe, worker: str) -> VerifyResult:
     """Start the processes of ``seqtile verify --engine`` and return what they found.
 
     Args:
         recipe: with an engine other than ``single``.
+        worker: the module that each process runs.
 
     Raises:
         UserError: bad input, found here or by a process that was started.
@@ -115,7 +116,7 @@ def launch_check(recipe: Recipe) -> VerifyResult:
         raise UserError(f"verify under engine {recipe.engine!r} needs at least 2 processes, got --nproc 1; give more")
     with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
         folder = Path(name)
-        command = _write_orders(recipe, folder, {"check": True})
+        command = _write_orders(recipe, folder, {"check": True}, worker)
         code = _Launch(recipe, command, folder).wait()
         if code > 128:
             raise KeyboardInterrupt
@@ -135,11 +136,11 @@ def _counted(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _write_orders(recipe: Recipe, folder: Path, how: dict[str, Any]) -> list[str]:
+def _write_orders(recipe: Recipe, folder: Path, how: dict[str, Any], worker: str) -> list[str]:
     """Write what the workers read; returns the command that starts them."""
     save_recipe(recipe, folder / RECIPE_FILE)
     (folder / HOW_FILE).write_text(json.dumps({**how, "front": os.getpid()}), encoding="utf-8")
-    return launch_command(recipe, [str(folder)])
+    return launch_command(recipe, worker, [str(folder)])
 
 
 def config_of(engine: str) -> Path:
@@ -147,11 +148,11 @@ def config_of(engine: str) -> Path:
     return CONFIGS / f"{engine}.yaml"
 
 
-def launch_command(recipe: Recipe, arguments: list[str]) -> list[str]:
-    """``accelerate launch`` as a command of this interpreter; ``arguments`` are the worker's."""
+def launch_command(recipe: Recipe, worker: str, arguments: list[str]) -> list[str]:
+    """``accelerate launch`` of the module ``worker``, run by this interpreter; ``arguments`` are the worker's."""
     return [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_of(recipe.engine)),
-        "--num_processes", str(recipe.nproc), "--module", WORKER, *arguments,
+        "--num_processes", str(recipe.nproc), "--module", worker, *arguments,
     ]  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def find_place(error: BaseException, model: nn.Module, whereabouts: Whereabouts 
         elif code.co_name in _OPTIMIZER_STEPS and _is_optimizing(place):
             phase, block = "optimiser", ""
         if "/seqtile/ops/" in place:
-            in_tile, in_head = True, in_head or "/seqtile/ops/head" in place
+            in_tile, in_head = True, in_head or "/seqtile/ops/lm_loss/" in place
         if phase and isinstance(owner, nn.Module) and id(owner) in names:
             block = names[id(owner)]
             in_head = id(owner) not in inside and bool(inside)

@@ -7,6 +7,9 @@ A recipe is complete in itself: the resolved one is saved as ``recipe.yaml`` bes
 from __future__ import annotations
 
 import difflib
+import os
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +17,13 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import (
+    BaseModel,
     ConfigDict,
     Field,
     InstanceOf,
     SerializerFunctionWrapHandler,
     ValidationError,
+    ValidationInfo,
     create_model,
     field_validator,
     model_serializer,
@@ -29,8 +34,6 @@ from seqtile._errors import UserError
 from seqtile.options import DEFAULTS, WRITTEN, TilingOptions, file_type
 from seqtile.tiling import parse_bytes
 from seqtile.train.atomic_files import write_whole
-from seqtile.train.values import NAMED_MODEL_KEYS, CheckedModel, parse_bool, shown
-from seqtile.train.yaml_file import read_yaml
 
 DEMO = "demo"
 """Model and dataset of the embedded default."""
@@ -41,9 +44,6 @@ TRL_LOSS_TILE = 4096
 """Tokens per tile of the trainer's own head."""
 
 ENGINES = ("single", "ddp", "fsdp2", "zero2", "zero3")
-
-PEER_KEYS = ("use_tiled_mlp", "tiled_mlp_num_shards", "tiled_mlp_use_original_mlp")
-"""Other trainers' spellings, accepted as they are and folded into ``tiled_mlp`` and ``tile``."""
 
 NAMED_TRAINER_KEYS = {
     "output_dir": "output",
@@ -72,6 +72,39 @@ NAMED_TRAINER_KEYS = {
 }
 """Trainer arguments that have a name of their own in the recipe; giving both would let one be ignored."""
 
+NAMED_MODEL_KEYS = {
+    "trust_remote_code": "trust_remote_code",
+    "dtype": "dtype",
+    "torch_dtype": "dtype",
+    "config": "model",
+    "rope_scaling": "rope_scaling",
+}
+"""Arguments of ``from_pretrained`` that have a name of their own in the recipe."""
+
+LARGEST = 2**32 - 1
+"""No count of tokens, steps or rows is larger, and generators take no larger seed."""
+
+MAX_BYTES = 1 << 20
+"""Far beyond any recipe; a device or a data set given by mistake is not read to its end."""
+
+
+class CheckedModel(BaseModel):
+    """A part of a recipe; refuses what would be taken for a number, a name or a path and is none."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _sane(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        if isinstance(value, bool) and bool not in alternatives(cls.model_fields[name].annotation):
+            raise ValueError(f"recipe key {name!r} does not take {str(value).lower()}")
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError(f"recipe key {name!r}: got {shown(value)}, which is too large")
+        if isinstance(value, str):
+            _check_text(name, value)
+        return value
+
 
 class LoraRecipe(CheckedModel):
     """Low-rank adapters (PEFT): rank, scale, dropout and which linear layers get one."""
@@ -91,13 +124,16 @@ def _key_of(name: str) -> tuple[Any, Any]:
     return file_type(name, choices=True), DEFAULTS[name]
 
 
-OptionKeys = create_model(
-    "OptionKeys",
+_Keys = create_model(
+    "Keys",
     __base__=CheckedModel,
     tiled_mlp=(bool, True),
     **{name: _key_of(name) for name, how in WRITTEN.items() if how.recipe},  # type: ignore[call-overload]
 )
-"""The keys that are options of tiling, each with its type."""
+
+
+class OptionKeys(_Keys):  # type: ignore[valid-type,misc]
+    """The keys that are options of tiling, each with its type."""
 
 
 def options_of(keys: Any) -> TilingOptions:
@@ -268,12 +304,38 @@ class Recipe(CheckedModel):
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The keys and values of a YAML recipe, unchecked.
+    """The keys and values of a YAML recipe, unchecked: plain values, each given once.
 
     Raises:
-        UserError: not a file of plain ``key: value`` lines.
+        UserError: no such file, larger than 1 MiB, not YAML, a tag, an alias, a key given twice, or not a mapping.
     """
-    return read_yaml(path)
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        text = content[:MAX_BYTES].decode("utf-8") if len(content) <= MAX_BYTES else ""
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or ("not UTF-8 text" if isinstance(error, UnicodeError) else error)
+        raise UserError(f"cannot read recipe {str(path)!r} ({reason}); give the path of a YAML file") from None
+    if len(content) > MAX_BYTES:
+        raise UserError(f"recipe {str(path)!r} is larger than {MAX_BYTES:,} bytes; give the path of a YAML file")
+    try:
+        values = yaml.load(text, Loader=_PlainLoader)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or "syntax error"
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UserError(
+            f"recipe {str(path)!r}{where} is not plain YAML: {problem}; write 'key: value' lines, no tags, no aliases"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        # A date that is none, a number of thousands of digits, brackets nested thousands deep.
+        problem = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise UserError(f"recipe {str(path)!r} holds a value that cannot be read ({problem}); fix it") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError(f"recipe {str(path)!r} holds a {type(values).__name__}, expected 'key: value' lines")
+    return values
 
 
 def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
@@ -473,3 +535,64 @@ def first_problem(error: ValidationError) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     expected = problem["msg"][0].lower() + problem["msg"][1:]
     return f"recipe key {key!r}: got {shown(problem['input'])}; {expected}"
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """``yaml.SafeLoader`` without tags, without aliases (of which a few lines can mean terabytes) and without a key
+    given twice, of which YAML would silently drop one."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        problem = ""
+        if type(event) is yaml.AliasEvent:
+            problem = f"*{event.anchor} repeats another value"
+        elif event.tag:
+            problem = f"it has a tag ({event.tag})"
+        if problem:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, key.value) if isinstance(key.value, str) else key
+            if name in seen or key.tag.endswith(":merge"):
+                problem = f"key {key.value!r} is given twice" if name in seen else "'<<' repeats other keys"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def _check_text(name: str, text: str) -> None:
+    """A text may be a path, so it has to be one that the system can be asked about."""
+    if not text.strip() or not text.isprintable():
+        raise ValueError(f"recipe key {name!r}: got {shown(text)}, expected a text without control characters")
+    if len(text) > 4000 or any(len(os.fsencode(part)) > 255 for part in text.split("/")):
+        raise ValueError(f"recipe key {name!r}: got {shown(text)}, which is too long")
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"recipe key {name!r}: got {shown(text)}, but there is no such user") from None
+
+
+def alternatives(annotation: Any) -> set[Any]:
+    """The types of which a value may be one."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return set().union(*(alternatives(part) for part in typing.get_args(annotation)))
+    return {annotation}
+
+
+def parse_bool(value: Any, name: str) -> bool:
+    """True or false in the spellings that YAML and other trainers' flags use."""
+    if isinstance(value, bool):
+        return value
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if str(value).strip().lower() not in words:
+        raise UserError(f"got {name} {value!r}, expected true or false")
+    return words[str(value).strip().lower()]
+
+
+def shown(value: Any) -> str:
+    """A value in a message, cut where it would fill the screen."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

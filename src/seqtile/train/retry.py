@@ -26,9 +26,9 @@ from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import largest_tile
 from seqtile.train.checkpoint_files import newest_whole
 from seqtile.train.fit import can_offload, request_of, settings_of, updates_of
+from seqtile.train.load import tile, tile_head
 from seqtile.train.out_of_memory import Place, Whereabouts, device_memory, find_place, is_out_of_memory, largest_tensors
 from seqtile.train.recipe import RECIPE_FILE, TRL_LOSS_TILE, Recipe, save_recipe
-from seqtile.train.trl_loss import tile_head
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -173,7 +173,7 @@ class Step:
         release()
         self.recipe = self.recipe.changed(**retry["recipe"])
         switched_on = self.recipe.activation_checkpointing and not self._checkpoints
-        self.tiling = install(causal_model(trainer.model), self.recipe, checkpoint="full" if switched_on else None)
+        self.tiling = tile(causal_model(trainer.model), self.recipe, checkpoint="full" if switched_on else None)
         if self.recipe.loss_tile:
             tile_head(causal_model(trainer.model), self.recipe.loss_tile)
         trainer.run["retries"] = [*self.retries, retry]
@@ -187,19 +187,6 @@ class Step:
 def said(retry: dict[str, Any]) -> str:
     """One sentence for the log."""
     return f"out of memory {retry['place']}: going on {retry['how']} with {retry['changed']}"
-
-
-def install(model: Any, recipe: Recipe, checkpoint: str | None = None) -> Report | None:
-    """Tile the blocks of ``model`` as the recipe says, and install its checkpoints, or those of ``checkpoint``."""
-    from seqtile.models.apply import apply_options
-
-    options = recipe.tiling
-    if checkpoint is not None:
-        options = replace(options, checkpoint=checkpoint)
-    if not options.tiled and not options.beside_blocks:
-        return None
-    report = apply_options(model, options)
-    return report if options.tiled else None
 
 
 def release() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -218,11 +217,9 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     from seqtile.models.lm_loss.tiled_loss import find_causal_lm
     from seqtile.train.arguments import adapter_config, trainer_arguments
     from seqtile.train.data import check_ids, load_rows
-    from seqtile.train.load import causal_model, load_model
+    from seqtile.train.load import causal_model, load_model, tile, tile_head
     from seqtile.train.packing import check_packing
     from seqtile.train.ranks import mend_on_cpu
-    from seqtile.train.retry import install
-    from seqtile.train.trl_loss import tile_head
 
     documents = False
     rows = None
@@ -236,7 +233,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
         rows = demo.load_rows(tokenizer, recipe.max_length)
     embeddings: Any = model.get_input_embeddings()
     check_ids(rows, embeddings.num_embeddings, recipe.dataset)
-    tiling = install(model, recipe)
+    tiling = tile(model, recipe)
     if recipe.loss_tile:
         find_causal_lm(model)  # before the trainer is built, which takes longer
     mend_on_cpu(recipe)
@@ -292,14 +289,13 @@ def _run(
     checkpoint: Path | None,
     callbacks: Sequence[TrainerCallback],
 ) -> Outcome:
-    from seqtile.train.first_step import CheckFirstStep
-    from seqtile.train.interrupt import StopOnSignal
+    from seqtile.train.callbacks import CheckFirstStep, Clock, StopOnSignal
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.ranks import CheckModel, is_first
     from seqtile.train.result_report import write_report
     from seqtile.train.retry import Step
 
-    stop, clock = StopOnSignal(), _clock()
+    stop, clock = StopOnSignal(), Clock()
     checks = [CheckModel(trainer, recipe), *([CheckFirstStep()] if tiling else [])]
     for callback in (*checks, clock, *callbacks, stop):
         trainer.add_callback(callback)
@@ -341,25 +337,3 @@ def _compare(recipe: Recipe, trainer: Any) -> Comparison:
     logger.info("comparing one step tiled and untiled")
     batch = next(iter(trainer.get_train_dataloader()))
     return compare(trainer.model, {**batch, "fused_lm_head": True}, recipe)
-
-
-def _clock() -> Any:
-    """A callback that times the steps."""
-    from statistics import median
-
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.started, self.seconds = 0.0, list[float]()
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.started = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.seconds.append(time.perf_counter() - self.started)
-
-        def median(self) -> float | None:
-            return median(self.seconds[1:]) if len(self.seconds) > 1 else None
-
-    return Clock()

@@ -35,11 +35,12 @@ def check_recipe(values: dict[str, Any]) -> Recipe:
     return recipe
 
 
-def check(recipe: Recipe) -> VerifyResult:
+def check(recipe: Recipe, worker: str) -> VerifyResult:
     """Load the model and run :func:`seqtile.verify` on random tokens: in this process, or under the recipe's engine.
 
     Args:
         recipe: ``max_length`` is the length of the batch and ``batch_size`` its rows.
+        worker: the module that each process of an engine runs.
 
     Raises:
         UserError: bad input, or the batch was not cut, so that nothing was tested.
@@ -49,7 +50,7 @@ def check(recipe: Recipe) -> VerifyResult:
     if recipe.engine != "single":
         from seqtile.train.launch import launch_check
 
-        return launch_check(recipe)
+        return launch_check(recipe, worker)
     if (recipe.nproc or 1) > 1:
         raise UserError(f"got --nproc {recipe.nproc} without --engine; give --engine ddp, fsdp2, zero2 or zero3")
     model = build_model(recipe)

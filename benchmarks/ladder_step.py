@@ -33,6 +33,8 @@ from seqtile.planner.tile_choice import head_tile
 WARM_UP = 256
 """Tokens of the step before the measured one, which loads kernels."""
 
+JOB = f"{__file__}:measure_attempt"
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -134,13 +136,17 @@ def places(total: int, run: int, each: int, host_bytes: int) -> tuple[int, int]:
     return mine, min(total - run, max(0, total - on_host - (run - mine)))
 
 
-def measure_attempt(attempt: Attempt) -> dict[str, Any]:
+def measure_attempt(arguments: dict[str, Any]) -> dict[str, Any]:
     """Run the step; out of memory is raised.
+
+    Args:
+        arguments: fields of :class:`Attempt`.
 
     Returns:
         ``peak_gib`` (weights and all), ``peak_from``, ``step_s``, ``loss``, ``layers_of_model``, ``layers_on_host``
         (of those that run).
     """
+    attempt = Attempt(**arguments)
     request = attempt.request()
     setup = request.setup()
     whole = find_depths(request.config, build_bare(request.config, setup, "meta")).layers
