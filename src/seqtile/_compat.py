@@ -20,6 +20,7 @@ import importlib.util
 import inspect
 import pkgutil
 import platform
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -232,6 +233,9 @@ PRE_HOOKS = HOOKS[1]
 OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Those of them that see or change what it returns."""
 
+CALL_CODE: types.CodeType = _find("torch.nn.Module._call_impl.__code__")
+"""The code that calls a module's forward, with the module in its local variable ``self``."""
+
 REPLICATE = "_replicate_for_data_parallel"
 """The method that ``nn.DataParallel`` copies a module with."""
 
@@ -316,6 +320,16 @@ def _check_hooks() -> None:
 
 def _no_hook(*_: Any) -> None:
     return None
+
+
+@_contract("torch.nn.Module._call_impl", "torch/nn/modules/module.py", "a forward is told whose it is")
+def _check_call_code() -> None:
+    class Asks(nn.Module):
+        def forward(self) -> Any:
+            frame = sys._getframe(1)
+            return frame.f_code is CALL_CODE and frame.f_locals.get("self") is self
+
+    _expect(Asks()(), "the module in the frame that calls its forward")
 
 
 @_contract(
@@ -512,6 +526,12 @@ READ_NUMBER_NAME = "_local_scalar_dense"
 unsafe_view: Callable[..., Tensor] = _find("torch.ops.aten._unsafe_view")
 """A view that autograd does not know as one, for a tensor that nobody else holds."""
 
+dispatch_modes: Callable[[], list[Any]] = _find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
+"""The modes around every operator, the outermost first."""
+
+dispatch_mode_count: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
+"""How many there are."""
+
 ATTENTION_KERNELS = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -612,6 +632,27 @@ def _check_function_mode_stack() -> None:
 
     with TorchFunctionMode() as mode:
         _expect(function_modes()[-1] is mode, "the mode that was entered last")
+
+
+@_contract("torch._C._len_torch_dispatch_stack", "torch/csrc/autograd/init.cpp", "torch counts its modes in public")
+def _check_dispatch_mode_count() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    before = dispatch_mode_count()
+    with TorchDispatchMode():
+        _expect(dispatch_mode_count() == before + 1, "one more mode")
+    _expect(dispatch_mode_count() == before, "one less mode")
+
+
+@_contract(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "torch/utils/_python_dispatch.py",
+    "the stack of modes is public",
+)  # fmt: skip
+def _check_dispatch_mode_stack() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    with TorchDispatchMode() as mode:
+        _expect(dispatch_modes()[-1] is mode, "the mode that was entered last")
 
 
 @_contract("torch._C._disabled_torch_function_impl", "torch/csrc/utils/disable_torch_function.cpp", "it is public")

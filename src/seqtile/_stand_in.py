@@ -6,6 +6,8 @@ They live in the instance's ``__dict__``: the class is untouched, no parameter i
 
 from __future__ import annotations
 
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from seqtile._compat import REPLICATE
+from seqtile._compat import CALL_CODE, REPLICATE
 
 
 class StandIn:
@@ -37,14 +39,36 @@ class StandIn:
     @property
     def module(self) -> Any:
         module = self._module()
-        assert module is not None, f"{type(self).__name__} outlived its module"
+        if module is None:
+            raise RuntimeError(_COPIED)
         return module
+
+    def refuse_copies(self) -> None:
+        """Raise where a shallow copy of the module calls: ``copy.copy`` copies the attribute as it is."""
+        frame: types.FrameType | None = sys._getframe(1)
+        for _ in range(_FRAMES):
+            if frame is None:
+                return
+            if frame.f_code is CALL_CODE:
+                caller = frame.f_locals["self"]
+                if caller is not self._module() and caller.__dict__.get("forward") is self:
+                    raise RuntimeError(_COPIED)
+                return
+            frame = frame.f_back
 
     def is_news(self, text: str) -> bool:
         """Whether ``text`` was not said before; from now on it was."""
         news = text not in self.told
         self.told.add(text)
         return news
+
+
+_COPIED = (
+    "this module is a shallow copy (copy.copy) of a tiled one, whose weights its forward would read; use "
+    "copy.deepcopy, or call seqtile.apply on the copy's model after seqtile.undo on the original"
+)
+_FRAMES = 8
+"""Between a call of a module and that of what stands in for its forward."""
 
 
 class ForwardStandIn(StandIn):

@@ -16,6 +16,8 @@ from seqtile._compat import (
     PER_SEQUENCE,
     PRE_HOOKS,
     children_of,
+    dispatch_mode_count,
+    dispatch_modes,
     function_mode_count,
     function_modes,
 )
@@ -29,6 +31,8 @@ from seqtile.models.call_arguments import Places, why_opaque
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.proof import Mode, Proof, prove
+from seqtile.models.discover.sizes import Untraceable
+from seqtile.models.discover.trace import is_tracing
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.tile_checkpoint import run_in_tiles
 from seqtile.ops.token_tiles import refuse_trace
@@ -115,6 +119,7 @@ class Installed(ForwardStandIn):
             *besides: (name, module) of what runs inside in this call alone.
         """
         if not torch.compiler.is_compiling():
+            self.refuse_copies()
             if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
                 refuse_trace()
             inner = [*self.inside(), *besides]
@@ -173,6 +178,9 @@ class Installed(ForwardStandIn):
                 return call(list(tiles))
             return call_with_weights(Bare(parts), aliases, (call, list(tiles)))
 
+        if any(one.is_nested for one in tensors):
+            self._tell_untiled("it was called with a nested tensor, which has no rows to cut")
+            return call(list(tensors))
         if handed := _handed_per_sequence(parts):
             self._tell_untiled(f"PEFT hands its adapters one entry per sequence ({handed}), which tiles do not keep")
             return call(list(tensors))
@@ -256,10 +264,13 @@ def _why_watched() -> str:
         return ""
     if any(GLOBAL_HOOKS) and any(_is_foreign(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a hook is registered for all modules (torch.nn.modules.module), which tiles would run on other tensors"
-    if function_mode_count():
-        mode = next((one for one in function_modes() if _is_foreign(type(one))), None)
-        if mode is not None:
-            return f"{type(mode).__name__} is active around the call, which tiles would run on other tensors"
+    modes = [*(function_modes() if function_mode_count() else ()), *(dispatch_modes() if dispatch_mode_count() else ())]
+    for mode in modes:
+        if _is_foreign(type(mode)) and not getattr(mode, "observes_only", False):
+            return (
+                f"{type(mode).__name__} is active around the call, which tiles would run on other tensors (a mode that "
+                "changes no result says so with observes_only = True)"
+            )
     return ""
 
 
@@ -307,6 +318,10 @@ class _Unchanged:
         for (name, tensor, version), (_, other, later) in zip(self._tensors, self._read(), strict=False):
             if version != later or tensor is not other:
                 what = f"its {name}"
+        if why := _why_watched():
+            raise RuntimeError(
+                f"{self._installed.setting.name}: in its backward {why}; enter it around the forward too"
+            )
         if what:
             raise RuntimeError(
                 f"{self._installed.setting.name}: {what} was changed between forward and backward, so a tile would be "
@@ -318,6 +333,8 @@ class TiledForward(Installed):
     """``forward`` of one position-wise module, over tiles of tokens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_tracing():
+            raise Untraceable("its forward is called by another that was put over it; call seqtile.apply after that")
         self.check()
         original = self.original
         if hasattr(self.module, "parametrizations"):

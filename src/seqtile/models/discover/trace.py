@@ -48,11 +48,20 @@ class Graph:
 _LOUD = logging.getLogger("torch._subclasses.fake_tensor")
 
 
+_here = threading.local()
+
+
+def is_tracing() -> bool:
+    """Whether this thread runs a trace or a trial."""
+    return getattr(_here, "traces", False)
+
+
 def in_a_thread(function: Callable[[], Any]) -> Any:
     """``function()`` in a thread of its own: no mode, hook or autocast state of the caller reaches it."""
     answer: list[Any] = []
 
     def call() -> None:
+        _here.traces = True
         level = _LOUD.level
         _LOUD.setLevel(logging.CRITICAL + 1)  # it writes a traceback for everything that cannot run on fake tensors
         try:

@@ -53,7 +53,8 @@ def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
         return None
     for number in reversed(range(len(linears))):
         down, before = linears[number], {*linears[:number], *linears[number + 1 :]}
-        if before == {down[::-1]} or (len(linears) == 2 and before == {(down[1], 2 * down[0])}):
+        double = len(linears) == 2 and number == 1 and before == {(down[1], 2 * down[0])}
+        if before == {down[::-1]} or double:
             return down[1], down[0]
     return None
 
