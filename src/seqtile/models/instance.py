@@ -34,6 +34,7 @@ from seqtile.models.call_arguments import Places, why_opaque
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.proof import Mode, Proof, prove
+from seqtile.models.discover.views import is_known_kind
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.tile_checkpoint import run_in_tiles
 from seqtile.ops.token_tiles import refuse_trace
@@ -205,6 +206,9 @@ class Installed:
             proof = self.proof(chain, mode)
             if proof.why_not:
                 self._tell_untiled(proof.why_not)
+                return call(list(tensors))
+            if kind := next((type(one) for one in (*tensors, *constants) if not is_known_kind(type(one))), None):
+                self._tell_untiled(f"it is called with a {kind.__name__}, a tensor that may do anything")
                 return call(list(tensors))
             if name := self._marked(mode, (*tensors, *constants)):
                 self._tell_untiled(f"a tensor that it is called with has an attribute {name!r}, which it may read")

@@ -378,7 +378,9 @@ class Facts:
         if len(value) > LARGEST:
             raise Untraceable(f"it reads a {kind.__name__} with more than {LARGEST:,} entries")
         if isinstance(value, (dict, set, frozenset)) and any(map(_is_found_by_identity, value)):
-            raise Untraceable(f"it looks modules or weights up in a {kind.__name__}, which has no entry of their copies")
+            raise Untraceable(
+                f"it looks modules or weights up in a {kind.__name__}, which has no entry of their copies"
+            )
         items = list(value.items()) if isinstance(value, dict) else list(value)
         items = sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
         more = () if kind in (list, tuple, set, frozenset, dict) else self._of_object(value, depth)

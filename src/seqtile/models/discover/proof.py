@@ -185,7 +185,7 @@ def _tried_out(chain: Chain, mode: Mode, code: Code) -> Proof:
 
 
 def _written_by_strangers(code: Code) -> str:
-    """Why trying code out proves too little: a library's does the same at every length, a stranger's may do anything."""
+    """Why trying code out proves too little: a stranger's may do other things at other lengths."""
     return "its code belongs to no library whose code is known" if code.strangers else ""
 
 

@@ -23,8 +23,19 @@ TORCH = os.path.dirname(torch.__file__)
 _LAYERS = os.path.join(TORCH, "nn", "modules")
 _OURS = os.path.dirname(seqtile.__file__)
 _STANDARD = os.path.dirname(os.__file__)
-_NEEDED = ("typing_extensions", "sympy", "mpmath", "networkx", "numpy", "optree", "opt_einsum", "einops", "triton")
-"""Packages that PyTorch calls: their code belongs to whoever calls it, as that of Python's own library does."""
+_NEEDED = (
+    "typing_extensions",
+    "sympy",
+    "mpmath",
+    "networkx",
+    "numpy",
+    "optree",
+    "opt_einsum",
+    "einops",
+    "triton",
+    "packaging",
+)
+"""Packages that PyTorch or Transformers call: their code belongs to whoever calls it, as that of Python's own library does."""
 
 KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel")
 """Libraries that look attributes up by names which they spell out."""
@@ -116,7 +127,7 @@ class Code:
         if kind == "":
             return
         if kind == "user":
-            self.in_backward |= noted.in_backward
+            self.in_backward = self.in_backward or noted.in_backward
             if event == "c_call":
                 noted.check()  # for a size that was taken before: not by PyTorch
         if event == "call" and frame.f_code not in self._seen and frame.f_globals.get("__name__") != "logging":
@@ -173,6 +184,8 @@ def _place(code: types.CodeType, scope: dict[str, Any]) -> str:
 
 @functools.cache
 def _place_of_module(name: str) -> str:
+    if name.startswith("namedtuple_"):
+        return "library"
     return "library" if name in (*sys.stdlib_module_names, *_NEEDED, "torch", "seqtile") else "user"
 
 

@@ -23,6 +23,7 @@ from seqtile._compat import (
     TorchDispatchMode,
     schema_of,
     tree_flatten,
+    without_function_modes,
 )
 from seqtile.models.discover.python_code import KNOWN_LIBRARIES
 from seqtile.models.discover.sizes import (
@@ -99,7 +100,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].device
-        with unwatched():
+        with unwatched(), without_function_modes():  # which are on where a backward calls
             kwargs, tensors = kwargs or {}, tensors_in((*args, *(kwargs or {}).values()))
             if func is not torch.ops.aten.lift_fresh.default:
                 for tensor in tensors:

@@ -372,8 +372,8 @@ RULES: Mapping[str, Rule] = {
         (placed, "cat stack slice_backward select_backward constant_pad_nd"),
         (along, "sum mean amax amin max min var var_mean std std_mean logsumexp linalg_vector_norm norm prod any all "
                 "argmax argmin topk sort cumsum cumprod _softmax _log_softmax _softmax_backward_data "
-                "_log_softmax_backward_data glu glu_backward flip roll median kthvalue mode aminmax nansum count_nonzero "
-                "cummax cummin logcumsumexp native_layer_norm "
+                "_log_softmax_backward_data glu glu_backward flip roll median kthvalue mode aminmax nansum "
+                "count_nonzero cummax cummin logcumsumexp native_layer_norm "
                 "native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"),
         (looked_up, "index embedding gather scatter scatter_add"),
         (product, " ".join(_FACTORS)),
@@ -386,7 +386,8 @@ RULES: Mapping[str, Rule] = {
         (copied, "copy_"),
         (refusing("decides by their values"), "_local_scalar_dense is_nonzero equal nonzero masked_select _unique2 "
                                               "bincount unique_dim histc masked_scatter"),
-        (refusing("goes over several of them"), "scatter_reduce index_add as_strided unfold diagonal tril triu native_batch_norm "
+        (refusing("goes over several of them"), "scatter_reduce index_add as_strided unfold diagonal "
+            "tril triu native_batch_norm "
             "_native_batch_norm_legit _native_batch_norm_legit_no_training native_group_norm "
             "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"),
     )
@@ -395,7 +396,8 @@ RULES: Mapping[str, Rule] = {
 
 _POINTWISE = frozenset(
     "mish_backward elu_backward celu_backward softplus_backward log_sigmoid_forward log_sigmoid_backward _conj "
-    "_neg_view hardswish hardswish_backward hardsigmoid_backward leaky_relu_backward softshrink_backward hardshrink_backward "
+    "_neg_view hardswish hardswish_backward hardsigmoid_backward leaky_relu_backward softshrink_backward "
+    "hardshrink_backward "
     "hardtanh_backward logit_backward rrelu_with_noise_backward _prelu_kernel _prelu_kernel_backward".split()
 )
 """Operators that are pointwise and not tagged so."""

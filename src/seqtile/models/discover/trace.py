@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import FakeTensorMode, tree_flatten
+from seqtile._compat import FakeTensorMode, run_backward, tree_flatten
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.python_code import Code, is_raised_by_user
 from seqtile.models.discover.recorder import Recorder, Sizes
@@ -274,7 +274,8 @@ class Tracer:
             for number, (one, gradient) in enumerate(zip(ends, upstream, strict=True)):
                 recorder.leaf(gradient, recorder.flow(one).dims, f"upstream {number}")
             noted.in_backward = True
-            found = torch.autograd.grad(ends, list(leaves.values()), upstream, allow_unused=True)
+            inner = tuple(leaves.values())
+            found = run_backward(tuple(ends), tuple(upstream), False, False, inner, True, accumulate_grad=False)
             for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
                 gradients.append((name, None if gradient is None else self._gradient(name, leaf, gradient, recorder)))
         draws = tuple(sorted(recorder.draws.items()))
