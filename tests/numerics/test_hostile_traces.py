@@ -90,10 +90,10 @@ def _type_of(value: Any) -> Any:
 
 QUESTIONS: dict[str, Callable[[Any, Tensor], Any]] = {
     "isinstance of a size": lambda self, x: isinstance(x.shape[1], int) and x.shape[1] > 16,
-    "isinstance of an abstract number": lambda self, x: isinstance(x.shape[1], numbers.Integral),
+    "isinstance of an abstract number": lambda self, x: isinstance(x.shape[1], numbers.Integral) and x.shape[1] > 16,
     "isinstance of the shape": lambda self, x: isinstance(x.shape, torch.Size),
-    "type of a size": lambda self, x: type(x.shape[1]) is int,
-    "type of a size, in a function": lambda self, x: _type_of(x.shape[1]) == int,  # noqa: E721
+    "type of a size": lambda self, x: type(x.shape[1]) is int and x.shape[1] > 16,
+    "type of a size, in a function": lambda self, x: _type_of(x.shape[1]) == int and x.shape[1] > 16,  # noqa: E721
     "a size is another": lambda self, x: x.shape[1] is self.length,
     "equal to a number of NumPy's": lambda self, x: x.shape[1] == np.int64(20),
     "equal to a member of an enumeration": lambda self, x: x.shape[1] == Length.SHORT,
@@ -101,16 +101,12 @@ QUESTIONS: dict[str, Callable[[Any, Tensor], Any]] = {
     "an index, beside a call of PyTorch's": lambda self, x: (
         lambda length, _: 16 < length < 100
     )(_apply(operator.index, x.shape[1]), _apply(torch.sin, x)),
-    "an index, in a loop with a call of PyTorch's": lambda self, x: 16
-    < [one(value) for one, value in ((operator.index, x.shape[1]), (torch.sin, x))][0]
-    < 100,
     "type of a tensor": lambda self, x: type(x).__name__ == "Tensor",
     "class of a tensor": lambda self, x: x.__class__.__name__ == "Tensor",
     "type of a weight": lambda self, x: type(x) is not type(self.up_proj.weight),
-    "layout of the input": lambda self, x: x.stride(-1) == 1,
     "layout of a weight": lambda self, x: self.up_proj.weight.is_contiguous() is False,
     "strides of a weight": lambda self, x: self.up_proj.weight.stride(0) == 1,
-    "place in memory": lambda self, x: x[..., 1:].storage_offset() == 1,
+    "place in memory": lambda self, x: x.storage_offset() != 0,
     "in a dictionary of modules": lambda self, x: self in SEEN,
     "in a weak dictionary of modules": lambda self, x: self in WEAK,
     "in a weak set of modules": lambda self, x: self in WEAK_SET,
@@ -143,7 +139,7 @@ def test_what_a_trace_would_answer_otherwise_is_not_asked(name: str, caplog: pyt
         WEAK_SET.add(mlp)
         if isinstance(mlp, Slotted):
             Slotted.kept.__set__(mlp, True)  # type: ignore[attr-defined]
-        return Layer(mlp)
+        return Layer(mlp, lambda self, x: x + self.mlp(x)) if name == "place in memory" else Layer(mlp)
 
     try:
         assert outcome(build, caplog) in UNTILED
@@ -367,13 +363,14 @@ def _most(x: Tensor) -> Tensor:
     return (x / 100).clamp(min=1)
 
 
+def _most_chosen(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    chosen, value = h[..., :4].argmax(-1).flatten(), h[..., 0].detach().flatten()
+    return h / _most(torch.zeros(4).scatter_reduce(0, chosen, value, "amax").max())
+
+
 OPERATORS: dict[str, tuple[Between, dict[str, Any]]] = {
     "aminmax": (lambda self, x, h: h / _most(torch.aminmax(h.detach()).max), {"scale": 200.0}),
-    "scatter_reduce": (
-        lambda self, x, h: h
-        / _most(torch.zeros(4).scatter_reduce(0, h.argmax(-1).flatten() % 4, h[..., 0].detach().flatten(), "amax").max()),
-        {"scale": 200.0},
-    ),
+    "scatter_reduce": (_most_chosen, {"scale": 200.0}),
     "cummax": (lambda self, x, h: h + torch.cummax(h.detach().clamp(min=100.0), 1).values, {"scale": 200.0}),
     "nansum": (lambda self, x, h: h + torch.nansum(h.detach().clamp(min=100.0) - 100) * 1e-3, {"scale": 200.0}),
     "masked_scatter": (

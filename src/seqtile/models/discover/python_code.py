@@ -23,19 +23,9 @@ TORCH = os.path.dirname(torch.__file__)
 _LAYERS = os.path.join(TORCH, "nn", "modules")
 _OURS = os.path.dirname(seqtile.__file__)
 _STANDARD = os.path.dirname(os.__file__)
-_NEEDED = (
-    "typing_extensions",
-    "sympy",
-    "mpmath",
-    "networkx",
-    "numpy",
-    "optree",
-    "opt_einsum",
-    "einops",
-    "triton",
-    "packaging",
-)
-"""Packages that PyTorch or Transformers call: their code belongs to whoever calls it, as that of Python's own library does."""
+_NEEDED = ("typing_extensions", "sympy", "mpmath", "networkx", "numpy", "optree", "opt_einsum", "einops", "triton",
+           "packaging")  # fmt: skip
+"""Packages that PyTorch or Transformers call: their code belongs to whoever calls it, as that of Python does."""
 
 KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel")
 """Libraries that look attributes up by names which they spell out."""
