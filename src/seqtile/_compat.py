@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as _torch_checkpoint
 
 from seqtile.devices import package_version
@@ -380,6 +381,13 @@ storage_key: Callable[[torch.UntypedStorage], int] = _find("torch.UntypedStorage
 make_wrapper_subclass: Callable[..., Any] = _find("torch.Tensor._make_wrapper_subclass")
 """A tensor of a subclass, of a shape, dtype and device, without memory."""
 
+run_backward: Callable[..., Any] = _find("torch.autograd.graph._engine_run_backward")
+"""``torch.autograd.grad`` of (outputs, upstream, keep the graph, make one, inputs, allow unused, accumulate), but the
+hooks that it calls run under the caller's function modes."""
+
+without_function_modes: Callable[[], Any] = _find("torch._C.DisableTorchFunction")
+"""A context inside which operators run under no function mode."""
+
 MEMORY_METHODS = ("_typed_storage", "_version")
 """Private members of a tensor that tell of its memory, which a traced forward may not ask."""
 
@@ -440,6 +448,25 @@ def _check_wrapper_subclass() -> None:
 
     made = make_wrapper_subclass(Wrapper, (3, 2), dtype=torch.float16, device=torch.device("cpu"))
     _expect(type(made) is Wrapper and made.shape == (3, 2) and made.dtype == torch.float16, "a tensor of the subclass")
+
+
+@_contract(
+    "torch.autograd.graph._engine_run_backward", "torch/autograd/graph.py", "torch.autograd.grad leaves modes on"
+)
+def _check_run_backward() -> None:
+    x = torch.ones(2, requires_grad=True)
+    (gradient,) = run_backward((x * 3,), (torch.ones(2),), False, False, (x,), True, accumulate_grad=False)
+    _expect(gradient.tolist() == [3.0, 3.0] and x.grad is None, "the gradient of the inputs alone")
+
+
+@_contract("torch._C.DisableTorchFunction", "torch/csrc/autograd/init.cpp", "a public context that suspends modes")
+def _check_without_function_modes() -> None:
+    class Refusing(TorchFunctionMode):
+        def __torch_function__(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError
+
+    with Refusing(), without_function_modes():
+        _expect(torch.Tensor.sum(torch.ones(2)).shape == (), "an operator outside of modes")
 
 
 @_contract("torch.Tensor._typed_storage", "torch/_tensor.py", "a tensor has no other members that tell of its memory")

@@ -71,6 +71,8 @@ BREAKS: dict[str, Any] = {
     "torch.Tensor._base": ("base_of", GONE),
     "torch.UntypedStorage._cdata": ("storage_key", lambda storage: next(NUMBERS)),
     "torch.Tensor._make_wrapper_subclass": ("make_wrapper_subclass", GONE),
+    "torch.autograd.graph._engine_run_backward": ("run_backward", GONE),
+    "torch._C.DisableTorchFunction": ("without_function_modes", GONE),
     "torch.Tensor._typed_storage": "torch.Tensor._typed_storage",
     "torch.Tensor._post_accumulate_grad_hooks": ("has_gradient_step", lambda weight: hasattr(weight, "_gone")),
     "torch.distributed.fsdp.FlatParameter._is_flat_param": ("is_flat_parameter", lambda one: hasattr(one, "_gone")),

@@ -33,6 +33,7 @@ from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.proof import Mode, Proof, prove
 from seqtile.models.discover.sizes import Untraceable
 from seqtile.models.discover.trace import is_tracing
+from seqtile.models.discover.views import is_known_kind
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.tile_checkpoint import run_in_tiles
 from seqtile.ops.token_tiles import refuse_trace
@@ -198,6 +199,9 @@ class Installed(ForwardStandIn):
                 return call(list(tensors))
             facts = self.facts(mode)
             for one in (*tensors, *constants):
+                if not is_known_kind(type(one)):
+                    self._tell_untiled(f"it is called with a {type(one).__name__}, a tensor that may do anything")
+                    return call(list(tensors))
                 if one.__dict__ and facts is not None and (names := facts.reads_of(one)):
                     why = f"a tensor that it is called with has an attribute {names[0]!r}, which it may read"
                     self._tell_untiled(why)

@@ -358,7 +358,7 @@ class Facts:
         if isinstance(value, functools.partial):
             held = (value.func, value.args, value.keywords)
             return (kind, *[self._freeze(one, depth + 1) for one in held], self._of_object(value, depth))
-        if type(getattr(value, "__dict__", None)) is dict or _slots(kind) or isinstance(value, _PLAIN):
+        if type(getattr(value, "__dict__", None)) is dict or slots_of(kind) or isinstance(value, _PLAIN):
             plain = repr(value) if isinstance(value, _PLAIN) else ""
             return (kind, plain, self._of_object(value, depth))
         raise _Unseen(kind.__name__)
@@ -382,6 +382,10 @@ class Facts:
             self._contain(value, kind(value) if kind in (list, set, dict) else value.copy())
         if len(value) > LARGEST:
             raise Untraceable(f"it reads a {kind.__name__} with more than {LARGEST:,} entries")
+        if isinstance(value, (dict, set, frozenset)) and any(map(_is_found_by_identity, value)):
+            raise Untraceable(
+                f"it looks modules or weights up in a {kind.__name__}, which has no entry of their copies"
+            )
         items = list(value.items()) if isinstance(value, dict) else list(value)
         items = sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
         more = () if kind in (list, tuple, set, frozenset, dict) else self._of_object(value, depth)
@@ -399,7 +403,7 @@ class Facts:
             if inside:
                 self._contain(children_of(value), dict(children_of(value)))
                 found.append(self._of_scope(children_of(value), depth))
-        if slots := [name for name in _slots(kind) if self._known is None or name in self._known]:
+        if slots := [name for name in slots_of(kind) if self._known is None or name in self._known]:
             read = functools.partial(_read_slots, slots)
             self._reads.append((read, value))
             self._names.append(tuple(slots))
@@ -490,7 +494,11 @@ def _put(owner: Any, name: str, value: Any) -> None:
         change[0](owner, name, value)
 
 
-def _slots(kind: type) -> list[str]:
+def _is_found_by_identity(key: Any) -> bool:
+    return isinstance(key() if isinstance(key, weakref.ref) else key, (nn.Module, Tensor))
+
+
+def slots_of(kind: type) -> list[str]:
     """The attributes that its instances keep in slots."""
     found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     names = [name for one in found for name in ((one,) if isinstance(one, str) else one)]

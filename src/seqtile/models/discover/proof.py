@@ -148,6 +148,8 @@ def _traced(chain: Chain, mode: Mode, code: Code) -> Proof:
     try:
         graph = tracer.judge(lambda view, inputs: chain.run(inputs, view), code, chain.functions)
     except NoRule as error:
+        if why := _written_by_strangers(code):
+            raise Untraceable(f"{error}, and {why}") from None
         return replace(_tried_out(chain, mode, code), formula=str(error))
     _check_rows(graph, chain, mode)
     names = code.mentioned | {name for name, _ in chain.members}  # a layer calls the parts of an inline block itself
@@ -167,8 +169,24 @@ def _check_rows(graph: Graph, chain: Chain, mode: Mode) -> None:
 
 
 def _tried_out(chain: Chain, mode: Mode, code: Code) -> Proof:
-    probe(chain, mode.inputs, code)
+    written = Code.written(chain.modules, chain.functions)
+    if not (why := _written_by_strangers(written)):
+        before = Facts(chain.modules, chain.functions, written)
+        try:
+            probe(chain, mode.inputs, code)
+        finally:
+            changed = before.restore()
+        if changed:
+            raise NotPerToken(f"its forward changes {changed}")
+        why = _written_by_strangers(code)
+    if why:
+        raise Untraceable(f"it can only be tried out, and {why}")
     return Proof("", False, None, "experts run in the generic operator", BY_TRIAL)
+
+
+def _written_by_strangers(code: Code) -> str:
+    """Why trying code out proves too little: a stranger's may do other things at other lengths."""
+    return "its code belongs to no library whose code is known" if code.strangers else ""
 
 
 def generators() -> list[tuple[str, Any, bytes, Any]]:

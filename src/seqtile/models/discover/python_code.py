@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 import seqtile
 from seqtile._compat import HOOKS
-from seqtile.models.discover.sizes import Untraceable
+from seqtile.models.discover.sizes import Untraceable, noted
 
 TORCH = os.path.dirname(torch.__file__)
 _LAYERS = os.path.join(TORCH, "nn", "modules")
 _OURS = os.path.dirname(seqtile.__file__)
 _STANDARD = os.path.dirname(os.__file__)
-_NEEDED = ("typing_extensions", "sympy", "mpmath", "networkx", "numpy", "optree", "opt_einsum", "einops", "triton")
-"""Packages that PyTorch calls: their code belongs to whoever calls it, as that of Python's own library does."""
+_NEEDED = ("typing_extensions", "sympy", "mpmath", "networkx", "numpy", "optree", "opt_einsum", "einops", "triton",
+           "packaging")  # fmt: skip
+"""Packages that PyTorch or Transformers call: their code belongs to whoever calls it, as that of Python does."""
 
 KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel")
 """Libraries that look attributes up by names which they spell out."""
@@ -34,7 +35,8 @@ _DYNAMIC = {"getattr", "setattr", "hasattr", "vars", "__dict__", "globals", "loc
 _NAMESPACES = {"globals", "eval", "exec", "__import__"}
 _ANYWHERE = {"currentframe", "_getframe", "__globals__", "f_globals", "import_module"}
 _THREADS_OWN = {"is_inference_mode_enabled", "is_inference"}
-_IMPORT = dis.opmap["IMPORT_NAME"]
+_SEEDS = {"manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all", "fork_rng", "setstate", "set_state"}
+_IMPORT, _IS = dis.opmap["IMPORT_NAME"], dis.opmap["IS_OP"]
 _KNOWN_CALLS = frozenset(
     "builtins math cmath operator _operator itertools functools _functools collections _collections _abc typing "
     "_typing _warnings _weakref re _sre copy enum inspect types string _string contextlib "
@@ -53,6 +55,7 @@ class Code:
         names: the names that it may read: those, or None for any, where it looks names up at run time.
         strangers: those of code that belongs to no library that we know.
         imported: what such code imports while it runs.
+        in_backward: whether such code, or that of a library, runs in the backward.
         scopes: the global variables of that code.
         refused: why it cannot be followed, or "".
     """
@@ -61,7 +64,7 @@ class Code:
         self.mentioned: set[str] = set()
         self.strangers: set[str] = set()
         self.imported: set[str] = set()
-        self.dynamic = False
+        self.dynamic = self.in_backward = False
         self.scopes: dict[int, dict[str, Any]] = {}
         self.refused = ""
         self._seen: set[types.CodeType] = set()
@@ -92,6 +95,8 @@ class Code:
             return [value.func, *value.args]
         if isinstance(value, property):
             return [value.fget]
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            return [vars(value)[name] for name in ("forward", "backward", "setup_context") if name in vars(value)]
         function = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
         function = getattr(function, "__func__", function)
         if not isinstance(function, types.FunctionType) or function.__code__ in self._seen:
@@ -99,7 +104,7 @@ class Code:
         kind = _place(function.__code__, function.__globals__)
         if kind not in ("user", "layer"):
             return []
-        self._see(function.__code__, kind, function.__globals__)
+        self._see(function.__code__, kind, function.__globals__, ran=False)
         if kind == "layer":
             return []
         self.scopes[id(function.__globals__)] = function.__globals__
@@ -111,6 +116,10 @@ class Code:
         kind = _kind_of(frame)
         if kind == "":
             return
+        if kind == "user":
+            self.in_backward = self.in_backward or noted.in_backward
+            if event == "c_call":
+                noted.check()  # for a size that was taken before: not by PyTorch
         if event == "call" and frame.f_code not in self._seen and frame.f_globals.get("__name__") != "logging":
             self._see(frame.f_code, kind, frame.f_globals)
             if kind == "user":
@@ -127,7 +136,7 @@ class Code:
         self.refused = self.refused or reason  # the code that runs may swallow the error
         raise Untraceable(reason)
 
-    def _see(self, code: types.CodeType, kind: str, scope: dict[str, Any]) -> None:
+    def _see(self, code: types.CodeType, kind: str, scope: dict[str, Any], ran: bool = True) -> None:
         self._seen.add(code)
         names = {*code.co_names, *code.co_freevars}
         strange = is_strange(code, scope)
@@ -137,12 +146,12 @@ class Code:
         self.mentioned |= names
         if strange:
             self.strangers |= names
-            if reason := _refused(code):
+            if ran and (reason := _refused(code)):  # what is only named like something that runs may do anything
                 self._refuse(reason)
             self.imported.update(_imports(code, scope))
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
-                self._see(constant, kind, scope)
+                self._see(constant, kind, scope, ran)
 
     @property
     def names(self) -> set[str] | None:
@@ -165,6 +174,8 @@ def _place(code: types.CodeType, scope: dict[str, Any]) -> str:
 
 @functools.cache
 def _place_of_module(name: str) -> str:
+    if name.startswith("namedtuple_"):
+        return "library"
     return "library" if name in (*sys.stdlib_module_names, *_NEEDED, "torch", "seqtile") else "user"
 
 
@@ -178,10 +189,35 @@ def _refused(code: types.CodeType) -> str:
         found.add("sys.modules")
     if found:
         return f"it looks things up with {min(found)} in {code.co_name}, which may find anything"
+    if found := names & _SEEDS:
+        return f"it sets a random generator with {min(found)} in {code.co_name}, so that tiles would draw the same"
+    if "needs_input_grad" in names and code.co_name not in ("backward", "vjp"):
+        return f"it asks which inputs need gradients in {code.co_name}, which is another in a tile"
     if found := names & _THREADS_OWN:
         return f"it calls {min(found)} in {code.co_name}, which is another in a trace"
-    if "Tensor" in names and ("__class__" in names or ("type" in names and "type" in _globals_of(code))):
-        return f"it asks for the type of a tensor in {code.co_name}"
+    if names & {"type", "id", "hash", "__class__"} or _IS in code.co_code[::2]:
+        return _why_identity(code)
+    return ""
+
+
+def _why_identity(code: types.CodeType) -> str:
+    """Why code that asks what or which object something is may get another answer from a trace, or "".
+
+    Of ``self`` and of what is written down (``None``, a global and its attributes) it may ask.
+    """
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PRECALL")]
+    for number, step in enumerate(steps):
+        before, after = steps[max(number - 1, 0)], steps[min(number + 1, len(steps) - 1)]
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in ("type", "id", "hash"):
+            if after.argval != "self" or step.argval != "type" or steps[number + 2].opname != "CALL":
+                return f"it calls {step.argval} in {code.co_name}, and a tensor or module of a trace is another"
+        elif step.argval == "__class__" and step.opname == "LOAD_ATTR" and before.argval != "self":
+            return f"it asks for a __class__ in {code.co_name}, and a tensor of a trace has another"
+        elif step.opname == "IS_OP":
+            while before.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                before = steps[steps.index(before) - 1]
+            if before.opname not in ("LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME"):
+                return f"it compares by identity in {code.co_name}, and a tensor, size or module of a trace is another"
     return ""
 
 

@@ -23,7 +23,9 @@ from seqtile._compat import (
     TorchDispatchMode,
     schema_of,
     tree_flatten,
+    without_function_modes,
 )
+from seqtile.models.discover.python_code import KNOWN_LIBRARIES
 from seqtile.models.discover.sizes import (
     SIZES,
     NoRule,
@@ -90,10 +92,15 @@ class Recorder(TorchDispatchMode):
             raise Untraceable(f"it reads a tensor {tuple(tensor.shape)} that is no weight or buffer of its own")
         return self._known[id(tensor)][1]
 
+    def share_memory(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether two of these tensors have the same memory."""
+        roots = [self.flow(tensor).root for tensor in tensors]
+        return len(set(roots)) < len(roots)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].device
-        with unwatched():
+        with unwatched(), without_function_modes():  # which are on where a backward calls
             kwargs, tensors = kwargs or {}, tensors_in((*args, *(kwargs or {}).values()))
             if func is not torch.ops.aten.lift_fresh.default:
                 for tensor in tensors:
@@ -142,6 +149,9 @@ class Recorder(TorchDispatchMode):
         call = Call(base, arguments, out, self.flow, self.expressions, self.axes)
         try:
             if rule is None:
+                given_axes = {axis for flow in call.flows() for axis in flow.axes}
+                if not noted.in_backward and any(given_axes - set(Flow(call.dims(one), 0).axes) for one in out):
+                    raise call.mixes("is taken over them")
                 raise NoRule(f"it uses {name}, for which there is no rule")
             flows = rule(call)
         except NoRule as error:  # go on: what comes later may refute
@@ -223,8 +233,10 @@ class Sizes(TorchFunctionMode):
         name = getattr(getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func,
                        "__name__", "")  # fmt: skip
         tensor = args[0] if args and isinstance(args[0], Tensor) else None
-        if tensor is not None and not _asker(caller).startswith(_MAY_ASK):
+        if tensor is not None and not (asker := _asker(caller)).startswith(_MAY_ASK):
             self._check(name, tensor)
+            if name in _OF_LAYOUT and asker.partition(".")[0] not in (*KNOWN_LIBRARIES, "torch"):
+                raise Untraceable(f"its forward asks for {name} of a tensor")
         with unwatched():
             try:
                 result = func(*plain(args), **plain(kwargs or {}))
@@ -259,8 +271,12 @@ _MAY_ASK = ("seqtile.", "torch.utils.", "torch.autograd.", "torch.nn.modules.mod
 
 _ON_INPUTS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_")
 _OF_MEMORY = frozenset(
-    ("data_ptr", "untyped_storage", "storage", *MEMORY_METHODS, "grad", "tolist", "numpy", "__array__")
-)
+    ("data_ptr", "untyped_storage", "storage", "storage_offset", "is_set_to", *MEMORY_METHODS, "grad", "tolist",
+     "numpy", "__array__")
+)  # fmt: skip
+_OF_LAYOUT = ("stride", "is_contiguous")
+"""A weight's or an input's may be any; libraries that we know ask for it to choose between equal kernels."""
+
 _OF_TOKENS = ("__len__", "is_contiguous", "requires_grad", "is_leaf", "grad_fn", "__repr__", "__str__", "__format__")
 
 

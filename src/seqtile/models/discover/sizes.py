@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 SIZES = {"b": 10_007, "m": 20_011, "s": 1_000_003}
@@ -21,20 +21,24 @@ class _Noted(threading.local):
 
     Attributes:
         refusals: in the order in which they were raised; None where no trace runs.
-        in_backward: whether the backward runs, which is traced for large sizes alone.
-        indexed: calls, by frame and instruction, that made a plain number of a watched size; PyTorch's own do so when
-            they look at their arguments.
+        in_backward: whether the backward runs.
+        ones: the token axes that say that they are of size 1.
+        asked: whether the code asked if a size is 1.
+        indexed: calls, by frame and instruction, that made a plain number of a watched size, or asked what it is;
+            PyTorch's own do so when they look at their arguments.
     """
 
     refusals: list[Exception] | None = None
     in_backward = False
+    ones: Collection[str] = ()
+    asked = False
 
     def __init__(self) -> None:
-        self.indexed: set[tuple[int, int]] = set()
+        self.indexed: set[tuple[types.FrameType, int]] = set()
 
-    def begin(self) -> None:
+    def begin(self, ones: Collection[str] = ()) -> None:
         """A trace begins in this thread, which ends with it."""
-        self.refusals, self.in_backward = [], False
+        self.refusals, self.in_backward, self.ones, self.asked = [], False, ones, False
         self.indexed.clear()
 
     def refuse(self, error: Exception) -> None:
@@ -43,7 +47,7 @@ class _Noted(threading.local):
 
     def pytorch_called(self, frame: types.FrameType) -> None:
         """A function of PyTorch was called from here; no other function may have taken a size since the last one."""
-        self.indexed.discard((id(frame), frame.f_lasti))
+        self.indexed.discard((frame, frame.f_lasti))
         self.check()
 
     def check(self) -> None:
@@ -97,7 +101,7 @@ class TokenCount:
 
     It may be multiplied, divided by one of its factors, handed to PyTorch, and asked whether it is 1: a trace is made
     for either answer. Whatever else is asked of it would make the code depend on the number of tokens. It is no
-    ``int``, since functions written in C would read the number of one without asking.
+    ``int``, since functions written in C would read the number of one without asking; nor may code ask what it is.
     """
 
     __slots__ = ("number",)
@@ -126,7 +130,7 @@ class TokenCount:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, TokenCount):
             return self.number == other.number or bool(self._refuse("compared with another size"))
-        return type(other) in (int, float) and self._compared(other) == 0
+        return other is not None and self._compared(other) == 0
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -146,19 +150,24 @@ class TokenCount:
     def _compared(self, other: Any) -> int:
         if isinstance(other, TokenCount) and other.number == self.number:
             return 0
-        if type(other) is not int or other not in (0, 1) or (other == 1 and noted.in_backward):
+        if type(other) is not int or other not in (0, 1):
             self._refuse("compared" if isinstance(other, TokenCount) else f"compared with {other!r}")
-        return 1
+        noted.asked |= other == 1
+        return 0 if other == 1 == at(self.number, {**SIZES, **dict.fromkeys(noted.ones, 1)}) else 1
 
     def __index__(self) -> int:
         frame = sys._getframe(1)
-        noted.indexed.add((id(frame), frame.f_lasti))
+        noted.indexed.add((frame, frame.f_lasti))
         return self.number
 
     def __hash__(self) -> int:
         if sys._getframe(1).f_globals.get("__name__", "").startswith("einops."):
             raise TypeError("unhashable size")  # einops caches what it does by shapes, and goes on without
         return int(self._refuse("looked up"))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return _class_of(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # PyTorch asks for its protocols
@@ -167,6 +176,14 @@ class TokenCount:
 
     def _refuse(self, how: str) -> Any:
         raise NotPerToken(f"its forward depends on the number of tokens, which is {how}")
+
+
+def _class_of(value: Any) -> Any:
+    """The class of a size or a shape, for PyTorch: what they stand for are an ``int`` and a :class:`torch.Size`."""
+    frame = sys._getframe(2)
+    if not frame.f_globals.get("__name__", "").startswith(("torch.", "einops.", "seqtile.")):
+        noted.indexed.add((frame, frame.f_lasti))
+    return type(value)
 
 
 def _refusing(how: str) -> Callable[..., Any]:
@@ -185,6 +202,10 @@ for _how, _names in {
 
 class Shape(tuple[Any, ...]):
     """The shape of a tensor as the traced code sees it; like :class:`torch.Size`, which holds nothing but ``int``."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return _class_of(self)
 
     def numel(self) -> Any:
         total: Any = 1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seqtile._compat import FakeTensor, disable_current_modes
-from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, holds_tokens
+from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, holds_tokens, noted
 from seqtile.models.discover.token_flow import Atoms, Call, Flow, features, place_of, tensors_in
 
 # -- element by element ----------------------------------------------------------------------------------------------
@@ -43,11 +43,16 @@ def pointwise(call: Call) -> list[Flow]:
 
 
 def _always(call: Call) -> bool:
-    """Whether a bound is infinite, so that the operator changes nothing; and what its gradient makes of that."""
+    """Whether a bound is infinite, so that the operator changes nothing; and what its gradient makes of that.
+
+    Elsewhere code may compare with infinity to find what is no number.
+    """
     always = call.expressions.number("always")
     args = {name: None if isinstance(value, Tensor) else value for name, value in call.args.items()}
     if call.name == "clamp" and len(call.flows()) == 1:
         return args.get("min") in (None, -math.inf) and args.get("max") in (None, math.inf)
+    if not noted.in_backward:
+        return False
     if call.name in ("ge", "le"):
         return args.get("other") == (-math.inf if call.name == "ge" else math.inf)
     masks = call.flows("condition") if call.name == "where" else call.flows() if call.name == "logical_and" else []
@@ -91,6 +96,10 @@ def numbers_in(values: Tensor) -> Any:
 
 def reshaped(call: Call) -> list[Flow]:
     tensor, out, given = call.first, call.out[0], call.flow(call.first)
+    if tensor.dtype != out.dtype:  # other numbers of the same bits
+        if tensor.shape != out.shape:
+            raise NoRule(f"it uses {call.name} as another dtype, for which there is no rule")
+        return [replace(given, expr=call.expressions.number("bits", given.expr, out.dtype))]
     atoms = [
         one for size, inside in zip(tensor.shape, given.dims, strict=True) for one in inside or (size,) if one != 1
     ]
@@ -265,6 +274,14 @@ def product(call: Call) -> list[Flow]:
     return [replace(flow, expr=number.joined("add", (added, flow)))]
 
 
+def weight_normed(call: Call) -> list[Flow]:
+    """A weight from its length and direction; the backward is linear in its gradient."""
+    if any(flow.axes for flow in call.flows()):
+        raise call.mixes("is taken over them")
+    summed = call.is_sum("grad_w")
+    return [call.flow_of(out, call.expr(number), summed) for number, out in enumerate(call.out)]
+
+
 def convolved(call: Call) -> list[Flow]:
     """A convolution whose kernel has one element is a linear layer at every place."""
     args, weight = call.args, call.args["weight"]
@@ -355,10 +372,12 @@ RULES: Mapping[str, Rule] = {
         (placed, "cat stack slice_backward select_backward constant_pad_nd"),
         (along, "sum mean amax amin max min var var_mean std std_mean logsumexp linalg_vector_norm norm prod any all "
                 "argmax argmin topk sort cumsum cumprod _softmax _log_softmax _softmax_backward_data "
-                "_log_softmax_backward_data glu glu_backward flip roll median kthvalue native_layer_norm "
+                "_log_softmax_backward_data glu glu_backward flip roll median kthvalue mode aminmax nansum "
+                "count_nonzero cummax cummin logcumsumexp native_layer_norm "
                 "native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"),
         (looked_up, "index embedding gather scatter scatter_add"),
         (product, " ".join(_FACTORS)),
+        (weight_normed, "_weight_norm_interface _weight_norm_interface_backward"),
         (convolved, "convolution convolution_backward"),
         (made, "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
                "scalar_tensor empty_strided new_empty_strided fill_ zero_"),
@@ -366,8 +385,9 @@ RULES: Mapping[str, Rule] = {
         (dropped, "native_dropout bernoulli_ bernoulli"),
         (copied, "copy_"),
         (refusing("decides by their values"), "_local_scalar_dense is_nonzero equal nonzero masked_select _unique2 "
-                                              "bincount unique_dim histc"),
-        (refusing("goes over several of them"), "as_strided unfold diagonal tril triu native_batch_norm "
+                                              "bincount unique_dim histc masked_scatter"),
+        (refusing("goes over several of them"), "scatter_reduce index_add as_strided unfold diagonal "
+            "tril triu native_batch_norm "
             "_native_batch_norm_legit _native_batch_norm_legit_no_training native_group_norm "
             "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"),
     )
@@ -376,7 +396,8 @@ RULES: Mapping[str, Rule] = {
 
 _POINTWISE = frozenset(
     "mish_backward elu_backward celu_backward softplus_backward log_sigmoid_forward log_sigmoid_backward _conj "
-    "_neg_view hardswish_backward hardsigmoid_backward leaky_relu_backward softshrink_backward hardshrink_backward "
+    "_neg_view hardswish hardswish_backward hardsigmoid_backward leaky_relu_backward softshrink_backward "
+    "hardshrink_backward "
     "hardtanh_backward logit_backward rrelu_with_noise_backward _prelu_kernel _prelu_kernel_backward".split()
 )
 """Operators that are pointwise and not tagged so."""

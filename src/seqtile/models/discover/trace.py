@@ -10,7 +10,7 @@ import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import FakeTensorMode, tree_flatten
+from seqtile._compat import FakeTensorMode, run_backward, tree_flatten
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.python_code import Code, is_raised_by_user
 from seqtile.models.discover.recorder import Recorder, Sizes
 from seqtile.models.discover.sizes import SIZES, NotPerToken, TokenCount, Untraceable, has_count, noted
 from seqtile.models.discover.token_flow import Expressions
-from seqtile.models.discover.views import Views
+from seqtile.models.discover.views import Views, is_known_kind
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ class Graph:
     draws: tuple[tuple[int, int], ...]
     operators: frozenset[str] = field(compare=False)
 
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""What a function may return besides tensors."""
 
 _LOUD = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -125,17 +128,32 @@ class Tracer:
         finally:
             sys.setprofile(None)
             changed = before.restore()
-        for sizes in self._small_sizes() if not changed else ():  # with an eye on all that the code was seen to read
-            before = Facts(self.modules, functions, code)
-            again = Recorder(self._expressions, self.axes, recorder.steps[: recorder.forward], sizes)
-            try:
-                self._run(function, again, sizes)
-            finally:
-                changed = changed or before.restore()
-            if again.returned != recorder.returned:
-                raise NotPerToken("its forward returns something else for another number of tokens")
         if changed:
             raise NotPerToken(f"its forward changes {changed}")
+
+        def again(recorder: Recorder, sizes: Mapping[str, int], ones: Collection[str] = ()) -> Graph | None:
+            """Another trace, with an eye on all that the code was seen to read."""
+            before = Facts(self.modules, functions, code)
+            try:
+                graph = self._run(function, recorder, sizes, ones=ones)
+            finally:
+                changed = before.restore()
+            if changed:
+                raise NotPerToken(f"its forward changes {changed}")
+            return graph
+
+        asked = noted.asked
+        for sizes in self._small_sizes():
+            other = Recorder(self._expressions, self.axes, recorder.steps[: recorder.forward], sizes)
+            again(other, sizes)
+            if other.returned != recorder.returned:
+                raise NotPerToken("its forward returns something else for another number of tokens")
+            if asked:  # all of it, with that answer, on the large sizes that can be followed
+                other = Recorder(self._expressions, self.axes)
+                if again(other, SIZES, [axis for axis in sizes if sizes[axis] == 1]) != graph:
+                    raise NotPerToken("it computes something else for another number of tokens")
+        if code.in_backward and not asked:
+            again(Recorder(self._expressions, self.axes), SIZES)
         for question in range(recorder.asked):  # "is one infinite?": yes must be an error, as PEFT's VB-LoRA raises
             self._refuses(function, question + 1)
         if recorder.no_rule is not None:
@@ -168,8 +186,9 @@ class Tracer:
         return self._run(function, Recorder(self._expressions, self.axes), SIZES, like)
 
     def _run(
-        self, function: Function, recorder: Recorder, sizes: Mapping[str, int], like: Graph | None = None
-    ) -> Graph | None:
+        self, function: Function, recorder: Recorder, sizes: Mapping[str, int], like: Graph | None = None,
+        ones: Collection[str] = (),
+    ) -> Graph | None:  # fmt: skip
         views = Views(self._fake)
         for number, module in enumerate(self.modules):
             views.of(module, str(number))
@@ -195,8 +214,11 @@ class Tracer:
             stack.enter_context(self._mode)
             stack.enter_context(recorder)
             watched = stack.enter_context(Sizes())
-            noted.begin()
+            noted.begin(ones)
+            stack.callback(noted.indexed.clear)  # which hold frames
             watched.inputs = [tensor.view_as(tensor) for tensor in inputs]
+            shown = [*watched.inputs, *(tensor for _, tensor in views.weights())]
+            names = [set(vars(tensor)) for tensor in shown]
             try:
                 result = function(views.__getitem__, list(watched.inputs))
             except TypeError as error:
@@ -209,20 +231,29 @@ class Tracer:
             rest = [one for one in flat if not isinstance(one, Tensor)]
             if has_count(rest):
                 raise NotPerToken("its forward returns the number of tokens")
-            if any(_own_names(one) - _own_names(watched.inputs[0]) for one in flat if isinstance(one, Tensor)):
+            tensors = [one for one in flat if isinstance(one, Tensor)]
+            if any(set(vars(one)) - names[0] for one in tensors):
                 raise NotPerToken("its forward sets an attribute of its output")
+            if opaque := next((one for one in rest if not isinstance(one, _PLAIN)), None):
+                raise Untraceable(f"it returns a {type(opaque).__name__}, of which nothing is known")
             recorder.returned = (str(spec), repr(rest))
             if recorder.expected is None:
-                graph = self._backward([one for one in flat if isinstance(one, Tensor)], leaves, recorder, like)
+                if len(tensors) > 1 and recorder.share_memory([*tensors, *inputs]):
+                    raise NotPerToken("what it returns shares memory, so that a change of one would change another")
+                graph = self._backward(tensors, leaves, recorder, like)
             elif len(recorder.steps) != len(recorder.expected):
                 raise NotPerToken("its forward computes something else for another number of tokens")
             noted.check()
+            if any(set(vars(tensor)) != former for tensor, former in zip(shown, names, strict=True)):
+                raise NotPerToken("its forward sets an attribute of its input or of a weight")
         if changed := views.changed():
             raise NotPerToken(f"its forward changes {changed}")
         return graph
 
     def _fake(self, tensor: Tensor, device: torch.device | str) -> Tensor:
         """A tensor without memory in a weight's place, of its whole shape."""
+        if not is_known_kind(type(tensor)):
+            raise Untraceable(f"a weight or buffer is a {type(tensor).__name__}, which may do anything")
         shape = getattr(tensor, "ds_shape", tensor.shape)
         with self._mode:
             fake = torch.empty(tuple(shape), dtype=tensor.dtype, device=device)
@@ -252,7 +283,8 @@ class Tracer:
             for number, (one, gradient) in enumerate(zip(ends, upstream, strict=True)):
                 recorder.leaf(gradient, recorder.flow(one).dims, f"upstream {number}")
             noted.in_backward = True
-            found = torch.autograd.grad(ends, list(leaves.values()), upstream, allow_unused=True)
+            inner = tuple(leaves.values())
+            found = run_backward(tuple(ends), tuple(upstream), False, False, inner, True, accumulate_grad=False)
             for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
                 gradients.append((name, None if gradient is None else self._gradient(name, leaf, gradient, recorder)))
         draws = tuple(sorted(recorder.draws.items()))
@@ -266,7 +298,3 @@ class Tracer:
             if not wanted.axes and (not flow.summed or flow.axes):
                 raise NotPerToken(f"the gradient of {name} is no sum over tokens")
         return flow.expr
-
-
-def _own_names(tensor: Tensor) -> set[str]:
-    return set(vars(tensor))
