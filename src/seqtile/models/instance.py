@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.models.call_arguments import Places, why_opaque
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
-from seqtile.models.discover.proof import Mode, Proof, prove
+from seqtile.models.discover.proof import Mode, Proof, process_switches, prove
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.tile_checkpoint import run_in_tiles
 from seqtile.ops.token_tiles import refuse_trace
@@ -312,17 +312,18 @@ class _Unchanged:
 
     def __init__(self, installed: Installed, chain: Chain, mode: Mode, proof: Proof) -> None:
         self._installed, self._chain, self._mode, self._proof = installed, chain, mode, proof
-        self._tensors = self._read()
+        self._tensors = self._read(mode)
 
-    def _read(self) -> list[tuple[str, Tensor, int]]:
-        facts = self._installed.facts(self._mode)
+    def _read(self, mode: Mode) -> list[tuple[str, Tensor, int]]:
+        facts = self._installed.facts(mode)
         return facts.tensors() if facts is not None else []
 
     def __call__(self) -> None:
-        now = self._installed.proof(self._chain, self._mode)
+        mode = replace(self._mode, switches=process_switches())
+        now = self._installed.proof(self._chain, mode)
         changed = now is not self._proof and (now.graph is None or now.graph != self._proof.graph)
         what = "something that its forward reads (an attribute, a global, train or eval)" if changed else ""
-        for (name, tensor, version), (_, other, later) in zip(self._tensors, self._read(), strict=False):
+        for (name, tensor, version), (_, other, later) in zip(self._tensors, self._read(mode), strict=False):
             if version != later or tensor is not other:
                 what = f"its {name}"
         if what:

@@ -115,14 +115,14 @@ class Tracer:
             graph = self._run(function, recorder, SIZES)
         finally:
             sys.setprofile(None)
-            changed = before.restore()
+            changed = before.restore(code)
         for sizes in self._small_sizes() if not changed else ():  # with an eye on all that the code was seen to read
             before = Facts(self.modules, functions, code)
             again = Recorder(self._expressions, self.axes, recorder.steps[: recorder.forward], sizes)
             try:
                 self._run(function, again, sizes)
             finally:
-                changed = changed or before.restore()
+                changed = changed or before.restore(code)
             if again.returned != recorder.returned:
                 raise NotPerToken("its forward returns something else for another number of tokens")
         if changed:
