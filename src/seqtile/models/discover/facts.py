@@ -64,7 +64,7 @@ MOST, LARGEST, DEEPEST = 500, 10_000, 8
 """Most things that a proof may rest on, entries of a container among them, and objects one inside another."""
 
 _MISSING = object()
-_KIND = attrgetter("dtype", "requires_grad")
+_KIND = attrgetter("dtype", "requires_grad", "shape")
 _CALLED = {"forward", "__getattr__", "__getattribute__", *(name for name in vars(nn.Module) if "call" in name)}
 """What calling a module runs, and reading one of its attributes, though no code names it."""
 
@@ -104,6 +104,8 @@ class Facts:
         self._names: list[tuple[Any, tuple[str, ...]]] = []
         self._values: list[tuple[Any, ...]] = []
         self._asks: list[Callable[[], Any]] = []
+        self._grown: list[Any] = []
+        self._counted: list[Any] = []
         self._live: list[Any] = []
         self._copies: list[Any] = []
         self._contents: list[Any] = []
@@ -128,10 +130,11 @@ class Facts:
         frozen += [self._freeze(function, 1) for function in functions]
         for scope in code.scopes.values():
             frozen.append(self._of_globals(scope))
-        frozen += [self._of_library(library) for library in (F, torch, builtins)]
+        frozen += [self._of_library(vars(library), code.mentioned) for library in (F, torch)]
+        frozen.append(self._of_library(vars(builtins), code.globals))
         frozen.append(self._of_tensors())
         imported = [sys.modules[name] for name in sorted(code.imported) if name in sys.modules]
-        frozen += [self._of_owner(module, 0) if _is_users(module) else self._of_library(module)
+        frozen += [self._of_owner(module, 0) if _is_users(module) else self._of_library(vars(module), code.mentioned)
                    for module in imported if id(vars(module)) not in code.scopes]  # fmt: skip
         frozen += [self._of_path(*path) for path in sorted(code.paths)]
         for question, answer in code.questions.items():
@@ -144,15 +147,19 @@ class Facts:
         self.frozen.append(self._same_tensors)
         self._distinct = len(set(self._same_tensors))
         self._everything = everything
-        self._weighed = [_KIND(scope[name]) for scope, name in everything]
-        self._shapes = [_shape(scope[name]) for scope, name in everything]
+        tensors = [scope[name] for scope, name in everything]
+        self._kind = _kind_here if any(hasattr(one, "ds_shape") for one in tensors) else _KIND
+        self._weighed, self._types = list(map(self._kind, tensors)), list(map(type, tensors))
         self._weights = self._tensors if code.strangers else []
         if name := next((name for scope, key in self._weights for name in self.reads_of(scope[key])), ""):
             raise Untraceable(f"it reads {name}, an attribute of a weight")
         self._typed += tree
         self._owns = [part.__dict__ for part in tree]
-        self._grown: list[Any] = [*self._owns, *(own for _, own, _ in self._grow)]
-        self._grown += [scope for part in tree for scope in (parameters_of(part), buffers_of(part))]
+        self._grown += [own for _, own, _ in self._grow]
+        self._grown += [part.__dict__ for part in tree if _is_users(type(part))]
+        self._counted += [part.__dict__ for part in tree if not _is_users(type(part))]
+        self._counted += [scope for part in tree for scope in (parameters_of(part), buffers_of(part))]
+        self._sized = [*self._grown, *self._counted, *self._contents]
         self._kinds, self._forwards = list(map(type, self._typed)), list(map(_FORWARD, self._owns))
         self._expected, self._sizes, self._keys = self._read_now(), self._sized_now(), list(chain(*self._grown))
         self._answers = [ask() for ask in self._asks]
@@ -163,7 +170,7 @@ class Facts:
         return [*chain.from_iterable(read), *chain.from_iterable(self._contents)]
 
     def _sized_now(self) -> list[int]:
-        return [*map(len, self._grown), *map(len, self._contents)]
+        return list(map(len, self._sized))
 
     def hold(self) -> bool:
         """Whether everything is as it was.
@@ -176,14 +183,14 @@ class Facts:
             now = [*chain.from_iterable([read(owner) for read, owner in self._reads]),
                    *chain.from_iterable(self._contents)]  # fmt: skip
             return (
-                [*map(len, self._grown), *map(len, self._contents)] == self._sizes
+                list(map(len, self._sized)) == self._sizes
                 and (all(map(is_, now, self._expected)) or self._is_alike(now))
                 and [*chain.from_iterable(self._grown)] == self._keys  # one that appears may hide one of the class
                 and list(map(type, self._typed)) == self._kinds
                 and list(map(_FORWARD, self._owns)) == self._forwards
                 and not any(self._empty)
-                and list(map(_KIND, tensors)) == self._weighed
-                and list(map(_shape, tensors)) == self._shapes
+                and list(map(self._kind, tensors)) == self._weighed
+                and list(map(type, tensors)) == self._types
                 and len(set(map(id, tensors))) == self._distinct
                 and (self._distinct == len(tensors) or _numbered(tensors) == self._same_tensors)
                 and all([scope[name] is None for scope, name in self._none])
@@ -277,7 +284,11 @@ class Facts:
         self._copies.append(copy)
         if isinstance(live, dict):
             kind = collections.OrderedDict if isinstance(live, collections.OrderedDict) else dict
-            self._contents += [kind.keys(live), kind.values(live)]
+            if all(type(key) is str for key in live):
+                self._grown.append(kind.keys(live))
+            else:
+                self._contents.append(kind.keys(live))
+            self._contents.append(kind.values(live))
         else:
             self._contents.append(live)
         if len(self._live) + len(self._reads) > MOST:
@@ -299,12 +310,12 @@ class Facts:
                 if tensor is not None and (scope is flat or name not in flat):
                     self._tensors.append((own if scope is flat else scope, name))
                     kind = nn.Parameter if scope is flat else type(tensor)
-                    specs[name] = (name, tuple(_shape(tensor)), _KIND(tensor), kind)
+                    specs[name] = (name, _kind_here(tensor), kind)
         for name, value in own.items():
             if isinstance(value, Tensor) and name not in flat:
                 self._attributes.append((own, name))
                 if self._code.reads(name):
-                    specs[name] = (name, "an attribute", tuple(value.shape), _KIND(value), type(value))
+                    specs[name] = (name, "an attribute", _KIND(value), type(value))
         hooks = [self._freeze(hook, 1) for name in HOOKS for hook in own.get(name, {}).values()]
         children = [(name, self._places.get(id(child))) for name, child in children_of(part).items()]
         training = None
@@ -327,10 +338,11 @@ class Facts:
         own = vars(cls)
         wanted = self._code.reads if cls is not nn.Module else self._code.mentioned.__contains__
         names = [name for name in own if name in _CALLED or (wanted(name) and not name.startswith("__"))]
-        self._watch_names(cls, own)
         found = self._named(cls, names, own, 0)
         if not _is_users(cls):
+            self._counted.append(own)
             return (_Same(cls), found)
+        self._watch_names(cls, own)
         return (_Same(cls), found, self._of_specials(cls, 0), self._of_metaclass(cls, 0))
 
     def _of_metaclass(self, cls: type, depth: int) -> Any:
@@ -353,9 +365,9 @@ class Facts:
         return self._named(scope, [name for name in known if name not in skip], scope, depth)
 
     def _of_globals(self, scope: dict[str, Any]) -> Any:
-        names = self._code.mentioned.intersection(scope) - _FILE
-        missing = self._code.mentioned.difference(scope, vars(builtins))
-        self._asks.append(functools.partial(scope.keys().isdisjoint, missing))  # a global that appears
+        names = self._code.globals.intersection(scope) - _FILE
+        if missing := self._code.globals.difference(scope, vars(builtins)):
+            self._asks.append(functools.partial(scope.keys().isdisjoint, missing))  # a global that appears
         return self._named(scope, list(names), scope, 0)
 
     def _of_path(self, scope: int, root: str, path: str) -> Any:
@@ -364,7 +376,7 @@ class Facts:
         if not isinstance(module, types.ModuleType) or _is_users(module):
             return ()
         if not path:
-            return self._of_library(module)
+            return self._of_library(vars(module), self._code.mentioned)
         try:
             value = attrgetter(path)(module)
         except AttributeError:  # the code caught it, or did not get there
@@ -373,7 +385,7 @@ class Facts:
             return ()
         self._watch(attrgetter(path, path), module, module, ())
         if isinstance(value, types.ModuleType) and not _is_users(value):
-            return self._of_library(value)
+            return self._of_library(vars(value), self._code.mentioned)
         return (path, self._held(path, value, 0))
 
     def _named(self, owner: Any, names: list[str], scope: Mapping[str, Any], depth: int) -> Any:
@@ -390,10 +402,9 @@ class Facts:
             error.names.insert(0, name)
             raise
 
-    def _of_library(self, library: types.ModuleType) -> Any:
+    def _of_library(self, scope: dict[str, Any], read: set[str]) -> Any:
         """PyTorch's functions and Python's, which someone may replace."""
-        scope = vars(library)
-        names = sorted(self._code.mentioned.intersection(scope))
+        names = sorted(read.intersection(scope))
         if not names:
             return ()
         self._read(names, scope)
@@ -401,12 +412,9 @@ class Facts:
 
     def _of_tensors(self) -> Any:
         """The methods of tensors, which someone may replace or add to."""
-        names = sorted(name for name in self._code.mentioned if getattr(Tensor, name, _MISSING) is not _MISSING
-                       and getattr(Tensor, name) is getattr(Tensor, name))  # fmt: skip
-        if not names:
-            return ()
-        self._watch(attrgetter(*names, names[-1]), Tensor, Tensor, ())
-        return tuple([self._held(name, getattr(Tensor, name), 0) for name in names])
+        own = vars(Tensor)
+        self._counted.append(own)
+        return (len(own), self._named(Tensor, list(self._code.mentioned.intersection(own)), own, 0))
 
     def _freeze(self, value: Any, depth: int) -> Any:
         """``value`` as something to compare; what it holds is watched from now on."""
@@ -607,9 +615,9 @@ def _now(owner: Any, name: str) -> Any:
         return _MISSING
 
 
-def _shape(tensor: Tensor) -> Any:
-    """Its whole shape, where DeepSpeed keeps a part of it here."""
-    return tensor.ds_shape if hasattr(tensor, "ds_shape") else tensor.shape
+def _kind_here(tensor: Tensor) -> Any:
+    """The same with its whole shape, where DeepSpeed keeps a part of it here."""
+    return (tensor.dtype, tensor.requires_grad, getattr(tensor, "ds_shape", tensor.shape))
 
 
 def _numbered(values: Sequence[Any]) -> list[int]:

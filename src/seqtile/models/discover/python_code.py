@@ -51,6 +51,7 @@ _HARMLESS = {"is_compiling", "is_dynamo_compiling", "is_exporting", "is_scriptin
 _NAMESPACES = {"globals", "eval", "exec", "__import__"}
 _ANYWHERE = {"currentframe", "_getframe", "__globals__", "f_globals", "import_module"}
 _THREADS_OWN = {"is_inference_mode_enabled", "is_inference"}
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
 _STORES = {dis.opmap[name] for name in ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF",
                                       "DELETE_DEREF")}  # fmt: skip
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
@@ -81,6 +82,7 @@ class Code:
         imported: what such code imports while it runs.
         scopes: the global variables of that code.
         paths: what such code reads of its globals, as (scope, name, attributes): ``torch.backends.cudnn.enabled``.
+        globals: the globals and built-in names that it reads.
         stored: the attributes and globals that the code sets.
         sets_any: whether it may set others too.
         questions: the functions that tell how the process is set, and what they told the code.
@@ -94,6 +96,7 @@ class Code:
         self.dynamic = False
         self.scopes: dict[int, dict[str, Any]] = {}
         self.paths: set[tuple[int, str, str]] = set()
+        self.globals: set[str] = set()
         self.stored: set[str] = {"training"}
         self.sets_any = False
         self.questions: dict[Callable[[], Any], Any] = {}
@@ -206,14 +209,17 @@ class Code:
         self._seen.add(code)
         names = {*code.co_names, *code.co_freevars}
         strange = is_strange(code, scope)
-        steps = list(dis.get_instructions(code)) if strange else []
+        steps = _steps(code)
+        self.globals.update(step.argval for step in steps if step.opname in _GLOBALS)
         if not _DYNAMIC.isdisjoint(names):  # libraries that we know spell out what they look up
             names.update(constant for constant in code.co_consts if isinstance(constant, str))
+            self.globals |= names
             known = kind != "user" or _package_of(code.co_filename) in KNOWN_LIBRARIES
             self.dynamic |= not known and not (_DYNAMIC & names <= _BY_NAME and _are_spelled_out(steps))
         self.mentioned |= names
-        self.stored |= _stored(code)
-        self.sets_any |= not _SETTERS.isdisjoint(names)
+        self.stored.update("cell_contents" if step.opname.endswith("DEREF") else step.argval  # a closure's variable
+                           for step in steps if step.opcode in _STORES)  # fmt: skip
+        self.sets_any |= kind == "user" and not _SETTERS.isdisjoint(names)
         if strange:
             self.strangers |= names
             self.dynamic |= any(step.opname == "MATCH_CLASS" for step in steps)
@@ -227,7 +233,7 @@ class Code:
 
     def same_reading(self) -> tuple[Any, ...]:
         """The same for code that reads the same names."""
-        sets = (self.mentioned, self.strangers, self.imported, self.scopes, self.paths)
+        sets = (self.mentioned, self.globals, self.strangers, self.imported, self.scopes, self.paths)
         return (self.dynamic, *map(frozenset, sets), frozenset(self.questions.items()))
 
     def ran(self, function: Any) -> bool:
@@ -281,17 +287,22 @@ def _refused(code: types.CodeType) -> str:
 
 
 def _globals_of(code: types.CodeType) -> set[str]:
-    return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return {step.argval for step in _steps(code) if step.opname in _GLOBALS}
 
 
-def _imports(steps: list[dis.Instruction], scope: dict[str, Any]) -> Iterator[str]:
+@functools.lru_cache(4096)
+def _steps(code: types.CodeType) -> tuple[dis.Instruction, ...]:
+    return tuple(dis.get_instructions(code))
+
+
+def _imports(steps: Sequence[dis.Instruction], scope: dict[str, Any]) -> Iterator[str]:
     """The modules that it imports while it runs, as ``sys.modules`` may call them."""
     for step in steps:
         if step.opname == "IMPORT_NAME":
             yield from (step.argval, f"{scope.get('__package__')}.{step.argval}")
 
 
-def _paths(steps: list[dis.Instruction]) -> Iterator[tuple[str, str]]:
+def _paths(steps: Sequence[dis.Instruction]) -> Iterator[tuple[str, str]]:
     """The globals that it reads, each with the attributes that it reads of it: ``("torch", "backends.cudnn")``."""
     root, path = "", list[str]()
     for step in steps:
@@ -300,24 +311,16 @@ def _paths(steps: list[dis.Instruction]) -> Iterator[tuple[str, str]]:
             continue
         if root:
             yield root, ".".join(path)
-        root, path = (step.argval, []) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ("", [])
+        root, path = (step.argval, []) if step.opname in _GLOBALS else ("", [])
 
 
-def _stored(code: types.CodeType) -> set[str]:
-    """The names of attributes and globals that it sets; a closure's variable is an attribute of its cell."""
-    if _STORES.isdisjoint(code.co_code[::2]):
-        return set()
-    steps = [step for step in dis.get_instructions(code) if step.opcode in _STORES]
-    return {"cell_contents" if step.opname.endswith("DEREF") else step.argval for step in steps}
-
-
-def _are_spelled_out(steps: list[dis.Instruction]) -> bool:
+def _are_spelled_out(steps: Sequence[dis.Instruction]) -> bool:
     """Whether each ``getattr`` and ``hasattr`` names its attribute in the code."""
     places = [number for number, step in enumerate(steps) if step.argval in _BY_NAME and step.opname != "LOAD_CONST"]
     return all(steps[number].opname == "LOAD_GLOBAL" and _names_its_second(steps[number + 1 :]) for number in places)
 
 
-def _names_its_second(steps: list[dis.Instruction]) -> bool:
+def _names_its_second(steps: Sequence[dis.Instruction]) -> bool:
     """Whether the second argument of the call that these steps prepare is a string in the code."""
     depth, named = 0, False
     for before, step in zip([None, *steps], steps, strict=False):
