@@ -97,7 +97,7 @@ MOST, MOST_VALUES = 512, 64
 """Most kinds of chains whose proofs are remembered, and most proofs of one kind."""
 
 _renewed: dict[int, dict[Mode, tuple[int, float]]] = {}
-"""How often each module was proven anew in a row, and when last."""
+"""How often each module was proven again in a row, and when last."""
 
 MOST_CHANGES, PAUSE = 32, 60.0
 """Most proofs of one module in one mode in a row, and the seconds after which another is not in a row."""
