@@ -144,7 +144,7 @@ class Installed:
         """What is known of ``chain`` in this mode: what was known at its last call, if all of it still holds.
 
         Cost:
-            Where it does, some 25 µs for a plain MLP with its norm, 40 µs with adapters (21 and 27 Python calls); where
+            Where it does, some 30 µs for a plain MLP with its norm, 60 µs with adapters (21 and 27 Python calls); where
             it does not, see :func:`seqtile.models.discover.proof.prove`.
         """
         known = self._proofs.get(mode)
