@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import random
 import sys
 import threading
@@ -24,6 +25,10 @@ from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.proof import Mode, Proof, prove
 
 D = 8
+
+
+LOGGER = logging.getLogger("seqtile.tests.trace")
+LOGGER.draw = functools.partial(random.random)  # type: ignore[attr-defined]  # a logger's attributes are not watched
 
 
 class Block(nn.Module):
@@ -229,7 +234,7 @@ CHANGES: dict[str, Callable[[Any, Tensor], object]] = {
     "a buffer by name": lambda m, h: setattr(m, "kept", m.kept * 0.9),
     "a weight": lambda m, h: m.up.weight.data.mul_(0.9),
     "Python's generator": lambda m, h: random.random(),
-    "Python's generator, unseen": lambda m, h: functools.partial(random.random)(),
+    "Python's generator, unseen": lambda m, h: LOGGER.draw(),  # type: ignore[attr-defined]
     "NumPy's generator": lambda m, h: np.random.rand(),
     "its input": lambda m, h: h.mul_(2),
 }
@@ -486,7 +491,10 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None
         lambda: test_what_mixes_tokens_is_not_proven("a single token"),
     ),
     "states are not compared": (
-        lambda m: (m.setattr(views.Views, "changed", lambda self: ""), m.setattr(facts.Facts, "restore", lambda s: "")),
+        lambda m: (
+            m.setattr(views.Views, "changed", lambda self: ""),
+            m.setattr(facts.Facts, "restore", lambda *s: ""),
+        ),
         lambda: test_a_state_is_seen_and_left_as_it_was("a number"),
     ),
     "generators are not compared": (

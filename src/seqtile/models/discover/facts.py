@@ -7,18 +7,20 @@ closures and defaults of that code are remembered, with what dictionaries, lists
 from __future__ import annotations
 
 import builtins
+import collections
 import enum
 import functools
-import inspect
+import io
 import logging
 import re
 import sys
 import threading
 import types
+import typing
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import starmap
-from operator import attrgetter, call, getitem, itemgetter, methodcaller
+from itertools import chain, starmap
+from operator import attrgetter, call, getitem, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -45,12 +47,13 @@ from seqtile.models.discover.sizes import Untraceable
 
 _FORWARD = methodcaller("get", "forward")
 _PLAIN = (
-    bool, int, float, complex, str, bytes, slice, range, type(None), type(...), torch.dtype, torch.device, torch.Size,
+    bool, int, float, complex, str, bytes, range, type(None), type(...), type(NotImplemented), torch.dtype,
+    torch.device, torch.Size,
 )  # fmt: skip
 _FIXED = (
     types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.ClassMethodDescriptorType, re.Pattern, AbcData, OpOverload,
-    OpOverloadPacket, logging.Logger, enum.Enum,
+    OpOverloadPacket, logging.Logger, io.IOBase, torch.memory_format, torch.layout, torch.qscheme,
 )  # fmt: skip
 """Types of objects that cannot change, or whose changes change no result."""
 
@@ -61,7 +64,9 @@ MOST, LARGEST, DEEPEST = 500, 10_000, 8
 """Most things that a proof may rest on, entries of a container among them, and objects one inside another."""
 
 _MISSING = object()
-_KIND, _OWN = attrgetter("dtype", "requires_grad"), attrgetter("__dict__")
+_KIND, _OWN = attrgetter("dtype", "requires_grad", "shape"), attrgetter("__dict__")
+_CALLED = {"forward", "__getattr__", "__getattribute__", *(name for name in vars(nn.Module) if "call" in name)}
+"""What calling a module runs, and reading one of its attributes, though no code names it."""
 
 
 class _Unseen(Untraceable):
@@ -95,12 +100,17 @@ class Facts:
             raise Untraceable(code.refused)
         self._code = code
         self._known = code.names
-        self._reads: list[tuple[Callable[[Any], Any], Any]] = []
-        self._names: list[tuple[str, ...]] = []
-        self._expected: list[Any] = []
+        self._reads: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
+        self._names: list[tuple[Any, tuple[str, ...]]] = []
+        self._values: list[tuple[Any, ...]] = []
+        self._asks: list[Callable[[], Any]] = []
+        self._grown: list[Any] = []
+        self._counted: list[Any] = []
         self._live: list[Any] = []
         self._copies: list[Any] = []
+        self._contents: list[Any] = []
         self._empty: list[Any] = []
+        self._none: list[tuple[dict[str, Any], str]] = []
         self._grow: list[tuple[Any, Mapping[str, Any], frozenset[str]]] = []
         self._typed: list[Any] = []
         self._arrays: list[tuple[Any, Any]] = []
@@ -115,44 +125,86 @@ class Facts:
             self._contain(hooks, hooks.copy())
         for part in tree:
             frozen.append(self._of_module(part))
-        for cls in dict.fromkeys(type(part) for part in tree):
+        for cls in dict.fromkeys(base for part in tree for base in type(part).__mro__[:-1]):
             frozen.append(self._of_class(cls))
         frozen += [self._freeze(function, 1) for function in functions]
         for scope in code.scopes.values():
             frozen.append(self._of_globals(scope))
-        frozen += [self._of_library(vars(library)) for library in (F, torch)]
-        frozen += [self._of_owner(sys.modules[name], 0) for name in sorted(code.imported) if name in sys.modules
-                   and _is_users(sys.modules[name]) and id(vars(sys.modules[name])) not in code.scopes]  # fmt: skip
-        self.frozen = frozen
-        self._weighed = [_KIND(scope[name]) for scope, name in self._tensors]
+        frozen += [self._of_library(vars(library), code.mentioned) for library in (F, torch)]
+        frozen.append(self._of_library(vars(builtins), code.globals))
+        frozen.append(self._of_tensors())
+        imported = [sys.modules[name] for name in sorted(code.imported) if name in sys.modules]
+        frozen += [self._of_owner(module, 0) if _is_users(module) else self._of_library(vars(module), code.mentioned)
+                   for module in imported if id(vars(module)) not in code.scopes]  # fmt: skip
+        frozen += [self._of_path(*path) for path in sorted(code.paths)]
+        for question, answer in code.questions.items():
+            if question() != answer:
+                raise Untraceable(f"it calls {question.__name__} of PyTorch, which a trace answers otherwise")
+            self._asks.append(question)
+        self.frozen = [frozen, *code.questions.items()]
+        everything = [*self._tensors, *self._attributes]
+        self._same_tensors = _numbered([scope[name] for scope, name in everything])
+        self.frozen.append(self._same_tensors)
+        self._distinct = len(set(self._same_tensors))
+        self._everything = everything
+        tensors = [scope[name] for scope, name in everything]
+        self._kind = _kind_here if any(hasattr(one, "ds_shape") for one in tensors) else _KIND
+        self._weighed, self._types = list(map(self._kind, tensors)), list(map(type, tensors))
         self._weights = self._tensors if code.strangers else []
         if name := next((name for scope, key in self._weights for name in self.reads_of(scope[key])), ""):
             raise Untraceable(f"it reads {name}, an attribute of a weight")
         self._typed += tree
         self._owns = [part.__dict__ for part in tree]
-        self._grown: list[Mapping[str, Any]] = [*self._owns, *(own for _, own, _ in self._grow)]
-        self._sizes = list(map(len, self._grown))
+        self._grown += [own for _, own, _ in self._grow]
+        self._grown += [part.__dict__ for part in tree if _is_users(type(part))]
+        self._counted += [part.__dict__ for part in tree if not _is_users(type(part))]
+        self._counted += [scope for part in tree for scope in (parameters_of(part), buffers_of(part))]
+        self._sized = [*self._grown, *self._counted, *self._contents]
         self._kinds, self._forwards = list(map(type, self._typed)), list(map(_FORWARD, self._owns))
+        self._expected, self._sizes, self._keys = self._read_now(), self._sized_now(), list(chain(*self._grown))
+        self._answers = [ask() for ask in self._asks]
+
+    def _read_now(self) -> list[Any]:
+        """Every value that is watched, one after another."""
+        return [*chain.from_iterable(starmap(call, self._reads)), *chain.from_iterable(self._contents)]
+
+    def _sized_now(self) -> list[int]:
+        return list(map(len, self._sized))
 
     def hold(self) -> bool:
         """Whether everything is as it was.
 
         Cost:
-            One Python call, some 15 µs for a plain MLP with its norm, 30 µs with adapters.
+            One Python call, some 20 µs for a plain MLP with its norm, 50 µs with adapters.
         """
         try:
+            tensors: list[Any] = list(starmap(getitem, self._everything))
+            absent: list[Any] = list(starmap(getitem, self._none))
+            now = [*chain.from_iterable(starmap(call, self._reads)), *chain.from_iterable(self._contents)]
             return (
-                self._live == self._copies
+                list(map(len, self._sized)) == self._sizes
+                and (all(map(is_, now, self._expected)) or self._is_alike(now))
+                and [*chain.from_iterable(self._grown)] == self._keys  # one that appears may hide one of the class
                 and list(map(type, self._typed)) == self._kinds
-                and list(map(len, self._grown)) == self._sizes  # an attribute that appears may hide one of the class
                 and list(map(_FORWARD, self._owns)) == self._forwards
                 and not any(self._empty)
-                and list(starmap(call, self._reads)) == self._expected
-                and list(map(_KIND, starmap(getitem, self._tensors))) == self._weighed
+                and list(map(self._kind, tensors)) == self._weighed
+                and list(map(type, tensors)) == self._types
+                and len(set(map(id, tensors))) == self._distinct
+                and (self._distinct == len(tensors) or _numbered(tensors) == self._same_tensors)
+                and absent.count(None) == len(absent)
+                and list(map(call, self._asks)) == self._answers
                 and (not any(map(_OWN, starmap(getitem, self._weights))) or not self._marked())
             )
         except (AttributeError, KeyError, ValueError, RuntimeError):  # something is gone, or a tensor came in
             return False
+
+    def _is_alike(self, now: list[Any]) -> bool:
+        """Whether these are the values that are watched, or plain ones that are equal to the last bit."""
+        if len(now) != len(self._expected) or not all(map(_same, now, self._expected)):
+            return False
+        self._expected = now
+        return True
 
     def _marked(self) -> bool:
         """Whether the code may read an attribute that someone gave to a weight."""
@@ -172,11 +224,15 @@ class Facts:
                 found.append((name, one, -1 if one.is_inference() else version_of(one)))
         return found
 
-    def restore(self) -> str:
-        """Put back what has changed; what it was, "" for nothing."""
+    def restore(self, ran: Code | None = None) -> str:
+        """Put back what has changed; what it was, "" for nothing.
+
+        Args:
+            ran: the code that may have changed it; an attribute that it never sets is another thread's to change.
+        """
         changed = ""
         for live, copy in zip(self._live, self._copies, strict=True):
-            if not _same(live, copy):
+            if not _holds_the_same(live, copy):
                 changed = changed or "something that it keeps"
                 if isinstance(live, list):
                     live[:] = copy
@@ -192,36 +248,52 @@ class Facts:
                 changed = changed or "an array that it keeps"
                 array[...] = content
         for owner, own, former in self._grow:
-            for name in [name for name in own if name not in former]:
+            new = own.keys() - former - {"__annotations__"}  # which Python makes where someone asks for it
+            for name in [name for name in new if ran is None or ran.sets(name)]:
                 changed = changed or name
                 _put(own if isinstance(own, dict) else owner, name, _MISSING)
-        for (read, owner), names, expected in zip(self._reads, self._names, self._expected, strict=True):
-            if not names or _same(_now(read, owner), expected):
-                continue
-            for name, value in zip(names, expected if len(names) > 1 else (expected,), strict=True):
-                now = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, _MISSING)
-                if not _same(now, value):
-                    changed = changed or name
-                    _put(owner, name, value)
+        for (owner, names), expected in zip(self._names, self._values, strict=True):
+            for name, value in zip(names, expected, strict=True):
+                if _holds_the_same(_now(owner, name), value) or (ran is not None and not ran.sets(name)):
+                    continue
+                changed = changed or name
+                _put(owner, name, value)
         return changed
 
     def _read(self, names: Sequence[str], owner: Any) -> None:
-        """Watch attributes of ``owner``, or entries of a dictionary."""
-        read = itemgetter(*names) if isinstance(owner, dict) else attrgetter(*names)
-        self._reads.append((read, owner))
-        self._names.append(tuple(names))
-        self._expected.append(read(owner))
+        """Watch attributes of an object, or entries of a dictionary or of a class."""
+        if isinstance(owner, (dict, type)):
+            scope = vars(owner) if isinstance(owner, type) else owner
+            self._watch(itemgetter(*names, names[-1]), scope, owner, names)  # twice, so that one is a tuple too
+        else:
+            self._watch(attrgetter(*names, names[-1]), owner, owner, names)
+
+    def _watch(self, read: Callable[[Any], tuple[Any, ...]], scope: Any, owner: Any, names: Sequence[str]) -> None:
+        self._reads.append((read, scope))
+        self._names.append((owner, tuple(names)))
+        self._values.append(read(scope)[: len(names)])
+        if len(self._live) + len(self._reads) > MOST:
+            raise Untraceable(f"it reads more than {MOST} things that may change")
 
     def _watch_names(self, owner: Any, own: Mapping[str, Any]) -> None:
         """Notice an attribute that appears."""
         self._grow.append((owner, own, frozenset(own)))
 
     def _contain(self, live: Any, copy: Any) -> None:
-        if isinstance(live, dict) and not live:
+        if type(live) in (dict, collections.OrderedDict) and not live:
             self._empty.append(live)
             return
         self._live.append(live)
         self._copies.append(copy)
+        if isinstance(live, dict):
+            kind = collections.OrderedDict if isinstance(live, collections.OrderedDict) else dict
+            if all(type(key) is str for key in live):
+                self._grown.append(kind.keys(live))
+            else:
+                self._contents.append(kind.keys(live))
+            self._contents.append(kind.values(live))
+        else:
+            self._contents.append(live)
         if len(self._live) + len(self._reads) > MOST:
             raise Untraceable(f"it reads more than {MOST} things that may change")
 
@@ -234,15 +306,19 @@ class Facts:
             hooks = own.get(name)
             if hooks is not None:
                 self._contain(hooks, type(hooks)(hooks))
-        specs = {}
+        specs: dict[str, Any] = {}
         flat = {name: value for name, value in own.items() if is_flat_view(value)}  # FSDP1's, instead of parameters
         for scope in (parameters_of(part), buffers_of(part), flat):
             for name, tensor in scope.items():
                 if tensor is not None and (scope is flat or name not in flat):
                     self._tensors.append((own if scope is flat else scope, name))
                     kind = nn.Parameter if scope is flat else type(tensor)
-                    specs[name] = (name, tuple(getattr(tensor, "ds_shape", tensor.shape)), _KIND(tensor), kind)
-        self._attributes += [(own, k) for k, value in own.items() if isinstance(value, Tensor) and k not in flat]
+                    specs[name] = (name, _kind_here(tensor), kind)
+        for name, value in own.items():
+            if isinstance(value, Tensor) and name not in flat:
+                self._attributes.append((own, name))
+                if self._code.reads(name):
+                    specs[name] = (name, "an attribute", _KIND(value), type(value))
         hooks = [self._freeze(hook, 1) for name in HOOKS for hook in own.get(name, {}).values()]
         children = [(name, self._places.get(id(child))) for name, child in children_of(part).items()]
         training = None
@@ -250,8 +326,10 @@ class Facts:
             training = own.get("training")
             self._read(["training"], own)
         named = self._of_scope(own, 0, skip=INTERNAL)
+        for scope in (parameters_of(part), buffers_of(part)):
+            self._none += [(scope, name) for name, tensor in scope.items() if tensor is None]
         weights = [specs[name] for name in sorted(specs)]
-        return (type(part), training, weights, children, hooks, named, self._forward(own))
+        return (_Same(type(part)), training, weights, children, hooks, named, self._forward(own))
 
     def _forward(self, own: dict[str, Any]) -> Any:
         forward = own.get("forward")
@@ -259,19 +337,30 @@ class Facts:
         return self._freeze(getattr(forward, "__func__", forward), 1)
 
     def _of_class(self, cls: type) -> Any:
+        """What the code reads of a module's class or of one that it is derived from, which ``super()`` may read."""
+        own = vars(cls)
+        wanted = self._code.reads if cls is not nn.Module else self._code.mentioned.__contains__
+        names = [name for name in own if name in _CALLED or (wanted(name) and not name.startswith("__"))]
+        found = self._named(cls, names, own, 0)
+        if not _is_users(cls):
+            self._counted.append(own)
+            return (_Same(cls), found)
+        self._watch_names(cls, own)
+        return (_Same(cls), found, self._of_specials(cls, 0), self._of_metaclass(cls, 0))
+
+    def _of_metaclass(self, cls: type, depth: int) -> Any:
+        return self._freeze(type(cls), depth) if _is_users(type(cls)) else ()
+
+    def _of_specials(self, cls: type, depth: int) -> Any:
+        """The methods of a class that its objects are used by: ``__call__``, ``__add__``, ``__float__``."""
+        own = vars(cls)
         names = [
-            name for base in cls.__mro__ if base not in (nn.Module, object) for name, value in vars(base).items()
-            if (self._code.reads(name) and not name.startswith("__")) or name == "forward"
-        ]  # fmt: skip
-        for base in cls.__mro__[:-1]:
-            if _is_users(base):
-                self._watch_names(base, vars(base))
-        names = sorted(set(names))
-        if not names:
-            return ()
-        self._read(names, cls)
-        values = [inspect.getattr_static(cls, name, None) for name in names]
-        return (cls, *[(name, self._freeze(value, 1)) for name, value in zip(names, values, strict=True)])
+            name for name in own if name.startswith("__") and name.endswith("__") and isinstance(own[name], _FUNCTIONS)
+        ]
+        if names:
+            self._read(names, cls)
+        return tuple([(name, self._held(name, own[name], depth) if self._code.ran(own[name]) else _Same(own[name]))
+                      for name in names])  # fmt: skip
 
     def _of_scope(self, scope: dict[str, Any], depth: int, skip: frozenset[str] = frozenset()) -> Any:
         """The values that the code reads by name in a dictionary of attributes."""
@@ -279,12 +368,28 @@ class Facts:
         return self._named(scope, [name for name in known if name not in skip], scope, depth)
 
     def _of_globals(self, scope: dict[str, Any]) -> Any:
-        names = self._code.mentioned.intersection(scope) - _FILE
-        missing = self._code.mentioned.difference(scope, vars(builtins))
-        self._reads.append((scope.keys().isdisjoint, missing))  # a global that appears
-        self._names.append(())
-        self._expected.append(True)
+        names = self._code.globals.intersection(scope) - _FILE
+        if missing := self._code.globals.difference(scope, vars(builtins)):
+            self._asks.append(functools.partial(scope.keys().isdisjoint, missing))  # a global that appears
         return self._named(scope, list(names), scope, 0)
+
+    def _of_path(self, scope: int, root: str, path: str) -> Any:
+        """What strange code reads of a library's module, which may be a setting of the process."""
+        module = self._code.scopes.get(scope, {}).get(root)
+        if not isinstance(module, types.ModuleType) or _is_users(module):
+            return ()
+        if not path:
+            return self._of_library(vars(module), self._code.mentioned)
+        try:
+            value = attrgetter(path)(module)
+        except AttributeError:  # the code caught it, or did not get there
+            return ()
+        if isinstance(value, Tensor):
+            return ()
+        self._watch(attrgetter(path, path), module, module, ())
+        if isinstance(value, types.ModuleType) and not _is_users(value):
+            return self._of_library(vars(value), self._code.mentioned)
+        return (path, self._held(path, value, 0))
 
     def _named(self, owner: Any, names: list[str], scope: Mapping[str, Any], depth: int) -> Any:
         """What is in ``scope`` under these names, read from ``owner``."""
@@ -300,21 +405,25 @@ class Facts:
             error.names.insert(0, name)
             raise
 
-    def _of_library(self, scope: dict[str, Any]) -> Any:
-        """PyTorch's functions, which someone may replace."""
-        names = sorted(self._code.mentioned.intersection(scope))
+    def _of_library(self, scope: dict[str, Any], read: set[str]) -> Any:
+        """PyTorch's functions and Python's, which someone may replace."""
+        names = sorted(read.intersection(scope))
         if not names:
             return ()
         self._read(names, scope)
-        others = [one for one in map(scope.get, names) if isinstance(one, types.FunctionType)
-                  and not one.__code__.co_filename.startswith(TORCH)]  # fmt: skip
-        return (self._expected[-1], *[self._freeze(one, 1) for one in others])
+        return tuple([self._held(name, scope[name], 0) for name in names])
+
+    def _of_tensors(self) -> Any:
+        """The methods of tensors, which someone may replace or add to."""
+        own = vars(Tensor)
+        self._counted.append(own)
+        return (len(own), self._named(Tensor, list(self._code.mentioned.intersection(own)), own, 0))
 
     def _freeze(self, value: Any, depth: int) -> Any:
         """``value`` as something to compare; what it holds is watched from now on."""
         kind = type(value)
         if kind in _PLAIN:
-            return (kind, repr(value) if kind is float else value)
+            return (kind, repr(value))
         if id(value) in self._places:
             return ("known", self._places[id(value)])
         if isinstance(value, Tensor):
@@ -323,11 +432,15 @@ class Facts:
             return _Same(value)
         if isinstance(value, _SCRIPTS):
             raise Untraceable(_NO_SCRIPT)
+        if kind is slice:
+            return (kind, *[self._freeze(one, depth + 1) for one in (value.start, value.stop, value.step)])
         if isinstance(value, (type, types.ModuleType)):
             if _is_users(value) and id(vars(value)) not in self._code.scopes:
                 self._know(value)
                 return (_Same(value), self._of_owner(value, depth))
             return _Same(value)
+        if isinstance(value, enum.Enum):
+            return (_Same(value), self._of_member(value, depth))
         if isinstance(value, types.FunctionType):
             return self._of_function(value, depth)
         if depth > DEEPEST or kind in weakref.ProxyTypes or isinstance(value, threading.local):
@@ -336,9 +449,9 @@ class Facts:
             held = value.__self__
             if held is None or isinstance(held, (type, types.ModuleType)):
                 return _Same(value)
-            return (kind, value.__name__, self._freeze(held, depth + 1))
+            return (_Same(kind), value.__name__, self._freeze(held, depth + 1))
         if isinstance(value, types.MethodType):
-            return (kind, self._freeze(value.__func__, depth + 1), self._freeze(value.__self__, depth + 1))
+            return (_Same(kind), self._freeze(value.__func__, depth + 1), self._freeze(value.__self__, depth + 1))
         if isinstance(value, weakref.ref):
             return (kind, self._freeze(value(), depth + 1))
         if isinstance(value, property):
@@ -353,6 +466,8 @@ class Facts:
         if kind.__module__ == "numpy" and hasattr(value, "tobytes") and value.size < 2**16:
             return self._of_array(value)
         self._know(value)
+        if _keeps_more(kind):  # type: ignore[arg-type]  # a class is hashable
+            raise _Unseen(kind.__name__)
         if isinstance(value, (list, tuple, set, frozenset, dict)):
             return self._of_container(value, depth)
         if isinstance(value, functools.partial):
@@ -360,7 +475,7 @@ class Facts:
             return (kind, *[self._freeze(one, depth + 1) for one in held], self._of_object(value, depth))
         if type(getattr(value, "__dict__", None)) is dict or slots_of(kind) or isinstance(value, _PLAIN):
             plain = repr(value) if isinstance(value, _PLAIN) else ""
-            return (kind, plain, self._of_object(value, depth))
+            return (_Same(kind), plain, self._of_object(value, depth))
         raise _Unseen(kind.__name__)
 
     def _know(self, value: Any) -> None:
@@ -369,15 +484,24 @@ class Facts:
         self._alive.append(value)
 
     def _of_array(self, value: Any) -> Any:
-        self._reads.append((_bytes_of, value))
-        self._names.append(())
-        self._expected.append(value.tobytes())
+        if value.dtype.hasobject:
+            raise _Unseen("NumPy array of objects")
+        self._asks.append(value.tobytes)
         if hasattr(value, "setflags") and value.flags.writeable:
             self._arrays.append((value, value.copy()))
-        return (type(value), value.tobytes())
+        return (type(value), value.dtype.str, value.shape, value.tobytes())
+
+    def _of_member(self, value: enum.Enum, depth: int) -> Any:
+        """What a member of an enumeration holds, which may be a list."""
+        self._know(value)
+        own = vars(value)
+        held = self._named(own, [name for name in own if name != "__objclass__"], own, depth)
+        return (held, *[self._freeze(base, depth) for base in type(value).__mro__[:-1] if _is_users(base)])
 
     def _of_container(self, value: Any, depth: int) -> Any:
         kind = type(value)
+        if kind.__iter__ not in _ITERATORS:
+            raise _Unseen(kind.__name__)
         if not isinstance(value, (tuple, frozenset)):
             self._contain(value, kind(value) if kind in (list, set, dict) else value.copy())
         if len(value) > LARGEST:
@@ -389,7 +513,7 @@ class Facts:
         items = list(value.items()) if isinstance(value, dict) else list(value)
         items = sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
         more = () if kind in (list, tuple, set, frozenset, dict) else self._of_object(value, depth)
-        return (kind, more, *[self._freeze(item, depth + 1) for item in items])
+        return (_Same(kind), more, *[self._freeze(item, depth + 1) for item in items])
 
     def _of_object(self, value: Any, depth: int) -> Any:
         """Its attributes, by instance, slot and class."""
@@ -399,15 +523,15 @@ class Facts:
         if type(own) is dict:
             inside = isinstance(value, nn.Module)
             self._watch_names(value, own)
-            found.append(self._of_scope(own, depth, INTERNAL - {"training"} if inside else frozenset()))
+            if issubclass(kind, types.SimpleNamespace):  # written in C: it reads all of them
+                found.append(self._named(own, list(own), own, depth))
+            else:
+                found.append(self._of_scope(own, depth, INTERNAL - {"training"} if inside else frozenset()))
             if inside:
                 self._contain(children_of(value), dict(children_of(value)))
                 found.append(self._of_scope(children_of(value), depth))
         if slots := [name for name in slots_of(kind) if self._known is None or name in self._known]:
-            read = functools.partial(_read_slots, slots)
-            self._reads.append((read, value))
-            self._names.append(tuple(slots))
-            self._expected.append(read(value))
+            self._watch(functools.partial(_read_slots, slots), value, value, slots)
             held = {name: getattr(value, name, _MISSING) for name in slots}
             found += [(name, self._held(name, one, depth)) for name, one in held.items() if one is not _MISSING]
         for base in kind.__mro__[:-1]:
@@ -423,7 +547,10 @@ class Facts:
         rest = [name for name in names if name not in self._code.mentioned and self._known is None
                 and not isinstance(scope[name], (Tensor, type, types.ModuleType, *_FUNCTIONS))]  # fmt: skip
         self._watch_names(owner, scope)
-        return self._named(owner, read + rest, scope, depth)
+        found = self._named(owner, read + rest, scope, depth)
+        if not isinstance(owner, type):
+            return found
+        return (found, self._of_specials(owner, depth), self._of_metaclass(owner, depth))
 
     def _of_function(self, function: types.FunctionType, depth: int) -> Any:
         if function.__code__.co_filename.startswith(TORCH):
@@ -449,40 +576,76 @@ class Facts:
         return (_Same(function.__code__), tuple(cells), defaults, named, own)
 
 
-def _bytes_of(array: Any) -> bytes:
-    return array.tobytes()  # type: ignore[no-any-return]
-
-
 class _Same:
-    """Compares by identity."""
+    """Compares by identity, and keeps nothing alive: a proof outlives the classes and functions that it is of."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self._value: Callable[[], Any]
+        try:
+            self._value = weakref.ref(value)
+        except TypeError:
+            self._value = functools.partial(_itself, value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        value = self._value()
+        return isinstance(other, _Same) and value is not None and other._value() is value
 
     __hash__ = None  # type: ignore[assignment]
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
 def _same(one: Any, other: Any) -> bool:
-    try:
-        return one is other or bool(one == other)
-    except Exception:  # noqa: BLE001 - tensors and arrays, among others
+    """Whether two values are one, or plain and equal to the last bit."""
+    return one is other or (type(one) is type(other) and type(one) in _PLAIN and repr(one) == repr(other))
+
+
+def _holds_the_same(one: Any, other: Any) -> bool:
+    """The same, and for what holds values too."""
+    if _same(one, other):
+        return True
+    if type(one) is not type(other) or not isinstance(one, (list, tuple, dict, set)):
         return False
+    if isinstance(one, set):
+        return bool(one == other)
+    pairs = (list(chain.from_iterable(held.items())) if isinstance(held, dict) else held for held in (one, other))
+    return len(one) == len(other) and all(map(_holds_the_same, *pairs))
 
 
-def _now(read: Callable[[Any], Any], owner: Any) -> Any:
+def _now(owner: Any, name: str) -> Any:
+    scope = vars(owner) if isinstance(owner, type) else owner
     try:
-        return read(owner)
-    except (AttributeError, KeyError, ValueError):
+        return scope.get(name, _MISSING) if isinstance(owner, (dict, type)) else getattr(owner, name, _MISSING)
+    except ValueError:  # an empty cell
         return _MISSING
+
+
+def _kind_here(tensor: Tensor) -> Any:
+    """The same with its whole shape, where DeepSpeed keeps a part of it here."""
+    return (tensor.dtype, tensor.requires_grad, getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _numbered(values: Sequence[Any]) -> list[int]:
+    """Each value as the place where it occurs first: who shares what with whom."""
+    places: dict[int, int] = {}
+    return [places.setdefault(id(value), number) for number, value in enumerate(values)]
+
+
+@functools.cache
+def _keeps_more(kind: type) -> bool:
+    """Whether its objects hold what is in none of their attributes: it is written in C, and no known container."""
+    return any(
+        isinstance(one, _IN_C) and one.__objclass__ is base
+        for base in kind.__mro__ if base not in _HOLDERS and not issubclass(base, BaseException)
+        for one in vars(base).values()
+    )  # fmt: skip
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
     """Set an attribute or entry as it was; take it away if it was not there."""
     if isinstance(owner, type):
-        owner = next((base for base in owner.__mro__ if name in vars(base)), owner)
         change: tuple[Callable[..., Any], Callable[..., Any]] = (type.__setattr__, type.__delattr__)
     elif isinstance(owner, dict):
         change = (dict.__setitem__, dict.__delitem__)
@@ -506,8 +669,7 @@ def slots_of(kind: type) -> list[str]:
 
 
 def _read_slots(names: Sequence[str], owner: Any) -> Any:
-    values = tuple([getattr(owner, name, _MISSING) for name in names])
-    return values if len(names) > 1 else values[0]
+    return tuple([getattr(owner, name, _MISSING) for name in names])
 
 
 def _is_users(value: Any) -> bool:
@@ -521,4 +683,12 @@ INTERNAL = frozenset(vars(nn.Module())).union(("forward", "extra_repr", REPLICAT
 
 _FILE = {"__builtins__", "__name__", "__file__", "__package__", "__spec__", "__loader__", "__path__"}
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, classmethod, staticmethod, property)
+_HOLDERS = (
+    object, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, collections.OrderedDict,
+    collections.defaultdict, functools.partial, types.SimpleNamespace, typing.Generic,
+)  # fmt: skip
+"""Types written in C of whose objects everything is watched."""
+
+_ITERATORS = {kind.__iter__ for kind in (list, tuple, set, frozenset, dict, collections.OrderedDict)}
+_IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _NO_SCRIPT = "it calls TorchScript, which cannot be followed"

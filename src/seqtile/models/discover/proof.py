@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import random
 import sys
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +29,7 @@ from seqtile.models.discover.trace import Graph, Tracer, in_a_thread
 from seqtile.models.discover.trial import probe
 
 
-def _switches() -> tuple[Any, ...]:
+def process_switches() -> tuple[Any, ...]:
     """What PyTorch keeps for the whole process, and code may ask for."""
     return (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
 
@@ -48,7 +50,7 @@ class Mode:
     device: torch.device
     autocast: torch.dtype | None = None
     gradients: bool = True
-    switches: tuple[Any, ...] = field(default_factory=_switches)
+    switches: tuple[Any, ...] = field(default_factory=process_switches)
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,18 @@ def for_training(model: nn.Module) -> Iterator[None]:
             module.training = False
 
 
-_proofs: OrderedDict[Any, list[tuple[Any, Code, Proof]]] = OrderedDict()
-MOST = 512
-"""Most kinds of chains whose proofs are remembered."""
+_Known = dict[Any, tuple[Code, list[tuple[Any, Proof]]]]
+"""Proofs by what their code reads: that code, and the proof for each set of values."""
+
+_proofs: OrderedDict[Any, _Known] = OrderedDict()
+MOST, MOST_VALUES = 512, 64
+"""Most kinds of chains whose proofs are remembered, and most proofs of one kind."""
+
+_renewed: dict[int, dict[Mode, tuple[int, float]]] = {}
+"""How often each module was proven again in a row, and when last."""
+
+MOST_CHANGES, PAUSE = 32, 60.0
+"""Most proofs of one module in one mode in a row, and the seconds after which another is not in a row."""
 
 
 def prove(chain: Chain, mode: Mode) -> tuple[Proof, Facts | None]:
@@ -99,19 +110,23 @@ def prove(chain: Chain, mode: Mode) -> tuple[Proof, Facts | None]:
         Where one is known for modules like these, some 100 µs; else 10 to 100 ms.
     """
     modules = chain.modules
-    tree = tuple(type(part) for module in modules for part in module.modules())
+    tree = tuple(weakref.ref(type(part), _forget) for module in modules for part in module.modules())
     key = (chain.key, tree, mode)
-    known = _proofs.setdefault(key, [])
+    known = _proofs.setdefault(key, {})
     _proofs.move_to_end(key)
     while len(_proofs) > MOST:
         _proofs.popitem(last=False)
-    for frozen, code, proof in known:
+    for code, proofs in list(known.values()):
         try:
             facts = Facts(modules, chain.functions, code)
         except Untraceable:
             continue
-        if facts.frozen == frozen:
-            return proof, facts
+        for frozen, proof in proofs:
+            if facts.frozen == frozen:
+                return proof, facts
+    if modules and _is_tiresome(modules[0], mode):
+        why = f"what its forward reads changed {MOST_CHANGES} times in a row, and each proof takes longer than a call"
+        return Proof(why, False, None, why), None
     code = Code()
     proof = in_a_thread(lambda: _prove(chain, mode, code))
     code.refused = ""  # the proof says it
@@ -121,10 +136,28 @@ def prove(chain: Chain, mode: Mode) -> tuple[Proof, Facts | None]:
         return Proof(str(error), False, None, str(error)), None
     if not code.mentioned:  # nothing ran, and so nothing is known of others
         return proof, facts
-    if len(known) >= 64:  # a value that changes all the time
+    if sum(len(proofs) for _, proofs in known.values()) >= MOST_VALUES:  # a value that changes all the time
         known.clear()
-    known.append((facts.frozen, code, proof))
+    known.setdefault(code.same_reading(), (code, []))[1].append((facts.frozen, proof))
     return proof, facts
+
+
+def _is_tiresome(module: nn.Module, mode: Mode) -> bool:
+    """Count a proof that no other will do for; whether there were too many of this module in this mode."""
+    if id(module) not in _renewed:
+        _renewed[id(module)] = {}
+        weakref.finalize(module, _renewed.pop, id(module), None).atexit = False
+    count, last = _renewed[id(module)].get(mode, (0, 0.0))
+    now = time.monotonic()
+    count = count + 1 if now - last < PAUSE else 1
+    _renewed[id(module)][mode] = (count, now)
+    return count > MOST_CHANGES
+
+
+def _forget(gone: weakref.ref[type]) -> None:
+    """Drop what is known of a class that is gone."""
+    for key in [key for key in list(_proofs) if gone in key[1]]:
+        del _proofs[key]
 
 
 def _prove(chain: Chain, mode: Mode, code: Code) -> Proof:

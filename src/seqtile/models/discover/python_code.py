@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,12 @@ import seqtile
 from seqtile._compat import HOOKS
 from seqtile.models.discover.sizes import Untraceable, noted
 
-TORCH = os.path.dirname(torch.__file__)
-_LAYERS = os.path.join(TORCH, "nn", "modules")
-_OURS = os.path.dirname(seqtile.__file__)
-_STANDARD = os.path.dirname(os.__file__)
+TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+"""PyTorch's folder, with the separator at its end: ``torchtune`` is another's."""
+
+_LAYERS = os.path.join(TORCH, "nn", "modules", "")
+_OURS = os.path.join(os.path.dirname(seqtile.__file__), "")
+_STANDARD = os.path.join(os.path.dirname(os.__file__), "")
 _NEEDED = ("typing_extensions", "sympy", "mpmath", "networkx", "numpy", "optree", "opt_einsum", "einops", "triton",
            "packaging")  # fmt: skip
 """Packages that PyTorch or Transformers call: their code belongs to whoever calls it, as that of Python does."""
@@ -30,19 +32,45 @@ _NEEDED = ("typing_extensions", "sympy", "mpmath", "networkx", "numpy", "optree"
 KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel")
 """Libraries that look attributes up by names which they spell out."""
 
-_DYNAMIC = {"getattr", "setattr", "hasattr", "vars", "__dict__", "globals", "locals", "eval", "exec", "attrgetter",
-            "methodcaller", "__getattribute__"}  # fmt: skip
+_BY_NAME = frozenset(("getattr", "setattr", "hasattr", "delattr"))
+_DYNAMIC = {*_BY_NAME, "vars", "dir", "__dict__", "globals", "locals", "eval", "exec", "attrgetter", "methodcaller",
+            "__getattribute__", "__getattr__", "__setattr__", "__getstate__", "__setstate__", "__reduce_ex__", "repr",
+            "ascii", "format", "format_map", "__repr__", "__format__"}  # fmt: skip
+"""Names of what reads or sets attributes that the code does not mention."""
+
+_QUESTIONS = ("get_", "is_", "are_", "has_")
+"""How the functions of PyTorch begin that tell how the process is set."""
+
+_IN_THE_MODE = {"is_grad_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype",
+                "get_autocast_gpu_dtype", "get_autocast_cpu_dtype"}  # fmt: skip
+"""Those whose answers a proof is for anyway."""
+
+_HARMLESS = {"is_compiling", "is_dynamo_compiling", "is_exporting", "is_scripting", "is_tracing", "is_available",
+             "current_device"}  # fmt: skip
+"""Those whose answers do not change."""
+
 _NAMESPACES = {"globals", "eval", "exec", "__import__"}
 _ANYWHERE = {"currentframe", "_getframe", "__globals__", "f_globals", "import_module"}
 _THREADS_OWN = {"is_inference_mode_enabled", "is_inference"}
 _SEEDS = {"manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all", "fork_rng", "setstate", "set_state"}
-_IMPORT, _IS = dis.opmap["IMPORT_NAME"], dis.opmap["IS_OP"]
+_IS = dis.opmap["IS_OP"]
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
+_STORES = {dis.opmap[name] for name in ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF",
+                                      "DELETE_DEREF")}  # fmt: skip
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+_SETTERS = {"setattr", "delattr", "__dict__", "vars", "globals", "locals", "eval", "exec", "__setattr__", "__delattr__",
+            "__setstate__", "__init__"}  # fmt: skip
+"""Names of what sets attributes that no instruction names."""
+
 _KNOWN_CALLS = frozenset(
     "builtins math cmath operator _operator itertools functools _functools collections _collections _abc typing "
     "_typing _warnings _weakref re _sre copy enum inspect types string _string contextlib "
     "_contextvars einops opt_einsum".split()
 )
 """Modules whose functions, written in C, return the same for the same arguments."""
+
+ANSWERS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+"""Types of what the process is set to."""
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
@@ -57,6 +85,11 @@ class Code:
         imported: what such code imports while it runs.
         in_backward: whether such code, or that of a library, runs in the backward.
         scopes: the global variables of that code.
+        paths: what such code reads of its globals, as (scope, name, attributes): ``torch.backends.cudnn.enabled``.
+        globals: the globals and built-in names that it reads.
+        stored: the attributes and globals that the code sets.
+        sets_any: whether it may set others too.
+        questions: the functions that tell how the process is set, and what they told the code.
         refused: why it cannot be followed, or "".
     """
 
@@ -66,8 +99,14 @@ class Code:
         self.imported: set[str] = set()
         self.dynamic = self.in_backward = False
         self.scopes: dict[int, dict[str, Any]] = {}
+        self.paths: set[tuple[int, str, str]] = set()
+        self.globals: set[str] = set()
+        self.stored: set[str] = {"training"}
+        self.sets_any = False
+        self.questions: dict[Callable[[], Any], Any] = {}
         self.refused = ""
         self._seen: set[types.CodeType] = set()
+        self._awaited: set[types.FrameType] = set()
 
     @classmethod
     def written(cls, modules: Sequence[nn.Module], functions: Sequence[Any]) -> Code:
@@ -115,6 +154,12 @@ class Code:
         """For ``sys.setprofile``."""
         kind = _kind_of(frame)
         if kind == "":
+            if event == "call":
+                self._hear(frame)
+            elif event == "return" and frame in self._awaited:
+                self._awaited.remove(frame)
+                if argument is not None:
+                    self._refuse(f"it calls {frame.f_code.co_name} of PyTorch, which may return anything")
             return
         if kind == "user":
             self.in_backward = self.in_backward or noted.in_backward
@@ -128,9 +173,43 @@ class Code:
             place = f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)})"
             called = getattr(argument, "__qualname__", argument)
             self._refuse(f"it calls {called} in {place}, which may return anything")
+        elif event == "c_call" and kind == "user" and is_strange(frame.f_code, frame.f_globals):
+            self._ask(getattr(argument, "__name__", ""), argument)
         elif event == "c_exception" and kind == "user" and _is_pytorchs(argument):  # whoever catches it may go on
             called = getattr(argument, "__name__", argument)
             self.refused = self.refused or f"{called} failed on a tensor without memory"
+
+    def _hear(self, frame: types.FrameType) -> None:
+        """See what a stranger asks PyTorch: a function that is given nothing tells how the process is set."""
+        code, caller = frame.f_code, frame.f_back
+        if code is nn.Module.__repr__.__code__:
+            self.dynamic = True
+        if caller is None or not is_strange(caller.f_code, caller.f_globals) or not code.co_filename.startswith(TORCH):
+            return
+        if any(value is not None for value in frame.f_locals.values()):
+            return
+        function = frame.f_globals.get(code.co_name)
+        if getattr(function, "__code__", None) is not code or code.co_name in _HARMLESS:
+            return
+        if not self._ask(code.co_name, function):
+            self._awaited.add(frame)
+
+    def _ask(self, name: str, function: Any) -> bool:
+        """Note a function that tells how the process is set, and its answer; whether it is one."""
+        module = getattr(function, "__module__", None) or ""
+        if not name.startswith(_QUESTIONS) or name in _HARMLESS or module.partition(".")[0] != "torch":
+            return False
+        if name not in _IN_THE_MODE:
+            try:
+                answer = function()
+            except TypeError:  # a question about its argument
+                return True
+            except Exception:  # noqa: BLE001 - whatever it raises where it cannot be told
+                answer = ...
+            if type(answer) not in ANSWERS:
+                self._refuse(f"it calls {name} of PyTorch, which may return anything")
+            self.questions[function] = answer
+        return True
 
     def _refuse(self, reason: str) -> None:
         self.refused = self.refused or reason  # the code that runs may swallow the error
@@ -140,18 +219,41 @@ class Code:
         self._seen.add(code)
         names = {*code.co_names, *code.co_freevars}
         strange = is_strange(code, scope)
+        steps = _steps(code)
+        self.globals.update(step.argval for step in steps if step.opname in _GLOBALS)
         if not _DYNAMIC.isdisjoint(names):  # libraries that we know spell out what they look up
             names.update(constant for constant in code.co_consts if isinstance(constant, str))
-            self.dynamic |= kind == "user" and _package_of(code.co_filename) not in KNOWN_LIBRARIES
+            self.globals |= names
+            known = kind != "user" or _package_of(code.co_filename) in KNOWN_LIBRARIES
+            self.dynamic |= not known and not (_DYNAMIC & names <= _BY_NAME and _are_spelled_out(steps))
         self.mentioned |= names
+        self.stored.update("cell_contents" if step.opname.endswith("DEREF") else step.argval  # a closure's variable
+                           for step in steps if step.opcode in _STORES)  # fmt: skip
+        self.sets_any |= kind == "user" and not _SETTERS.isdisjoint(names)
         if strange:
             self.strangers |= names
+            self.dynamic |= any(step.opname == "MATCH_CLASS" for step in steps)
+            self.paths.update((id(scope), root, path) for root, path in _paths(steps))
             if ran and (reason := _refused(code)):  # what is only named like something that runs may do anything
                 self._refuse(reason)
-            self.imported.update(_imports(code, scope))
+            self.imported.update(_imports(steps, scope))
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._see(constant, kind, scope, ran)
+
+    def same_reading(self) -> tuple[Any, ...]:
+        """The same for code that reads the same names."""
+        sets = (self.mentioned, self.globals, self.strangers, self.imported, self.scopes, self.paths)
+        return (self.dynamic, *map(frozenset, sets), frozenset(self.questions.items()))
+
+    def ran(self, function: Any) -> bool:
+        """Whether it, a method or a property ran."""
+        function = getattr(function, "__func__", getattr(function, "fget", function))
+        return getattr(function, "__code__", None) in self._seen
+
+    def sets(self, name: str) -> bool:
+        """Whether the code may have set an attribute or a global of this name."""
+        return self.sets_any or name in self.stored
 
     @property
     def names(self) -> set[str] | None:
@@ -222,15 +324,57 @@ def _why_identity(code: types.CodeType) -> str:
 
 
 def _globals_of(code: types.CodeType) -> set[str]:
-    return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return {step.argval for step in _steps(code) if step.opname in _GLOBALS}
 
 
-def _imports(code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
+@functools.lru_cache(4096)
+def _steps(code: types.CodeType) -> tuple[dis.Instruction, ...]:
+    return tuple(dis.get_instructions(code))
+
+
+def _imports(steps: Sequence[dis.Instruction], scope: dict[str, Any]) -> Iterator[str]:
     """The modules that it imports while it runs, as ``sys.modules`` may call them."""
-    if _IMPORT in code.co_code[::2]:
-        names = [step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"]
-        for name in names:
-            yield from (name, f"{scope.get('__package__')}.{name}")
+    for step in steps:
+        if step.opname == "IMPORT_NAME":
+            yield from (step.argval, f"{scope.get('__package__')}.{step.argval}")
+
+
+def _paths(steps: Sequence[dis.Instruction]) -> Iterator[tuple[str, str]]:
+    """The globals that it reads, each with the attributes that it reads of it: ``("torch", "backends.cudnn")``."""
+    root, path = "", list[str]()
+    for step in steps:
+        if root and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            path.append(step.argval)
+            continue
+        if root:
+            yield root, ".".join(path)
+        root, path = (step.argval, []) if step.opname in _GLOBALS else ("", [])
+
+
+def _are_spelled_out(steps: Sequence[dis.Instruction]) -> bool:
+    """Whether each ``getattr`` and ``hasattr`` names its attribute in the code."""
+    places = [number for number, step in enumerate(steps) if step.argval in _BY_NAME and step.opname != "LOAD_CONST"]
+    return all(steps[number].opname == "LOAD_GLOBAL" and _names_its_second(steps[number + 1 :]) for number in places)
+
+
+def _names_its_second(steps: Sequence[dis.Instruction]) -> bool:
+    """Whether the second argument of the call that these steps prepare is a string in the code."""
+    depth, named = 0, False
+    for before, step in zip([None, *steps], steps, strict=False):
+        if step.is_jump_target or step.opcode in _JUMPS:
+            return False
+        called = step.opname == "PRECALL" or (step.opname == "CALL" and (before is None or before.opname != "PRECALL"))
+        if called and depth == step.argval:
+            return named
+        effect = dis.stack_effect(step.opcode, step.arg if step.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
+        if depth == 1 and effect > 0:
+            named = step.opname == "LOAD_CONST" and isinstance(step.argval, str)
+        elif depth + effect <= 2 <= depth:  # something was made of it
+            named = False
+        depth += effect
+        if depth < 0:
+            return False
+    return False
 
 
 @functools.cache
@@ -272,7 +416,7 @@ def is_raised_by_user(error: BaseException) -> bool:
 
 def _is_pytorchs(function: Any) -> bool:
     owner = getattr(function, "__self__", None)
-    return isinstance(owner, Tensor) or (getattr(function, "__module__", None) or "").startswith("torch")
+    return isinstance(owner, Tensor) or (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
 
 
 def _is_known_call(function: Any) -> bool:
@@ -282,12 +426,14 @@ def _is_known_call(function: Any) -> bool:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, _LOCKS):
         return True
+    if isinstance(owner, torch.Generator):
+        return False
     if owner is None or isinstance(owner, types.ModuleType):
         names = [module or "builtins", getattr(owner, "__name__", "")]
     else:
         kind = owner if isinstance(owner, type) else type(owner)
         names = ["torch"] if issubclass(kind, (Tensor, nn.Module)) else [kind.__module__]
-    return any(name in _KNOWN_CALLS or name.startswith("torch") for name in names)
+    return any(name in _KNOWN_CALLS or name.partition(".")[0] == "torch" for name in names)
 
 
 def _is_full(cell: Any) -> bool:

@@ -127,7 +127,7 @@ class Tracer:
             graph = self._run(function, recorder, SIZES)
         finally:
             sys.setprofile(None)
-            changed = before.restore()
+            changed = before.restore(code)
         if changed:
             raise NotPerToken(f"its forward changes {changed}")
 
@@ -137,7 +137,7 @@ class Tracer:
             try:
                 graph = self._run(function, recorder, sizes, ones=ones)
             finally:
-                changed = before.restore()
+                changed = before.restore(code)
             if changed:
                 raise NotPerToken(f"its forward changes {changed}")
             return graph
