@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.counting import LiveBytes
+from seqtile.models.discover.decoder_layers import decoder_layers
 
 if TYPE_CHECKING:
     from seqtile.models.report import Block
@@ -18,10 +19,9 @@ if TYPE_CHECKING:
 HEAD = "head and loss"
 REST = "rest of the model"
 ATTENTION = "attention"
+STATE = "layers with a state"
 BLOCK = "MLP"
 BLOCK_AND_NORMS = "MLP and norms"
-
-_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 
 
 class _Labels:
@@ -106,7 +106,11 @@ def label_phases(
         layers: put the number of the decoder layer behind each name, ``"MLP#3, backward"``.
     """
     labels = _Labels(live)
-    numbers = {layer: f"#{number}" for number, layer in enumerate(decoder_layers(model))} if layers else {}
+    decoder = decoder_layers(model)
+    numbers = {layer.name: f"#{number}" for number, layer in enumerate(decoder)} if layers else {}
+    mixers = {
+        f"{layer.name}.{one.name}": STATE if one.has_state else ATTENTION for layer in decoder for one in layer.mixers
+    }
     places = {}
     for block in blocks:
         alone = len(block.together) <= 1
@@ -120,8 +124,8 @@ def label_phases(
                 labels.watch(module, REST, HEAD)
             elif name in places:
                 labels.watch(module, places[name], REST + _number(numbers, name))
-            elif name.rpartition(".")[2] in _ATTENTION_NAMES:
-                label = ATTENTION + _number(numbers, name)
+            elif name in mixers:
+                label = mixers[name] + _number(numbers, name)
                 labels.watch(module, label, places.get(name.rpartition(".")[0], REST + _number(numbers, name)))
         labels._switch()
         yield labels
@@ -132,12 +136,6 @@ def label_phases(
 def causal_model(model: Any) -> Any:
     """The causal language model itself, under PEFT's wrapper if there is one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def decoder_layers(model: nn.Module) -> list[str]:
-    """Qualified names of the modules that hold an attention module, in order: the decoder layers."""
-    names = (name for name, _ in model.named_modules() if name.rpartition(".")[2] in _ATTENTION_NAMES)
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
 def _number(numbers: dict[str, str], name: str) -> str:

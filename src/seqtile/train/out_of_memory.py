@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from seqtile.planner.phases import causal_model, decoder_layers
+from seqtile.models.discover.decoder_layers import decoder_layers
+from seqtile.planner.phases import causal_model
 from seqtile.tiling import parse_bytes
 
 SHOWN_TENSORS = 6
@@ -72,8 +73,8 @@ class Whereabouts:
         self.layer = ""
         self.outputs: dict[str, weakref.ref[Tensor]] = {}
         self._hooks = [
-            model.get_submodule(name).register_forward_hook(partial(self._leave, name))
-            for name in decoder_layers(model)
+            model.get_submodule(layer.name).register_forward_hook(partial(self._leave, layer.name))
+            for layer in decoder_layers(model)
         ]
 
     def close(self) -> None:
