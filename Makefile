@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo gpu gpu-ladder bench-cpu test test-fast test-highest test-lowest test-frameworks docs lint wheel clean distclean
+.PHONY: help setup demo gpu gpu-ladder bench-cpu test test-fast test-highest test-lowest test-frameworks coverage docs lint wheel clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ test-frameworks: $(VENV)/.ready $(VENV_AXOLOTL)/.ready $(VENV_MS_SWIFT)/.ready  
 	SEQTILE_AXOLOTL=$(abspath $(VENV_AXOLOTL)) SEQTILE_MS_SWIFT=$(abspath $(VENV_MS_SWIFT)) \
 	    $(VENV)/bin/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
 
+coverage: $(VENV)/.ready  ## the quick tests, and the lines and branches of src that none of them runs
+	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not slow and not distributed and not gpu and not frameworks" \
+	    --cov --cov-report=term-missing $(PYTEST_ARGS)
+
 docs: $(VENV)/.ready  ## the documentation's site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict  # with --quiet, strict counts no warnings
 
@@ -77,7 +81,7 @@ wheel: $(VENV)/.ready  ## dist/seqtile-*.whl
 	$(VENV)/bin/python -m build --wheel
 
 clean:  ## remove what was built, and caches
-	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist site .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environments too

@@ -20,7 +20,6 @@ import os
 import random
 import re
 import signal
-import sys
 import time
 import warnings
 from collections import Counter
@@ -34,12 +33,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from tiny_models import MAX_PARAMETERS, Batch, auto_classes, batches, build, parameters_of, tiny_config
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 import seqtile
 from seqtile._errors import UserError
+from tiny_models import MAX_PARAMETERS, Batch, auto_classes, batches, build, parameters_of, tiny_config
 
 SECONDS = 60
 TILE = 3
@@ -276,7 +275,8 @@ def step(model: nn.Module, batch: Batch) -> Step:
         if not tensors:
             raise ValueError("its outputs have no gradient")
         weights = torch.Generator().manual_seed(3)
-        loss = sum((t * torch.randn(t.shape, generator=weights).to(t)).mean() for t in tensors)
+        parts = ((t * torch.randn(t.shape, generator=weights).to(t)).mean() for t in tensors)
+        loss = sum(parts, torch.zeros(()))
     loss = loss.sum()
     if not loss.isfinite():
         raise ValueError("its loss is not finite")
@@ -487,4 +487,4 @@ norms, dropouts and halves.
 """
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

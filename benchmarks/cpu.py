@@ -11,10 +11,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from suite import RESULTS, Row, Suite, show
-
 from seqtile._errors import UserError
 from seqtile.bench.cell import Cell, run_pairs
+from suite import RESULTS, Row, Suite, show
 
 OURS = ("fused",)
 PEERS = ("tile-checkpoint", "liger", "deepspeed")

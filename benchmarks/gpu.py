@@ -10,14 +10,19 @@ import argparse
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from suite import GIB, RESULTS, Row, Suite, show
+import torch
 
+import halves
 from seqtile._errors import UserError
 from seqtile.bench.cell import SHAPES, Cell, run_cell, run_child, run_pairs
+from seqtile.ops.grad_accumulator import products_sum_in_fp32
+from suite import GIB, RESULTS, Row, Suite, show
 
 K = 1024
 PEERS = ("fused", "generic", "tile-checkpoint", "liger", "deepspeed")
+PRECISION = f"{__file__}:measure_precision"
 
 
 def main() -> int:
@@ -51,7 +56,7 @@ def run(device: str | None, smoke: bool, minutes: float, out: Path) -> None:
         "bfloat16", device or here,
     )  # fmt: skip
 
-    def at(tokens: int, **changes: object) -> Cell:
+    def at(tokens: int, **changes: Any) -> Cell:
         return replace(base, tokens=tokens // small, **changes)
 
     _precision(suite, base)
@@ -94,11 +99,17 @@ def _pairs(suite: Suite, part: str, cell: Cell, methods: tuple[str, ...], pairs:
 
 def _precision(suite: Suite, cell: Cell) -> None:
     """Whether this torch adds low-precision products into fp32 itself, which the time bound relies on."""
-    rows = suite.run("sums over tiles", lambda: [run_child("precision", {"device": cell.device, "dtype": cell.dtype})])
+    rows = suite.run("sums over tiles", lambda: [run_child(PRECISION, {"device": cell.device, "dtype": cell.dtype})])
     suite.claim(
         "weight gradients are summed in fp32 by the product itself (torch 2.12 or newer on CUDA)", rows,
         lambda rows: (str(rows[0]["products_sum_in_fp32"]), rows[0]["products_sum_in_fp32"]),
     )  # fmt: skip
+
+
+def measure_precision(arguments: dict[str, str]) -> Row:
+    """The same, measured on ``device`` with products of ``dtype``."""
+    dtype = getattr(torch, arguments["dtype"])
+    return {**arguments, "products_sum_in_fp32": products_sum_in_fp32(arguments["device"], dtype)}
 
 
 def _one_mlp(suite: Suite, cell: Cell, bound_gib: float) -> None:
@@ -126,7 +137,7 @@ def _saved(rows: list[Row]) -> tuple[str, bool | None]:
 
 def _halves(suite: Suite, cell: Cell) -> None:
     part = f"{cell.tokens:,} x {cell.hidden} elements"
-    rows = suite.run(part, lambda: [{**asdict(cell), **run_child("halves", asdict(cell))}])
+    rows = suite.run(part, lambda: [{**asdict(cell), **run_child(halves.JOB, asdict(cell))}])
 
     def same(rows: list[Row]) -> tuple[str, bool | None]:
         row = rows[0]

@@ -3,7 +3,7 @@
     python benchmarks/gpu_ladder.py --lora r=16 --host-memory 128GiB          # Llama-8B on this machine's accelerator
     python benchmarks/gpu_ladder.py --device cpu --memory 40MiB --model DIR   # counted bytes, to see that it runs
 
-Real steps of a few of the model's layers; what the others would hold is held too (seqtile/bench/ladder_step.py). Every
+Real steps of a few of the model's layers; what the others would hold is held too (ladder_step.py). Every
 attempt is a process of its own and a row of its own in the results, so that a run that was ended goes on where it was:
 start it again with the same arguments.
 """
@@ -18,15 +18,14 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from suite import RESULTS, Row
-
+from ladder_step import JOB, Attempt, host_room
 from seqtile._errors import UserError
 from seqtile.bench.cell import run_child
 from seqtile.bench.environment import append_rows, stamp
-from seqtile.bench.ladder_step import Attempt, host_room
 from seqtile.bench.technique_ladder import RUNGS
 from seqtile.cli.plan_command import parse_adapters
 from seqtile.tiling import parse_bytes
+from suite import RESULTS, Row
 
 SMALLEST = 16
 """Tokens; a rung that does not hold them has no length."""
@@ -116,7 +115,7 @@ def _rung(first: Attempt, tried: list[Row], write: Callable[[Row], Row], within:
         if left <= 0:
             return None
         begin = time.monotonic()
-        found = run_child("ladder", asdict(one), timeout_s=left)
+        found = run_child(JOB, asdict(one), timeout_s=left)
         taken = {"kind": "attempt", "tokens": one.tokens, "layers_run": one.layers, "seconds": time.monotonic() - begin}
         if "no result within" in found.get("error", ""):
             return None

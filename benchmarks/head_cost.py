@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import version
 
 import torch
@@ -34,13 +35,11 @@ def tiled_scores(hidden: Tensor, weight: Tensor, labels: Tensor, tile: int) -> T
 
 
 def trl(hidden: Tensor, weight: Tensor, labels: Tensor, tile: int) -> Tensor:
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE, _ChunkedLogProbFunction
-
+    utils = import_module("trl.trainer.utils")
     names = ("log_probs", "entropy", "is_top1")
-    found = _ChunkedLogProbFunction.apply(
-        hidden, weight, None, labels, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, names
-    )
-    return -found[0].mean()
+    chunk, function = utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._ChunkedLogProbFunction
+    log_probs: Tensor = function.apply(hidden, weight, None, labels, 1.0, chunk, None, 1.0, names)[0]
+    return -log_probs.mean()
 
 
 WAYS: dict[str, Callable[..., Tensor]] = {
@@ -64,7 +63,7 @@ def main() -> None:
         hidden = torch.randn(asked.tokens, asked.hidden).to(dtype).requires_grad_()
         weight = (torch.randn(asked.vocabulary, asked.hidden) / asked.hidden**0.5).to(dtype).requires_grad_()
         labels = torch.randint(0, asked.vocabulary, (asked.tokens,))
-        wide = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight)]
+        wide = hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
         expected = torch.autograd.grad(plain(*wide, labels, asked.tile), wide)
         for name, way in WAYS.items():
             with count_products() as products, count_live_bytes() as live:

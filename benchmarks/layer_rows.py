@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
-from dataclasses import replace
 
 import torch
 import transformers
 
+from seqtile.options import changed
 from seqtile.planner.extrapolate import predict
 from seqtile.planner.fake_step import build
 from seqtile.planner.kernel_workspace import flash2_workspace
@@ -44,9 +44,9 @@ def main() -> None:
           f"{tokens:,} tokens")  # fmt: skip
     for train, setup in TRAIN.items():
         for blocks in BLOCKS:
-            asked = replace(setup, blocks=blocks)
+            asked = changed(setup, blocks=blocks)
             head = head_tile(build(cut(config, 1), asked, "meta"), asked, tokens, "cuda")
-            asked = replace(asked, loss_tile=head)
+            asked = changed(asked, loss_tile=head)
             found = predict(config, asked, tokens, workspace=flash2_workspace, device_type="cuda")
             parts = {
                 phase: sum(value for name, value in terms.items() if name not in STANDING) / row

@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig
 
 from seqtile.bench.environment import environment, stamp
+from seqtile.options import TilingOptions
 from seqtile.planner.extrapolate import predict
 from seqtile.planner.fake_step import build, compute_loss, prepare_optimizer, update
 from seqtile.planner.kernel_workspace import cpu_workspace
@@ -69,9 +70,12 @@ class Cell:
     optimizer: str
 
     def setup(self) -> Setup:
+        options = TilingOptions(
+            tile=TILE, loss="tiled", loss_tile=LOSS_TILE, checkpoint="full" if self.checkpoint else None
+        )
         return Setup(
-            dtype=torch.float32, checkpoint=self.checkpoint, tile=TILE if self.tiled else None,
-            loss_tile=LOSS_TILE, lora=Lora(8) if self.lora else None, optimizer=self.optimizer,
+            dtype=torch.float32, options=options if self.tiled else options.without_blocks(),
+            lora=Lora(8) if self.lora else None, optimizer=self.optimizer,
         )  # fmt: skip
 
     def config(self) -> Any:
@@ -80,7 +84,7 @@ class Cell:
 
 def all_cells() -> list[Cell]:
     """Every combination of model, tiles, checkpoint and adapters; lengths and optimisers in turn."""
-    cells = []
+    cells: list[Cell] = []
     for model in MODELS:
         for number in range(8):
             tiled, checkpoint, lora = bool(number & 1), not number & 2, bool(number & 4)

@@ -366,9 +366,10 @@ Batch = dict[str, Tensor]
 
 def batches(model: nn.Module) -> Iterator[Batch]:
     """Batches that may fit the model's forward, the likeliest first."""
-    config, wanted = model.config, inspect.signature(model.forward).parameters
+    config: Any = model.config
+    wanted = inspect.signature(model.forward).parameters
     needed = [name for name, parameter in wanted.items() if parameter.default is inspect.Parameter.empty]
-    main = model.main_input_name
+    main = str(model.main_input_name)
     takes_text = "input_ids" in wanted or "kwargs" in wanted
     others = [name for name in _MAIN if name in wanted and name not in (main, "input_ids")]
     media = [name for name in others if name != "inputs_embeds"]
@@ -383,7 +384,7 @@ def batches(model: nn.Module) -> Iterator[Batch]:
             continue
         seen.add(names)
         for makers in product(*(_MAIN.get(name) or (_BESIDE[name],) for name in names)):
-            batch = {name: make(config) for name, make in zip(names, makers, strict=True)}
+            batch: dict[str, Any] = {name: make(config) for name, make in zip(names, makers, strict=True)}
             yield from _with_targets(batch, batch.get("input_ids", _token_ids(config)), wanted)
     dummies = getattr(model, "dummy_inputs", None)
     if isinstance(dummies, dict):

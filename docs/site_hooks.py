@@ -1,4 +1,4 @@
-"""Hooks of the site's build: the file tree from the modules' own first lines, and docstrings' roles as plain code."""
+"""Hooks of the site's build: the file tree and the list of names from the docstrings, their roles as plain code."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE = "<!-- tree -->"
+NAMES = "<!-- names -->"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill the page that asks for the tree."""
-    return markdown.replace(TREE, tree(ROOT / "src" / "seqtile")) if TREE in markdown else markdown
+    """Fill the pages that ask for the tree or for the names."""
+    package = ROOT / "src" / "seqtile"
+    for marker, content in ((TREE, tree), (NAMES, names)):
+        if marker in markdown:
+            markdown = markdown.replace(marker, content(package))
+    return markdown
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -33,8 +38,46 @@ def tree(package: Path) -> str:
     return "\n".join(lines)
 
 
+def names(package: Path) -> str:
+    """One table of the public names, then one per module: each class and function with its docstring's first line.
+
+    Args:
+        package: the package's folder; what its ``__init__`` imports for type checkers is public.
+    """
+    modules = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(package.rglob("*.py"))}
+    lines = ["## Public", "", "| | |", "|---|---|"]
+    for node in ast.walk(modules[package / "__init__.py"]):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package.name}."):
+            lines += [f"| `{package.name}.{name.asname}` | {_public(package, node, name)} |" for name in node.names]
+    for file, module in modules.items():
+        defined = [node for node in module.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+        shown = [node for node in defined if not node.name.startswith("_")]
+        if not shown:
+            continue
+        dotted = ".".join(file.relative_to(package).with_suffix("").parts)
+        lines += ["", f"## {dotted}", "", first_line(file), "", "| | |", "|---|---|"]
+        lines += [f"| `{node.name}` | {summary(ast.get_docstring(node))} |" for node in shown]
+    return "\n".join(lines)
+
+
+def _public(package: Path, origin: ast.ImportFrom, name: ast.alias) -> str:
+    """The first line of a public name's docstring, from the module that it is defined in."""
+    file = package.parent.joinpath(*str(origin.module).split("."))
+    file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name.name:
+            return summary(ast.get_docstring(node))
+        if isinstance(node, ast.ImportFrom) and any(name.name == other.name for other in node.names):
+            return _public(package, node, name)
+    raise ValueError(f"{package.name}.{name.name} is not defined in {file}: import it from where it is")
+
+
 def first_line(file: Path) -> str:
-    """The first line of a module's docstring, as Markdown."""
-    said = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    line = re.sub(r":\w+:(?=`)", "", said.split("\n\n")[0].replace("\n", " "))
+    """The first paragraph of a module's docstring, as Markdown."""
+    return summary(ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))))
+
+
+def summary(docstring: str | None) -> str:
+    """A docstring's first paragraph on one line, as Markdown."""
+    line = re.sub(r":\w+:(?=`)", "", (docstring or "").split("\n\n")[0].replace("\n", " "))
     return line.replace("``", "`").replace("|", "\\|")

@@ -63,9 +63,9 @@ def train_and_continue(folder: Path) -> None:
     ranks.CheckModel.on_train_begin = look  # type: ignore[method-assign]
     recipe, _ = build_recipe(read_recipe(folder / RECIPE_FILE), {})
     quiet()
-    run(recipe, resume=False, checkpoint=None, overwrite=False)
+    run(recipe, resume=False, resume_from=None, overwrite=False)
     longer = recipe.model_copy(update={"steps": int(recipe.steps or 0) + 1})
-    run(longer, resume=True, checkpoint=None, overwrite=False)
+    run(longer, resume=True, resume_from=None, overwrite=False)
     ranks.leave()
     Path(str(recipe.output), f"seen-{os.environ['RANK']}.json").write_text(json.dumps(seen))
 

@@ -76,7 +76,7 @@ def _child(values: dict[str, Any], log: Path, kill: Kill | None, resume: bool, c
     if kill is not None:
         _plan(kill)
     try:
-        outcome = run(build_recipe(values, {})[0], resume=resume, checkpoint=checkpoint)
+        outcome = run(build_recipe(values, {})[0], resume=resume, resume_from=checkpoint)
     except (UserError, RunError) as error:
         print(error)
         os._exit(2 if isinstance(error, UserError) else 1)

@@ -22,6 +22,8 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "convolut
 
 
 class _Watch(TorchDispatchMode):
+    observes_only = True
+
     def __init__(self, operator: str, weights: set[int]) -> None:
         super().__init__()
         self.operator, self.weights = operator, weights

@@ -169,7 +169,7 @@ def equal_sizes(tokens: int, count: int) -> tuple[int, ...]:
     """``count`` sizes that sum to ``tokens``: equal multiples of 128 with the remainder last, if there are enough."""
     if math.ceil(tokens / MULTIPLE) >= 8 * count:
         return _whole_units(tokens, count)
-    return tuple(tokens // count + (i < tokens % count) for i in range(count))
+    return tuple([tokens // count + (i < tokens % count) for i in range(count)])
 
 
 def _whole_units(tokens: int, count: int) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ def sizes_within(tokens: int, limit: int) -> tuple[int, ...]:
     count = math.ceil(tokens / limit)
     sizes = _whole_units(tokens, count) if limit % MULTIPLE == 0 else equal_sizes(tokens, count)
     if max(sizes) > limit:
-        return tuple(tokens // count + (i < tokens % count) for i in range(count))
+        return tuple([tokens // count + (i < tokens % count) for i in range(count)])
     return sizes
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 import tiny_run
 from grid.launch import TESTS
-from seqtile.cli import main
+from seqtile.cli import main, worker
 from seqtile.train import launch
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.run import train
@@ -108,7 +108,7 @@ def assert_equals_one_process(folder: Path, output: Path, steps: int, rows: int,
 def test_trains_as_one_process_and_resumes(
     engine: str, seen: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "WORKER", "engine_worker")
+    monkeypatch.setattr(worker, "MODULE", "engine_worker")
     output = folder / engine
     code = main(arguments(folder, output, "--engine", engine, "--nproc", "2", "--steps", "2"))
     shown = capfd.readouterr()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tiny_run
-from seqtile.bench.cell import Cell, run_ranks
+from seqtile.bench.cell import Cell
 from seqtile.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -69,30 +68,6 @@ def test_one_training_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert fused["peak_allocated_bytes"] < untiled["peak_allocated_bytes"]
     assert (fused["engine"], fused["ranks"]) == ("one process", 1)
     assert "loss after 7 steps differs by" in capsys.readouterr().out
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_the_published_benchmark_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--compare", "ms-swift", "--scale", "64", "--tokens", "2048", "--device", "cpu"]
-    assert main(["bench", *arguments, "--engine", "fsdp2", "--out", str(tmp_path)]) == 0
-    untiled, tiled, chosen = written(tmp_path)
-    assert [(row["method"], row["tile"]) for row in (untiled, tiled, chosen)] == [
-        ("untiled", "auto"), ("fused", "shards:4"), ("fused", "auto"),
-    ]  # fmt: skip
-    for row in (untiled, tiled, chosen):
-        assert row["ranks"] == 2 and row["engine"] == "fsdp2"
-        assert row["gradient_error"] < 1e-6  # averaged over two ranks with the same input: that of one process
-    assert tiled["peak_total_bytes"] < untiled["peak_total_bytes"]
-    out = capsys.readouterr().out
-    assert "18.6 > 23.5" in out and "other hardware (h800, 2 ranks)" in out and "2 ranks, 64 x 192" in out
-
-
-@pytest.mark.distributed
-def test_a_rank_that_fails_is_a_result_and_ends_the_others() -> None:
-    cell = replace(Cell(16, 48, 64, "shards:4", "fused", dtype="float32"), method="untiled")
-    found = run_ranks("engine", {"engine": "fsdp2", "cell": {**asdict(cell), "dtype": "float31"}}, 2, timeout_s=500)
-    assert "float31" in found["error"]
 
 
 def test_the_gpu_suite_needs_an_accelerator() -> None:

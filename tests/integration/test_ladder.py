@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -13,19 +12,19 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+import gpu_ladder as script
+from ladder_step import Attempt, measure_attempt, places
 from seqtile.bench import technique_ladder
 from seqtile.bench.child import guarded
 from seqtile.bench.environment import environment
-from seqtile.bench.ladder_step import Attempt, measure_attempt, places
 from seqtile.cli import main
+from seqtile.options import WHOLE_LAYER
 from seqtile.planner.accelerators import find_device
 from seqtile.planner.estimate import Bounds
 from seqtile.planner.flops import EFFICIENCY, Work
-from seqtile.planner.ladder import WHOLE_LAYER
 from seqtile.planner.model_shapes import read_config
 from seqtile.planner.request import Request
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZES: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=256, max_position_embeddings=32768, pad_token_id=0,
@@ -48,17 +47,17 @@ class Planned:
         self.counts = SimpleNamespace(key_heads=2)
 
     def longest(self) -> tuple[int, str]:
-        request = self.request
-        each = 8 if request.loss == "full" else 4 if request.tile is None else 0
-        each += 1 + ("checkpoints" not in request.offload) + (request.heads is None)
-        each += (request.checkpoint == "attention-saved") + (request.blocks == "auto")
+        options = self.request.options
+        each = 8 if options.loss is None else 4 if not options.tiled else 0
+        each += 1 + (not options.offload) + (options.heads is None)
+        each += (options.checkpoint == "attention-saved") + (options.blocks != WHOLE_LAYER)
         return 1024 * (24 // each), "device memory: something"
 
     def estimate(self, tokens: int) -> Any:
         return SimpleNamespace(device=Bounds(1, 2, 3), host=Bounds(1, 2, 3), peak_at="head", moved=0.5)
 
     def work(self, tokens: int) -> Any:
-        saved = self.request.checkpoint == "attention-saved"
+        saved = self.request.options.checkpoint == "attention-saved"
         return Work(6e9 * tokens, (4.5 - saved) * 1e5 * tokens**2)
 
 
@@ -67,16 +66,16 @@ def test_each_rung_adds_one_thing_to_those_before(model: str, monkeypatch: pytes
     monkeypatch.setattr(technique_ladder, "runs_on_some_heads", lambda _: True)
     h200 = find_device("h200")
     rows = technique_ladder.run_ladder(
-        Request(model, read_config(model), h200, offload=("optimizer",)), EFFICIENCY, {}, None
+        Request(model, read_config(model), h200, engine_offload=("optimizer",)), EFFICIENCY, {}, None
     )
     assert [row["rung"] for row in rows] == [rung.name for rung in technique_ladder.RUNGS]
     settings = [row["settings"] for row in rows]
-    assert settings[0] == {"tile": None, "loss": "full", "offload": ("optimizer",), "checkpoint": "layer",
-                           "blocks": "auto", "heads": None}  # fmt: skip
+    assert settings[0] == {"tile": "auto", "blocks": "none", "loss": None, "offload": False, "checkpoint": "full",
+                           "heads": None, "engine_offload": ("optimizer",)}  # fmt: skip
     for before, after, rung in zip(settings, settings[1:], technique_ladder.RUNGS[1:], strict=False):
         assert {name for name in after if after[name] != before[name]} == rung.changes.keys()
-    assert settings[-1] == {"tile": "auto", "loss": "tiled", "offload": ("optimizer", "checkpoints"),
-                            "checkpoint": "layer", "blocks": WHOLE_LAYER, "heads": 1}  # fmt: skip
+    assert settings[-1] == {"tile": "auto", "blocks": WHOLE_LAYER, "loss": "tiled", "offload": True,
+                            "checkpoint": "full", "heads": 1, "engine_offload": ("optimizer",)}  # fmt: skip
     assert max(rows, key=lambda row: row["max_length"]) is rows[-1]
     assert {row["common"]["tokens"] for row in rows} == {min(row["max_length"] for row in rows)}
     last, saved = rows[-1]["common"], rows[-2]["common"]
@@ -136,7 +135,7 @@ def attempt_of(model: str, **changes: Any) -> Attempt:
 
 @pytest.mark.parametrize(("rung", "lora"), [(0, None), (2, {"r": 4, "target_modules": ["q_proj", "down_proj"]})])
 def test_layers_that_are_left_out_take_what_they_would_hold(model: str, rung: int, lora: Any) -> None:
-    some, whole = (measure_attempt(attempt_of(model, rung=rung, lora=lora, layers=n)) for n in (2, 4))
+    some, whole = (measure_attempt(asdict(attempt_of(model, rung=rung, lora=lora, layers=n))) for n in (2, 4))
     assert some["layers_of_model"] == whole["layers_of_model"] == 4
     # What the loop over layers itself holds beside their tensors is far below a hundredth.
     assert some["peak_gib"] == pytest.approx(whole["peak_gib"], rel=0.01)
@@ -168,15 +167,13 @@ class Runs:
         self.made.append((arguments["rung"], arguments["tokens"], arguments["layers"]))
         if len(self.made) == 1 and self.most:
             return self.real(job, arguments, timeout_s=500)
-        return guarded(lambda one: measure_attempt(Attempt(**one)), arguments)
+        return guarded(measure_attempt, arguments)
 
 
 @pytest.mark.slow
 def test_the_script_measures_and_goes_on_where_it_was_ended(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    script = importlib.import_module("gpu_ladder")
     out = tmp_path / "rows.jsonl"
     words = ["gpu_ladder.py", "--model", model, "--device", "cpu", "--memory", "16MiB", "--precision", "float32",
              "--start", "1024", "--within", "0.5", "--rungs", "0,2", "--out", str(out)]  # fmt: skip
@@ -211,8 +208,6 @@ def test_the_script_measures_and_goes_on_where_it_was_ended(
 def test_a_rung_ends_when_its_time_is_up_and_the_script_says_what_it_needs(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    script = importlib.import_module("gpu_ladder")
     monkeypatch.setattr(script, "run_child", Runs(script.run_child, 0))
     out = tmp_path / "rows.jsonl"
     words = ["gpu_ladder.py", "--model", model, "--device", "cpu", "--memory", "32MiB", "--out", str(out)]
@@ -226,4 +221,4 @@ def test_a_rung_ends_when_its_time_is_up_and_the_script_says_what_it_needs(
         assert script.main() == 2
         assert said in capsys.readouterr().err
     taken = asdict(attempt_of(model, memory=1, tokens=64))
-    assert guarded(lambda one: measure_attempt(Attempt(**one)), taken)["error"] == "out of memory"
+    assert guarded(measure_attempt, taken)["error"] == "out of memory"

@@ -78,7 +78,7 @@ def test_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("seqtile.train.launch.launch", lambda recipe, **_: 0)
     monkeypatch.setattr(
         "seqtile.train.launch.launch_check",
-        lambda recipe: check(recipe.model_copy(update={"engine": "single", "nproc": None})),
+        lambda recipe, worker: check(recipe.model_copy(update={"engine": "single", "nproc": None}), worker),
     )
     words = command.split()
     if words[0] == "make":

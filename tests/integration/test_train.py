@@ -23,8 +23,8 @@ import tiny_run
 from seqtile import UserError
 from seqtile.cli import main
 from seqtile.planner.phases import part_of
+from seqtile.train.callbacks import StopOnSignal
 from seqtile.train.data import load_rows
-from seqtile.train.interrupt import StopOnSignal
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.run import Outcome, train
 
@@ -309,7 +309,7 @@ def test_comparison_of_tiled_and_untiled(model: Path, dataset: Path, tmp_path: P
     for words in (
         "seconds per step",
         "peak activation memory",
-        "GEMM units",
+        "GEMM FLOPs / (2 N D F) per MLP",
         "largest relative gradient difference",
         "peak     tiled in ",
     ):

@@ -391,6 +391,8 @@ def _gradient_differs(model: nn.Module, shape: tuple[int, ...]) -> str:
 class _Widest(TorchDispatchMode):
     """The most rows that a tensor of the block's inner width had."""
 
+    observes_only = True
+
     rows = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,7 +19,7 @@ from seqtile.ops.attention.head_groups import HeadWeights, head_wise
 from seqtile.ops.linear import Projection
 from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
 from seqtile.ops.mlp import FusedWeights, fused_mlp
-from seqtile.ops.mlp_tile import Norm
+from seqtile.ops.normed_linears import Norm
 from seqtile.ops.pointwise import SILU
 from seqtile.ops.rng import Autocast, RowWise
 
@@ -36,20 +36,21 @@ class Attention(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
 
-    def attend(self, cut: Cut, parts: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
+    def attend(self, cut: Cut, parts: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[Tensor, None]:
         q, k, v = (part.unflatten(-1, (cut.size, -1)).transpose(1, 2) for part in parts)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), None
 
     def forward(self, x: Tensor) -> Tensor:
         groups = Groups(self.attend, cut_heads(HEADS, 1), 2, 2, Autocast.of(x), False)
         if self.how == "one node":
             first = tuple(Projection(part.weight, part.bias) for part in (self.q, self.k, self.v))
-            return head_wise(x, HeadWeights(first, Projection(self.o.weight, self.o.bias)), groups, shards(TOKENS, 4))
+            weights = HeadWeights(first, Projection(self.o.weight, self.o.bias))
+            return head_wise(x, weights, groups, shards(TOKENS, 4))[0]
         parts = [self.q(x), self.k(x), self.v(x)]
         if self.how == "between modules":
             groups = Groups(self.attend, cut_heads(HEADS, 1), 2, 2, Autocast.of(parts[0]), False)
-            return self.o(in_groups(parts, [], groups))
-        return self.o(self.attend(Cut(0, HEADS, HEADS), parts, ()))
+            return self.o(in_groups(parts, [], groups)[0])
+        return self.o(self.attend(Cut(0, HEADS, HEADS), parts, ())[0])
 
 
 class HeadAndLoss(nn.Module):
@@ -163,7 +164,7 @@ def check_attention_between_modules() -> None:
     def gradient(backward: torch.dtype | None) -> Sequence[Tensor]:
         parts = [random(2, TOKENS // 2, HIDDEN, seed=seed) for seed in range(3)]
         groups = Groups(Attention().attend, cut_heads(HEADS, 1), 2, 2, Autocast.of(parts[0]), False)
-        output = in_groups(parts, [], groups)
+        output, _ = in_groups(parts, [], groups)
         with state(backward):
             return torch.autograd.grad(output, parts, random(*output.shape, seed=4, grad=False))
 

@@ -339,7 +339,8 @@ def test_no_dropout_in_evaluation() -> None:
     check(model)
     assert torch.equal(torch.get_rng_state(), before)
     sizes = cut(10, TILE)
-    assert fused._plan(random(10, D), weights_of(model), sizes, 0, True, None).random is None
+    mlp = weights_of(model)
+    assert fused._plan(random(10, D), mlp, mlp.split()[1], sizes, 0, True, None).random is None
 
 
 def test_dropout_of_everything() -> None:

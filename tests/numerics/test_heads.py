@@ -336,9 +336,8 @@ def test_the_norm_is_not_lost_where_the_input_is_no_batch() -> None:
     layer = model.model.layers[0]
     attention, norm, rows = layer.self_attn.forward, layer.input_layernorm, torch.randn(3, 32, dtype=torch.float64)
     attention.before["forward"] = lambda given: given
-    attention.norm = norm
     norm_of_rows = norm(rows)
-    assert torch.equal(attention(rows), norm_of_rows) and not torch.equal(norm_of_rows, rows)
+    assert torch.equal(attention(rows, norm_before=norm), norm_of_rows) and not torch.equal(norm_of_rows, rows)
 
 
 class CentredNorm(nn.Module):

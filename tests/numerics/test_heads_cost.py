@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqtile
+from seqtile.options import WHOLE_LAYER, TilingOptions
 from seqtile.planner.fake_step import fake_step
 from seqtile.planner.step_config import Lora, Setup
 from zoo import causal_lm, tokens
@@ -36,6 +37,8 @@ script = _script()
 
 class _Heads(TorchDispatchMode):
     """Query heads that attention kernels have run on, forward and backward."""
+
+    observes_only = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,9 +129,11 @@ def test_a_whole_step_on_fake_tensors() -> None:
     length, row = 4096, 4096 * 512 * 2
     peaks = []
     for heads in (None, 1):
-        setup = Setup(lora=Lora(4, ("q_proj", "v_proj")), attention="flash", attention_saved=True, heads=heads,
-                      tile="shards:32", optimizer="sgd", loss_tile=512,
-                      blocks="auto" if heads is None else "mlp+norm+projections")  # fmt: skip
+        options = TilingOptions(
+            tile="shards:32", loss="tiled", loss_tile=512, checkpoint="attention-saved", heads=heads,
+            blocks="auto" if heads is None else WHOLE_LAYER,
+        )  # fmt: skip
+        setup = Setup(lora=Lora(4, ("q_proj", "v_proj")), attention="flash", options=options, optimizer="sgd")
         run = fake_step(config, setup, length)
         other = next(part for part in run.peaks.values() if part.total == run.peak).terms["weights"]
         peaks.append((run.peak - other) / row)

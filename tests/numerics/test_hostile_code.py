@@ -6,18 +6,23 @@ Every model here was wrong once without a word. It has to be equal to untiled, l
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import gc
 import hashlib
 import logging
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import seqtile
@@ -48,9 +53,9 @@ class _Layer(nn.Module):
         self.norm, self.mlp, self.flag, self.dropout = nn.RMSNorm(HIDDEN), mlp, False, 0.4
 
 
-def Layer(mlp: nn.Module, forward: Callable[[Any, Tensor], Tensor] = _plain_layer) -> nn.Module:
-    """A norm and an MLP in a class of their own with this forward."""
-    return type("Layer", (_Layer,), {"forward": forward})(mlp)  # type: ignore[no-any-return]
+def Layer(mlp: nn.Module, forward: Callable[[Any, Tensor], Tensor] = _plain_layer, module: str = __name__) -> nn.Module:
+    """A norm and an MLP in a class of their own with this forward, of a library whose layers' code is not read."""
+    return type("Layer", (_Layer,), {"forward": forward, "__module__": module})(mlp)  # type: ignore[no-any-return]
 
 
 def center(h: Tensor) -> Tensor:
@@ -296,13 +301,262 @@ RUNS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("module", [__name__, "transformers.made_up"])
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_a_layer_that_uses_its_norm_in_another_way_is_not_silent(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layer_that_uses_its_norm_in_another_way_is_not_silent(
+    name: str, module: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def later(model: Any) -> None:
         model.flag = "flag" in name
 
-    assert outcome(lambda: Layer(Mlp(), RUNS[name]), caplog, later=later) in ("equal", "left", "refused")
+    assert outcome(lambda: Layer(Mlp(), RUNS[name], module), caplog, later=later) in ("equal", "left", "refused")
+
+
+STATE = {"scale": 1.0}
+SCALES: dict[Any, float] = {}
+
+
+class ScaledNorm(nn.RMSNorm):
+    """Reads what a layer may set around its call."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * STATE["scale"] * self.scale
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is F.rms_norm else result
+
+
+@contextmanager
+def _scaled(scale: float) -> Iterator[None]:
+    before, STATE["scale"] = STATE["scale"], scale
+    try:
+        yield
+    finally:
+        STATE["scale"] = before
+
+
+def _sets_a_global(self: Any, x: Tensor) -> Tensor:
+    STATE["scale"] = 3.0
+    h = self.norm(x)
+    STATE["scale"] = 1.0
+    return x + self.mlp(h)
+
+
+def _in_a_context(self: Any, x: Tensor) -> Tensor:
+    with _scaled(3.0):
+        h = self.norm(x)
+    return x + self.mlp(h)
+
+
+def _in_a_mode(self: Any, x: Tensor) -> Tensor:
+    with Doubling():
+        h = self.norm(x)
+    return x + self.mlp(h)
+
+
+def _in_another_dtype(self: Any, x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    h = self.norm(x * torch.tensor(1.0).to(x.dtype) * (2 if torch.get_default_dtype() is torch.float64 else 1))
+    torch.set_default_dtype(torch.float32)
+    return x + self.mlp(h)
+
+
+def _through_a_helper(self: Any, x: Tensor) -> Tensor:
+    STATE.update(scale=3.0)
+    h = self.norm(x)
+    STATE.update(scale=1.0)
+    return x + self.mlp(h)
+
+
+def _sets_an_attribute(self: Any, x: Tensor) -> Tensor:
+    self.norm.scale = 3.0
+    return x + self.mlp(self.norm(x))
+
+
+def _sets_an_attribute_by_a_flag(self: Any, x: Tensor) -> Tensor:
+    if self.flag:
+        self.norm.scale = 3.0
+    return x + self.mlp(self.norm(x))
+
+
+def _in_place(self: Any, x: Tensor) -> Tensor:
+    x = x * 1.0
+    h = self.norm(x)
+    x.mul_(0.5)
+    return x + self.mlp(h)
+
+
+def _in_place_by_a_flag(self: Any, x: Tensor) -> Tensor:
+    x = x * 1.0
+    h = self.norm(x)
+    if self.flag:
+        x.mul_(0.5)
+    return x + self.mlp(h)
+
+
+def _by_itself(self: Any, x: Tensor) -> Tensor:
+    return x + self.mlp(self.norm(x)) * SCALES.get(self, 3.0)
+
+
+def _by_its_type(self: Any, x: Tensor) -> Tensor:
+    h = self.norm(x)
+    return x + self.mlp(h * (1.0 if type(h) is Tensor else 3.0))
+
+
+AROUND = (
+    _sets_a_global, _in_a_context, _in_a_mode, _in_another_dtype, _through_a_helper, _sets_an_attribute,
+    _sets_an_attribute_by_a_flag, _by_itself, _by_its_type,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", AROUND, ids=lambda forward: forward.__name__)
+def test_what_a_layer_does_around_its_norm_is_not_silent(forward: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> nn.Module:
+        SCALES.clear()
+        layer: Any = Layer(Mlp(), forward)
+        layer.norm = ScaledNorm()
+        SCALES[layer] = 2.0
+        return layer  # type: ignore[no-any-return]
+
+    def later(model: Any) -> None:
+        model.flag = True
+
+    assert outcome(build, caplog, later=later) in ("equal", "left", "refused")
+
+
+def test_a_residual_that_changes_in_place_takes_the_norm_out_of_the_tile() -> None:
+    model, x = nn.Sequential(Layer(Mlp(), _in_place)), torch.randn(3, 20, HIDDEN)
+    with torch.no_grad():
+        expected = model(x)
+        report = seqtile.apply(model, tile=3)
+        assert report.blocks[0].together == ("mlp",)
+        assert torch.allclose(model(x), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("library", [False, True])
+def test_a_library_whose_layers_are_trusted_is_still_watched_in_place(library: bool) -> None:
+    module = "transformers.made_up" if library else __name__
+    model = nn.Sequential(Layer(Mlp(), _in_place_by_a_flag, module))
+    report = seqtile.apply(model, tile=3)
+    assert report.blocks[0].together == ("norm", "mlp")
+    model[0].flag = True
+    with torch.no_grad(), pytest.raises(RuntimeError, match="in another way than when seqtile traced it"):
+        model(torch.randn(3, 20, HIDDEN))
+
+
+def _drops_in_training(self: Any, x: Tensor) -> Tensor:
+    h = self.mlp(self.norm(x))
+    if self.training:
+        h = self.drop(h)
+    return x + h
+
+
+def test_a_layer_that_follows_its_mode_runs_in_both() -> None:
+    layer: Any = Layer(Mlp(), _drops_in_training)
+    layer.drop = nn.Dropout(0.5)
+    model, x = nn.Sequential(layer), torch.randn(3, 20, HIDDEN)
+    expected = model.eval()(x)
+    report = seqtile.apply(model, tile=3)
+    assert report.blocks[0].together == ("norm", "mlp")
+    assert torch.allclose(model(x), expected, atol=1e-6)
+    assert not torch.allclose(model.train()(x), expected, atol=1e-6)
+
+
+class ThreeLinears(nn.Module):
+    """As Meta's Llama and torchtitan register them: the down projection in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(HIDDEN, INTERMEDIATE, bias=False), nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
+        self.w3 = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class DownFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_proj, self.c_fc = nn.Linear(INTERMEDIATE, HIDDEN), nn.Linear(HIDDEN, INTERMEDIATE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x)))
+
+
+class InAList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(INTERMEDIATE, HIDDEN)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](F.gelu(self.layers[0](x)))
+
+
+class WithScale(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((HIDDEN,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"), [(ThreeLinears, "fused"), (DownFirst, "fused"), (InAList, "generic"), (WithScale, "generic")]
+)
+def test_layers_are_found_in_whatever_order_they_were_made(kind: Any, path: str, caplog: Any) -> None:
+    assert outcome(lambda: Layer(kind()), caplog) == "equal"
+    (block,) = seqtile.apply(Layer(kind()), tile=3).blocks
+    assert (block.path, block.hidden, block.intermediate) == (path, HIDDEN, INTERMEDIATE)
+
+
+def test_a_shallow_copy_says_so() -> None:
+    model = nn.Sequential(Layer(Mlp()))
+    seqtile.apply(model, tile=3)
+    for part in (model[0], model[0].mlp):
+        with pytest.raises(RuntimeError, match="shallow copy"):
+            copy.copy(part)(torch.randn(3, 20, HIDDEN))
+    alone = copy.copy(model[0].mlp)
+    del model, part
+    gc.collect()
+    with pytest.raises(RuntimeError, match="shallow copy"):
+        alone(torch.randn(3, 20, HIDDEN))
+
+
+def test_a_forward_that_is_put_over_ours_runs_untiled(caplog: pytest.LogCaptureFixture) -> None:
+    def wrap(model: Any) -> None:
+        inner = model.mlp.forward
+        model.mlp.forward = lambda x: 2 * inner(x)
+
+    assert outcome(lambda: Layer(Mlp()), caplog, later=wrap) == "left"
+    assert "put over it" in caplog.text
+
+
+class DoublingOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.silu.default else result
+
+
+def test_a_mode_over_operators_is_not_run_per_tile(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Layer(Mlp()), torch.randn(3, 20, HIDDEN)
+    with DoublingOperators():
+        expected = model(x)
+    seqtile.apply(model, tile=3)
+    with DoublingOperators(), caplog.at_level(logging.WARNING):
+        assert torch.equal(model(x), expected)
+    assert "runs untiled: DoublingOperators is active" in caplog.text
+    y = model(x)
+    with DoublingOperators(), pytest.raises(RuntimeError, match="in its backward DoublingOperators is active"):
+        y.sum().backward()
 
 
 def test_an_mlp_with_another_argument_behind_a_norm_is_tiled(caplog: pytest.LogCaptureFixture) -> None:
@@ -334,6 +588,8 @@ def test_a_functional_dropout_drops_as_the_layer_says(name: str) -> None:
 class Bart(nn.Module):
     """``norm(x + fc2(act(fc1(x))))``, halved where there are more than ten tokens."""
 
+    __module__ = "transformers.made_up"  # of a library that we know, whose layers' code is not read
+
     def __init__(self, change: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self.fc1, self.act, self.fc2 = nn.Linear(HIDDEN, INTERMEDIATE), nn.GELU(), nn.Linear(INTERMEDIATE, HIDDEN)
@@ -359,6 +615,8 @@ class Half(nn.Module):
 
 
 class Bert(Bart):
+    __module__ = Bart.__module__
+
     """The same in two children of the layer."""
 
     def __init__(self, change: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from seqtile.planner.published_runs import count_anchor, leave_one_out, read_anchors
+from plan_anchors import count_anchor, leave_one_out, read_anchors
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "plan_accuracy.py"
 

@@ -14,7 +14,7 @@ from numerics._blocks import Tiled, gradients, random, shards
 from numerics._errors import assert_no_worse, in_float64
 from numerics._fused import Between, Fused, GatedMLP, GateUpMLP, PlainMLP
 from seqtile.counting import count_products
-from seqtile.ops import mlp_tile
+from seqtile.ops import normed_linears
 from seqtile.ops.grad_accumulator import Sum, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.tile_linear import SumsOfLinears
 
@@ -112,7 +112,7 @@ def test_gradients_as_autograd_hands_them_over_are_noticed(count: int, monkeypat
 
 
 def test_norms_that_are_rounded_per_tile_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlp_tile, "LOW", ())
+    monkeypatch.setattr(normed_linears, "LOW", ())
     with pytest.raises(AssertionError, match="weight: off by"):
         check_norms(torch.bfloat16)
 

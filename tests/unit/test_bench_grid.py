@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from seqtile._errors import UserError
-from seqtile.bench import child, grid, methods, plots, published
+from seqtile.bench import child, grid, methods, plots
 from seqtile.bench.cell import SHAPES, Cell, run_child
 from seqtile.cli import bench_show, main
 
@@ -32,16 +32,6 @@ def words(**changes: Any) -> dict[str, Any]:
     ("arguments", "said"),
     [
         (["bench"], "say what to measure"),
-        (["bench", "--compare", "other"], "expected ms-swift"),
-        (["bench", "--compare", "ms-swift", "mlp"], "drop one of the two"),
-        (["bench", "--compare", "ms-swift", "--engine", "ddp"], "fsdp2, zero3"),
-        (["bench", "--compare", "ms-swift", "--scale", "0"], "--scale 0"),
-        (["bench", "--compare", "ms-swift", "--scale", "1024"], "--scale 1024"),
-        (["bench", "--compare", "ms-swift", "--ranks", "0"], "--ranks 0"),
-        (["bench", "--compare", "ms-swift", "--repeats", "4"], "at least 5"),
-        (["bench", "--compare", "ms-swift", "--tokens", "-3"], "whole numbers from 1"),
-        (["bench", "--engine", "zero3", "mlp"], "put it after"),
-        (["bench", "--tokens", "64", "step", "--model", "."], "put it after"),
         (["bench", "mlp", "--shape", "llama"], "llama-8b, qwen3-8b, ms-swift"),
         (["bench", "mlp", "--hidden", "64"], "give both"),
         (["bench", "mlp", "--hidden", "0", "--intermediate", "4"], "at least 1 each"),
@@ -69,20 +59,11 @@ def words(**changes: Any) -> dict[str, Any]:
 def test_bad_input_is_one_sentence_and_exit_code_2(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    out = [] if arguments[-1] == "mlp" else ["--out", str(tmp_path / "out")]
-    if arguments == ["bench"]:
-        out = []
+    out = [] if arguments == ["bench"] else ["--out", str(tmp_path / "out")]
     assert main([*arguments, *out]) == 2
     err = capsys.readouterr().err
     assert said in err and err.startswith("seqtile: ") and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_zero3_without_deepspeed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"not installed: pip install 'seqtile\[deepspeed\]'"):
-        published.check("ms-swift", "zero3", 16, None, 5)
-    published.check("ms-swift", "fsdp2", 16, None, 5)
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -233,48 +214,6 @@ def test_a_process_that_dies_is_a_result() -> None:
     assert "no_such_job" in run_child("no_such_job", {})["error"]
     assert run_child("cell", {"hidden": 8, "intermediate": 16, "tokens": 4, "method": "wrong"})["error"].startswith(
         "method"
-    )
-
-
-def test_the_published_tables_are_whole() -> None:
-    for engine in published.ENGINES:
-        lines = published.published(engine)
-        assert {line.device for line in lines} == {"h800", "npu-910b"}
-        for device in ("h800", "npu-910b"):
-            assert [line.tokens for line in lines if line.device == device] == [2048 * 2**n for n in range(7)]
-    longest = published.published("fsdp2")[6]
-    assert (longest.regular_ms, longest.tiled_ms, longest.regular_mb, longest.tiled_mb) == (
-        391.5,
-        501.15,
-        22240.0,
-        10176.0,
-    )
-
-
-def published_rows() -> list[dict[str, Any]]:
-    found = []
-    for (method, tile), ms, mib in zip(published.COLUMNS, (100.0, 110.0, 105.0), (200, 50, 60), strict=True):
-        found.append({
-            "method": method, "tile": tile, "tokens": 131072, "step_ms": ms, "ranks": 1, "tiles": 4,
-            "peak_total_bytes": mib * 2**20, "engine": "fsdp2", "gradient_error": 1e-7, "device_name": "a CPU",
-            "hidden": 4, "intermediate": 8, "dtype": "float32",
-        })  # fmt: skip
-    return found
-
-
-def test_the_published_columns_stand_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_show.print_published(published_rows())
-    shown = capsys.readouterr().out
-    assert "391.5 > 501.1" in shown and "+28%" in shown and "-54%" in shown  # published, H800
-    assert "601.3 > 791.4" in shown and "+32%" in shown  # published, NPU
-    assert "100.0 > 110.0" in shown and "-75%" in shown  # ours
-    assert shown.count("other hardware") == 2 and "1 rank," in shown
-
-
-def test_the_published_summary_has_both_sides() -> None:
-    lines = published.summary(published_rows())
-    assert lines[0].startswith(
-        "131,072 tokens, tiles 4, 1 rank: +10% time, -75% memory (published: h800 +28% time -54%"
     )
 
 

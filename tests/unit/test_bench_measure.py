@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 
-from seqtile.bench import halves, measure_block
+import halves
+from seqtile.bench import measure_block
 from seqtile.bench.block import Upstream, Workload, relative_error, repeated
 from seqtile.bench.cell import Cell
 from seqtile.bench.measure_block import measure_cell, measure_costs, measure_error, measure_pairs, start
@@ -186,7 +187,7 @@ def test_where_untiled_does_not_fit_the_others_are_timed_alone(monkeypatch: pyte
 
 
 def test_two_halves_give_the_numbers_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = replace(CELL, tile="64", dtype="bfloat16")
+    cell = asdict(replace(CELL, tile="64", dtype="bfloat16"))
     found = halves.measure_halves(cell)
     assert found["output_equal"] and found["input_gradient_equal"] and found["finite"]
     assert found["weight_gradient_error"] < 2**-8  # each half's gradient is rounded to bfloat16 once

@@ -13,10 +13,11 @@ import pytest
 import tiny_run
 from seqtile import UserError
 from seqtile.cli import main
+from seqtile.options import TilingOptions
 from seqtile.planner import ladder as module
 from seqtile.planner.accelerators import Device
 from seqtile.planner.estimate import Bounds
-from seqtile.planner.ladder import LADDER, Settings, choose, tighter
+from seqtile.planner.ladder import LADDER, choose, tighter
 from seqtile.planner.request import Request
 from seqtile.train import fit as fits
 from seqtile.train import launch, run
@@ -25,8 +26,8 @@ from seqtile.train.ranks import check_same_recipe
 from seqtile.train.recipe import Recipe, build_recipe, read_recipe, resolve
 
 GIB = 2**30
-TAKES = {("none", False): 100, ("attention-saved", False): 60, ("layer", False): 40, ("attention-saved", True): 30,
-         ("layer", True): 20}  # fmt: skip
+TAKES = {(None, False): 100, ("attention-saved", False): 60, ("full", False): 40, ("attention-saved", True): 30,
+         ("full", True): 20}  # fmt: skip
 """GiB of a model that is made up; tiles take 8 more at 8,192 tokens, keep 10; all heads at once 4, whole norms 1."""
 MINIMAL_MEMORY = {"blocks": "mlp+norm+projections", "heads": 1}
 
@@ -46,16 +47,16 @@ class Planned:
         return tokens
 
     def resolved(self, tokens: int) -> Any:
-        return SimpleNamespace(tile=8192 if tokens > 8192 else None, loss_tile=2048)
+        return SimpleNamespace(options=TilingOptions(tile=8192 if tokens > 8192 else "auto", loss_tile=2048))
 
     def work(self, tokens: int) -> Any:
         return SimpleNamespace(total=1.0)
 
     def estimate(self, tokens: int) -> Any:
-        request = self.request
-        tile = 8192 if request.tile == "auto" else request.tile
-        takes = TAKES[request.checkpoint, "checkpoints" in request.offload] + tile / 1024 + 10 * request.keep
-        takes -= 4 * (request.heads is not None) + (request.blocks != "auto")
+        options = self.request.options
+        tile = 8192 if options.tile == "auto" else options.tile
+        takes = TAKES[options.checkpoint, options.offload] + tile / 1024 + 10 * options.keep
+        takes -= 4 * (options.heads is not None) + (options.blocks != "auto")
         return SimpleNamespace(
             device=Bounds(*(GIB * (takes + more) for more in (-self.spread, 0, self.spread))),
             peak_at="head",
@@ -80,6 +81,12 @@ def _made_up(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         monkeypatch.setattr(module, "count_work", lambda *_: SimpleNamespace(total=1 - Planned.share_saved))
 
 
+def settings(checkpoint: str | None, offload: bool, tile: int, loss_tile: Any, keep: float = 0.0, **rest: Any) -> Any:
+    return TilingOptions(
+        checkpoint=checkpoint, offload=offload, tile=tile, loss="tiled", loss_tile=loss_tile, keep=keep, **rest
+    )
+
+
 def ask(memory: float, tokens: int = 65536, given: Any = None, can_offload: bool = True) -> Any:
     request = Request(model="m", config=None, device=Device("it", int(memory * GIB), None, ""))
     return choose(request, tokens, given or {}, can_offload=can_offload)
@@ -88,21 +95,21 @@ def ask(memory: float, tokens: int = 65536, given: Any = None, can_offload: bool
 @pytest.mark.parametrize(
     ("memory", "checkpoint", "offload", "tile", "keep", "minimal_memory"),
     [
-        (200, "none", False, 8192, 1.0, False), (116, "none", False, 8192, 0.5, False),
-        (110, "none", False, 8192, 0.0, False), (109, "attention-saved", False, 8192, 1.0, False),
-        (69, "attention-saved", False, 8192, 0.0, True), (64, "layer", False, 8192, 1.0, False),
-        (49, "layer", False, 8192, 0.0, True), (44, "attention-saved", True, 8192, 0.0, False),
-        (39, "attention-saved", True, 8192, 0.0, True), (34, "layer", True, 8192, 0.0, False),
-        (29, "layer", True, 8192, 0.0, True), (24, "layer", True, 2048, 0.0, True),
-        (18, "layer", True, 512, 0.0, True),
+        (200, None, False, 8192, 1.0, False), (116, None, False, 8192, 0.5, False),
+        (110, None, False, 8192, 0.0, False), (109, "attention-saved", False, 8192, 1.0, False),
+        (69, "attention-saved", False, 8192, 0.0, True), (64, "full", False, 8192, 1.0, False),
+        (49, "full", False, 8192, 0.0, True), (44, "attention-saved", True, 8192, 0.0, False),
+        (39, "attention-saved", True, 8192, 0.0, True), (34, "full", True, 8192, 0.0, False),
+        (29, "full", True, 8192, 0.0, True), (24, "full", True, 2048, 0.0, True),
+        (18, "full", True, 512, 0.0, True),
     ],
 )  # fmt: skip
 def test_the_cheapest_that_fits(
-    memory: float, checkpoint: str, offload: bool, tile: int, keep: float, minimal_memory: bool
+    memory: float, checkpoint: str | None, offload: bool, tile: int, keep: float, minimal_memory: bool
 ) -> None:
     found = ask(memory)
     rest: dict[str, Any] = MINIMAL_MEMORY if minimal_memory else {}
-    assert found.sure and found.settings == Settings(checkpoint, offload, tile, found.settings.loss_tile, keep, **rest)
+    assert found.sure and found.settings == settings(checkpoint, offload, tile, found.settings.loss_tile, keep, **rest)
     named = {"tile", "loss_tile", "checkpoint", "offload", "keep", "blocks", "heads"}
     assert named >= found.reasons.keys() >= {"tile", "checkpoint", "heads"}
     assert found == replace(ask(memory), planner=found.planner, estimate=found.estimate)
@@ -111,7 +118,7 @@ def test_the_cheapest_that_fits(
 def test_what_only_the_expected_estimate_fits_is_taken_with_the_tiles_of_auto(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Planned, "spread", 20)
     found = ask(35)
-    assert not found.sure and found.settings == Settings("layer", True, 8192, 2048, **MINIMAL_MEMORY)
+    assert not found.sure and found.settings == settings("full", True, 8192, 2048, **MINIMAL_MEMORY)
     found = ask(17)
     assert not found.sure and found.settings.tile == 2048  # at 8,192 tokens it takes 23
 
@@ -122,41 +129,41 @@ def test_nothing_that_fits_is_one_sentence_with_the_longest_that_would():
 
 
 def test_what_is_given_stays_and_says_so():
-    found = ask(200, given={"checkpoint": "layer", "tile": 1024, "keep": 0.0})
-    assert found.settings == Settings("layer", False, 1024, 2048, 0.0)
+    found = ask(200, given={"checkpoint": "full", "tile": 1024, "keep": 0.0})
+    assert found.settings == settings("full", False, 1024, 2048, 0.0)
     assert {name for name, why in found.reasons.items() if why == "as given"} == {"checkpoint", "tile", "keep"}
     with pytest.raises(UserError, match="do not fit"):
-        ask(30, given={"checkpoint": "none"})
+        ask(30, given={"checkpoint": None})
 
 
 def test_without_an_accelerator_nothing_is_moved_to_the_host():
-    assert ask(38, can_offload=False).settings == Settings("layer", False, 512, 128, 0.0, **MINIMAL_MEMORY)
+    assert ask(38, can_offload=False).settings == settings("full", False, 512, 128, 0.0, **MINIMAL_MEMORY)
 
 
 def test_a_model_whose_attention_runs_whole_keeps_it_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "runs_on_some_heads", lambda _: False)
-    settings = ask(49, can_offload=False).settings
-    assert settings.heads is None and settings.blocks == MINIMAL_MEMORY["blocks"]
+    found = ask(49, can_offload=False).settings
+    assert found.heads is None and found.blocks == MINIMAL_MEMORY["blocks"]
 
 
 def test_a_short_row_is_left_untiled():
-    assert ask(200, tokens=4096).settings.tile is None
+    assert ask(200, tokens=4096).settings.tile == "auto"
 
 
-def down(settings: Settings, can_offload: bool) -> Iterator[Settings]:
-    one: Settings | None = settings
+def down(first: TilingOptions, can_offload: bool) -> Iterator[TilingOptions]:
+    one: TilingOptions | None = first
     while (one := tighter(one, can_offload=can_offload) if one else None) is not None:
         yield one
 
 
 def test_a_run_out_of_memory_goes_on_with_smaller_tiles_then_with_what_the_ladder_has():
-    chain = [*down(Settings("attention-saved", False, 8192, 2048, 0.5), True)]
+    chain = [*down(settings("attention-saved", False, 8192, 2048, 0.5), True)]
     assert chain == [
-        Settings("attention-saved", False, 2048, 512), Settings("attention-saved", False, 512, 128),
-        Settings("attention-saved", False, 128, 128), Settings("layer", False, 128, 128),
-        Settings("layer", True, 128, 128),
+        settings("attention-saved", False, 2048, 512), settings("attention-saved", False, 512, 128),
+        settings("attention-saved", False, 128, 128), settings("full", False, 128, 128),
+        settings("full", True, 128, 128),
     ]  # fmt: skip
-    assert [*down(Settings("layer", False, 128, 64), False)] == []
+    assert [*down(settings("full", False, 128, 64), False)] == []
     assert {(rung.checkpoint, rung.offload) for rung in LADDER} >= {(one.checkpoint, one.offload) for one in chain}
 
 
@@ -247,13 +254,14 @@ def test_the_length_alone_chooses_where_there_is_an_accelerator(folder: Path, mo
 
 def test_a_plan_is_asked_what_the_run_does(folder: Path):
     request = fits.request_of(recipe_of(folder, lora={"r": 4}, batch_size=3, trainer={"optim": "adamw_bnb_8bit"}), GIB)
-    found = {name: getattr(request, name) for name in ("batch", "optimizer", "attention", "tile", "loss", "checkpoint")}
-    assert found == {"batch": 3, "optimizer": "adamw-8bit", "attention": "sdpa", "tile": "auto", "loss": "tiled",
-                     "checkpoint": "layer"}  # fmt: skip
+    found = {name: getattr(request, name) for name in ("batch", "optimizer", "attention")}
+    assert found == {"batch": 3, "optimizer": "adamw-8bit", "attention": "sdpa"}
+    assert request.options == TilingOptions(loss="tiled", loss_tile=4096, checkpoint="full")
     assert request.lora and request.lora.r == 4 and request.device.memory == GIB and request.gpus == 1
     whole = fits.request_of(recipe_of(folder, tiled_mlp=False, tile=None, activation_checkpointing=False))
-    assert (whole.tile, whole.checkpoint) == (None, "none") and whole.device.memory > GIB / 4
+    assert (whole.options.tiled, whole.options.checkpoint) == (False, None) and whole.device.memory > GIB / 4
     kept = fits.request_of(recipe_of(folder, keep=0.5, tile="shards:2", checkpoint="attention-saved"))
+    kept = kept.options
     assert (kept.keep, kept.tile, kept.checkpoint) == (0.5, "shards:2", "attention-saved")
     eight_bit = {"model_kwargs": {"quantization_config": {"load_in_8bit": True}}}
     for odd, said in (({"trainer": {"optim": "lomo"}}, "optimiser 'lomo'"), (eight_bit, "quantization_config")):

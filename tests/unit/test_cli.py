@@ -73,8 +73,8 @@ def test_doctor_shows_versions_devices_and_what_is_missing(capsys: pytest.Captur
 
     from seqtile.cli import doctor_command
 
-    version = doctor_command._version
-    monkeypatch.setattr(doctor_command, "_version", lambda name: None if name == "trl" else version(name))
+    version = doctor_command.package_version
+    monkeypatch.setattr(doctor_command, "package_version", lambda name: None if name == "trl" else version(name))
 
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import seqtile
+from seqtile.options import DEFAULTS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -17,6 +19,8 @@ SOURCE = ROOT / "src" / "seqtile"
 
 if not DOCS.exists():
     pytest.skip("no docs here: the tests run from an installed package", allow_module_level=True)
+
+site_hooks = import_module("site_hooks")
 
 
 def page(name: str) -> str:
@@ -64,6 +68,10 @@ def test_the_api_page_has_every_public_name() -> None:
             assert module.startswith("seqtile.integrations."), f"{module}.{name} is not public"
 
 
+def test_axolotls_page_has_every_option() -> None:
+    assert [name for name in DEFAULTS if f"`{name}`" not in page("axolotl")] == []
+
+
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
 def test_files_that_a_page_names_exist(path: Path) -> None:
     """Tests, examples, benchmarks and modules in code quotes."""
@@ -72,6 +80,35 @@ def test_files_that_a_page_names_exist(path: Path) -> None:
         assert (ROOT / name).exists(), f"{path.name} names {name}, which does not exist"
     for name in re.findall(r"`(test_\w+\.py)`", path.read_text(encoding="utf-8")):
         assert list((ROOT / "tests").rglob(name)), f"{path.name} names {name}, which does not exist"
+
+
+def test_the_page_of_names_has_them_all() -> None:
+    """It is made when the site is built; here by the same hook, and compared with the package that is imported."""
+    assert [line for line in page("names").splitlines() if "<!--" in line] == [site_hooks.NAMES]
+    shown = site_hooks.on_page_markdown(page("names"))
+    public, _, below = shown.partition("\n## _errors\n")
+    rows = dict(re.findall(r"^\| `seqtile\.(\w+)` \| (.+) \|$", public, re.M))
+    assert rows.keys() == {name for name in seqtile.__all__ if not name.startswith("__")}
+    for name, line in rows.items():
+        first = (inspect.getdoc(getattr(seqtile, name)) or "").split("\n\n")[0].replace("\n", " ")
+        assert line.replace("`", "") == re.sub(r":\w+:(?=`)", "", first).replace("`", "")
+    for module in ("ops.mlp", "planner.techniques", "train.recipe"):
+        table = below.partition(f"\n## {module}\n")[2].partition("\n## ")[0]
+        listed = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.M))
+        home = import_module(f"seqtile.{module}")
+        own = {name for name, value in vars(home).items() if getattr(value, "__module__", "") == home.__name__}
+        assert listed.keys() == {name for name in own if name[0] != "_" and callable(getattr(home, name))}
+        assert all(listed.values())
+
+
+def test_the_page_of_names_follows_the_source(tmp_path: Path) -> None:
+    package = tmp_path / "seqtile"
+    package.mkdir()
+    (package / "__init__.py").write_text('"""P."""\nfrom seqtile.one import new as new\n')
+    code = '"""One."""\ndef new():\n    """First ``a | b``.\n\n    More."""\n\ndef _own(): ...\n'
+    (package / "one.py").write_text(code)
+    shown = site_hooks.names(package)
+    assert "| `seqtile.new` | First `a \\| b`. |" in shown and "## one\n\nOne.\n" in shown and "_own" not in shown
 
 
 def test_the_rule_that_contributing_shows() -> None:

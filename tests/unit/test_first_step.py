@@ -11,7 +11,7 @@ from torch import nn
 import seqtile
 import tiny_run
 import zoo
-from seqtile.train import first_step
+from seqtile.train import callbacks
 from seqtile.train.recipe import build_recipe
 from seqtile.train.run import train
 
@@ -23,14 +23,14 @@ def test_it_looks_once_and_says_why_not(caplog: pytest.LogCaptureFixture) -> Non
     weight = model.model.layers[1].mlp.up_proj.weight
     weight.grad = None
     caplog.clear()
-    callback = first_step.CheckFirstStep()
+    callback = callbacks.CheckFirstStep()
     callback.on_pre_optimizer_step(None, None, None, model=model)
     assert "1 of the parameters inside tiled blocks train and have no gradient: model.layers.1.mlp.up" in caplog.text
     caplog.clear()
     callback.on_pre_optimizer_step(None, None, None, model=model)
     assert not caplog.records
     weight.ds_id = 1  # as DeepSpeed marks it
-    first_step.CheckFirstStep().on_pre_optimizer_step(None, None, None, model=model)
+    callbacks.CheckFirstStep().on_pre_optimizer_step(None, None, None, model=model)
     assert "gradients of the first step were not checked: DeepSpeed holds the gradients" in caplog.text
 
 
@@ -43,7 +43,7 @@ def test_a_run_looks_at_its_first_step(tmp_path: Path, monkeypatch: pytest.Monke
         seen.append(not names and any(p.grad is not None for p in model.parameters()))
         return names
 
-    monkeypatch.setattr(first_step, "check_gradients", look)
+    monkeypatch.setattr(callbacks, "check_gradients", look)
     values: dict[str, Any] = {
         "model": str(tiny_run.save_model(tmp_path / "model")),
         "dataset": str(tiny_run.write_jsonl(tmp_path / "rows.jsonl", tiny_run.text_rows())),

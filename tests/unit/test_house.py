@@ -16,14 +16,18 @@ from pathlib import Path
 import pytest
 
 import seqtile
+from seqtile._compat import OVERRIDDEN as OVERRIDDEN_METHODS
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "seqtile"
 
 # A module imports only from rows above its own and from its own package. A new top-level name needs a row here.
 ORDER: tuple[frozenset[str], ...] = (
-    frozenset({"_compat", "_errors", "_log", "counting"}),
+    frozenset({"_errors", "_log", "devices"}),
+    frozenset({"_compat"}),
+    frozenset({"_stand_in", "counting"}),
     frozenset({"tiling"}),
+    frozenset({"options"}),
     frozenset({"ops"}),
     frozenset({"engines", "activation_checkpointing"}),
     frozenset({"models"}),
@@ -52,8 +56,18 @@ def top_level_name(file: Path) -> str:
 
 
 def imports_of_ours(file: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and top-level name of everything that ``file`` imports from this package, wherever in the file."""
+    """Line and top-level name of everything that ``file`` imports from this package, wherever in the file.
+
+    A module's name in a string is an import too, by whoever gets it; in a docstring it is not.
+    """
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    packages = frozenset().union(*ORDER)
     for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            for name in re.findall(r"\bseqtile\.(\w+)", node.value):
+                if name in packages:  # else it is a public name, in a message
+                    yield node.lineno, name
+            continue
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
@@ -114,6 +128,110 @@ def device_names(root: Path) -> list[str]:
     return found
 
 
+FACTS = frozenset({
+    "mem_get_info", "get_memory_info", "get_device_properties", "get_device_name", "recommended_max_memory",
+    "max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved", "reset_peak_memory_stats",
+    "empty_cache", "synchronize", "sched_getaffinity", "sysconf",
+})  # fmt: skip
+
+
+def machine_facts(root: Path) -> list[str]:
+    """Facts of the machine that are read outside ``devices.py``: versions, memory, names, the allocator's peaks."""
+    found = []
+    for file, tree in modules(root):
+        if file.name == "devices.py":
+            continue
+        for node in ast.walk(tree):
+            name = ""
+            if isinstance(node, ast.ImportFrom) and node.module == "importlib.metadata":
+                name = "importlib.metadata"
+            elif isinstance(node, ast.Attribute) and node.attr in FACTS:
+                name = node.attr
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FACTS:
+                name = node.value
+            elif isinstance(node, ast.Constant) and str(node.value).startswith(("/proc/", "/sys/")):
+                name = str(node.value)
+            if name:
+                found.append(f"{file}:{node.lineno}: {name}")  # type: ignore[attr-defined]
+    return found
+
+
+PRIVATE = re.compile(r"_[A-Za-z]\w*")
+PUBLIC = frozenset({"_exit", "_getframe", "_fields", "_replace", "_asdict", "_make"})
+"""Names that only look private: their owners document them."""
+
+OVERRIDDEN = {"train/trainer.py": OVERRIDDEN_METHODS}
+"""Private methods of a library's class that a class of ours overrides; each has a contract in ``_compat.py``."""
+
+
+def private_names(root: Path) -> list[str]:
+    """Private names of other libraries outside ``_compat.py``: imported, read as an attribute, or named in a string.
+
+    Attributes of ``self`` and ``cls`` are our own, also where a string names them; so is what starts with ``_seqtile``.
+    """
+    found = []
+    for file, tree in modules(root):
+        if file.name == "_compat.py":
+            continue
+        for node, name in _private_names_in(tree):
+            if name not in OVERRIDDEN.get(file.as_posix(), ()):
+                found.append(f"{file}:{node.lineno}: {name}")
+    return found
+
+
+def _private_names_in(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_self(node.value)}
+    own |= {
+        node.slice.value for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and _is_self_dict(node.value)
+    }  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in (part for alias in node.names for part in alias.name.split(".")):
+                if PRIVATE.fullmatch(name):
+                    yield node, name
+        elif isinstance(node, ast.ImportFrom) and not node.level and not (node.module or "").startswith("seqtile"):
+            for name in (*(node.module or "").split("."), *(alias.name for alias in node.names)):
+                if PRIVATE.fullmatch(name):
+                    yield node, name
+        elif isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr) and node.attr not in PUBLIC:
+            if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super":
+                yield node, node.attr
+            elif _leads_to_import(node, tree):
+                yield node, node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and PRIVATE.fullmatch(node.value):
+            parent = parents[id(node)]
+            part_of_a_name = isinstance(parent, ast.JoinedStr) or (
+                isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute)
+                and parent.func.attr in ("startswith", "endswith", "removeprefix", "removesuffix")
+            )  # fmt: skip
+            ours = node.value in own | PUBLIC or node.value.startswith("_seqtile") or node.value.endswith("_")
+            if not ours and not part_of_a_name and not isinstance(parent, ast.Expr):
+                yield node, node.value
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def _is_self_dict(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "__dict__" and _is_self(node.value)
+
+
+def _leads_to_import(node: ast.Attribute, tree: ast.Module) -> bool:
+    """Whether an attribute is read from a name that the file imports: ``torch._C._x``."""
+    value: ast.expr = node.value
+    while isinstance(value, ast.Attribute):
+        value = value.value
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for one in ast.walk(tree) if isinstance(one, (ast.Import, ast.ImportFrom)) for alias in one.names
+    }  # fmt: skip
+    return isinstance(value, ast.Name) and value.id in imported
+
+
 def shared_names(root: Path) -> list[str]:
     """Module names that two files have, or a file and a package."""
     files = [file for file, _ in modules(root)]
@@ -128,11 +246,26 @@ def shared_names(root: Path) -> list[str]:
     return found
 
 
+def stale_paths(root: Path) -> list[str]:
+    """Paths of this package in strings, by which frames of a traceback are known, that are not there."""
+    return [
+        f"{file}:{node.lineno}: {path}"
+        for file, tree in modules(root)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for path in re.findall(r"/seqtile/([\w/]+)", node.value)
+        if not (root / path).exists() and not (root / f"{path}.py").exists()
+    ]
+
+
 CHECKS: dict[Callable[[Path], list[str]], tuple[str, str]] = {
     wrong_imports: ("ops/bad.py", "def late():\n    from ..models import find\n"),
     prints: ("models/bad.py", "print('hello')\n"),
     shared_names: ("tiling/tiling.py", "x = 1\n"),
+    stale_paths: ("train/bad.py", 'known = "/seqtile/ops/head" in "a path"\n'),
     device_names: ("ops/bad.py", "import torch\n\ntorch.cuda.synchronize()\n"),
+    machine_facts: ("train/bad.py", "import torch\n\ntorch.accelerator.memory_allocated()\n"),
+    private_names: ("ops/bad.py", "import torch\n\ntorch._C\n"),
 }
 """Each check, and a file that it must catch."""
 
@@ -151,6 +284,42 @@ def test_the_check_catches(check: Callable[[Path], list[str]], tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._C",
+        "from torch.utils import _pytree",
+        "from torch.utils._pytree import tree_map",
+        "from torch.overrides import _get_current_function_mode_stack",
+        "import torch\nx = torch.ops.aten._unsafe_view",
+        "x = getattr(weight, '_hp_mapping', None)",
+        "x = '_old_forward' in head.__dict__",
+        "head.__dict__['_old_forward'] = None",
+        "class A(B):\n    def _step(self):\n        super()._step()",
+    ],
+)
+def test_every_way_to_a_private_name_is_caught(line: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(line + "\n", encoding="utf-8")
+    assert private_names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from seqtile._compat import tree_map",
+        "from seqtile._errors import UserError",
+        "import sys\nx = sys._getframe(1)",
+        "class A:\n    def __getstate__(self):\n        return {'_module': self._module()}",
+        "x = name.endswith('_backward')",
+        "x = f'{name}_kwargs'",
+        "x = getattr(tensor, '_seqtile_mark', None)",
+    ],
+)
+def test_our_own_names_may_be_private(line: str, tmp_path: Path) -> None:
+    (tmp_path / "good.py").write_text(line + "\n", encoding="utf-8")
+    assert private_names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
     ("file", "line"),
     [
         ("tiling.py", "from seqtile import ops"),
@@ -158,6 +327,9 @@ def test_the_check_catches(check: Callable[[Path], list[str]], tmp_path: Path) -
         ("counting/live.py", "from seqtile.tiling import cuts"),
         ("ops/tile_checkpoint.py", "from ..train import recipe"),
         ("models/apply.py", "from seqtile.cli.train_command import command"),
+        ("train/launch.py", 'WORKER = "seqtile.cli.worker"'),
+        ("train/launch.py", 'command = ["-m", f"seqtile.cli.{name}"]'),
+        ("train/launch.py", 'import_module("seqtile.cli.worker", "seqtile")'),
         ("somewhere.py", "x = 1"),
     ],
 )
@@ -176,6 +348,9 @@ def test_every_way_of_importing_upwards_is_caught(file: str, line: str, tmp_path
         ("ops/tile_checkpoint.py", "from . import sums"),
         ("train/run.py", "from .._errors import UserError"),
         ("train/run.py", "from seqtile import __version__"),
+        ("train/run.py", '"""As :func:`seqtile.cli.main` does."""'),
+        ("train/run.py", 'logger = getLogger("seqtile.models")'),
+        ("train/run.py", 'raise ValueError("call seqtile.apply first")'),
     ],
 )
 def test_importing_downwards_and_inside_a_package_is_allowed(file: str, line: str, tmp_path: Path) -> None:

@@ -6,23 +6,26 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from seqtile._errors import UserError
 from seqtile.cli import main
 from seqtile.counting import count_products
+from seqtile.options import changed
 from seqtile.planner.accelerators import DEVICES, Device, find_device
-from seqtile.planner.explain import explain, next_step, recipe
+from seqtile.planner.explain import explain, next_step, proposals, recipe
 from seqtile.planner.fake_step import build, fake_step
 from seqtile.planner.layer_structure import count_weights
 from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose
 from seqtile.planner.model_shapes import NAMED, read_config
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS, STATE_BYTES, on_device
-from seqtile.planner.step_config import OPTIMIZERS, Lora, Setup, make_optimizer
+from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_optimizer
 from seqtile.train.fit import request_of as planned_again
 from seqtile.train.recipe import build_recipe, read_recipe, resolve
 
@@ -41,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def request_of(folder: Path, **changes: Any) -> Request:
-    return Request(**{"model": str(folder), "config": read_config(str(folder)), "device": DEVICE, **changes})
+    return changed(Request(str(folder), read_config(str(folder)), DEVICE), **changes)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +61,9 @@ def sharded(folder: Path) -> Iterator[Planner]:
 
 def other(planner: Planner, **changes: Any) -> Planner:
     """A planner of the same step, so without fake runs of its own."""
-    changed = Planner(replace(planner.request, **changes))
-    changed.share(planner)
-    return changed
+    again = Planner(changed(planner.request, **changes))
+    again.share(planner)
+    return again
 
 
 def terms(planner: Planner, tokens: int = 16384) -> Estimate:
@@ -178,14 +181,12 @@ def test_a_larger_device_is_limited_by_the_positions(planner: Planner) -> None:
 def test_what_the_host_has_no_room_for_stays_on_the_device(planner: Planner) -> None:
     held = 4 * 16384 * 256 * 4  # layers, tokens, hidden, fp32 weights under autocast
     process = CONSTANTS["host process"].high
-    half = other(planner, offload=("checkpoints",), host_memory=round(process + held / 2))
+    half = other(planner, offload=True, host_memory=round(process + held / 2))
     estimate = half.estimate(16384)
     assert estimate.moved == pytest.approx(0.5)
     assert estimate.host_terms["checkpointed hidden states"] == pytest.approx(held / 2)
     assert recipe(half, 16384)["offload"] == f"memory:{held // 2 // 2**20}MiB"
-    all_of_it, nothing = (
-        other(planner, offload=("checkpoints",), host_memory=round(process + room)) for room in (2 * held, 0)
-    )
+    all_of_it, nothing = (other(planner, offload=True, host_memory=round(process + room)) for room in (2 * held, 0))
     bytes_on_device = [one.estimate(16384).device.expected for one in (all_of_it, half, nothing)]
     assert bytes_on_device == sorted(bytes_on_device) and bytes_on_device[0] < bytes_on_device[2]
     assert recipe(all_of_it, 16384)["offload"] is True
@@ -194,7 +195,7 @@ def test_what_the_host_has_no_room_for_stays_on_the_device(planner: Planner) -> 
     _, saving = choose(half, 16384)
     assert saving.more and "no room for all" in saving.why
     # whole layers are moved, and no bound is called for less than a MiB
-    most = other(planner, offload=("checkpoints",), host_memory=round(process + 0.7 * held))
+    most = other(planner, offload=True, host_memory=round(process + 0.7 * held))
     assert most.estimate(16384).moved == 0.5
 
 
@@ -207,8 +208,10 @@ def test_the_recipe_is_planned_as_what_it_was_made_of(folder: Path, changes: dic
     read, _ = build_recipe(recipe(Planner(request), 4096), {"dataset": "rows.jsonl"})
     assert read.fit is False
     again = planned_again(resolve(read), DEVICE.memory)
-    for name in ("lora", "qlora", "optimizer", "heads", "blocks", "batch", "checkpoint", "attention", "tile"):
+    for name in ("lora", "qlora", "optimizer", "batch", "attention"):
         assert getattr(again, name) == getattr(request, name), name
+    assert replace(again.options, loss_tile="auto") == request.options
+    assert again.options.loss_tile == Planner(request).resolved(4096).options.loss_tile
 
 
 def test_a_precision_is_in_the_recipe(planner: Planner) -> None:
@@ -219,8 +222,9 @@ def test_a_precision_is_in_the_recipe(planner: Planner) -> None:
 
 def test_dropout_of_adapters_is_counted(folder: Path) -> None:
     config = read_config(str(folder))
+    options = replace(PLANNED, loss_tile=256)
     plain, dropped = (
-        fake_step(config, Setup(lora=Lora(4, "all-linear", None, share), loss_tile=256), 512).peak
+        fake_step(config, Setup(lora=Lora(4, "all-linear", None, share), options=options), 512).peak
         for share in (0.0, 0.1)
     )
     assert dropped > plain
@@ -231,11 +235,47 @@ def test_the_next_step_is_what_it_promises(planner: Planner) -> None:
     step = next_step(planner, longest)
     assert step is not None
     assert step.flags == "--offload checkpoints"
-    assert step.length == other(planner, offload=("checkpoints",)).longest()[0] > longest
+    assert step.length == other(planner, offload=True).longest()[0] > longest
+
+
+@pytest.mark.parametrize(
+    ("flags", "proposed"),
+    [
+        (
+            "--loss full --tile none --attention sdpa --checkpoint attention-saved --engine ddp",
+            ["tiled loss", "flash attention", "checkpoints of layer inputs", "tiled MLP", "checkpoints on the host",
+             "ZeRO-3", "Ulysses", "8-bit states"],
+        ),
+        (
+            "--keep 0.5 --checkpoint layer --engine zero3",
+            ["nothing kept", "checkpoints on the host", "optimiser on the host", "Ulysses", "8-bit states",
+             "minimal memory"],
+        ),
+    ],
+)  # fmt: skip
+def test_the_flags_of_a_proposal_set_what_it_changes(
+    flags: str, proposed: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Request] = []
+
+    def plan(request: Request, _: int | None) -> Any:
+        asked.append(request)
+        raise UserError("no plan is needed")
+
+    monkeypatch.setattr("seqtile.planner.memory_plan.plan", plan)
+    monkeypatch.setattr("seqtile.planner.explain.runs_on_some_heads", lambda _: True)
+    command = ["plan", "--model", str(folder), "--device", "1.5GiB", "--gpus", "4", *flags.split()]
+    assert main(command) == 2
+    request = asked[0]
+    found = proposals(SimpleNamespace(request=request, built=SimpleNamespace(model=None)))  # type: ignore[arg-type]
+    assert [technique.name for technique in found] == proposed
+    for technique in found:
+        assert main([*command, *technique.flags_for(request).split()]) == 2
+        assert replace(asked[-1], config=request.config) == technique.on(request) != request
 
 
 def test_offloaded_checkpoints_leave_all_but_those_in_flight(planner: Planner) -> None:
-    on, off = terms(planner), terms(other(planner, offload=("checkpoints",)))
+    on, off = terms(planner), terms(other(planner, offload=True))
     held = 4 * 16384 * 256 * 4  # layers, tokens, hidden, fp32 weights under autocast
     assert off.host_terms["checkpointed hidden states"] == held
     assert off.terms.get("checkpointed hidden states", 0.0) <= held / 4 * CONSTANTS["in flight"].expected
@@ -260,7 +300,7 @@ def test_attention_is_saved_where_that_fits_and_pays(
     assert 0 < saved["more_gib"] <= 1.1 * KEPT_BYTES / 2**30
     assert saved["saves"] > WORTH
     assert found["peak_device_gib"]["high"] <= 4
-    assert build_recipe(read_recipe(written), {"dataset": "rows.jsonl"})[0].checkpoint == "attention-saved"
+    assert build_recipe(read_recipe(written), {"dataset": "rows.jsonl"})[0].options.checkpoint == "attention-saved"
 
 
 def test_attention_is_not_saved_where_that_does_not_fit_or_pay(planner: Planner) -> None:
@@ -293,21 +333,21 @@ def test_attention_that_cannot_be_saved_is_said(planner: Planner) -> None:
 
 
 def test_kept_tiles_are_counted_from_runs_that_keep_them(planner: Planner) -> None:
-    request = replace(planner.request, checkpoint="none", tile=4096, keep=0.5)
-    plain, kept = Planner(replace(request, keep=0.0)), Planner(request)
-    assert kept.resolved(5 * 4096).keep == 2 / 5  # rounded down
+    request = changed(planner.request, checkpoint=None, tile=4096, keep=0.5)
+    plain, kept = Planner(changed(request, keep=0.0)), Planner(request)
+    assert kept.resolved(5 * 4096).options.keep == 2 / 5  # rounded down
     tokens = 2 * 4096
     held = kept.estimate(tokens).terms["kept gate and up"]
     assert held == pytest.approx(4 * 4096 * 2 * 704 * 2, rel=0.02)  # layers, tokens, gate and up, bf16
     assert kept.estimate(tokens).device.expected - plain.estimate(tokens).device.expected >= held
     assert recipe(kept, tokens)["keep"] == 0.5
     bytes_each = 4096 * 2 * 704 * 2
-    by_bytes = Planner(replace(request, keep=f"memory:{4 * bytes_each}"))
-    assert by_bytes.resolved(8 * 4096).keep == 1 / 8  # one tile in each of the four layers
+    by_bytes = Planner(changed(request, keep=f"memory:{4 * bytes_each}"))
+    assert by_bytes.resolved(8 * 4096).options.keep == 1 / 8  # one tile in each of the four layers
 
 
 def test_a_saved_attention_is_not_computed_again_and_goes_to_the_host(planner: Planner) -> None:
-    saved = other(planner, checkpoint="attention-saved", offload=("checkpoints",))
+    saved = other(planner, checkpoint="attention-saved", offload=True)
     # forward, recompute and 2.5 for the backward; without the recompute
     assert saved.work(16384).attention / planner.work(16384).attention == pytest.approx(3.5 / 4.5)
     found = terms(saved)
@@ -323,7 +363,7 @@ def test_shards_divide_what_stands(sharded: Planner) -> None:
     assert found["optimiser state"] == 8 * weights / 8
     zero3 = terms(other(sharded, engine="zero3")).terms
     assert zero3["weights"] == (4 + 2) * weights / 8
-    host = terms(other(sharded, engine="zero3", offload=("optimizer",)))
+    host = terms(other(sharded, engine="zero3", engine_offload=("optimizer",)))
     assert host.terms["weights"] == 2 * weights / 8
     assert host.terms.get("optimiser state", 0.0) == 0
     assert host.host_terms["optimiser state"] == (8 + 4) * weights
@@ -366,11 +406,11 @@ def test_states_in_formulas_are_those_of_the_optimiser(name: str) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, Lora(4)], ids=["full", "adapters"])
-@pytest.mark.parametrize("checkpoint", ["layer", "attention-saved", "none"])
+@pytest.mark.parametrize("checkpoint", ["full", "attention-saved", None])
 def test_operations_are_those_that_are_counted(folder: Path, lora: Lora | None, checkpoint: str) -> None:
     """Attention's own kernel is not a matrix product, so that a short row is counted without it."""
-    request = request_of(folder, lora=lora, checkpoint=checkpoint, tile=None, precision="float32")
-    built = build(request.config, replace(request.setup(), loss="full"), "cpu")
+    request = request_of(folder, lora=lora, checkpoint=checkpoint, blocks="none", precision="float32")
+    built = build(request.config, changed(request.setup(), loss=None), "cpu")
     counts = count_weights(request.config, built.model)
     planner = Planner(request)
     ids = torch.zeros(1, 512, dtype=torch.long)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from transformers import AutoConfig
 
 import zoo
 from seqtile.counting import fake
+from seqtile.options import changed
 from seqtile.planner.extrapolate import fit_lines
 from seqtile.planner.fake_step import build, fake_step, real_step
 from seqtile.planner.layer_structure import cut, find_depths
@@ -26,18 +26,19 @@ def config_of(architecture: str, **changes: Any) -> Any:
 
 
 def setup(**changes: Any) -> Setup:
-    return Setup(**{"dtype": torch.float32, "tile": 64, "loss_tile": 64, **changes})
+    return changed(Setup(dtype=torch.float32), **{"tile": 64, "loss_tile": 64, **changes})
 
 
+UNTILED: dict[str, Any] = {"tile": "auto", "blocks": "none"}
 CASES = {
     "llama": setup(),
-    "llama, untiled, full loss": setup(tile=None, loss="full", checkpoint=False),
+    "llama, untiled, full loss": setup(**UNTILED, loss=None, checkpoint=None),
     "qwen3, adapters": setup(lora=Lora(4), optimizer="sgd-momentum"),
-    "qwen3, attention saved": setup(attention_saved=True),
+    "qwen3, attention saved": setup(checkpoint="attention-saved"),
     "gpt2": setup(optimizer="sgd"),
     "opt": setup(optimizer="adamw-8bit"),
     "gemma3_text": setup(),
-    "mixtral, adapters": setup(lora=Lora(4, ("q_proj", "v_proj")), checkpoint=False),
+    "mixtral, adapters": setup(lora=Lora(4, ("q_proj", "v_proj")), checkpoint=None),
 }
 
 
@@ -54,7 +55,7 @@ def test_fake_and_real_run_the_same_operators_and_hold_the_same_bytes(case: str)
 
 def test_without_the_mending_transformers_takes_another_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it does not, this fix can go."""
-    config, how = config_of("llama"), setup(tile=None)
+    config, how = config_of("llama"), setup(**UNTILED)
     monkeypatch.setattr(fake, "_no_tensor_is_fake", nullcontext)
     assert fake_step(config, how, LENGTH).operators != real_step(config, how, LENGTH).operators
 
@@ -70,7 +71,7 @@ def test_without_the_mending_transformers_takes_another_branch(monkeypatch: pyte
 )
 def test_the_pattern_of_layers(architecture: str, layers: int, shallow: tuple[int, int], front: int, back: int) -> None:
     config = config_of(architecture, num_hidden_layers=layers)
-    depths = find_depths(config, build(config, setup(tile=None, attention="eager"), "meta").model)
+    depths = find_depths(config, build(config, setup(**UNTILED, attention="eager"), "meta").model)
     assert (depths.layers, depths.shallow, depths.front, depths.back) == (layers, shallow, front, back)
 
 
@@ -82,10 +83,10 @@ def test_a_cut_model_keeps_the_first_layers() -> None:
     assert config.num_hidden_layers == 12
 
 
-@pytest.mark.parametrize("how", [setup(tile=512), setup(tile=None, checkpoint=False)], ids=["tiled", "untiled"])
+@pytest.mark.parametrize("how", [setup(tile=512), setup(**UNTILED, checkpoint=None)], ids=["tiled", "untiled"])
 def test_lines_from_other_lengths_and_depths_give_the_fake_run_itself(how: Setup) -> None:
     config = config_of("llama", num_hidden_layers=5)
-    how = replace(how, loss_tile=512)
+    how = changed(how, loss_tile=512)
     depths = find_depths(config, build(config, how, "meta").model)
     lines = fit_lines(config, how, depths, (1024, 1536), None)
     predicted = max(sum(terms.values()) for terms in lines.at(2560).values())

@@ -57,7 +57,7 @@ def test_learning_rate_depends_on_what_trains():
 def test_spellings_of_other_trainers(values: dict[str, Any], tile: str):
     for recipe in (recipe_of(values), recipe_of({}, values)):
         assert recipe.tiled_mlp
-        assert recipe.tile == tile
+        assert recipe.options.tile == tile
 
 
 @pytest.mark.parametrize("key", ["tiled_mlp", "use_tiled_mlp"])
@@ -74,8 +74,8 @@ def test_original_mlp_is_accepted_and_said_to_change_nothing(value: bool):
 
 
 def test_a_tile_flag_overrides_the_recipes_number_of_shards():
-    assert recipe_of({"tiled_mlp_num_shards": 8}, {"tile": "4096"}).tile == "4096"
-    assert recipe_of({"tile": 4096}, {"tiled_mlp_num_shards": 8}).tile == "shards:8"
+    assert recipe_of({"tiled_mlp_num_shards": 8}, {"tile": "4096"}).options.tile == "4096"
+    assert recipe_of({"tile": 4096}, {"tiled_mlp_num_shards": 8}).options.tile == "shards:8"
 
 
 @pytest.mark.parametrize(

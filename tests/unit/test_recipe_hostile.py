@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from seqtile import UserError
-from seqtile.train.recipe import LoraRecipe, Recipe, build_recipe, read_recipe, resolve, save_recipe
-from seqtile.train.values import checked_trainer_values
+from seqtile.train.arguments import checked_trainer_values
+from seqtile.train.recipe import LoraRecipe, Recipe, build_recipe, read_recipe, recipe_keys, resolve, save_recipe
 
 # Nine lines that stand for 2 * 9**8 values.
 BOMB = "a: &a [x, x]\n" + "".join(
@@ -98,7 +98,7 @@ ODD: list[Any] = [
 
 def test_any_value_of_any_key_is_accepted_or_refused_and_what_is_accepted_can_be_saved(tmp_path: Path):
     accepted = 0
-    keys = [*Recipe.model_fields, *(f"lora.{key}" for key in LoraRecipe.model_fields), "tiled_mlp_num_shards",
+    keys = [*recipe_keys(), *(f"lora.{key}" for key in LoraRecipe.model_fields), "tiled_mlp_num_shards",
             "use_tiled_mlp", "tiled_mlp_use_original_mlp"]  # fmt: skip
     for key in keys:
         for value in ODD:

@@ -107,7 +107,7 @@ def test_what_an_option_means(option: str, rule: str) -> None:
 
 
 def test_target_without_a_number_is_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqtile.integrations.unsloth.available_bytes", lambda: 6 * 2**30)
+    monkeypatch.setattr("seqtile.integrations.unsloth.available_host_bytes", lambda: 6 * 2**30)
     model = causal_lm("llama")
     patch_tiled_mlp(model, "target")
     assert set(tiled(model).values()) == {f"memory:{3 * 2**30}"}

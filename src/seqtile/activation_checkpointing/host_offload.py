@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from seqtile._errors import UserError
+from seqtile.devices import available_host_bytes
 
 IN_FLIGHT = 2
 """Copies to the host that may be under way at once; each holds its device tensor until it has ended."""
@@ -151,7 +152,7 @@ class HostMemory:
         if self.budget:
             count = min(count, self.budget // each)  # the others stay on the device
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        free = available_bytes()
+        free = available_host_bytes()
         room = free // ranks
         if free and each * count > room:
             raise UserError(
@@ -169,29 +170,3 @@ def can_pin() -> bool:
         return torch.empty(1, pin_memory=True).is_pinned()
     except RuntimeError:  # NotImplementedError is one
         return False
-
-
-def available_bytes() -> int:
-    """Host memory that can be had without swapping, within a container's limit; 0 where the system does not say."""
-    words = _read("/proc/meminfo").split()
-    free = 1024 * int(words[words.index("MemAvailable:") + 1]) if "MemAvailable:" in words else 0
-    for limit, used in CONTAINER:
-        most, now = _read(limit).strip(), _read(used).strip()
-        if most.isdigit() and now.isdigit() and free:  # "max" where there is no limit
-            free = min(free, max(1, int(most) - int(now)))
-    return free
-
-
-CONTAINER = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/planner/memory.limit_in_bytes", "/sys/fs/cgroup/planner/memory.usage_in_bytes"),
-)
-"""Where Linux says what a container may take and has taken, control groups of version 2 and 1."""
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from seqtile._compat import SavedValue, TorchDispatchMode, saved_values, tree_iter
 from seqtile.activation_checkpointing.host_offload import HostMemory, Parked
 from seqtile.ops.attention.kernel_calls import Kept, is_attention, keeping, kept_now
 from seqtile.ops.rng import RandomState
@@ -71,17 +70,17 @@ class _Away:
 
     def __init__(self, host: HostMemory | None, mode: Any, kept: Kept) -> None:
         self.host, self.mode, self.kept = host, mode, kept
-        self.parked: list[tuple[Any, Parked]] = []
+        self.parked: list[tuple[SavedValue, Parked]] = []
         self.outputs: list[tuple[Any, list[Any]]] = []
 
     def park(self) -> None:
         if self.host is None:
             return
-        for wrapper in tree_iter(list(_values(self.mode.storage))):
-            value = getattr(wrapper, "val", None)
+        for saved in saved_values(self.mode):
+            value = saved.get()
             if isinstance(value, Tensor) and value.dim() > 2 and self.host.has_room(value):
-                self.parked.append((wrapper, self.host.park(value)))
-                wrapper.val = None
+                self.parked.append((saved, self.host.park(value)))
+                saved.drop()
         for done in self.kept.outputs:
             away = [self._move(t) for t in (done.whole, *done.tensors)]
             self.outputs.append((done, away))
@@ -92,25 +91,13 @@ class _Away:
         return self.host.park(tensor) if tensor.dim() > 2 and self.host.has_room(tensor) else tensor
 
     def fetch(self) -> None:
-        for wrapper, parked in self.parked:
-            wrapper.val = parked.take()
-            wrapper.version = wrapper.val._version
+        for saved, parked in self.parked:
+            saved.put(parked.take())
         for done, away in self.outputs:
             whole, *tensors = [one.take() if isinstance(one, Parked) else one for one in away]
             self.kept.outputs.append(replace(done, whole=whole, tensors=tensors))
         self.parked.clear()
         self.outputs.clear()
-
-
-def _values(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        for value in tree.values():
-            yield from _values(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _values(value)
-    else:
-        yield tree
 
 
 class _Forward:

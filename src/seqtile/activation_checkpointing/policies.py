@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +17,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from seqtile._compat import (
+    CHECKPOINT_FUNCTION,
+    ENABLE_CHECKPOINTING,
+    INPUT_HOOKS,
+    SET_CHECKPOINTING,
+    attention_kind,
+)
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
+from seqtile._stand_in import StandIn
 from seqtile.activation_checkpointing.host_offload import HostMemory
 from seqtile.activation_checkpointing.keep_attention import AttentionSaved
 
 logger = first_rank_logger(__name__)
 
-POLICIES = ("full", "attention-saved")
 _MARK = "_seqtile_checkpointing"
-_SETTER, _ENABLER = "_set_gradient_checkpointing", "_activation_checkpointing_enable"
-_HOOKS = "_require_grads_hooks", "_require_grads_hook"
-"""Where transformers keeps the hooks by which embeddings need a gradient; it leaves them when checkpoints go off."""
 
 
 def find_checkpointed(model: nn.Module) -> nn.Module:
@@ -39,7 +42,9 @@ def find_checkpointed(model: nn.Module) -> nn.Module:
         UserError: there is none.
     """
     for module in model.modules():
-        if callable(getattr(module, _SETTER, None)) and getattr(module, "supports_gradient_checkpointing", False):
+        if callable(getattr(module, SET_CHECKPOINTING, None)) and getattr(
+            module, "supports_gradient_checkpointing", False
+        ):
             return module
     raise UserError(
         f"{type(model).__name__} holds no model of transformers with activation checkpointing; leave checkpoint and "
@@ -56,7 +61,7 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
     if policy is None and not offload:
         return
     module = find_checkpointed(model)
-    kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    kind = attention_kind(module)
     if policy == "attention-saved" and kind == "eager":
         raise UserError(
             "checkpoint='attention-saved' keeps the output of an attention kernel, but this model computes attention "
@@ -82,7 +87,7 @@ def remove_checkpointing(model: nn.Module) -> None:
         one.remove()
 
 
-class Checkpointing:
+class Checkpointing(StandIn):
     """Stands in for ``_set_gradient_checkpointing`` of one model.
 
     Args:
@@ -92,57 +97,42 @@ class Checkpointing:
     """
 
     def __init__(self, module: nn.Module, policy: str, offload: bool | int) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self.policy = policy
         self.offload = bool(offload)
         self.host = HostMemory(0 if isinstance(offload, bool) else offload) if offload else None
         self.attention = AttentionSaved(self.host) if policy == "attention-saved" else None
         self.upstream = self.offload and policy == "full" and not _has(offload) and _transformers_offloads(module)
         self.switched_on = False
-        self.before: dict[str, Any] = {}
         self.hooks: list[Any] = []
-        self.told: set[str] = set()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_module": self._module()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._module = weakref.ref(state["_module"])
-
-    @property
-    def module(self) -> Any:
-        module = self._module()
-        assert module is not None, "a checkpointing policy outlived its model"
-        return module
 
     def install(self) -> None:
         module = self.module
         on = _is_on(module)
         module.__dict__[_MARK] = self
-        module.__dict__[_SETTER] = self
+        module.__dict__[SET_CHECKPOINTING] = self
         if self.upstream:
-            module.__dict__[_ENABLER] = self._enable_upstream
+            module.__dict__[ENABLE_CHECKPOINTING] = self._enable_upstream
         if on and not self.upstream:
             self._change(lambda former: former if _ours(former) else self.around(former))
         else:
-            self.before = {name: module.__dict__[name] for name in _HOOKS if name in module.__dict__}
+            self.before = {name: module.__dict__[name] for name in INPUT_HOOKS if name in module.__dict__}
             _quietly_enable(module)
             self.switched_on = not on
-            self.hooks = list(module.__dict__.get(_HOOKS[0]) or ())
+            self.hooks = list(module.__dict__.get(INPUT_HOOKS[0]) or ())
 
     def remove(self) -> None:
         own = self.module.__dict__
-        for name in (_MARK, _SETTER, _ENABLER):
+        for name in (_MARK, SET_CHECKPOINTING, ENABLE_CHECKPOINTING):
             own.pop(name, None)
         if self.switched_on:
             self.module.gradient_checkpointing_disable()
-            if own.get(_HOOKS[0]) == self.hooks:  # else somebody has asked for the same since
-                for name in _HOOKS:
+            if own.get(INPUT_HOOKS[0]) == self.hooks:  # else somebody has asked for the same since
+                for name in INPUT_HOOKS:
                     own.pop(name, None)
                 own.update(self.before)
             for hook in self.hooks:
-                if hook not in self.before.get(_HOOKS[0], ()):
+                if hook not in self.before.get(INPUT_HOOKS[0], ()):
                     hook.remove()
         elif self.upstream:
             _quietly_enable(self.module)  # with the former function, the offload gone
@@ -151,16 +141,16 @@ class Checkpointing:
 
     def _change(self, change: Callable[[Any], Any]) -> None:
         for part in self.module.modules():
-            former = part.__dict__.get("_gradient_checkpointing_func")
+            former = part.__dict__.get(CHECKPOINT_FUNCTION)
             if former is not None:
-                part.__dict__["_gradient_checkpointing_func"] = change(former)
+                part.__dict__[CHECKPOINT_FUNCTION] = change(former)
 
     def _enable_upstream(
         self, activation_checkpointing_kwargs: Any = None, every_n_layers: int = 1, offload: bool = True
     ) -> Any:
         """Transformers' own offload, switched on whoever asks for checkpointing."""
         self.switched_on = False  # somebody else asked for it
-        original = type(self.module)._activation_checkpointing_enable
+        original = getattr(type(self.module), ENABLE_CHECKPOINTING)
         return original(self.module, activation_checkpointing_kwargs, every_n_layers, True)
 
     def __call__(
@@ -168,7 +158,7 @@ class Checkpointing:
     ) -> Any:
         """What transformers calls to hand its checkpoint function to the layers."""
         self.switched_on = False  # somebody else asked, for it or against it
-        original = type(self.module)._set_gradient_checkpointing
+        original = getattr(type(self.module), SET_CHECKPOINTING)
         function = self.around(gradient_checkpointing_func) if enable else gradient_checkpointing_func
         return original(self.module, enable=enable, gradient_checkpointing_func=function, **rest)
 
@@ -224,12 +214,11 @@ class Checkpointing:
         return sum(
             bool(getattr(part, "gradient_checkpointing", False))
             for part in self.module.modules()
-            if "_gradient_checkpointing_func" in part.__dict__ and not hasattr(part, _SETTER)
+            if CHECKPOINT_FUNCTION in part.__dict__ and not hasattr(part, SET_CHECKPOINTING)
         )
 
     def _tell(self, text: str) -> None:
-        if text not in self.told:
-            self.told.add(text)
+        if self.is_news(text):
             logger.warning(text)
 
     def describe(self) -> str:
@@ -285,7 +274,7 @@ def _has(offload: bool | int) -> bool:
 
 def _transformers_offloads(module: Any) -> bool:
     """Whether this version of transformers offloads layer inputs, and can here: it pins memory."""
-    enable = getattr(type(module), _ENABLER, None)
+    enable = getattr(type(module), ENABLE_CHECKPOINTING, None)
     return enable is not None and "offload" in inspect.signature(enable).parameters and torch.accelerator.is_available()
 
 

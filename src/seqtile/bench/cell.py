@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -122,30 +119,9 @@ def run_pairs(cell: Cell, methods: Sequence[str], pairs: int, *, timeout_s: floa
 
 
 def run_child(job: str, arguments: dict[str, Any], *, timeout_s: float = 3600.0) -> dict[str, Any]:
-    """Run ``seqtile.bench.child`` on one job; its last line of output, or ``{"error": ...}``."""
+    """Run ``seqtile.bench.child`` on one job, which it describes; the last line of output, or ``{"error": ...}``."""
     with Child(job, arguments) as child:
         return child.result(timeout_s)
-
-
-def run_ranks(job: str, arguments: dict[str, Any], ranks: int, *, timeout_s: float = 1800.0) -> dict[str, Any]:
-    """The same on several processes that form a group on this machine; rank 0's result, or the first error."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with ExitStack() as running:
-        children = [
-            running.enter_context(Child(job, arguments, {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
-            for rank in range(ranks)
-        ]
-        # Whoever fails first leaves the others waiting for it: report the one that failed, and end them all.
-        until = time.monotonic() + timeout_s
-        while any(child.process.poll() is None for child in children) and time.monotonic() < until:
-            if any(child.process.poll() for child in children):
-                break
-            time.sleep(0.1)
-        first = next((child for child in children if child.process.poll()), children[0])
-        return first.result(max(0.1, until - time.monotonic()))
 
 
 class Child:

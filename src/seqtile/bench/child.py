@@ -1,6 +1,7 @@
 """``python -m seqtile.bench.child JOB``: one measurement in this process; arguments on stdin, the result on stdout.
 
-Both are one line of JSON. Running out of memory is a result, and so is a peer that is missing or raises.
+Both are one line of JSON. Running out of memory is a result, and so is a peer that is missing or raises. A job is a
+name of :func:`_jobs`, or ``FILE.py:FUNCTION``, which takes and returns a dict.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
@@ -20,7 +23,7 @@ def main() -> None:
     os.dup2(2, 1)
     warnings.filterwarnings("ignore")
     arguments = json.load(sys.stdin)
-    result = guarded(_jobs()[sys.argv[1]], arguments)
+    result = guarded(find_job(sys.argv[1]), arguments)
     result_to.write(json.dumps(result) + "\n")
     result_to.flush()
     if "error" in result and "RANK" in os.environ:
@@ -49,6 +52,17 @@ def guarded(job: Callable[[dict[str, Any]], dict[str, Any]], arguments: dict[str
         return {"error": f"{type(error).__name__}: {said}"}
 
 
+def find_job(job: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The function of a job; a file is imported with its folder on the path, as if it were run."""
+    if (found := _jobs().get(job)) is not None:
+        return found
+    file, _, function = job.rpartition(":")
+    if not file:
+        raise ValueError(f"got the job {job!r}, expected one of {', '.join(_jobs())} or FILE.py:FUNCTION")
+    sys.path.insert(0, str(Path(file).parent))
+    return getattr(import_module(Path(file).stem), function)  # type: ignore[no-any-return]
+
+
 def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
     from seqtile.bench.cell import Cell
     from seqtile.bench.environment import environment
@@ -60,39 +74,12 @@ def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
     def pairs(arguments: dict[str, Any]) -> dict[str, Any]:
         return {"rows": measure_pairs(Cell(**arguments["cell"]), arguments["methods"], arguments["pairs"])}
 
-    def engine(arguments: dict[str, Any]) -> dict[str, Any]:
-        from seqtile.bench.block_on_engine import measure_under
-
-        return measure_under(arguments["engine"], Cell(**arguments["cell"]))
-
-    def halves(arguments: dict[str, Any]) -> dict[str, Any]:
-        from seqtile.bench.halves import measure_halves
-
-        return measure_halves(Cell(**arguments))
-
     def step(arguments: dict[str, Any]) -> dict[str, Any]:
         from seqtile.bench.training_step import Step, measure_step
 
         return measure_step(Step(**arguments["step"]), arguments["method"])
 
-    def ladder(arguments: dict[str, Any]) -> dict[str, Any]:
-        from seqtile.bench.ladder_step import Attempt, measure_attempt
-
-        return measure_attempt(Attempt(**arguments))
-
-    def precision(arguments: dict[str, Any]) -> dict[str, Any]:
-        import torch
-
-        from seqtile.ops.grad_accumulator import products_sum_in_fp32
-
-        dtype = getattr(torch, arguments["dtype"])
-        return {**arguments, "products_sum_in_fp32": products_sum_in_fp32(arguments["device"], dtype)}
-
-    return {
-        "precision": precision,
-        "cell": cell, "pairs": pairs, "engine": engine, "halves": halves, "step": step, "ladder": ladder,
-        "environment": lambda _: environment(),
-    }  # fmt: skip
+    return {"cell": cell, "pairs": pairs, "step": step, "environment": lambda _: environment()}
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ import platform
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from seqtile.devices import accelerator, device_name, device_type, package_version
 
 PACKAGES = ("seqtile", "torch", "triton", "transformers", "accelerate", "peft", "liger-kernel", "deepspeed")
 
@@ -20,13 +21,13 @@ def environment() -> dict[str, Any]:
     """Device and versions of this process."""
     import torch
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    here = accelerator()
     return {
-        "device_name": _device_name(accelerator),
-        "device_count": torch.accelerator.device_count() if accelerator is not None else 0,
-        "device_type": accelerator.type if accelerator is not None else "cpu",
-        "driver": _driver(accelerator),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "device_name": device_name(),
+        "device_count": torch.accelerator.device_count() if here is not None else 0,
+        "device_type": device_type(),
+        "driver": _driver(here),
+        "versions": {name: found for name in PACKAGES if (found := package_version(name))},
         "python": platform.python_version(),
     }
 
@@ -57,25 +58,8 @@ def _strict(value: Any) -> Any:
     return [_strict(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _device_name(accelerator: Any) -> str:
-    import torch
-
-    if accelerator is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return f"CPU {platform.machine()}, {torch.get_num_threads()} threads of {cores} cores"
-    module = torch.get_device_module(accelerator)
-    return module.get_device_name() if hasattr(module, "get_device_name") else accelerator.type  # type: ignore[no-any-return]
-
-
-def _driver(accelerator: Any) -> str | None:
+def _driver(here: Any) -> str | None:
     """The toolkit that torch was built for, such as ``"12.8"``; None on the CPU."""
     import torch
 
-    return getattr(torch.version, accelerator.type, None) if accelerator is not None else None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return getattr(torch.version, here.type, None) if here is not None else None

@@ -12,7 +12,6 @@ from seqtile.bench.cell import DTYPES, METHODS, OURS, SHAPES, TRAIN, Cell, run_c
 from seqtile.bench.environment import append_rows, stamp
 from seqtile.tiling import LIVE_WIDTHS, BlockShape, parse_keep, parse_tile
 
-DEFAULT_METHODS = ("untiled", "generic", "fused", "tile-checkpoint", "liger", "deepspeed")
 CPU_SHAPE = (512, 1408)
 CPU_TOKENS = (2048, 8192)
 TOKENS = (8192, 32768, 131072)

@@ -7,13 +7,20 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from seqtile.bench.block import PERIOD, Workload, reference_errors
 from seqtile.bench.cell import Cell
 from seqtile.bench.child import guarded
 from seqtile.bench.methods import Ours, block_shape, install, tile_count, uninstall
 from seqtile.counting import count_live_bytes, count_products
+from seqtile.devices import (
+    allocated_bytes,
+    empty_cache,
+    is_accelerator,
+    peak_bytes,
+    peak_reserved_bytes,
+    reset_peak,
+    synchronize,
+)
 
 REFERENCE_BYTES = 2**33
 """The untiled reference in fp32 runs whole where its intermediates are smaller than this, else in slices."""
@@ -119,7 +126,7 @@ def measure_costs(workload: Workload) -> dict[str, Any]:
     """
     cell = workload.cell
     workload.clear()
-    if on_accelerator(workload.device):
+    if is_accelerator(workload.device):
         workload.step()
         found = _allocator_peak(workload)
         workload.clear()
@@ -144,15 +151,15 @@ def _counted_peak(workload: Workload) -> dict[str, Any]:
 
 def _allocator_peak(workload: Workload) -> dict[str, Any]:
     workload.clear()
-    device, of = workload.device, torch.accelerator
-    of.empty_cache()
-    start = of.memory_allocated(device)
-    of.reset_peak_memory_stats(device)
+    device = workload.device
+    empty_cache()
+    start = allocated_bytes(device)
+    reset_peak(device)
     loss, output = workload.forward()
-    forward, reserved = of.max_memory_allocated(device) - start, of.max_memory_reserved(device)
-    of.reset_peak_memory_stats(device)
+    forward, reserved = peak_bytes(device) - start, peak_reserved_bytes(device)
+    reset_peak(device)
     loss.backward()
-    backward, reserved = of.max_memory_allocated(device) - start, max(reserved, of.max_memory_reserved(device))
+    backward, reserved = peak_bytes(device) - start, max(reserved, peak_reserved_bytes(device))
     del loss, output
     return {**_peaks(workload, forward, backward, reserved), "peak_from": "allocator", "start_bytes": start}
 
@@ -187,15 +194,3 @@ def measure_error(workload: Workload) -> dict[str, Any]:
     return {
         "gradient_error": errors[worst], "gradient_error_worst": worst, "gradient_errors": errors, "reference": whole,
     }  # fmt: skip
-
-
-def on_accelerator(device: torch.device) -> bool:
-    """Whether the device is the machine's accelerator."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator is not None and accelerator.type == device.type
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done everything."""
-    if on_accelerator(device):
-        torch.accelerator.synchronize(device)

@@ -1,20 +1,22 @@
 """``seqtile bench ladder``: what each technique buys in length and costs in time, one on top of the other, by the plan.
 
-The rungs add one thing each, as the ablation of ALST does (arXiv 2506.13996, Table 1). The settings that a given length
-needs are chosen elsewhere, cheapest first (:mod:`seqtile.planner.ladder`).
+The rungs add one technique each (:data:`seqtile.planner.techniques.ABLATION`). The settings that a given length needs
+are chosen elsewhere, cheapest first (:mod:`seqtile.planner.ladder`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from seqtile.bench.environment import append_rows
 from seqtile.models.attention.headwise import runs_on_some_heads
+from seqtile.options import changed
 from seqtile.planner.memory_plan import Planner
-from seqtile.planner.request import WHOLE_LAYER, Request, attention_cannot_be_saved
+from seqtile.planner.request import Request, attention_cannot_be_saved
+from seqtile.planner.techniques import ABLATION, BASELINE, LAYER_CHECKPOINTS, Technique
 
 GIB = 2**30
 Row = dict[str, Any]
@@ -26,34 +28,36 @@ class Rung:
 
     Attributes:
         name: in a table.
-        changes: fields of a request that differ from the rung before; ``offload`` is added to what is on the host.
+        technique: what it adds to the rung before.
     """
 
     name: str
-    changes: Mapping[str, Any]
+    technique: Technique
+
+    @property
+    def changes(self) -> Mapping[str, Any]:
+        """The fields of a request that differ from the rung before."""
+        return self.technique.changes
 
 
 RUNGS = (
-    Rung("baseline", {"tile": None, "loss": "full", "checkpoint": "layer", "blocks": "auto", "heads": None}),
-    Rung("+ tiled loss", {"loss": "tiled"}),
-    Rung("+ tiled MLP", {"tile": "auto"}),
-    Rung("+ checkpoints on the host", {"offload": ("checkpoints",)}),
-    Rung("+ attention saved", {"checkpoint": "attention-saved"}),
-    Rung("+ rest of the layer in tiles", {"blocks": WHOLE_LAYER}),
-    Rung("+ head-wise attention", {"heads": 1}),
-    Rung("- attention saved", {"checkpoint": "layer"}),
+    Rung("baseline", BASELINE),
+    *(Rung(f"+ {technique.name}", technique) for technique in ABLATION),
+    Rung("- attention saved", LAYER_CHECKPOINTS),
 )
 """The baseline is activation checkpointing alone. Keeping attention's output buys time with memory, not length, so the
 last rung drops it again: the longest sequences."""
+
+
+SETTINGS = ("tile", "blocks", "loss", "offload", "checkpoint", "heads")
+"""The options that a row shows."""
 
 
 def requests(request: Request) -> list[tuple[Rung, Request]]:
     """Every rung with all that the rungs before it set, on the model, devices and engine of ``request``."""
     found = []
     for rung in RUNGS:
-        changes = dict(rung.changes)
-        changes["offload"] = tuple(dict.fromkeys([*request.offload, *changes.get("offload", ())]))
-        request = replace(request, **changes)
+        request = rung.technique.on(request)
         found.append((rung, request))
     return found
 
@@ -83,19 +87,19 @@ def run_ladder(
     for rung, wanted in requests(request):
         on_progress(f"{rung.name}: the longest sequence")
         start = {"kind": "ladder", **stamp, **_asked(request), "rung": rung.name, "efficiency": efficiency}
-        start["settings"] = {name: getattr(wanted, name) for name in ("tile", "loss", "offload", "checkpoint",
-                                                                     "blocks", "heads")}  # fmt: skip
+        start["settings"] = {name: getattr(wanted.options, name) for name in SETTINGS}
+        start["settings"]["engine_offload"] = wanted.engine_offload
         like = planners[-1][1] if planners else None
         why = None
         if refused is not None:
-            wanted = replace(wanted, checkpoint="layer")
+            wanted = changed(wanted, checkpoint="full")
             if rung.changes.get("checkpoint") == "attention-saved":
                 why = refused
             elif rung is RUNGS[-1]:
                 why = "it was never kept"
-        whole = _heads_run_whole(wanted, like) if wanted.heads is not None and like is not None else None
+        whole = _heads_run_whole(wanted, like) if wanted.options.heads is not None and like is not None else None
         if whole is not None:
-            wanted = replace(wanted, heads=None)
+            wanted = changed(wanted, heads=None)
             why = whole if "heads" in rung.changes else why
         if why is not None:
             rows.append({**start, "skipped": why})

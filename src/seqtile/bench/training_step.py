@@ -15,6 +15,7 @@ from typing import Any
 from seqtile._errors import UserError
 from seqtile.bench.cell import METHODS, OURS, run_child
 from seqtile.bench.environment import append_rows, environment, stamp
+from seqtile.devices import allocated_bytes, empty_cache, peak_bytes, peak_reserved_bytes, reset_peak
 from seqtile.tiling import parse_tile
 
 Row = dict[str, Any]
@@ -103,7 +104,7 @@ def measure_step(step: Step, method: str) -> Row:
     """Median time of a step (forward, backward, gradient norm, optimiser), peak bytes, loss and gradient norm."""
     import torch
 
-    from seqtile.bench.measure_block import on_accelerator, synchronize
+    from seqtile.devices import is_accelerator, synchronize
 
     if method not in METHODS:
         raise UserError(f"--methods {method!r} is unknown: expected one of {', '.join(METHODS)}")
@@ -134,7 +135,7 @@ def measure_step(step: Step, method: str) -> Row:
         optimizer.zero_grad()
         losses.append(loss.detach())
 
-    peak = _peak(once, device, on_accelerator(device))
+    peak = _peak(once, device, is_accelerator(device))
     for _ in range(step.repeats):
         synchronize(device)
         begin = time.perf_counter()
@@ -176,7 +177,6 @@ def _join_launch() -> Any:
 
 def _peak(once: Callable[[], None], device: Any, allocator: bool) -> Row:
     """Peak bytes of the second step, above what was there before; the first one makes the optimiser's state."""
-    import torch
 
     from seqtile.counting import count_live_bytes
 
@@ -185,13 +185,13 @@ def _peak(once: Callable[[], None], device: Any, allocator: bool) -> Row:
         with count_live_bytes("cpu") as live:
             once()
         return {"peak_allocated_bytes": live.peak, "peak_reserved_bytes": None, "peak_from": "counted live bytes"}
-    torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats(device)
-    start = torch.accelerator.memory_allocated(device)
+    empty_cache()
+    reset_peak(device)
+    start = allocated_bytes(device)
     once()
     return {
-        "peak_allocated_bytes": torch.accelerator.max_memory_allocated(device) - start,
-        "peak_reserved_bytes": torch.accelerator.max_memory_reserved(device),
+        "peak_allocated_bytes": peak_bytes(device) - start,
+        "peak_reserved_bytes": peak_reserved_bytes(device),
         "peak_from": "allocator",
         "start_bytes": start,
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import typer
 
 from seqtile._errors import UserError
@@ -10,46 +12,10 @@ app = typer.Typer(help="Measure time, memory and gradient error, tiled and until
 
 
 @app.callback(invoke_without_command=True)
-def bench(
-    context: typer.Context,
-    compare: str = typer.Option(None, help="Reproduce a published benchmark: ms-swift.", metavar="NAME"),
-    engine: str = typer.Option("fsdp2", help="With --compare: fsdp2 or zero3."),
-    ranks: int = typer.Option(None, help="With --compare: processes. [default: 2, or 1 with one device]", metavar="N"),
-    scale: int = typer.Option(
-        None, help="With --compare: divides the published widths. [default: 1; on the CPU 16]", metavar="N"
-    ),
-    tokens: str = typer.Option(None, help="With --compare: lengths. [default: the published seven]", metavar="N,N"),
-    device: str = typer.Option(None, help="[default: the accelerator if there is one, else cpu]"),
-    repeats: int = typer.Option(5, help="Timed runs per cell, at least 5.", metavar="N"),
-    out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
-) -> None:
+def bench(context: typer.Context) -> None:
     """Measure time, memory and gradient error, tiled and untiled, with others beside."""
-    if context.invoked_subcommand is not None:
-        if compare is not None:
-            raise UserError(f"--compare runs on its own, got `{context.invoked_subcommand}` too: drop one of the two")
-        for name in context.params:
-            if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
-                raise UserError(f"--{name} before `{context.invoked_subcommand}` goes with --compare: put it after")
-        return
-    if compare is None:
-        raise UserError(
-            "seqtile bench: say what to measure: mlp, step, or --compare ms-swift; see seqtile bench --help"
-        )
-    from seqtile.bench import published
-    from seqtile.bench.grid import parse_counts
-    from seqtile.cli import bench_show as show
-
-    published.check(compare, engine, scale, ranks, repeats)
-    lengths = parse_counts("--tokens", tokens) if tokens else ()
-    directory, stem = show.fresh(out, f"{compare}-{engine}")
-    with show.Status() as status:
-        rows = published.run_compare(
-            engine, directory / f"{stem}.jsonl", scale=scale, tokens=lengths, ranks=ranks, repeats=repeats,
-            device=device, on_progress=status.say,
-        )  # fmt: skip
-    show.print_published(rows)
-    show.print_files([directory / f"{stem}.jsonl"])
-    show.print_summary(published.summary(rows))
+    if context.invoked_subcommand is None:
+        raise UserError("seqtile bench: say what to measure: mlp, step or ladder; see seqtile bench --help")
 
 
 @app.command()
@@ -158,19 +124,20 @@ def ladder(
     from seqtile.cli.plan_command import host_bytes, parse_adapters
     from seqtile.planner.accelerators import find_device
     from seqtile.planner.model_shapes import read_config
-    from seqtile.planner.request import Request
+    from seqtile.planner.request import Request, split_offload
 
     if full and lora is not None:
         raise UserError("--full trains every weight and --lora does not; give one of them")
     if not 0 < efficiency <= 1:
         raise UserError(f"got --efficiency {efficiency}, expected a share above 0 and at most 1")
+    on_host, moved = split_offload(offload)
     target = find_device(device)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     request = Request(
         model=model, config=read_config(model), device=target, gpus=gpus, host_memory=host_bytes(host_memory),
         engine=engine, sp_size=sp_size, lora=None if lora is None else parse_adapters(lora), optimizer=optimizer,
-        precision=precision, offload=tuple(word.strip() for word in offload.split(",") if word.strip()),
-        attention=attention,
+        precision=precision, engine_offload=moved, attention=attention,
+        options=replace(Request.options, offload=on_host),
     )  # fmt: skip
     directory, stem = show.fresh(out, "ladder")
     file, plot = directory / f"{stem}.jsonl", directory / f"{stem}.png"

@@ -18,7 +18,7 @@ GIB = 2**30
 Row = dict[str, Any]
 
 
-def fresh(out: str, kind: str) -> tuple[Path, str]:
+def fresh(out: str | Path, kind: str) -> tuple[Path, str]:
     """The directory of the results, made, and a file stem in it that is not taken.
 
     Raises:
@@ -36,7 +36,7 @@ def fresh(out: str, kind: str) -> tuple[Path, str]:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(f"--out {out!r} cannot be written ({error.strerror}): name another directory") from None
+        raise UserError(f"--out {str(out)!r} cannot be written ({error.strerror}): name another directory") from None
     return directory, stem
 
 
@@ -88,7 +88,7 @@ def print_grid(rows: Sequence[Row]) -> None:
             before = row["tokens"]
             table.add_row(*(Text(cell) for cell in _cells(row)))
         console.print(table)
-        _print_failures(console, mine)
+        print_failures(console, mine)
     paired = [row for row in rows if "pairs_ms" in row]
     for row in paired:
         pairs = ", ".join(f"{untiled:.0f}/{ours:.0f}" for untiled, ours in row["pairs_ms"])
@@ -119,23 +119,7 @@ def print_steps(rows: Sequence[Row]) -> None:
         )  # fmt: skip
     console = console_for_tables()
     console.print(table)
-    _print_failures(console, rows)
-
-
-def print_published(rows: Sequence[Row]) -> None:
-    """One table for each published device, and the line that says that the hardware differs."""
-    from seqtile.bench import published
-
-    console = console_for_tables(150)
-    for device in dict.fromkeys(line.device for line in published.published(rows[0]["engine"])):
-        table = Table(box=box.SIMPLE_HEAVY, pad_edge=False, title_justify="left", title=published.title(device, rows))
-        for name in published.HEAD:
-            table.add_column(name, justify="right", no_wrap=True)
-        for line in published.table(device, rows):
-            table.add_row(*(Text(cell) for cell in line))
-        console.print(table)
-        _print_failures(console, rows)
-        console.print(published.HARDWARE.format(device=device), highlight=False, soft_wrap=True)
+    print_failures(console, rows)
 
 
 def print_ladder(rows: Sequence[Row]) -> None:
@@ -153,7 +137,8 @@ def print_ladder(rows: Sequence[Row]) -> None:
     console.print(technique_ladder.footnote(rows), highlight=False, soft_wrap=True)
 
 
-def _print_failures(console: Console, rows: Sequence[Row]) -> None:
+def print_failures(console: Console, rows: Sequence[Row]) -> None:
+    """One line for each row that has no numbers."""
     for row in rows:
         if "error" in row:
             console.print(f"{row['method']}, {row['tokens']:,} tokens: {row['error']}", highlight=False, soft_wrap=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
+
+import typer
+
+from seqtile.devices import accelerator, cpu_cores, device_name, package_version, total_device_bytes, total_host_bytes
 
 CORE = ("torch", "transformers", "accelerate", "typer", "pydantic", "rich")
 EXTRAS = {
@@ -15,23 +18,31 @@ EXTRAS = {
 GIB = 2**30
 
 
-def command() -> None:
+def command(
+    compat: bool = typer.Option(
+        False, "--compat", help="Check what seqtile relies on inside other libraries; exit code 1 if something moved."
+    ),
+) -> None:
     """Show versions, devices and what is installed."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    if compat:
+        _show_compat()
+        return
+
     from seqtile import __version__
 
     rows = [
         ("seqtile", __version__),
         ("python", f"{platform.python_version()} ({sys.executable})"),
-        ("system", f"{platform.system()} {platform.machine()}, {_cores()} CPU cores, {_host_memory()}"),
+        ("system", f"{platform.system()} {platform.machine()}, {cpu_cores()} CPU cores, {_host_memory()}"),
     ]
-    rows += [(name, _version(name) or "missing: pip install seqtile") for name in CORE]
+    rows += [(name, package_version(name) or "missing: pip install seqtile") for name in CORE]
     for extra, names in EXTRAS.items():
-        rows += [(name, _version(name) or f"not installed: pip install 'seqtile[{extra}]'") for name in names]
+        rows += [(name, package_version(name) or f"not installed: pip install 'seqtile[{extra}]'") for name in names]
     rows += [("device", device) for device in _devices()]
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold")
@@ -41,40 +52,40 @@ def command() -> None:
     Console().print(table)
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def _show_compat() -> None:
+    """One line for each private name of another library that seqtile uses, and at the end what to do."""
+    from seqtile import _compat
 
-
-def _cores() -> int:
-    import os
-
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = [(contract, _compat.examine(contract)) for contract in _compat.CONTRACTS]
+    width = max(len(contract.name) for contract, _ in found)
+    moved = []
+    for contract, finding in found:
+        library = f"{contract.library} {_compat.installed(contract.library) or ''}".strip()
+        print(f"{contract.name:{width}}  {library:22}  {finding.status}")
+        if finding.status == "moved":
+            moved.append(contract)
+            print(f"  {finding.why}\n  seen in {contract.library} {contract.seen}: {contract.source}")
+    if moved:
+        libraries = ", ".join(sorted({f"{one.library} {one.seen}".strip() for one in moved}))
+        print(f"{len(moved)} moved: install {libraries}, or a newer seqtile")
+        raise typer.Exit(1)
 
 
 def _host_memory() -> str:
-    import os
-
-    try:
-        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB:.1f} GiB memory"
-    except (ValueError, OSError, AttributeError):
-        return "memory unknown"
+    total = total_host_bytes()
+    return f"{total / GIB:.1f} GiB memory" if total else "memory unknown"
 
 
 def _devices() -> list[str]:
     """One line per accelerator, or one that says there is none."""
     import torch
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    here = accelerator()
+    if here is None:
         return [f"cpu only ({torch.get_num_threads()} threads): training runs in fp32"]
-    module = torch.get_device_module(accelerator)
     lines = []
     for index in range(torch.accelerator.device_count()):
-        name = module.get_device_name(index) if hasattr(module, "get_device_name") else accelerator.type
-        total = getattr(module.get_device_properties(index), "total_memory", None)
+        total = total_device_bytes(index)
         memory = f", {total / GIB:.1f} GiB" if total else ""
-        lines.append(f"{accelerator.type}:{index} {name}{memory}")
+        lines.append(f"{here.type}:{index} {device_name(index)}{memory}")
     return lines

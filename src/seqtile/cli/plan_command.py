@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from seqtile._errors import UserError
+from seqtile.cli.option_flags import options_of, takes_options
 
 if TYPE_CHECKING:
     from seqtile.planner.step_config import Lora
 
 
+@takes_options(
+    "plan",
+    defaults={"loss": "tiled", "checkpoint": "auto"},
+    more={"tile": ", or none", "checkpoint": "; auto: what fits"},
+)
 def command(
     model: str = typer.Option(..., help="config.json, model directory, Hub id, or a shape: llama-8b, qwen3-8b, ..."),
     device: str = typer.Option("h100", help="h200, h100, a100-80, a100-40, rtx4090, ... or its memory, 141GiB."),
@@ -27,12 +34,7 @@ def command(
     offload: str = typer.Option("", help="To the host: checkpoints, optimizer, weights.", metavar="WHAT,.."),
     host_memory: str = typer.Option(None, help="Host memory of the node, 1TiB.", metavar="SIZE"),
     attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),
-    tile: str = typer.Option("auto", help="Tile rule of the MLP, or none."),
-    keep: str = typer.Option("0", help="Fraction of the tiles that keep gate and up, or memory:4GiB."),
-    loss: str = typer.Option("tiled", help="tiled or full."),
-    checkpoint: str = typer.Option("auto", help="Activation checkpoints: auto, layer, attention-saved or none."),
-    blocks: str = typer.Option("auto", help="What runs in tiles: auto, mlp, mlp+norm or mlp+norm+projections."),
-    heads: int = typer.Option(None, help="Key-value heads per pass of attention; all without it.", metavar="N", min=1),
+    options: Any = None,
     batch_size: int = typer.Option(1, help="Rows per rank.", metavar="N"),
     explain: bool = typer.Option(False, "--explain", help="Why each setting."),
     json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
@@ -45,7 +47,7 @@ def command(
 
     from seqtile.planner.accelerators import find_device
     from seqtile.planner.model_shapes import read_config
-    from seqtile.planner.request import Request
+    from seqtile.planner.request import Request, split_offload
     from seqtile.planner.step_config import Lora
 
     if full and (lora is not None or qlora):
@@ -58,15 +60,14 @@ def command(
             raise UserError(f"{name} {file!r} is a directory; give the name of a file")
     if plot is not None and not plot.endswith(".png"):
         raise UserError(f"--plot {plot!r}: expected a name that ends with .png")
+    asked, (on_host, moved) = options_of(options), split_offload(offload)
     adapters = parse_adapters(lora) if lora is not None else Lora() if qlora else None
     target = find_device(device)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     request = Request(
         model=model, config=read_config(model), device=target, gpus=gpus, host_memory=host_bytes(host_memory),
         engine=engine, sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
-        offload=tuple(word.strip() for word in offload.split(",") if word.strip()), attention=attention,
-        tile=None if tile == "none" else tile, keep=number(keep), loss=loss, checkpoint=checkpoint, batch=batch_size,
-        blocks=blocks, heads=heads,
+        engine_offload=moved, attention=attention, options=replace(asked, offload=on_host), batch=batch_size,
     )  # fmt: skip
     from seqtile.cli import plan_show as show
     from seqtile.planner.memory_plan import plan as make_plan
@@ -102,14 +103,6 @@ def parse_adapters(text: str) -> Lora:
     except (ValidationError, ValueError):
         raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16,alpha=32,dropout=0.05'") from None
     return Lora(found.r, found.target_modules, found.alpha, found.dropout)
-
-
-def number(text: str) -> float | str:
-    """``text`` as a number where it is one."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def host_bytes(text: str | None) -> int | None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from seqtile.options import to_flag
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.explain import explain, next_step, not_modelled, recipe, recipe_lacks
 from seqtile.planner.flops import EFFICIENCY
@@ -152,7 +153,7 @@ def _object(
         "sure_length": planner.sure(),
         "limited_by": limit,
         "next": None if better is None else {"flags": better.flags, "max_length": better.length, "why": better.why},
-        "checkpoint": request.checkpoint,
+        "checkpoint": to_flag("checkpoint", request.options.checkpoint),
         "attention_saved": None
         if saving is None
         else {

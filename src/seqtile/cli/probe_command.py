@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 
 from seqtile._errors import UserError
+from seqtile.cli.option_flags import options_of, takes_options
 
 
+@takes_options("probe", defaults={"loss": "tiled", "checkpoint": "layer"})
 def command(
     model: str = typer.Option(..., help="config.json, model directory, Hub id or a named shape; weights are random."),
     max_length: int = typer.Option(8192, help="Tokens of the row.", metavar="TOKENS"),
@@ -15,11 +19,7 @@ def command(
     optimizer: str = typer.Option("adamw", help="As for seqtile plan."),
     precision: str = typer.Option("mixed", help="mixed, bfloat16 or float32."),
     attention: str = typer.Option("flash", help="flash (PyTorch's kernel), sdpa or eager."),
-    tile: str = typer.Option("auto", help="Tile rule of the MLP."),
-    keep: str = typer.Option("0", help="Fraction of the tiles that keep gate and up, or memory:4GiB."),
-    loss: str = typer.Option("tiled", help="tiled or full."),
-    loss_tile: int = typer.Option(None, help="Tokens per tile of the head.", metavar="N", min=1),
-    checkpoint: str = typer.Option("layer", help="Activation checkpoints: layer, attention-saved or none."),
+    options: Any = None,
     batch_size: int = typer.Option(1, help="Rows.", metavar="N"),
     out: str = typer.Option("runs/probe", help="Directory of the plot and of the snapshot.", metavar="DIR"),
     json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
@@ -29,18 +29,19 @@ def command(
     import logging
     from pathlib import Path
 
-    from seqtile.cli.plan_command import number, parse_adapters
+    from seqtile.cli.plan_command import parse_adapters
     from seqtile.planner.accelerators import this_device
     from seqtile.planner.model_shapes import read_config
     from seqtile.planner.request import Request, check_request
 
     if full and lora is not None:
         raise UserError("--full trains every weight and --lora does not; give one of them")
-    if checkpoint == "auto":
+    asked = options_of(options)
+    if asked.checkpoint == "auto":
         raise UserError("checkpoint 'auto' is chosen by seqtile plan; probe layer, attention-saved or none")
     if attention == "flash3":
         raise UserError("attention 'flash3' needs its own package; probe with flash, which is PyTorch's kernel")
-    if tile == "none":
+    if not asked.tiled:
         raise UserError("a probe runs tiled and untiled; give the tile rule of the tiled side")
     if max_length < 64:
         raise UserError(f"got --max-length {max_length}, expected at least 64 tokens")
@@ -49,8 +50,8 @@ def command(
     here = this_device()
     request = Request(
         model=model, config=config, device=here, lora=None if lora is None else parse_adapters(lora),
-        optimizer=optimizer, precision=precision, attention=attention, tile=tile, keep=number(keep), loss=loss,
-        loss_tile=loss_tile, checkpoint=checkpoint, batch=batch_size, device_type=here.name,
+        optimizer=optimizer, precision=precision, attention=attention, options=asked, batch=batch_size,
+        device_type=here.name,
     )  # fmt: skip
     check_request(request, max_length)
 
@@ -62,7 +63,7 @@ def command(
     except OSError as error:
         raise UserError(f"--out {out!r} cannot be made ({error.strerror}); give another directory") from None
     snapshot = None if here.name == "cpu" else directory / "snapshot.pickle"
-    found = probe(config, request.setup(), max_length, snapshot, loss_tile)
+    found = probe(config, request.setup(), max_length, snapshot, asked.loss_tile)
     plot_timeline(found, directory / "timeline.png")
     if json:
         sides = {

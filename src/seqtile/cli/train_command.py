@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from seqtile._errors import UserError
+from seqtile.cli.option_flags import takes_options
 
 PEERS = "Other trainers' spellings"
 RUN = "This run"
@@ -19,13 +20,14 @@ RUN = "This run"
 _STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
+@takes_options("train", shown=False)
 def command(
     model: str = typer.Option(None, help="Model directory or Hub id. Without model and dataset: the embedded demo."),
     dataset: str = typer.Option(None, help="JSONL, Parquet or text file, a directory of them, or a Hub id."),
     max_length: int = typer.Option(None, help="Tokens per row (default 8192).", metavar="TOKENS"),
     output: str = typer.Option(None, help="Directory of the result (default runs/NAME).", metavar="DIR"),
     lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
-    tile: str = typer.Option(None, help="auto, tokens per tile, shards:N, arctic or memory:1GiB (default auto)."),
+    options: Any = None,
     engine: str = typer.Option(None, help="single (default), ddp, fsdp2, zero2 or zero3.", metavar="NAME"),
     nproc: int = typer.Option(None, help="Processes of the engine (default one per accelerator).", metavar="N"),
     sp_size: int = typer.Option(None, help="Processes that share one sequence (zero3).", metavar="N"),
@@ -46,7 +48,7 @@ def command(
         None, "--trust-remote-code", help="Run the code that comes with the model.", rich_help_panel=RUN
     ),
     resume: bool = typer.Option(False, "--resume", help="Continue the run in --output.", rich_help_panel=RUN),
-    checkpoint: str = typer.Option(
+    resume_from: str = typer.Option(
         None,
         "--from-checkpoint",
         help="With --resume: this one (checkpoint-N), marked whole or not.",
@@ -77,7 +79,7 @@ def command(
         "max_length": max_length,
         "output": output,
         "lora": None if lora is None else recipes.parse_lora(lora),
-        "tile": tile,
+        **options,
         "engine": engine,
         "nproc": nproc,
         "sp_size": sp_size,
@@ -97,14 +99,14 @@ def command(
     values = recipes.read_recipe(recipe) if recipe else {}
     if resume and overwrite:
         raise UserError("--resume continues a run and --overwrite replaces it; give one of the two")
-    if checkpoint and not resume:
-        raise UserError(f"--from-checkpoint {checkpoint!r} is where --resume continues; give --resume too")
+    if resume_from and not resume:
+        raise UserError(f"--from-checkpoint {resume_from!r} is where --resume continues; give --resume too")
     chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
     require_packages()
     quiet()
     for note in notes:
         logging.getLogger("seqtile").warning(note)
-    how: dict[str, Any] = {"resume": resume, "checkpoint": checkpoint, "overwrite": overwrite}
+    how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
     launched = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
     if launched and chosen.on_oom == "retry" and chosen.engine != "single":
         raise UserError(
@@ -114,16 +116,16 @@ def command(
     if chosen.engine == "single" or launched:
         run(chosen, **how)
         return
-    from seqtile.cli import show
+    from seqtile.cli import show, worker
     from seqtile.train.launch import launch
 
-    raise typer.Exit(launch(chosen, **how, say=show.print_plain))
+    raise typer.Exit(launch(chosen, **how, worker=worker.MODULE, say=show.print_plain))
 
 
 def run(recipe: Any, **how: Any) -> None:
     """Train in this process, alone or as one of several that a launcher started, and show what comes of it.
 
-    ``how`` is ``resume``, ``checkpoint``, ``overwrite`` and ``retries``, as :func:`seqtile.train.run.train` takes them.
+    ``how`` is what :func:`seqtile.train.run.train` takes: ``resume``, ``resume_from``, ``overwrite`` and ``retries``.
     """
     from seqtile.cli import show
     from seqtile.train.ranks import is_first

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from seqtile._errors import RunError, UserError
+from seqtile.cli.option_flags import takes_options
 
 if TYPE_CHECKING:
     from seqtile.train.recipe import Recipe
@@ -23,6 +24,7 @@ DIFFERS = 1
 NO_ANSWER = 70  # EX_SOFTWARE of sysexits.h: a script must not take a crash for "gradients differ"
 
 
+@takes_options("verify", shown=False, defaults={"tile": "shards:8"})
 def command(
     model: str = typer.Option(
         ..., help="Model directory, Hub id, or a config.json (also a directory without weights): random weights."
@@ -33,7 +35,7 @@ def command(
     dtype: str = typer.Option(None, help="float32, bfloat16, float16, or auto: the checkpoint's own."),
     tokens: int = typer.Option(2048, help="Tokens per row.", metavar="N"),
     batch_size: int = typer.Option(1, help="Rows.", metavar="N"),
-    tile: str = typer.Option(None, help="Tokens per tile, shards:N, arctic, memory:1GiB (default shards:8)."),
+    options: Any = None,
     activation_checkpointing: bool = typer.Option(
         True, "--activation-checkpointing/--no-activation-checkpointing", help="Recompute the layers in backward."
     ),
@@ -56,17 +58,18 @@ def command(
         "dtype": dtype,
         "max_length": tokens,
         "batch_size": batch_size,
-        "tile": tile,
         "activation_checkpointing": activation_checkpointing,
         "seed": seed,
         "trust_remote_code": trust_remote_code,
+        **options,
     }
+    from seqtile.cli import worker
     from seqtile.train.verify_model import check, check_recipe
 
     recipe = check_recipe({key: value for key, value in given.items() if value is not None})
     quiet()
     try:
-        result = check(recipe)
+        result = check(recipe, worker.MODULE)
     except UserError:
         raise
     except RunError as error:
@@ -85,7 +88,7 @@ def command(
 
 def as_object(recipe: Recipe, result: VerifyResult) -> dict[str, Any]:
     """The result for ``--json``; what is no finite number is null."""
-    from importlib.metadata import version
+    from seqtile.devices import package_version
 
     untiled, tiled = result.untiled, result.tiled
     found: dict[str, Any] = {
@@ -93,7 +96,7 @@ def as_object(recipe: Recipe, result: VerifyResult) -> dict[str, Any]:
         "worst": _plain(result.worst),
         "units": {"untiled": untiled.units, "tiled": tiled.units},
         "peak_gib": {"untiled": untiled.peak_bytes / GIB, "tiled": tiled.peak_bytes / GIB},
-        "tiled": {"blocks": result.blocks, "tile": recipe.tile},
+        "tiled": {"blocks": result.blocks, "tile": recipe.options.tile},
         "groups": {
             name: {
                 "parameters": group.parameters, "difference": group.l2, "untiled_error": group.untiled_error,
@@ -113,7 +116,7 @@ def as_object(recipe: Recipe, result: VerifyResult) -> dict[str, Any]:
         "tokens": recipe.max_length,
         "batch_size": recipe.batch_size,
         "notes": list(result.notes),
-        "versions": {name: version(name) for name in ("seqtile", "torch", "transformers")},
+        "versions": {name: package_version(name) for name in ("seqtile", "torch", "transformers")},
     }  # fmt: skip
     finite: dict[str, Any] = _finite(found)
     return finite
@@ -169,7 +172,8 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
     costs.add_row("seconds, counting included", f"{untiled.seconds:.2f}", f"{tiled.seconds:.2f}")
     console.print(costs)
     console.print(
-        f"{recipe.batch_size} x {recipe.max_length:,} random tokens, {result.blocks} blocks tiled, tile {recipe.tile}",
+        f"{recipe.batch_size} x {recipe.max_length:,} random tokens, {result.blocks} blocks tiled, "
+        f"tile {recipe.options.tile}",
         soft_wrap=True,
     )
     for note in result.notes:

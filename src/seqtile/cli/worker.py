@@ -6,7 +6,6 @@ command that waits in front of the launcher; that one speaks for all.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
@@ -20,10 +19,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from seqtile._compat import run_exit_functions
 from seqtile._errors import RunError, UserError
+from seqtile.train.atomic_files import write_whole
 
 if TYPE_CHECKING:
     from seqtile.train.recipe import Recipe
+
+MODULE = __name__
+"""What a launch is told to run: this module."""
 
 
 class _Terminated(BaseException):
@@ -34,7 +38,7 @@ def main(folder: Path) -> int:
     """Train, and write how it ended: exit code, what is to be said, and whether all ranks end together."""
     rank = os.environ.get("RANK", "0")
     signal.signal(signal.SIGTERM, _terminate)
-    _write(folder / f"{rank}.pid", str(os.getpid()))
+    write_whole(folder / f"{rank}.pid", str(os.getpid()))
     code, message, together, more = 0, "", True, dict[str, Any]()
     try:
         _train(folder)
@@ -49,7 +53,7 @@ def main(folder: Path) -> int:
         code, together = 130, False
     except _Terminated:
         code, together = 143, False
-    _write(folder / f"{rank}.end", json.dumps({"code": code, "message": message, "together": together, **more}))
+    write_whole(folder / f"{rank}.end", json.dumps({"code": code, "message": message, "together": together, **more}))
     # A run that all ranks stopped in order has succeeded, as the launcher sees it; else it has to end the others.
     return 0 if together else code
 
@@ -107,17 +111,10 @@ def _terminate(number: int, _: FrameType | None) -> None:
     raise _Terminated
 
 
-def _write(file: Path, text: str) -> None:
-    """All of it or nothing: the reader may come at any time."""
-    unfinished = file.with_name(file.name + ".tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.rename(file)
-
-
 def _end(code: int) -> NoReturn:
     """End without Python's last clean-up: a library's thread may abort there (seen once under ZeRO-3: "terminate called
     without an active exception"), and the launcher would then end the first process while it writes its report."""
-    atexit._run_exitfuncs()
+    run_exit_functions()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

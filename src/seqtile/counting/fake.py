@@ -12,8 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from seqtile._compat import (
+    GROUPED_MM,
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    buffers_of,
+    parameters_of,
+)
 
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 """Types of tensors that hold nothing but numbers, or pretend to."""
@@ -42,7 +50,7 @@ def make_fake(model: nn.Module) -> None:
     """Give every parameter and buffer of a model on the meta device a fake one on the CPU instead; ties are kept."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
-        places: list[Any] = [module._parameters, module._buffers]
+        places: list[Any] = [parameters_of(module), buffers_of(module)]
         for own in places:
             for name, tensor in own.items():
                 if tensor is None:
@@ -77,7 +85,7 @@ class _Answers(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _IN_PLACE:
             return args[0]
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
             low = [one.to(torch.bfloat16) if _is_floating(one) else one for one in args]
             return func(*low, **kwargs).to(args[0].dtype)
         try:

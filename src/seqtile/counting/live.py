@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from seqtile._compat import OpOverload, schema_of, storage_key
 from seqtile.counting.watch import Watch, name_of
+from seqtile.devices import accelerator, allocated_bytes, is_accelerator, peak_bytes, reset_peak
 
 _UNWRITTEN = frozenset(
     f"aten::{name}"
@@ -100,7 +101,7 @@ class LiveBytes:
         def forget(ref: Any) -> None:
             live = owner()
             if live is not None:
-                live._forget(ref.key)
+                live.forget(ref.key)
 
         self._callback = forget
 
@@ -177,7 +178,7 @@ class LiveBytes:
         # An activation checkpoint ends its recompute by an exception, hence always_call.
         self._hooks.append(register_module_forward_hook(leave, always_call=True))
 
-    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = name_of(func)
         fresh = name == "aten::lift_fresh"  # its input is new: torch.tensor and torch.from_numpy hand it over
         known = {self._visit(tensor, counted=fresh) for tensor in _tensors((*args, *kwargs.values()))}
@@ -188,14 +189,14 @@ class LiveBytes:
                 written += tensor.numel() * tensor.element_size()
         if name in _UNWRITTEN:
             written = 0
-        elif isinstance(func, OpOverload) and func._schema.is_mutable:
+        elif isinstance(func, OpOverload) and schema_of(func).is_mutable:
             written += self._mutated(func, args, kwargs, name)
         self._record(written)
 
     def _mutated(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> int:
         """Bytes of the arguments on this device that the operator writes into."""
         total = 0
-        for position, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -213,7 +214,7 @@ class LiveBytes:
         storage = tensor.untyped_storage()
         if storage.device.type != tensor.device.type:
             self._allocator = None  # a fake tensor: nothing is allocated for it, so its bytes are counted
-        key, nbytes = storage._cdata, storage.nbytes()
+        key, nbytes = storage_key(storage), storage.nbytes()
         known = self._live.get(key)
         if known is None:
             born = LiveTensor(
@@ -229,13 +230,13 @@ class LiveBytes:
         elif known.tensor.nbytes != nbytes:
             self._resize(key, known, nbytes)
         self._seen |= nbytes > 0
-        return key  # type: ignore[no-any-return]
+        return key
 
     def _resize(self, key: int, known: _Storage, nbytes: int) -> None:
         self._change(nbytes - known.tensor.nbytes)
         self._live[key] = replace(known, tensor=replace(known.tensor, nbytes=nbytes))
 
-    def _forget(self, key: int) -> None:
+    def forget(self, key: int) -> None:
         known = self._live.get(key)
         if known is not None:
             self._change(-known.tensor.nbytes)
@@ -277,7 +278,7 @@ class LiveBytes:
             peak = self._allocator.take()
             self._allocator_phases[self._phase] = max(self._allocator_phases.get(self._phase, peak), peak)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         self._fold()
         if self._allocator is not None:
             self._allocator.closed = True
@@ -301,15 +302,14 @@ class _Allocator:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._start = torch.accelerator.memory_allocated(index)
+        self._start = allocated_bytes(index)
         self.peak = 0
         self.closed = False
-        torch.accelerator.reset_peak_memory_stats(index)
+        reset_peak(index)
 
     @classmethod
     def of(cls, device: torch.device) -> _Allocator | None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None or accelerator.type != device.type:
+        if not is_accelerator(device):
             return None
         try:
             return cls(torch.accelerator.current_device_index() if device.index is None else device.index)
@@ -320,8 +320,8 @@ class _Allocator:
         """Peak above the start since the last call."""
         if self.closed:
             return self.peak
-        peak = torch.accelerator.max_memory_allocated(self._index) - self._start
-        torch.accelerator.reset_peak_memory_stats(self._index)
+        peak = peak_bytes(self._index) - self._start
+        reset_peak(self._index)
         self.peak = max(self.peak, peak)
         return peak
 
@@ -343,13 +343,13 @@ def count_live_bytes(device: torch.device | str | None = None) -> Iterator[LiveB
         A :class:`LiveBytes`, readable inside and after the ``with``.
     """
     if device is None:
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        device = accelerator() or "cpu"
     live = LiveBytes(torch.device(device))
     try:
-        with Watch(live._see):
+        with Watch(live.see):
             yield live
     finally:
-        live._close()
+        live.close()
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

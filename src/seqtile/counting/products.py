@@ -151,7 +151,7 @@ class Products:
 
         return self.flops_where(is_adapter) / (2 * tokens * hidden * intermediate)
 
-    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = name_of(func)
         position = _PRODUCTS.get(name)
         if position is not None:
@@ -177,5 +177,5 @@ def count_products() -> Iterator[Products]:
         A :class:`Products`, readable inside and after the ``with``.
     """
     products = Products()
-    with Watch(products._see):
+    with Watch(products.see):
         yield products

@@ -7,9 +7,16 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, _dispatch_has_kernel_for_dispatch_key
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from seqtile._compat import (
+    DispatchKey,
+    OpOverload,
+    TorchDispatchMode,
+    active_fake_mode,
+    has_kernel,
+    is_wrapper_subclass,
+    schema_of,
+)
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -25,11 +32,11 @@ class Watch(TorchDispatchMode):
     def __init__(self, see: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._see = see
-        self._fake_mode = _active_fake_mode()
+        self._fake_mode = active_fake_mode()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if any(is_wrapper_subclass(kind) for kind in types):
             return NotImplemented  # the subclass runs next, and what it calls on its inner tensors comes here
         if func is _DEVICE:
             return args[0].device  # a question that C++ asks of fake tensors before every operator
@@ -38,22 +45,18 @@ class Watch(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
-        if _active_fake_mode() is self._fake_mode:  # else shapes are being worked out, as DTensor does: nothing runs
+        if active_fake_mode() is self._fake_mode:  # else shapes are being worked out, as DTensor does: nothing runs
             self._see(func, args, kwargs, result)
         return result
 
 
 def name_of(func: Any) -> str:
     """``aten::mm`` for each of ``aten.mm.default``, ``aten.mm.out`` and ``aten.mm.dtype``."""
-    return func._schema.name if isinstance(func, OpOverload) else str(func)
-
-
-def _active_fake_mode() -> Any:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return schema_of(func).name if isinstance(func, OpOverload) else str(func)
 
 
 @cache
 def _is_composite(func: OpOverload) -> bool:
     """Whether it has no kernel of its own; some, like silu_backward, have one beside their decomposition."""
-    has_kernel_for = partial(_dispatch_has_kernel_for_dispatch_key, func.name())
+    has_kernel_for = partial(has_kernel, func.name())
     return has_kernel_for(DispatchKey.CompositeImplicitAutograd) and not has_kernel_for(DispatchKey.CPU)

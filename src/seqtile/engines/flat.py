@@ -8,25 +8,27 @@ not named or not replaced would lose its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from seqtile._compat import PARAMETERS, base_of, is_flat_parameter, is_view
 
-def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+
+def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     """``module.named_parameters()``, and the views that stand for a parameter that is none at the moment.
 
     Cost:
         One look at the attributes of each module below.
     """
-    yield from module.named_parameters()
+    found: list[tuple[str, Tensor]] = [*module.named_parameters()]
     for prefix, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name not in part._parameters and is_flat_view(value):
-                yield f"{prefix}.{name}".lstrip("."), value
+        for name, value in part.__dict__.items():
+            if isinstance(value, Tensor) and name not in part.__dict__[PARAMETERS] and is_flat_view(value):
+                found.append((f"{prefix}.{name}".lstrip("."), value))
+    return found
 
 
 def call_with_weights(module: nn.Module, weights: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
@@ -35,31 +37,7 @@ def call_with_weights(module: nn.Module, weights: Mapping[str, Tensor], argument
     A module that several names lead to is visited once. ``functional_call`` would visit it once per name and put its
     own stand-in back as what it had found: the parameter would be gone (seen in torch 2.13).
     """
-    with _attributes(module, weights):
-        return functional_call(module, _in_every_place(module, weights), arguments, tie_weights=False)
-
-
-def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``weights``, and each again where another module holds the same parameter."""
-    places = {
-        f"{prefix}.{name}".lstrip("."): weight
-        for prefix, part in module.named_modules()
-        for name, weight in part._parameters.items()
-        if weight is not None
-    }
-    replaced = {places[name]: weight for name, weight in weights.items() if name in places}
-    return {**weights, **{name: replaced[weight] for name, weight in places.items() if weight in replaced}}
-
-
-def is_flat_view(value: Any) -> bool:
-    """Whether an attribute stands for a parameter while a unit of FSDP1 runs."""
-    return isinstance(value, Tensor) and value._is_view() and bool(getattr(value._base, "_is_flat_param", False))
-
-
-@contextmanager
-def _attributes(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Attributes that hide a parameter, or stand for one, are ``weights`` inside the block."""
-    hidden: list[tuple[dict[str, Any], str, Tensor]] = []
+    hidden: list[tuple[dict[str, Any], str, Tensor]] = []  # attributes that hide a parameter, or stand for one
     try:
         for path, weight in weights.items():
             prefix, _, name = path.rpartition(".")
@@ -67,7 +45,31 @@ def _attributes(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[No
             if name in attributes:
                 hidden.append((attributes, name, attributes[name]))
                 attributes[name] = weight
-        yield
+        return functional_call(module, _in_every_place(module, weights), arguments, tie_weights=False)
     finally:
         for attributes, name, value in hidden:
             attributes[name] = value
+
+
+def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``weights``, and each again where another module holds the same parameter."""
+    every = dict(weights)
+    places: dict[str, nn.Parameter] = {}
+    replaced: dict[nn.Parameter, Tensor] = {}
+    for prefix, part in module.named_modules():
+        for name, parameter in part.__dict__[PARAMETERS].items():
+            if parameter is not None:
+                path = f"{prefix}.{name}".lstrip(".")
+                places[path] = parameter
+                if path in weights:
+                    replaced[parameter] = weights[path]
+    if len(places) > len(replaced):  # else each stands in one place
+        for path, parameter in places.items():
+            if parameter in replaced:
+                every[path] = replaced[parameter]
+    return every
+
+
+def is_flat_view(value: Any) -> bool:
+    """Whether an attribute stands for a parameter while a unit of FSDP1 runs."""
+    return isinstance(value, Tensor) and is_view(value) and is_flat_parameter(base_of(value))

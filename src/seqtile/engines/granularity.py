@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
+from seqtile._compat import ZERO3_MARKS
 from seqtile._errors import UserError
-from seqtile.engines.zero3 import is_registered
+
+
+def wrapper() -> Any:
+    """FSDP1's class, or () where it was not imported: for ``isinstance``."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
 
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether FSDP1 has wrapped this module: calling it gathers its weights, without any hook that shows it."""
-    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ()))
+    return isinstance(module, wrapper())
 
 
 def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: str, layer: str) -> None:
@@ -27,12 +33,12 @@ def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: st
         layer: qualified name of the decoder layer around it, "" if there is none.
 
     Cost:
-        One type check per module.
+        Two type checks and a look for two attributes per module.
 
     Raises:
         UserError: FSDP shards one of them on its own, or DeepSpeed ZeRO-3 has registered one on its own.
     """
-    fsdp2 = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    fsdp1, fsdp2 = wrapper(), getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     whole = layer or block
     for name, module in inner:
         if isinstance(module, fsdp2):
@@ -40,12 +46,12 @@ def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: st
                 f"{block}: FSDP shards {name} on its own, so its weight would be gathered at every tile; expected one "
                 f"unit around the whole block: call fully_shard on {whole}, not on {name}"
             )
-        if is_wrapped(module):
+        if isinstance(module, fsdp1):
             raise UserError(
                 f"{block}: FSDP wraps {name} on its own, so its weight would be gathered at every tile; expected one "
                 f"unit around the whole block: let the auto_wrap_policy wrap {whole}, not {name}"
             )
-        if is_registered(module):
+        if not ZERO3_MARKS.isdisjoint(module.__dict__):
             raise UserError(
                 f"{block}: DeepSpeed ZeRO-3 gathers {name} on its own, since {whole} was not marked when it took the "
                 "model over; call seqtile.apply(model) before deepspeed.initialize or Accelerator.prepare"

@@ -14,7 +14,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from seqtile._compat import is_in_zero12
+
 
 def reduces_as_they_arrive(weights: Iterable[Tensor]) -> bool:
     """Whether ZeRO-1 or 2 has taken one of these weights over. Reads an attribute that DeepSpeed sets."""
-    return any(hasattr(weight, "_hp_mapping") for weight in weights)
+    return any(is_in_zero12(weight) for weight in weights)

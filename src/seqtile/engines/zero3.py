@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile._compat import LEAF, ZERO3_MARKS, forward_pre_hooks_of
 from seqtile._errors import UserError
 from seqtile.ops.token_tiles import is_differentiable
 
-_LEAF = "_z3_leaf"
 _OURS = "_seqtile_marked_leaf"
 
 
 def is_registered(module: nn.Module) -> bool:
     """Whether ZeRO-3 has taken this module over and gathers its weights when it runs."""
-    return "ds_recompute_parameters" in module.__dict__ or "post_bwd_fn" in module.__dict__
+    return not ZERO3_MARKS.isdisjoint(module.__dict__)
 
 
 def whole_shape(weight: Tensor) -> torch.Size:
@@ -59,8 +59,8 @@ def is_marked(module: nn.Module) -> bool:
 
 def mark_leaf(module: nn.Module) -> None:
     """Have ZeRO-3 gather all weights of ``module`` before it runs, if it takes the model over later."""
-    if not module.__dict__.get(_LEAF) and not is_registered(module):
-        module.__dict__.update({_LEAF: True, _OURS: True})
+    if not module.__dict__.get(LEAF) and not is_registered(module):
+        module.__dict__.update({LEAF: True, _OURS: True})
         module.register_forward_pre_hook(end_gradients_here)
 
 
@@ -68,10 +68,11 @@ def unmark_leaf(module: nn.Module) -> None:
     """Take our mark off; it stays where ZeRO-3 already goes by it."""
     if not is_marked(module) or is_registered(module):
         return
-    del module.__dict__[_OURS], module.__dict__[_LEAF]
-    for number, hook in list(module._forward_pre_hooks.items()):
+    del module.__dict__[_OURS], module.__dict__[LEAF]
+    hooks = forward_pre_hooks_of(module)
+    for number, hook in list(hooks.items()):
         if hook is end_gradients_here:
-            del module._forward_pre_hooks[number]
+            del hooks[number]
 
 
 def end_gradients_here(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -82,7 +83,7 @@ def end_gradients_here(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
     Raises:
         UserError: no tensor was passed by position, so the gradients would be reduced before they are there.
     """
-    if not is_registered(module) or not torch.is_grad_enabled():
+    if ZERO3_MARKS.isdisjoint(module.__dict__) or not torch.is_grad_enabled():
         return None
     tensors = [value for value in inputs if isinstance(value, Tensor) and is_differentiable(value)]
     if any(tensor.requires_grad for tensor in tensors) or not any(p.requires_grad for p in module.parameters()):

@@ -14,15 +14,17 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin, PluginManager  # type: ignore[import-not-found]
 from axolotl.utils.logging import get_logger  # type: ignore[import-not-found]
-from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, ConfigDict, create_model, model_validator
 
+from seqtile._compat import is_tiled_by_axolotl
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
+from seqtile.options import DEFAULTS, OF_BLOCKS, TilingOptions, file_type
 
 # axolotl shows INFO of loggers below its own name only; before the processes know each other, it shows every rank's.
 LOG = get_logger(first_rank_logger("axolotl.seqtile").name)
 
-_BLOCK_KEYS = ("tile", "only", "trust", "blocks", "path", "keep")
+_BLOCK_KEYS = ("blocks", *OF_BLOCKS)
 
 # What else computes the MLP, the loss, or decides what activation checkpoints keep.
 _MLP_KERNELS = ("liger_glu_activation", "lora_mlp_kernel", "use_kernels", "use_scattermoe", "use_sonicmoe")
@@ -31,23 +33,15 @@ _LOSSES = ("liger_fused_linear_cross_entropy", "liger_cross_entropy", "cut_cross
 _CHECKPOINTS = ("activation_offloading", "selective_checkpointing")
 
 
-class SeqtileSettings(BaseModel):
+_Keys = create_model(
+    "Keys",
+    __config__=ConfigDict(extra="forbid", strict=True),
+    **{name: (file_type(name, choices=False) | None, None) for name in DEFAULTS},  # type: ignore[call-overload]
+)
+
+
+class SeqtileSettings(_Keys):  # type: ignore[valid-type,misc]
     """The arguments of :func:`seqtile.apply`, with its defaults; an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    tile: StrictInt | StrictStr | None = None
-    only: str | list[str] | None = None
-    trust: str | list[str] | None = None
-    blocks: str | None = None
-    path: str | None = None
-    keep: float | str | None = None
-    loss: str | None = None
-    loss_tile: StrictInt | StrictStr | None = None
-    loss_impl: str | None = None
-    checkpoint: str | None = None
-    offload: bool | str | None = None
-    heads: StrictInt | StrictStr | None = None
 
 
 class SeqtileArgs(BaseModel):
@@ -70,18 +64,11 @@ class SeqtileArgs(BaseModel):
     @model_validator(mode="after")
     def check_seqtile(self) -> Any:
         """Refuse before anything is loaded what :func:`seqtile.apply` would refuse, and what excludes it."""
-        from seqtile.models.apply import check_settings
-        from seqtile.models.attention.headwise import parse_heads
         from seqtile.models.loss_and_checkpoints import Rest
 
         cfg = {key: value.model_dump() if isinstance(value, BaseModel) else value for key, value in vars(self).items()}
         given = apply_arguments(cfg)
-        check_settings(given.get("tile", "auto"), given.get("path", "auto"), given.get("keep", 0.0), 1)
-        Rest.parse(
-            given.get("loss"), given.get("loss_tile", "auto"), given.get("loss_impl", "torch"),
-            given.get("checkpoint"), given.get("offload", False),
-        )  # fmt: skip
-        parse_heads(given.get("heads"))
+        Rest(TilingOptions(**given)).check_options()
         check_conflicts(cfg, given)
         return self
 
@@ -97,7 +84,7 @@ def apply_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = {key: value for key, value in (cfg.get("seqtile") or {}).items() if value is not None}
     if cfg.get("tiled_mlp") is False:
-        if idle := [f"seqtile.{key}" for key in _BLOCK_KEYS if key in given]:
+        if idle := [f"seqtile.{key}" for key in given if key in _BLOCK_KEYS]:
             raise UserError(
                 f"tiled_mlp: false tiles no MLP, so {', '.join(idle)} would be ignored; leave one of them out"
             )
@@ -195,7 +182,7 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
         if not given and self._taken is False:
             LOG.info("seqtile: tiled_mlp: false, nothing was changed")
             return
-        if own := next((type(m).__name__ for m in model.modules() if hasattr(m, "_tiled_mlp_dist_impl")), ""):
+        if own := next((type(m).__name__ for m in model.modules() if is_tiled_by_axolotl(m)), ""):
             raise UserError(
                 f"axolotl's own tiled MLP runs {own} already, and this plugin could not keep it off; take tiled_mlp "
                 "out of the configuration and give seqtile.tile"

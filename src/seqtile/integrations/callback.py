@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
+from seqtile.devices import empty_cache, peak_bytes, reset_peak
 from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.apply import apply, carries, tiled_names
 from seqtile.models.discover.decoder_layers import states_of
@@ -200,8 +201,7 @@ def _go_first(callback: TrainerCallback) -> Trainer | None:
 
 def _collect(device: torch.device) -> None:
     gc.collect()
-    if device.type != "cpu":
-        getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
+    empty_cache(device)
 
 
 class _Peaks:
@@ -219,8 +219,8 @@ class _Peaks:
         """What was in use since the last call was for ``phase``; ``""`` is of no interest."""
         if not self.counted:
             return
-        peak = torch.accelerator.max_memory_allocated(self.device)
-        torch.accelerator.reset_peak_memory_stats(self.device)
+        peak = peak_bytes(self.device)
+        reset_peak(self.device)
         if phase:
             self.found[phase] = max(peak, self.found.get(phase, 0))
 

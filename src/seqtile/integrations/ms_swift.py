@@ -17,7 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seqtile._compat import SWIFT_IMPORTS_PLUGINS, checkpoint_before_swift
 from seqtile._errors import UserError
+from seqtile.options import TilingOptions
 
 if TYPE_CHECKING:
     from seqtile.integrations.callback import TilingCallback
@@ -47,7 +49,7 @@ def register() -> None:
     """
     from swift.callbacks import callbacks_map  # type: ignore[import-not-found]
 
-    arguments = _local("_import_external_plugins", "self")
+    arguments = _local(SWIFT_IMPORTS_PLUGINS, "self")
     rest = _local("parse_args_into_dataclasses", "remaining_args")
     variable = os.environ.get(VARIABLE)
     tile = variable or f"shards:{SHARDS}"
@@ -85,8 +87,6 @@ def settings(arguments: Any, rest: list[str], variable: str | None) -> str | Non
     Raises:
         UserError: as :func:`register`.
     """
-    from seqtile.models.apply import check_settings
-
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--use_tiled_mlp", nargs="?", const="true")
     parser.add_argument("--tiled_mlp_num_shards")
@@ -111,7 +111,7 @@ def settings(arguments: Any, rest: list[str], variable: str | None) -> str | Non
         return None
     tile = variable or f"shards:{SHARDS if shards is None else shards}"
     try:
-        check_settings(tile, "auto", 0.0, 1)
+        TilingOptions(tile=tile)
     except UserError as error:
         if shards is None:
             raise UserError(f"{VARIABLE}={variable}: {error}") from None
@@ -129,13 +129,11 @@ def _truth(word: str | None) -> bool | None:
 
 def make_callback(args: Any, trainer: Any, *, tile: str) -> TilingCallback:
     """The callback as ms-swift makes its own, from the training arguments and the trainer that is being built."""
-    from torch.utils import checkpoint
-
     from seqtile.integrations.callback import TilingCallback
     from seqtile.ops import tile_checkpoint
 
     # Its trainer replaces torch's checkpoint by one that is reentrant whatever it is asked for, in the whole process.
-    if tile_checkpoint.checkpoint is not getattr(checkpoint, "_old_checkpoint", tile_checkpoint.checkpoint):  # type: ignore[attr-defined]
+    if tile_checkpoint.checkpoint is not (checkpoint_before_swift() or tile_checkpoint.checkpoint):  # type: ignore[attr-defined]
         raise UserError("ms-swift has trained in this process before seqtile was loaded: start a new Python process")
     return TilingCallback(tile=tile)
 

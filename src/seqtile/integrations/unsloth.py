@@ -13,10 +13,11 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from seqtile._errors import UserError
-from seqtile.activation_checkpointing.host_offload import available_bytes
-from seqtile.models.apply import apply, check_settings, free_bytes, replacing
+from seqtile.devices import available_host_bytes
+from seqtile.models.apply import apply, free_bytes, replacing
 from seqtile.models.discover.candidates import find_blocks
 from seqtile.models.module import tile_module
+from seqtile.options import TilingOptions
 
 _GIB = 2**30
 _OPTIONS = '"arctic", "target", "target:1", "target:1GB", "auto" or "shards:4"; "target:1:mlp,*.ffn" names modules too'
@@ -120,7 +121,7 @@ def _read(option: str, model: nn.Module) -> tuple[str, list[str]]:
     word, *values = option.strip().split(":")
     word = word.lower()
     if word == "shards" and len(values) == 1:
-        check_settings(option, "auto", 0.0, 1)
+        TilingOptions(tile=option)
         return option, []
     if word in ("arctic", "1", "auto") and not values:
         return "auto" if word == "auto" else "arctic", []
@@ -146,7 +147,7 @@ def _bytes(argument: str, text: str) -> int:
 
 
 def _half_of_free(model: nn.Module) -> int:
-    free = free_bytes(model) or available_bytes()
+    free = free_bytes(model) or available_host_bytes()
     if not free:
         raise UserError('"target" needs the free memory, which this device does not tell: give it, as in "target:4"')
     return free // 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqtile._compat import HOOKED_FORWARD
 from seqtile._errors import UserError
 from seqtile.activation_checkpointing.policies import standing_checkpointing
+from seqtile.devices import device_bytes
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import is_marked, mark_leaf, whole_shape
-from seqtile.models.attention.headwise import find_for, install_heads, parse_heads
+from seqtile.models.attention.headwise import find_for, install_heads
 from seqtile.models.discover.candidates import LOOKED_FOR, Candidate, Left, chain_of, expected_mode, find_blocks
 from seqtile.models.discover.chain import needed_words
 from seqtile.models.discover.layer_parts import Neighbours
@@ -27,9 +29,8 @@ from seqtile.models.lm_loss.tiled_loss import standing_losses
 from seqtile.models.loss_and_checkpoints import Rest, remove_rest
 from seqtile.models.norms_and_projections import ROWS_AUTO, TiledRows, find_rows, tile_rows, words_for
 from seqtile.models.report import Block, Report
-from seqtile.tiling import KeepRule, TileRule, parse_keep, parse_tile
-
-Only = str | Sequence[str] | Callable[[str, nn.Module], bool]
+from seqtile.options import DEFAULTS, OF_BLOCKS, WHOLE_LAYER, Only, TilingOptions
+from seqtile.tiling import KeepRule, TileRule
 
 
 def apply(
@@ -104,20 +105,26 @@ def apply(
     Raises:
         UserError: an argument is wrong, or nothing was found to tile.
     """
-    _one_of("blocks", blocks, _BLOCKS)
-    rule, _ = check_settings(tile, path, keep, 1)
-    rest = Rest.parse(loss, loss_tile, loss_impl, checkpoint, offload)
-    heads = parse_heads(heads)
-    if blocks == "none":
-        given = tile != "auto" or only is not None or bool(keep) or path != "auto"
-        _check_alone(bool(rest) or heads is not None, given)
+    options = TilingOptions(
+        tile=tile, only=only, trust=trust, blocks=blocks, path=path, keep=keep, loss=loss, loss_tile=loss_tile,
+        loss_impl=loss_impl, checkpoint=checkpoint, offload=offload, heads=heads,
+    )  # fmt: skip
+    return apply_options(model, options)
+
+
+def apply_options(model: nn.Module, options: TilingOptions) -> Report:
+    """:func:`apply` with its arguments in a record."""
+    rest, heads, only, trust = Rest(options), options.heads, options.only, options.trust
+    rest.check_options()
+    if not options.tiled:
+        _check_alone(options)
     refuse_wrapped(model)
     rest.check(model)
     attention, untouched = find_for(model, heads)
-    if blocks == "none":
+    if not options.tiled:
         with rest.replacing(model), replacing(model):
             done = install_heads(model, heads, attention, untouched), *rest.install(model)
-        return _finish(Report((), tuple(untouched), 0, parse_keep(keep, 1), weakref.ref(model), *done))
+        return _finish(Report((), tuple(untouched), 0, options.keep_rule(1), weakref.ref(model), *done))
     found, left = find_blocks(
         model,
         everything=only is not None,
@@ -132,12 +139,12 @@ def apply(
         raise UserError(_nothing(model, found, left, idle if idle else only))
     if not chosen:
         logger.warning("%s", _nothing(model, found, left, None))
-    keeping = with_free_memory(parse_keep(keep, len(chosen)), model, len(chosen))
+    rule, keeping = options.tile_rule, with_free_memory(options.keep_rule(len(chosen)), model, len(chosen))
     with rest.replacing(model), replacing(model):
-        tiled = [_tile(model, block, rule, keeping, blocks != "mlp", path) for block in chosen]
+        tiled = [_tile(model, block, rule, keeping, options.blocks != "mlp", options.path) for block in chosen]
         norms = [f"{one.layer}.{one.norm}".strip(".") for one in attention if one.norm]
         head_wise = [*(one.name for one in attention), *norms]
-        rows = _tile_rows(model, chosen, rule, blocks, head_wise, whole=len(chosen) == len(found))
+        rows = _tile_rows(model, chosen, rule, options.blocks, head_wise, whole=len(chosen) == len(found))
         done = install_heads(model, heads, attention, untouched), *rest.install(model)
     left += untouched
     return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), *done, rows))
@@ -147,7 +154,7 @@ def _tile_rows(
     model: nn.Module, chosen: list[Candidate], rule: TileRule, blocks: str, besides: Sequence[str], whole: bool
 ) -> str:
     """Tile what ``blocks`` says of the rest of the layers, but not ``besides``; what that was, in words."""
-    if blocks != "mlp+norm+projections":
+    if blocks != WHOLE_LAYER:
         return ""
     rows = find_rows(model, chosen, besides, whole=whole)
     tile_rows(rows, ROWS_AUTO if rule.kind == "auto" else rule)
@@ -159,29 +166,11 @@ def _finish(report: Report) -> Report:
     return report
 
 
-def _check_alone(something: bool, given: bool) -> None:
-    if not something:
+def _check_alone(options: TilingOptions) -> None:
+    if not options.beside_blocks:
         raise UserError("blocks='none' leaves nothing to do; give loss, checkpoint, offload or heads too")
-    if given:
+    if any(getattr(options, name) != DEFAULTS[name] for name in OF_BLOCKS if name != "trust"):
         raise UserError("blocks='none' tiles no block, so tile, only, path and keep would be ignored; leave them out")
-
-
-_BLOCKS = ("auto", "mlp", "mlp+norm", "mlp+norm+projections", "none")
-_PATHS = ("auto", "fused", "generic")
-
-
-def _one_of(name: str, value: object, words: Sequence[str]) -> None:
-    if value not in words:
-        raise UserError(f"{name}={value!r}: expected one of {', '.join(map(repr, words))}")
-
-
-def check_settings(tile: int | str, path: str, keep: float | str, blocks: int) -> tuple[TileRule, KeepRule]:
-    """The rules that the arguments of :func:`apply` stand for; one sentence where one is wrong."""
-    _one_of("path", path, _PATHS)
-    try:
-        return parse_tile(tile), parse_keep(keep, blocks)
-    except (TypeError, ValueError) as error:
-        raise UserError(str(error)) from None
 
 
 def with_free_memory(keep: KeepRule, model: nn.Module, blocks: int) -> KeepRule:
@@ -189,9 +178,9 @@ def with_free_memory(keep: KeepRule, model: nn.Module, blocks: int) -> KeepRule:
     return KeepRule("auto", free_bytes(model) / 4 / blocks, blocks) if keep.kind == "auto" else keep
 
 
-def _is_own(installed: Installed) -> bool:
+def _is_own(installed: Any) -> bool:
     """Whether :func:`seqtile.tile_module` put it there: another call of :func:`apply` leaves it."""
-    return hasattr(installed, "dim")
+    return isinstance(installed, Installed) and installed.owner == "tile_module"
 
 
 def _without_own(model: nn.Module, found: list[Candidate], left: list[Left]) -> tuple[list[Candidate], list[Left]]:
@@ -240,7 +229,7 @@ def undo(model: nn.Module) -> int:
 
 def _standing(model: nn.Module) -> list[Installed]:
     """The tiled forwards of a model, also where accelerate put a hook's forward around one."""
-    forwards = [module.__dict__.get(name) for module in model.modules() for name in ("forward", "_old_forward")]
+    forwards = [module.__dict__.get(name) for module in model.modules() for name in ("forward", HOOKED_FORWARD)]
     return [one for one in forwards if isinstance(one, Installed)]
 
 
@@ -272,13 +261,7 @@ def applied(model: nn.Module, **settings: Any) -> Iterator[Report]:
 def free_bytes(model: nn.Module) -> int:
     """Free memory of the device that the model is on, 0 where it cannot be read."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "cpu" or not torch.accelerator.is_available():
-        return 0
-    memory = getattr(torch.accelerator, "get_memory_info", None)  # from torch 2.12
-    try:
-        return int(memory(device)[0]) if memory else int(torch.get_device_module(device).mem_get_info(device)[0])
-    except (AttributeError, RuntimeError):
-        return 0
+    return device_bytes(device)[0]
 
 
 def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, norms: bool, path: str) -> Block:

@@ -1,22 +1,28 @@
-"""The objects that stand in for ``forward`` on one instance, and how they come off again.
-
-They live in the instance's ``__dict__``: the class is untouched, no parameter is renamed, nothing enters
-``state_dict``. They refer to their module weakly and find it again after ``copy.deepcopy`` and pickling.
-"""
+"""The tiled forward of one instance: asks at each call whether its proof still holds, cuts, and runs an operator."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
 
+from seqtile._compat import (
+    GLOBAL_HOOKS,
+    HOOKED_FORWARD,
+    PER_SEQUENCE,
+    PRE_HOOKS,
+    children_of,
+    dispatch_mode_count,
+    dispatch_modes,
+    function_mode_count,
+    function_modes,
+)
 from seqtile._log import first_rank_logger
+from seqtile._stand_in import ForwardStandIn
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import unmark_leaf
@@ -24,8 +30,9 @@ from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.models.call_arguments import Places, why_opaque
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
-from seqtile.models.discover.live_weights import GLOBAL_HOOKS
 from seqtile.models.discover.proof import Mode, Proof, prove
+from seqtile.models.discover.sizes import Untraceable
+from seqtile.models.discover.trace import is_tracing
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.tile_checkpoint import run_in_tiles
 from seqtile.ops.token_tiles import refuse_trace
@@ -66,71 +73,57 @@ class Setting:
             hidden=self.hidden,
             intermediate=self.intermediate * lanes,
             itemsize=x.element_size(),
-            weight_numel=sum(weight.numel() for weight in weights),
+            weight_numel=sum([weight.numel() for weight in weights]),
             weight_itemsize=min([weight.element_size() for weight in weights] or [4]),
             device_type=x.device.type,
             live_widths=FUSED_WIDTHS if fused else LIVE_WIDTHS,
         )
 
 
-_CHANGED = ("forward", "extra_repr", "_replicate_for_data_parallel")
+class Installed(ForwardStandIn):
+    """Base of the tiled forwards: puts itself into an instance, remembers what was there, and restores it."""
 
-
-class Installed:
-    """Base of the stand-ins: puts itself into an instance, remembers what was there, and restores it."""
+    owner = "apply"
+    """Which call put it there: another :func:`seqtile.apply` leaves ``"tile_module"``'s."""
 
     def __init__(self, module: nn.Module, setting: Setting) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self.setting = setting
-        self.told: set[str] = set()
         self._proofs: dict[Any, tuple[Chain, Proof, Facts | None]] = {}
-        self.before: dict[str, Any] = {name: module.__dict__[name] for name in _CHANGED if name in module.__dict__}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_module": self._module(), "_proofs": {}}  # which rest on this very module
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._module = weakref.ref(state["_module"])
-
-    @property
-    def module(self) -> nn.Module:
-        module = self._module()
-        assert module is not None, "a tiled forward outlived its module"
-        return module
-
-    def install(self) -> None:
-        replicate = _RefuseReplicas()
-        self.module.__dict__.update(forward=self, extra_repr=_Note(self), _replicate_for_data_parallel=replicate)
+        return {**super().__getstate__(), "_proofs": {}}  # which rest on this very module
 
     def remove(self) -> None:
         """Put every attribute back as it was."""
         unmark_leaf(self.module)
         own = self.module.__dict__
-        if own.get("_old_forward") is self:  # accelerate's hooks were put around it
-            own["_old_forward"] = self.original
+        if own.get(HOOKED_FORWARD) is self:  # accelerate's hooks were put around it
+            own[HOOKED_FORWARD] = self.original
             self.before["forward"] = own["forward"]
-        for name in _CHANGED:
+        for name in self.changed:
             own.pop(name, None)
         own.update(self.before)
 
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The forward that the instance had: its own if one was set before, else its class's.
+    takes_norm = False
+    """Whether it can be called with ``norm_before=``, the norm of its input, which then runs inside."""
 
-        A bound method would do, but ``torch.compile`` writes one down as ``module.forward``, which is ours.
-        """
-        return self.before.get("forward") or partial(type(self.module).forward, self.module)
-
-    def inside(self) -> Iterator[tuple[str, nn.Module]]:
+    def inside(self) -> list[tuple[str, nn.Module]]:
         """(name, module) of everything that runs inside a tile, without the block itself."""
-        return ((name, part) for name, part in self.module.named_modules() if name)
+        return [(name, part) for name, part in self.module.named_modules() if name]
 
-    def check(self) -> None:
-        """Raise where an engine would gather weights at every tile, or where a trace would fix the tiles."""
+    def check(self, *besides: tuple[str, nn.Module]) -> None:
+        """Raise where an engine would gather weights at every tile, or where a trace would fix the tiles.
+
+        Args:
+            *besides: (name, module) of what runs inside in this call alone.
+        """
         if not torch.compiler.is_compiling():
-            refuse_trace()
-            refuse_gathering_inside(self.inside(), block=self.setting.name, layer=self.setting.layer)
+            self.refuse_copies()
+            if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+                refuse_trace()
+            inner = [*self.inside(), *besides]
+            refuse_gathering_inside(inner, block=self.setting.name, layer=self.setting.layer)
 
     def proof(self, chain: Chain, mode: Mode) -> Proof:
         """What is known of ``chain`` in this mode: what was known at its last call, if all of it still holds.
@@ -174,15 +167,20 @@ class Installed:
         parts = chain.modules
 
         def weights() -> dict[str, Tensor]:
-            return {
-                f"{number}.{name}": weight for number, part in enumerate(parts) for name, weight in named_weights(part)
-            }
+            found = {}
+            for number, part in enumerate(parts):
+                for name, weight in named_weights(part):
+                    found[f"{number}.{name}"] = weight
+            return found
 
         def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
             if not aliases:
                 return call(list(tiles))
-            return call_with_weights(_Bare(parts), aliases, (call, list(tiles)))
+            return call_with_weights(Bare(parts), aliases, (call, list(tiles)))
 
+        if any(one.is_nested for one in tensors):
+            self._tell_untiled("it was called with a nested tensor, which has no rows to cut")
+            return call(list(tensors))
         if handed := _handed_per_sequence(parts):
             self._tell_untiled(f"PEFT hands its adapters one entry per sequence ({handed}), which tiles do not keep")
             return call(list(tensors))
@@ -198,11 +196,15 @@ class Installed:
             if proof.why_not:
                 self._tell_untiled(proof.why_not)
                 return call(list(tensors))
-            if name := self._marked(mode, (*tensors, *constants)):
-                self._tell_untiled(f"a tensor that it is called with has an attribute {name!r}, which it may read")
-                return call(list(tensors))
+            facts = self.facts(mode)
+            for one in (*tensors, *constants):
+                if one.__dict__ and facts is not None and (names := facts.reads_of(one)):
+                    why = f"a tensor that it is called with has an attribute {names[0]!r}, which it may read"
+                    self._tell_untiled(why)
+                    return call(list(tensors))
             mlp = self._fused_now(proof, chain, x.dtype)
             check = _Unchanged(self, chain, mode, proof)
+        dense = mlp.dense_numel() * x.element_size() if mlp is not None else 0
         tokens = x.shape[:-1].numel()
         live = [weight for weight in weights().values() if weight.requires_grad]
         shape = setting.shape(x, live, mlp is not None, lanes)
@@ -215,14 +217,9 @@ class Installed:
             return self.plainly(run, tensors, sizes, mlp is not None)
         if mlp is None:
             return run_in_tiles(run, tensors, sizes, weights, check)
-        dense, keep = mlp.dense_numel() * x.element_size(), setting.keep
+        keep = setting.keep
         kept = keep.share(sizes, shape, dense)
         return fused_mlp(x, mlp, sizes, keep=kept, holds_dense=keep.holds_dense(dense), check=check)
-
-    def _marked(self, mode: Mode, tensors: Sequence[Tensor]) -> str:
-        """An attribute that someone gave to one of these tensors, and that the code may read, or ""."""
-        facts = self.facts(mode)
-        return next((name for one in tensors if facts is not None for name in facts.reads_of(one)), "")
 
     def _fused_now(self, proof: Proof, chain: Chain, dtype: torch.dtype) -> FusedWeights | None:
         """The fused operator's weights if it can run this call; says so, once, if it was asked for and cannot."""
@@ -231,14 +228,12 @@ class Installed:
         mlp = proof.formula if isinstance(proof.formula, str) else chain.weights(proof.formula, dtype)
         if isinstance(mlp, FusedWeights):
             return mlp
-        if self.falls_back and mlp not in self.told:
-            self.told.add(mlp)
+        if self.falls_back and self.is_news(mlp):
             logger.warning("%s now runs the generic operator: %s", self.setting.name, mlp)
         return None
 
     def _tell_untiled(self, why: str) -> None:
-        if why not in self.told:
-            self.told.add(why)
+        if self.is_news(why):
             logger.warning("%s runs untiled: %s", self.setting.name, why)
 
     plainly: Callable[..., Any] | None = None
@@ -269,10 +264,13 @@ def _why_watched() -> str:
         return ""
     if any(GLOBAL_HOOKS) and any(_is_foreign(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a hook is registered for all modules (torch.nn.modules.module), which tiles would run on other tensors"
-    if torch._C._len_torch_function_stack():
-        mode = next((one for one in _get_current_function_mode_stack() if _is_foreign(type(one))), None)
-        if mode is not None:
-            return f"{type(mode).__name__} is active around the call, which tiles would run on other tensors"
+    modes = [*(function_modes() if function_mode_count() else ()), *(dispatch_modes() if dispatch_mode_count() else ())]
+    for mode in modes:
+        if _is_foreign(type(mode)) and not getattr(mode, "observes_only", False):
+            return (
+                f"{type(mode).__name__} is active around the call, which tiles would run on other tensors (a mode that "
+                "changes no result says so with observes_only = True)"
+            )
     return ""
 
 
@@ -280,9 +278,8 @@ def _is_foreign(value: Any) -> bool:
     return not str(getattr(value, "__module__", "")).startswith(("torch.", "seqtile."))
 
 
-def _axes(x: Tensor) -> tuple[str, ...]:
-    """The token axes in each leading dimension; more than three are more than a trace tells apart."""
-    return {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}.get(x.dim(), ("b",) * (x.dim() - 1))
+_AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}
+"""The token axes in each leading dimension, by dimensions; more than three are more than a trace tells apart."""
 
 
 def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode:
@@ -290,10 +287,14 @@ def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode
     x = tensors[0]
     kind = x.device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    split: list[Any] = [((*_axes(one), one.shape[-1]), one.dtype) for one in tensors]
-    whole: list[Any] = [(tuple(one.shape), one.dtype) for one in constants]
+    inputs: list[Any] = []
+    for one in tensors:
+        axes = _AXES.get(one.dim()) or ("b",) * (one.dim() - 1)
+        inputs.append(((*axes, one.shape[-1]), one.dtype))
+    for one in constants:
+        inputs.append((tuple(one.shape), one.dtype))
     dtype = torch.get_autocast_dtype(kind) if casts else None
-    return Mode((*split, *whole), x.device, dtype, torch.is_grad_enabled())
+    return Mode(tuple(inputs), x.device, dtype, torch.is_grad_enabled())
 
 
 class _Unchanged:
@@ -317,6 +318,10 @@ class _Unchanged:
         for (name, tensor, version), (_, other, later) in zip(self._tensors, self._read(), strict=False):
             if version != later or tensor is not other:
                 what = f"its {name}"
+        if why := _why_watched():
+            raise RuntimeError(
+                f"{self._installed.setting.name}: in its backward {why}; enter it around the forward too"
+            )
         if what:
             raise RuntimeError(
                 f"{self._installed.setting.name}: {what} was changed between forward and backward, so a tile would be "
@@ -324,32 +329,12 @@ class _Unchanged:
             )
 
 
-class _RefuseReplicas:
-    """``nn.DataParallel`` copies a module's attributes, and the copies would run the original's weights."""
-
-    def __call__(self) -> nn.Module:
-        raise NotImplementedError(
-            "nn.DataParallel (several devices in one process) does not run tiled models; start one process per device "
-            "with torchrun or accelerate launch, or make one device visible"
-        )
-
-
-class _Note:
-    """``extra_repr`` of a changed instance: what ``print(model)`` shows."""
-
-    def __init__(self, installed: Any) -> None:
-        self.installed = installed
-
-    def __call__(self) -> str:
-        module = self.installed.module
-        former = self.installed.before.get("extra_repr") or type(module).extra_repr.__get__(module)
-        return ", ".join(part for part in (former(), self.installed.note()) if part)
-
-
 class TiledForward(Installed):
     """``forward`` of one position-wise module, over tiles of tokens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_tracing():
+            raise Untraceable("its forward is called by another that was put over it; call seqtile.apply after that")
         self.check()
         original = self.original
         if hasattr(self.module, "parametrizations"):
@@ -377,17 +362,21 @@ class TiledForward(Installed):
 
 def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:
     """The argument of that kind which a hook of PEFT's adds to the adapters' calls, or ""."""
-    hooks = (hook for part in parts for module in part.modules() for hook in module._forward_pre_hooks.values())
-    words = (word for hook in hooks if isinstance(hook, partial) for word in hook.keywords)
-    return next((word for word in words if word in ("adapter_names", "alora_offsets")), "")
+    for part in parts:
+        for module in part.modules():
+            for hook in module.__dict__[PRE_HOOKS].values():
+                for word in hook.keywords if isinstance(hook, partial) else ():
+                    if word in PER_SEQUENCE:
+                        return str(word)
+    return ""
 
 
-class _Bare(nn.Module):
+class Bare(nn.Module):
     """The parts of a block under one roof, so that a call replaces their weights and runs no hook."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
-        self._modules.update({str(number): part for number, part in enumerate(parts)})
+        children_of(self).update({str(number): part for number, part in enumerate(parts)})
 
     def forward(self, call: Callable[[list[Tensor]], Any], tiles: list[Tensor]) -> Any:
         return call(tiles)

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
-from seqtile.engines.granularity import is_wrapped
+from seqtile._compat import MODULES, disable_torch_function_subclass, make_wrapper_subclass, tree_leaves, version_of
+from seqtile.engines.granularity import wrapper
 from seqtile.models.discover.chain import Chain
-from seqtile.models.discover.layer_parts import Neighbours, gradients_and_autocast
+from seqtile.models.discover.layer_parts import Neighbours, device_types
 from seqtile.models.discover.live_weights import has_foreign_hooks, has_hooks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 
@@ -41,7 +41,7 @@ class Placeholder(Tensor):
     def like(cls, hidden_states: Tensor, sequence: Members) -> Placeholder:
         """One of the shape, dtype and device of ``hidden_states``, without memory."""
         shape, dtype, device = hidden_states.shape, hidden_states.dtype, hidden_states.device
-        held: Placeholder = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        held: Placeholder = make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         held.sequence = sequence
         return held
 
@@ -56,10 +56,26 @@ class Placeholder(Tensor):
         name = getattr(func, "__name__", "")
         name = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
         if name in _ALLOWED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with disable_torch_function_subclass():
                 return func(*args, **(kwargs or {}))
         held = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, Placeholder))
         return held.sequence.operator(func, name, args, kwargs or {})
+
+
+class _Call(functools.partial[Any]):
+    """The stand-in of one member: it can be called, and nothing else can be asked of it or set on it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol
+            raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self) -> None:
+        members: Any = self.func
+        members.__self__.refuse()
 
 
 class Members:
@@ -78,25 +94,28 @@ class Members:
         finish: Callable[[list[Tensor], Mapping[str, float]], Any],
     ) -> None:  # fmt: skip
         self.owner, self.events, self.shares, self.finish = owner, events, shares, finish
+        self.stand_ins: dict[str, Callable[..., Any]] = {}
+        """What is called in each member's place."""
+        for name in events:
+            if name != "+" and name not in shares:
+                self.stand_ins[name] = _Call(self._call, name)
         self._begin()
 
     def _begin(self) -> None:
-        self.at, self.inputs = 0, list[Tensor]()
+        self.at, self.inputs, self.versions = 0, list[Tensor](), list[int]()
         self.held: Tensor | None = None
         self.context: tuple[bool, ...] | None = None
         self.dropped: dict[str, float] = {}
-
-    def member(self, name: str) -> Callable[..., Any]:
-        """The stand-in of one member."""
-        return functools.partial(self._call, name)
 
     def _call(self, name: str, hidden_states: Tensor, *others: Tensor) -> Any:
         first = self.at == 0 and not isinstance(hidden_states, Placeholder)
         if not first and hidden_states is not self.held:
             self.refuse()
-        self._expect(name)
-        self.inputs += [hidden_states, *others] if first else others
-        return self._next()
+        given = [hidden_states, *others] if first else others
+        self.inputs += given
+        for one in given:
+            self.versions.append(0 if one.is_inference() else version_of(one))
+        return self._step(name)
 
     def operator(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """A function of PyTorch that is called with a placeholder: a dropout, or the sum with the input."""
@@ -105,27 +124,27 @@ class Members:
             call = inspect.signature(_DROPOUT).bind(*args, **kwargs)
             call.apply_defaults()
             if call.arguments["input"] is self.held:
-                self._expect(expected)
                 self.dropped[expected] = float(call.arguments["p"]) if call.arguments["training"] else 0.0
-                return self._next()
+                return self._step(expected)
         if expected == "+" and name in _SUMS and len(args) == 2 and not kwargs:
             if any(one is self.held for one in args) and any(one is self.inputs[0] for one in args):
-                self._expect(expected)
-                return self._next()
+                return self._step(expected)
         return self.refuse()
 
-    def _expect(self, name: str) -> None:
-        now = gradients_and_autocast()
-        self.context = self.context or now
-        if name != self.events[self.at] or now != self.context:
+    def _step(self, name: str) -> Any:
+        """``name`` is called: what it hands on, or after the last one what everything gives."""
+        context = (torch.is_grad_enabled(), *map(torch.is_autocast_enabled, device_types()))
+        self.context = self.context or context
+        if name != self.events[self.at] or context != self.context:
             self.refuse()
         self.at += 1
-
-    def _next(self) -> Any:
         if self.at < len(self.events):
             self.held = Placeholder.like(self.inputs[0], self)
             return self.held
         inputs, dropped = self.inputs, self.dropped
+        for one, version in zip(inputs, self.versions, strict=True):
+            if not one.is_inference() and version_of(one) != version:
+                self.refuse()  # the members have not run yet, and would read what it is now
         self._begin()
         return self.finish(inputs, dropped)
 
@@ -158,35 +177,38 @@ class NormedAttention:
         """What the view calls in place of both; empty where there is no such norm or one of them has hooks."""
         if not self.norm:
             return {}
-        norm, attention = getattr(layer, self.norm), getattr(layer, self.attention)
-        head_wise = attention.__dict__.get("forward")
-        if has_hooks(norm) or has_foreign_hooks(attention) or any(is_wrapped(part) for part in (norm, attention)):
+        norm, attention, fsdp1 = getattr(layer, self.norm), getattr(layer, self.attention), wrapper()
+        if has_hooks(norm) or has_foreign_hooks(attention) or isinstance(norm, fsdp1) or isinstance(attention, fsdp1):
             return {}
-        if torch.compiler.is_compiling() or not hasattr(head_wise, "heads"):
+        if torch.compiler.is_compiling() or not getattr(attention.__dict__.get("forward"), "takes_norm", False):
             return {}
         call: list[Any] = []
 
         def finish(inputs: list[Tensor], _: Mapping[str, float]) -> Any:
             args, words = call.pop()
-            args = tuple(inputs[0] if isinstance(one, Placeholder) else one for one in args)
-            words = {name: inputs[0] if isinstance(one, Placeholder) else one for name, one in words.items()}
-            head_wise.norm = norm
-            try:
-                return attention(*args, **words)
-            finally:
-                head_wise.norm = None
+            args = list(args)
+            for number, one in enumerate(args):
+                if isinstance(one, Placeholder):
+                    args[number] = inputs[0]
+            for name, one in words.items():
+                if isinstance(one, Placeholder):
+                    words[name] = inputs[0]
+            return attention(*args, norm_before=norm, **words)
 
         sequence = Members(type(layer).__name__, (self.norm, self.attention), (), finish)
-        second = sequence.member(self.attention)
+        second = sequence.stand_ins[self.attention]
 
         def attend(*args: Any, **words: Any) -> Any:
-            held = [one for one in (*args, *words.values()) if isinstance(one, Placeholder)]
+            held = []
+            for one in (*args, *words.values()):
+                if isinstance(one, Placeholder):
+                    held.append(one)
             if len(held) != 1:
                 return sequence.refuse()
             call.append((args, words))
             return second(held[0])
 
-        return {self.norm: sequence.member(self.norm), self.attention: attend}
+        return {self.norm: sequence.stand_ins[self.norm], self.attention: attend}
 
     def view(self, layer: nn.Module) -> nn.Module | None:
         """The layer with both replaced, or None."""
@@ -194,7 +216,7 @@ class NormedAttention:
         if not stand_ins:
             return None
         view = _view(layer)
-        view.__dict__["_modules"] = {**layer._modules, **stand_ins}
+        view.__dict__[MODULES] = {**layer.__dict__[MODULES], **stand_ins}
         return view
 
 
@@ -203,19 +225,19 @@ class TiledLayer(Installed):
 
     def __init__(self, layer: nn.Module, setting: Setting, neighbours: Neighbours, inline: bool) -> None:
         super().__init__(layer, setting)
-        self.neighbours, self.inline = neighbours, inline
+        self.neighbours, self.inline, self.kind = neighbours, inline, "inline" if inline else "block"
+        near = neighbours
+        self.names = [name for name in (near.before, *near.members, near.after, near.closing) if name]
+        """Children of the layer that run inside the tile, in order."""
+        names = [near.before, *near.members, near.after, near.dropout, *(("+", near.closing) if near.closing else ())]
+        self._events = [name for name in names if name]
+        """What the layer's forward calls, in order."""
 
     attention: NormedAttention | None = None
     """Attention of the same layer that runs its norm itself."""
 
     def note(self) -> str:
         return f"tile={self.setting.rule} over {', '.join(self.names)}"
-
-    @property
-    def names(self) -> list[str]:
-        """Children of the layer that run inside the tile, in order."""
-        near = self.neighbours
-        return [name for name in (near.before, *near.members, near.after, near.closing) if name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and not self.inline:
@@ -224,20 +246,29 @@ class TiledLayer(Installed):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _together(self, *args: Any, **kwargs: Any) -> Any:
-        self.check()
         layer = self.module
-        members = [(name, getattr(layer, name)) for name in self.names]
-        hooked = [name for name, p in members if isinstance(p, nn.Module) and (has_hooks(p) or is_wrapped(p))]
+        self.check()
+        fsdp1 = wrapper()
+        shares, hooked = [], []  # shares: attributes that hold the probability of a functional dropout
+        for name in self.names:
+            part = getattr(layer, name)
+            if isinstance(part, (int, float)):
+                shares.append(name)
+            elif isinstance(part, nn.Module) and (has_hooks(part) or isinstance(part, fsdp1)):
+                hooked.append(name)
         if hooked:
             self._tell(hooked)
             alone = self.attention.view(layer) if self.attention else None
             return self.original(*args, **kwargs) if alone is None else type(alone).forward(alone, *args, **kwargs)
-        sequence = Members(type(layer).__name__, self._events, self._shares, self._compute)
-        stand_ins = {name: sequence.member(name) for name in self._events if name != "+" and name not in self._shares}
+        if self.neighbours.dropout:
+            shares.append(self.neighbours.dropout)
+        finish = functools.partial(self._compute, layer)
+        sequence = Members(type(layer).__name__, self._events, shares, finish)
+        stand_ins = sequence.stand_ins
         if self.attention is not None:
             stand_ins |= self.attention.stand_ins(layer)
         view = _view(layer)
-        view.__dict__["_modules"] = {**layer._modules, **stand_ins}
+        view.__dict__[MODULES] = {**layer.__dict__[MODULES], **stand_ins}
         for name in stand_ins.keys() & view.__dict__.keys():
             view.__dict__[name] = stand_ins[name]
         own = dict(view.__dict__)
@@ -251,54 +282,40 @@ class TiledLayer(Installed):
         sequence.check_end((result, changed))
         return result
 
-    @property
-    def _shares(self) -> list[str]:
-        """Attributes of the layer that hold the probability of a functional dropout inside the tile."""
-        near = self.neighbours
-        inside = [name for name in near.members if isinstance(getattr(self.module, name), (int, float))]
-        return [*inside, near.dropout] if near.dropout else inside
-
-    @property
-    def _events(self) -> list[str]:
-        """What the layer's forward calls, in order."""
-        near = self.neighbours
-        names = [near.before, *near.members, near.after, near.dropout, *(("+", near.closing) if near.closing else ())]
-        return [name for name in names if name]
-
-    def inside(self) -> Iterator[tuple[str, nn.Module]]:
+    def inside(self) -> list[tuple[str, nn.Module]]:
+        layer, found = self._module(), []
         for name in self.names:
-            member = getattr(self.module, name)
+            member = getattr(layer, name)
             for inner, part in member.named_modules() if isinstance(member, nn.Module) else ():
                 if inner or self.inline:
-                    yield f"{name}.{inner}".rstrip("."), part
+                    found.append((f"{name}.{inner}".rstrip("."), part))
+        return found
 
-    def chain(self, dropped: Mapping[str, float]) -> Chain:
+    def chain(self, layer: nn.Module, dropped: Mapping[str, float]) -> Chain:
         """What runs in the tile now.
 
         Args:
+            layer: the layer.
             dropped: probability of each functional dropout in this call.
         """
-        layer, near = self.module, self.neighbours
-        before, after, closing = (
-            getattr(layer, name) if name else None for name in (near.before, near.after, near.closing)
-        )
-        members = tuple((name, dropped.get(name, getattr(layer, name))) for name in near.members)
+        near = self.neighbours
+        before = getattr(layer, near.before) if near.before else None
+        after = getattr(layer, near.after) if near.after else None
+        closing = getattr(layer, near.closing) if near.closing else None
+        members = []
+        for name in near.members:
+            members.append((name, dropped[name] if name in dropped else getattr(layer, name)))
         share = dropped.get(near.dropout, 0.0)
-        return Chain(members, self.kind, before, after, share, closing, any(dropped.values()))
-
-    @property
-    def kind(self) -> str:
-        return "inline" if self.inline else "block"
+        return Chain(tuple(members), self.kind, before, after, share, closing, any(dropped.values()))
 
     def _tell(self, hooked: list[str]) -> None:
         alone = "untiled" if self.inline else "without its neighbours in the tile"
         news = f"runs {alone}: {', '.join(hooked)} has hooks"
-        if news not in self.told:
-            self.told.add(news)
+        if self.is_news(news):
             logger.warning("%s %s", type(self.module).__name__, news)
 
-    def _compute(self, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
-        chain = self.chain(dropped)
+    def _compute(self, layer: nn.Module, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
+        chain = self.chain(layer, dropped)
         block = None if self.inline else _forward_of(chain.members[0][1])
         return self.run(chain, inputs, lambda tiles: chain.run(tiles, call=block))
 
@@ -306,14 +323,14 @@ class TiledLayer(Installed):
 class TiledPair(TiledLayer):
     """``forward`` of a layer whose MLP is two of its children: ``second(first(x), other)`` runs in one tile."""
 
-    def _compute(self, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
-        chain = self.chain(dropped)
+    def __init__(self, layer: nn.Module, setting: Setting, neighbours: Neighbours, inline: bool) -> None:
+        super().__init__(layer, setting, neighbours, inline)
+        self.kind = "pair"
+
+    def _compute(self, layer: nn.Module, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
+        chain = self.chain(layer, dropped)
         tensors = inputs[:1] if inputs[-1] is inputs[0] else inputs
         return self.run(chain, tensors, chain.run)
-
-    @property
-    def kind(self) -> str:
-        return "pair"
 
 
 def _forward_of(member: Any) -> Callable[[Tensor], Tensor]:

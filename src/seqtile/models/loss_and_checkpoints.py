@@ -10,67 +10,41 @@ from torch import nn
 
 from seqtile._errors import UserError
 from seqtile.activation_checkpointing.policies import (
-    POLICIES,
     check_checkpointing,
     install_checkpointing,
     remove_checkpointing,
     standing_checkpointing,
 )
 from seqtile.models.lm_loss.tiled_loss import check_kernel, find_causal_lm, install_loss, remove_loss, standing_losses
-from seqtile.ops.lm_loss.loss_kernels import IMPLEMENTATIONS
-from seqtile.tiling import TileRule, parse_bytes, parse_tile
+from seqtile.options import DEFAULTS, TilingOptions, unknown_checkpoint
 
 
 @dataclass(frozen=True)
 class Rest:
-    """Checked arguments of :func:`seqtile.apply`.
+    """What :func:`seqtile.apply` does besides the blocks."""
 
-    Attributes:
-        loss: tile rule of the head, or None.
-        impl: what computes it, as :func:`seqtile.linear_cross_entropy` takes it.
-        policy: what a layer's checkpoint keeps, or None to leave checkpoints as they are.
-        offload: whether layer inputs wait on the host; a number is the bytes allowed there.
-    """
+    options: TilingOptions
 
-    loss: TileRule | None
-    impl: str
-    policy: str | None
-    offload: bool | int
-
-    @classmethod
-    def parse(
-        cls, loss: str | None, loss_tile: int | str, impl: str, checkpoint: str | None, offload: bool | str
-    ) -> Rest:
-        """Raises UserError for unknown words and settings that would be ignored."""
-        if loss not in (None, "tiled"):
-            raise UserError(f"loss={loss!r}: expected 'tiled', or None to leave it as it is")
-        if loss is None and loss_tile != "auto":
-            raise UserError(f"loss_tile={loss_tile!r} changes nothing without loss='tiled'; give both or neither")
-        if impl not in IMPLEMENTATIONS:
-            raise UserError(f"loss_impl={impl!r}: expected one of {', '.join(map(repr, IMPLEMENTATIONS))}")
-        if loss is None and impl != "torch":
-            raise UserError(f"loss_impl={impl!r} changes nothing without loss='tiled'; give both or neither")
-        if checkpoint is not None and checkpoint not in POLICIES:
-            raise UserError(f"checkpoint={checkpoint!r}: expected one of {', '.join(map(repr, POLICIES))}, or None")
-        room: bool | int = offload if isinstance(offload, bool) else 0
-        if isinstance(offload, str):
-            word, _, value = offload.partition(":")
-            room = parse_bytes(value) if word == "memory" else 0
-        if not isinstance(offload, bool) and not room:
-            raise UserError(f"offload={offload!r}: expected True, False or a bound such as 'memory:64GiB'")
-        try:
-            return cls(parse_tile(loss_tile) if loss else None, impl, checkpoint, room)
-        except (TypeError, ValueError) as error:
-            raise UserError(str(error).replace("tile=", "loss_tile=", 1)) from None
-
-    def __bool__(self) -> bool:
-        return self.loss is not None or self.policy is not None or bool(self.offload)
+    def check_options(self) -> None:
+        """Refuse options that would be ignored, and a choice that only a plan can make."""
+        options = self.options
+        for name in ("loss_tile", "loss_impl"):
+            value = getattr(options, name)
+            if options.loss is None and value != DEFAULTS[name]:
+                raise UserError(f"{name}={value!r} changes nothing without loss='tiled'; give both or neither")
+        if options.checkpoint == "auto":
+            raise UserError(unknown_checkpoint("auto"))
 
     def check(self, model: nn.Module) -> None:
         """Refuse what ``model`` cannot do, before anything is changed."""
-        if self.loss is not None:
-            check_kernel(find_causal_lm(model)[1].get_output_embeddings(), self.impl)  # type: ignore[operator]
-        check_checkpointing(model, self.policy, self.offload)
+        if self.options.loss is not None:
+            head = find_causal_lm(model)[1].get_output_embeddings()  # type: ignore[operator]
+            check_kernel(head, self.options.loss_impl)
+        check_checkpointing(model, self.options.checkpoint, self._room)
+
+    @property
+    def _room(self) -> bool | int:
+        return self.options.offload_room or False
 
     @contextmanager
     def replacing(self, model: nn.Module) -> Iterator[None]:
@@ -89,10 +63,12 @@ class Rest:
 
     def install(self, model: nn.Module) -> tuple[str, str]:
         """Change the model; what was done to the loss and to the checkpoints, in words."""
-        loss = install_loss(model, self.loss, self.impl) if self.loss is not None else ""
-        if self.policy is None and not self.offload:
+        options, loss = self.options, ""
+        if options.loss is not None:
+            loss = install_loss(model, options.loss_rule, options.loss_impl)
+        if options.checkpoint is None and not options.offload:
             return loss, ""
-        return loss, install_checkpointing(model, self.policy, self.offload).describe()
+        return loss, install_checkpointing(model, options.checkpoint, self._room).describe()
 
 
 def remove_rest(model: nn.Module) -> None:

@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from seqtile._compat import tree_map
 from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import mark_leaf
-from seqtile.models.apply import check_settings, replacing, with_free_memory
+from seqtile.models.apply import replacing, with_free_memory
 from seqtile.models.call_arguments import why_opaque
 from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.proof import Mode, Proof, for_training, prove
 from seqtile.models.discover.widths import linear_widths
 from seqtile.models.instance import Setting, TiledForward, logger, mode_of
 from seqtile.models.report import Block, Report
+from seqtile.options import TilingOptions
 
 
 def tile_module(
@@ -66,7 +67,8 @@ def tile_module(
         raise UserError(f"tile_module got {type(module).__name__}, expected an nn.Module")
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise UserError(f"dim={dim!r}: got {type(dim).__name__}, expected an int, the token dimension of the inputs")
-    rule, keeping = check_settings(tile, path, keep, 1)
+    options = TilingOptions(tile=tile, path=path, keep=keep)
+    rule, keeping = options.tile_rule, options.keep_rule(1)
     refuse_wrapped(module)
     name = type(module).__name__
     hidden, widest = _widths(module)
@@ -145,6 +147,8 @@ class TiledModule(TiledForward):
     def __init__(self, module: nn.Module, setting: Setting, dim: int, by_rows: bool) -> None:
         super().__init__(module, setting)
         self.dim, self.by_rows = dim, by_rows
+
+    owner = "tile_module"
 
     def note(self) -> str:
         return f"{super().note()} along dim={self.dim}"

@@ -6,10 +6,9 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 
-import torch
-import torch.utils.checkpoint
 from torch import nn
 
+from seqtile._compat import CHECKPOINT_FUNCTION, early_stop
 from seqtile.models.discover.candidates import Left
 from seqtile.models.loss_and_checkpoints import rest_notes
 from seqtile.tiling import KeepRule
@@ -97,10 +96,10 @@ class Report:
             notes.append(f"gate and up kept: {self.keep}{but}")
         if model is not None and any(_is_reentrant(module) for module in model.modules()):
             notes.append(
-                "reentrant activation checkpointing runs each block once more (a gated MLP costs 14 matrix-product "
-                "units instead of 11, untiled 12); pass use_reentrant=False"
+                "reentrant activation checkpointing runs each block once more (a gated MLP costs 14 GEMM units "
+                "instead of 11, untiled 12); pass use_reentrant=False"
             )
-        if getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is False:
+        if early_stop() is False:
             notes.append(
                 "early stop of activation checkpointing is switched off: each block runs once more (14 units for a "
                 "gated MLP, untiled 12)"
@@ -122,7 +121,7 @@ class Report:
 
 
 def _is_reentrant(module: nn.Module) -> bool:
-    function = getattr(module, "_gradient_checkpointing_func", None)
+    function = getattr(module, CHECKPOINT_FUNCTION, None)
     if function is None or not getattr(module, "gradient_checkpointing", False):
         return False
     return bool(getattr(function, "keywords", {}).get("use_reentrant", False))

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seqtile.ops.grad_accumulator import Sum
+from seqtile.ops.rng import Autocast
 
 
 @dataclass(frozen=True)
@@ -110,20 +112,24 @@ class Layer:
     Args:
         kind: what the projection is.
         pairs: gives its tensors, each with the sum of its gradient or None.
-        dtype: the compute dtype.
-        casts: autocast is on, so an adapter runs in ``dtype`` too; else in its own precision where that is higher.
+        autocast: gives the compute dtype. Where it is on, an adapter runs in that too, else in its own precision where
+            that is higher.
         holds_dense: a quantised weight is made dense once for the pass; else again for every product.
+
+    Attributes:
+        trains: whether anything in it needs a gradient.
+        needs_input: whether one of its gradients is a product with its input.
+        draws: whether its adapter drops parts of its input.
     """
 
     def __init__(
         self,
         kind: Kind,
         pairs: Iterator[tuple[Tensor, Sum | None]],
-        dtype: torch.dtype,
-        *,
-        casts: bool,
+        autocast: Autocast,
         holds_dense: bool = True,
     ) -> None:
+        dtype = autocast.dtype
         self.transposed, self.dropout = kind.transposed, kind.dropout
         self.weight_sum: Sum | None = None
         self.bias: Tensor | None = None
@@ -131,15 +137,17 @@ class Layer:
         self.down: Tensor | None = None
         self.down_sum: Sum | None = None
         self.up_sum: Sum | None = None
-        self._dtype, self._packed, self._matrix = dtype, kind.packed, None
+        self._dtype, self._packed = dtype, kind.packed
+        self._matrix: Tensor | None = None
         if kind.packed is None:
             weight, self.weight_sum = next(pairs)
-            self._matrix = weight.detach().to(dtype)
-            if kind.transposed:
-                self._matrix = self._matrix.t()
-        elif holds_dense:
-            self._matrix = self.matrix
-        self.width, self.inputs = kind.packed.shape if kind.packed else self.matrix.shape
+            matrix = weight.detach().to(dtype)
+            self._matrix = matrix.t() if kind.transposed else matrix
+            self.width, self.inputs = self._matrix.shape
+        else:
+            self.width, self.inputs = kind.packed.shape
+            if holds_dense:
+                self._matrix = self.matrix
         if kind.has_bias:
             bias, self.bias_sum = next(pairs)
             self.bias = bias.detach().to(dtype)
@@ -147,11 +155,14 @@ class Layer:
         if kind.has_adapter:
             down, self.down_sum = next(pairs)
             up, self.up_sum = next(pairs)
-            if not casts:
+            if not autocast.enabled:
                 self.low_dtype = torch.promote_types(dtype, down.dtype)
             self.down, self.up = down.detach().to(self.low_dtype), up.detach().to(self.low_dtype)
         self.scaling = kind.scaling / (1 - kind.dropout) if kind.dropout < 1 else 0.0
         self.narrow = self.low_dtype == dtype
+        self.draws = kind.has_adapter and kind.dropout > 0
+        self.needs_input = any((self.weight_sum, self.down_sum, self.up_sum))
+        self.trains = self.needs_input or self.bias_sum is not None
 
     @property
     def matrix(self) -> Tensor:
@@ -161,29 +172,29 @@ class Layer:
         assert self._packed is not None
         return self._packed.dense().detach().to(self._dtype)
 
-    @property
-    def trains(self) -> bool:
-        """Whether anything in it needs a gradient."""
-        return any(s is not None for s in (self.weight_sum, self.bias_sum, self.down_sum, self.up_sum))
-
-    @property
-    def needs_input(self) -> bool:
-        """Whether one of its gradients is a product with its input."""
-        return any(s is not None for s in (self.weight_sum, self.down_sum, self.up_sum))
+    def reading(self, cut: Callable[[Tensor, int], Tensor]) -> Layer:
+        """The part of it that reads some features of its input, ``cut(tensor, dimension)``."""
+        part = copy.copy(self)
+        part._matrix = cut(self.matrix, 1)  # noqa: SLF001 - a copy of its own class
+        part.inputs = part.matrix.shape[1]
+        if self.down is not None:
+            part.down = cut(self.down, 1)
+        return part
 
     def draw(self, rows: int) -> Tensor | None:
         """The adapter's dropout mask for one tile, one byte per element; draws from the global generator."""
-        if self.down is None or self.dropout == 0.0:
+        if not self.draws or self.down is None:
             return None
         mask = torch.empty(rows, self.inputs, dtype=torch.bool, device=self.down.device)
         return mask.bernoulli_(1 - self.dropout)
 
     def forward(self, x: Tensor, out: Tensor, mask: Tensor | None) -> None:
         """Write the projection of ``x`` into ``out``."""
+        matrix = self.matrix if self._matrix is None else self._matrix
         if self.bias is None:
-            torch.mm(x, self.matrix.t(), out=out)
+            torch.mm(x, matrix.t(), out=out)
         else:
-            torch.addmm(self.bias, x, self.matrix.t(), out=out)
+            torch.addmm(self.bias, x, matrix.t(), out=out)
         if self.down is None:
             return
         for xs, place, kept in self._pieces(x, out, mask):

@@ -28,10 +28,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seqtile.ops.linear import Kind, Packed, Projection, plain_projection
-from seqtile.ops.mlp_tile import Pass, sums_for
+from seqtile.ops.mlp_tile import Pass
+from seqtile.ops.normed_linears import NormKind, sums_for
 from seqtile.ops.pointwise import Activation
 from seqtile.ops.rng import Autocast, RandomState, RowWise
-from seqtile.ops.token_tiles import refuse_trace
+from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,22 @@ class FusedWeights:
     after: RowWise | None = None
     dropout: float = 0.0
 
-    def tensors(self) -> list[Tensor]:
-        """Every tensor, in the order in which a pass takes them back."""
-        norms = [weight for norm in (self.before, self.after) if norm is not None for weight in norm.weights]
-        return [tensor for part in (*self.first, self.down) for tensor in part.tensors()] + norms
+    def split(self) -> tuple[list[Tensor], list[Kind]]:
+        """Every tensor, in the order in which a pass takes them back, and the kinds of ``first`` and ``down``."""
+        tensors, kinds = [], []
+        for part in (*self.first, self.down):
+            tensors += part.tensors()
+            kinds.append(part.kind())
+        for norm in (self.before, self.after):
+            tensors += norm.weights if norm is not None else ()
+        return tensors, kinds
 
     def dense_numel(self) -> int:
         """Elements of the quantised weights, once they are dense."""
-        packed = [part.weight for part in (*self.first, self.down) if isinstance(part.weight, Packed)]
-        return sum(math.prod(weight.shape) for weight in packed)
+        numel = 0
+        for part in (*self.first, self.down):
+            numel += math.prod(part.weight.shape) if isinstance(part.weight, Packed) else 0
+        return numel
 
 
 @dataclass(frozen=True)
@@ -95,8 +103,8 @@ class Plan:
     activation: Activation
     gated: bool
     up_first: bool
-    before: tuple[Any, int] | None
-    after: tuple[Any, int] | None
+    before: NormKind | None
+    after: NormKind | None
     dropout: float
     sizes: tuple[int, ...]
     keep: int
@@ -159,34 +167,40 @@ def fused_mlp(
         TypeError: complex numbers, whose gradients the products here would not conjugate.
         NotImplementedError: inside ``torch.jit.trace``; a second derivative.
     """
-    refuse_trace()
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        refuse_trace()
     rows = x.shape[:-1].numel()
-    sizes = tuple(size for size in sizes if size)
+    sizes = tuple(filter(None, sizes))
     if sum(sizes) != rows:
         raise ValueError(f"cannot tile: sizes sum to {sum(sizes):,}, expected {rows:,} rows")
     if not 0.0 <= keep <= 1.0:
         raise ValueError(f"keep={keep}: expected a fraction of the tiles, 0.0 to 1.0")
-    tensors = mlp.tensors()
-    if found := next((t.dtype for t in (x, *tensors) if t.is_complex()), None):
-        raise TypeError(f"the fused operator computes real numbers, got {found}; use run_in_tiles (path='generic')")
-    plan = _plan(x, mlp, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense, check)
+    tensors, kinds = mlp.split()
+    for t in (x, *tensors):
+        if t.is_complex():
+            raise TypeError(
+                f"the fused operator computes real numbers, got {t.dtype}; use run_in_tiles (path='generic')"
+            )
+    plan = _plan(x, mlp, kinds, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense, check)
     x = _one_row_stride(x)
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *tensors)):
+    if not torch.is_grad_enabled() or not any([t.requires_grad for t in (x, *tensors)]):
         return _forward(plan, x.detach(), [t.detach() for t in tensors], {})
     token = _Save.apply(x, *tensors)  # type: ignore[no-untyped-call]
     return _Fused.apply(plan, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _plan(
-    x: Tensor, mlp: FusedWeights, sizes: tuple[int, ...], keep: int, holds_dense: bool, check: Callable[[], None] | None
-) -> Plan:
-    kinds = tuple(part.kind() for part in mlp.first)
-    down = mlp.down.kind()
-    drops = mlp.dropout > 0 or any(kind.has_adapter and kind.dropout > 0 for kind in (*kinds, down))
-    norms = [None if norm is None else (norm.function, len(norm.weights)) for norm in (mlp.before, mlp.after)]
+    x: Tensor, mlp: FusedWeights, kinds: Sequence[Kind], sizes: tuple[int, ...], keep: int, holds_dense: bool,
+    check: Callable[[], None] | None,
+) -> Plan:  # fmt: skip
+    drops = mlp.dropout > 0
+    for kind in kinds:
+        drops |= kind.has_adapter and kind.dropout > 0
+    before = None if mlp.before is None else (mlp.before.function, len(mlp.before.weights))
+    after = None if mlp.after is None else (mlp.after.function, len(mlp.after.weights))
     return Plan(
-        kinds, down, mlp.activation, mlp.gated, mlp.up_first, norms[0], norms[1], mlp.dropout, sizes, keep, holds_dense,
-        Autocast.of(x), RandomState(x.device) if drops else None, check,
+        tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first, before, after, mlp.dropout, sizes, keep,
+        holds_dense, Autocast.of(x), RandomState(x.device) if drops else None, check,
     )  # fmt: skip
 
 
@@ -200,12 +214,13 @@ def _one_row_stride(x: Tensor) -> Tensor:
 
 
 def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
+    starts = plan.starts
     with plan.autocast.off():
-        work = Pass(plan, x.device, [(tensor, None) for tensor in tensors])
+        work = Pass(plan, x.device, tensors, [None] * len(tensors))
         rows = x.view(-1, x.shape[-1])
         output = torch.empty(*x.shape[:-1], work.output_width, dtype=work.output_dtype(rows), device=x.device)
         flat = output.view(-1, output.shape[-1])
-        for index, (start, size) in enumerate(zip(plan.starts, plan.sizes, strict=True)):
+        for index, (start, size) in enumerate(zip(starts, plan.sizes, strict=True)):
             values = work.forward(rows.narrow(0, start, size), flat.narrow(0, start, size), keep=index < plan.keep)
             if values:
                 kept[index] = values
@@ -238,11 +253,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
-        if torch.is_grad_enabled():  # else the gradients would come out as constants, without a word
-            raise NotImplementedError(
-                "a tiled block has first derivatives only, got create_graph=True; undo tiling for this backward, or "
-                "run it without create_graph"
-            )
+        refuse_second_derivative()
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         plan: Plan = ctx.plan
@@ -253,7 +264,7 @@ class _Fused(torch.autograd.Function):
         x, *tensors = ctx.save.saved_tensors
         dy = dy.reshape(-1, dy.shape[-1])
         with plan.autocast.off(), plan.random.replayed() if plan.random else nullcontext():
-            work = Pass(plan, x.device, list(zip(tensors, sums_for(tensors, needs), strict=True)))
+            work = Pass(plan, x.device, tensors, sums_for(tensors, needs))
             rows = x.view(-1, x.shape[-1])
             dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
             for index, (start, size) in enumerate(zip(plan.starts, plan.sizes, strict=True)):

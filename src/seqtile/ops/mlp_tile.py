@@ -2,59 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from seqtile.ops.grad_accumulator import LOW, Sum
+from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.linear import Layer
+from seqtile.ops.normed_linears import Norm, NormedLinears
 from seqtile.ops.pointwise import pointwise_on
 
 if TYPE_CHECKING:
     from seqtile.ops.mlp import Plan
-
-
-class Norm:
-    """A row-wise function during one pass."""
-
-    def __init__(self, plan: Plan, function: Callable[..., Tensor], pairs: Sequence[tuple[Tensor, Sum | None]]) -> None:
-        self._plan, self._function = plan, function
-        self._weights = [weight.detach() for weight, _ in pairs]
-        self._sums = [total for _, total in pairs]
-
-    @property
-    def trains(self) -> bool:
-        return any(total is not None for total in self._sums)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        with torch.no_grad(), self._plan.autocast.on():
-            return self._function(rows, self._weights)
-
-    def gradient(self, rows: Tensor, dy: Tensor, *, needs_rows: bool) -> Tensor | None:
-        """Gradient of ``rows``; those of the weights go into their sums.
-
-        Where low-precision weights train the norm is differentiated in fp32: autograd would round each tile's part of
-        a weight's gradient to the weight's dtype.
-        """
-        wide = self.trains and any(weight.dtype in LOW for weight in self._weights) and not self._plan.autocast.enabled
-        with torch.enable_grad(), self._plan.autocast.on():
-            leaf = (rows.float() if wide else rows.detach()).requires_grad_(needs_rows)
-            weights = [
-                (weight.float() if wide else weight.detach()).requires_grad_(total is not None)
-                for weight, total in zip(self._weights, self._sums, strict=True)
-            ]
-            wanted = [tensor for tensor in (leaf, *weights) if tensor.requires_grad]
-            if not wanted:
-                return None
-            result = self._function(leaf, weights)
-            found: Iterator[Tensor] = iter(torch.autograd.grad(result, wanted, dy.to(result.dtype)))
-        gradient = next(found) if needs_rows else None
-        for total in self._sums:
-            if total is not None:
-                total.add(next(found))
-        return gradient
 
 
 class Pass:
@@ -63,30 +23,26 @@ class Pass:
     Args:
         plan: the call.
         device: where it runs.
-        pairs: each tensor with the sum of its gradient, None where it needs none.
+        tensors: those of the call.
+        sums: of each one's gradient, None where it needs none.
+
+    Attributes:
+        output_width: features of the block's output.
     """
 
-    def __init__(self, plan: Plan, device: torch.device, pairs: Sequence[tuple[Tensor, Sum | None]]) -> None:
+    def __init__(self, plan: Plan, device: torch.device, tensors: Sequence[Tensor], sums: Sequence[Sum | None]) -> None:
         self.plan, self.device = plan, device
         self.dtype = plan.autocast.dtype
-        take = iter(pairs)
-        casts = plan.autocast.enabled
-        how = {"casts": casts, "holds_dense": plan.holds_dense}
-        self.first = [Layer(kind, take, self.dtype, **how) for kind in plan.first]
-        self.down = Layer(plan.down, take, self.dtype, **how)
-        self.before = self._norm(plan.before, take)
-        self.after = self._norm(plan.after, take)
-        self._sums = [total for _, total in pairs]
+        take = zip(tensors, sums, strict=True)
+        self.first = NormedLinears(plan.first, take, plan.autocast, plan.holds_dense)
+        self.down = Layer(plan.down, take, plan.autocast, plan.holds_dense)
+        self.first.norm = Norm(plan.autocast, plan.before, take) if plan.before else None
+        self.after = Norm(plan.autocast, plan.after, take) if plan.after else None
+        self.output_width = self.down.width
+        self._sums = sums
         self._pointwise = pointwise_on(device)
         self._buffers: dict[Any, Tensor] = {}
         self._longest = max(plan.sizes, default=0)
-
-    def _norm(self, kind: tuple[Any, int] | None, take: Iterator[tuple[Tensor, Sum | None]]) -> Norm | None:
-        return None if kind is None else Norm(self.plan, kind[0], [next(take) for _ in range(kind[1])])
-
-    @property
-    def output_width(self) -> int:
-        return self.down.width
 
     def output_dtype(self, rows: Tensor) -> torch.dtype:
         """The dtype of the block's output: that of the norm after, or the compute dtype."""
@@ -123,8 +79,7 @@ class Pass:
     def backward(self, x: Tensor, dy: Tensor, dx: Tensor | None, kept: tuple[Tensor, ...] | None) -> None:
         """Add one tile's gradients to the sums and write its ``dx``."""
         n, masks, drop = self._start(x)
-        trains = any(layer.trains for layer in self.first)
-        needs_n = dx is not None or (self.before is not None and self.before.trains)
+        inner = self.first.trains or self.first.needs_normed(dx is not None)
         values = self._pre_activations(n, masks, fresh=False) if kept is None else kept
         gate, up = self._split(values)
 
@@ -144,37 +99,20 @@ class Pass:
             self.down.add_gradients(None, dy, low, None)
         self._pointwise.backward(
             self.plan.activation, gate, up, spare, use_hidden if self.down.needs_input else None,
-            write_gradient if trains or needs_n else None,
+            write_gradient if inner else None,
         )  # fmt: skip
-        if not trains and not needs_n:
+        if not inner:
             return
-        lows = [layer.low_rank_gradient(value) for layer, value in zip(self.first, values, strict=True)]
-        for layer, value, low, mask in zip(self.first, values, lows, masks, strict=False):
-            if layer.trains:
-                layer.add_gradients(n, value, low, mask)
-        if not needs_n:
-            return
-        direct = dx is not None and self.before is None and dx.dtype == self.dtype
-        dn = dx if direct and dx is not None else torch.empty(n.shape, dtype=self.dtype, device=self.device)
-        for number, (layer, value, low, mask) in enumerate(zip(self.first, values, lows, masks, strict=False)):
-            layer.input_gradient(value, dn, low, mask, add=number > 0)
-        if direct:
-            return
-        result: Tensor | None = dn
-        if self.before is not None:
-            result = self.before.gradient(x, dn, needs_rows=dx is not None)
-        if dx is not None and result is not None:
-            dx.copy_(result)
+        self.first.backward(x, n, values, masks, dx)
 
     def _start(self, x: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
         """The normed input in the compute dtype, and every mask of the tile, drawn in one fixed order."""
-        masks = [layer.draw(x.shape[0]) for layer in (*self.first, self.down)]
+        masks = [*self.first.draw(x.shape[0]), self.down.draw(x.shape[0]) if self.down.draws else None]
         drop = None
         if self.plan.dropout > 0:
             drop = torch.empty(x.shape[0], self.output_width, dtype=torch.bool, device=self.device)
             drop.bernoulli_(1 - self.plan.dropout)
-        n = x if self.before is None else self.before.forward(x)
-        return n.to(self.dtype), masks, drop
+        return self.first.normed(x), masks, drop
 
     @property
     def _drop_scale(self) -> float:
@@ -182,7 +120,7 @@ class Pass:
 
     def _pre_activations(self, n: Tensor, masks: Sequence[Tensor | None], *, fresh: bool) -> tuple[Tensor, ...]:
         values = []
-        for number, (layer, mask) in enumerate(zip(self.first, masks, strict=False)):
+        for number, (layer, mask) in enumerate(zip(self.first.layers, masks, strict=False)):
             if fresh:
                 value = torch.empty(n.shape[0], layer.width, dtype=self.dtype, device=self.device)
             else:
@@ -224,8 +162,3 @@ class Pass:
         if buffer is None:
             buffer = self._buffers[key] = torch.empty(self._longest, width, dtype=self.dtype, device=self.device)
         return buffer.narrow(0, 0, rows)
-
-
-def sums_for(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Sum | None]:
-    """One sum per tensor that needs a gradient."""
-    return [Sum(tensor) if need else None for tensor, need in zip(tensors, needs, strict=True)]

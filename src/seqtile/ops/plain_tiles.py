@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from seqtile._compat import tree_flatten, tree_unflatten
 from seqtile.ops.token_tiles import Cuts
 
 Run = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]

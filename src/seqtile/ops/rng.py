@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from seqtile._compat import disable_current_modes, keeps_generator
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class RandomState:
     def _set(self, state: Tensor) -> None:
         # An accelerator clones the state first, which a selective checkpoint's mode would take for an operator of the
         # layer: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/cuda/random.py
-        with _disable_current_modes():
+        with disable_current_modes():
             if self._device.type == "cpu":
                 torch.set_rng_state(state)
             else:
@@ -50,7 +51,7 @@ class RandomState:
     @property
     def is_now(self) -> bool:
         """Whether the stream stands there."""
-        with _disable_current_modes():
+        with disable_current_modes():
             return torch.equal(self._state, self._get())
 
     def restore(self) -> None:
@@ -69,16 +70,13 @@ class RandomState:
 
 
 class TileStates:
-    """The generator's state at every tile, for devices whose state PyTorch's checkpoint does not keep.
-
-    It keeps that of devices whose module has ``_initialized``; ``torch.mps`` has not (2.13).
-    """
+    """The generator's state at every tile, for devices whose state PyTorch's checkpoint does not keep."""
 
     def __init__(self, device: torch.device) -> None:
         here = torch.accelerator.current_accelerator()
         ours = here is not None and here.type == device.type
         self._device = device
-        self._keeps = ours and not getattr(torch.get_device_module(device), "_initialized", False)
+        self._keeps = ours and not keeps_generator(device)
         self._states: dict[int, RandomState] = {}
 
     @contextmanager
@@ -111,21 +109,12 @@ class Autocast:
         enabled = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
         return cls(kind, enabled, torch.get_autocast_dtype(kind) if enabled else x.dtype)
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[Any]:
         """Products run in the dtype of their operands, whatever the caller's state."""
         if not torch.amp.is_autocast_available(self.device_type):
-            yield
-            return
-        with torch.autocast(self.device_type, enabled=False):
-            yield
+            return nullcontext()
+        return torch.autocast(self.device_type, enabled=False)
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self) -> AbstractContextManager[Any]:
         """The forward's state, for functions that are called as they are, whatever the state of the backward."""
-        if not self.enabled:
-            with self.off():
-                yield
-            return
-        with torch.autocast(self.device_type, dtype=self.dtype):
-            yield
+        return torch.autocast(self.device_type, dtype=self.dtype) if self.enabled else self.off()

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from seqtile._compat import is_view, storage_key, version_of
+
 
 class _Mark(NamedTuple):
     """What is remembered of a weight; neither it nor its memory is kept alive."""
@@ -30,19 +32,19 @@ class _Mark(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor) -> _Mark:
-        version = None if weight.is_inference() else weight._version
+        version = None if weight.is_inference() else version_of(weight)
         return cls(id(weight), version, _place(weight), _is_computed(weight))
 
 
 def _is_computed(weight: Tensor) -> bool:
     """Whether it is the result of an operator, and no view of another tensor."""
-    return weight.grad_fn is not None and not weight._is_view()
+    return weight.grad_fn is not None and not is_view(weight)
 
 
 def _place(weight: Tensor) -> tuple[int, int] | None:
     """Storage and offset; None for a tensor that shows none."""
     try:
-        return weight.untyped_storage()._cdata, int(weight.storage_offset())
+        return storage_key(weight.untyped_storage()), int(weight.storage_offset())
     except (NotImplementedError, RuntimeError):  # a subclass of another make, a sparse tensor
         return None
 
@@ -71,7 +73,7 @@ class SameWeights:
             weight = live.get(name)
             if weight is None or weight.is_meta or mark.version is None or weight.requires_grad:
                 continue
-            if id(weight) == mark.identity and weight._version != mark.version:
+            if id(weight) == mark.identity and version_of(weight) != mark.version:
                 self._marks[name] = mark._replace(version=None)
 
     def check(self, live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -92,10 +94,10 @@ class SameWeights:
             if weight.is_meta:
                 continue
             if id(weight) == mark.identity:
-                if mark.version is not None and weight._version != mark.version:
+                if mark.version is not None and version_of(weight) != mark.version:
                     raise RuntimeError(
                         f"cannot recompute a tile: weight {name!r} was modified in place after the forward (got "
-                        f"version {weight._version}, expected {mark.version}); update weights after the backward"
+                        f"version {version_of(weight)}, expected {mark.version}); update weights after the backward"
                     )
             elif (mark.place is None or _place(weight) != mark.place) and not (mark.computed and _is_computed(weight)):
                 raise RuntimeError(

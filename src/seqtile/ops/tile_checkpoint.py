@@ -26,12 +26,13 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from seqtile._compat import backward_pass, early_stop
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.plain_tiles import Run, run_compiled
 from seqtile.ops.rng import TileStates
 from seqtile.ops.same_weights import SameWeights
 from seqtile.ops.tile_linear import SumsOfLinears
-from seqtile.ops.token_tiles import Cuts, Outputs, is_differentiable
+from seqtile.ops.token_tiles import Cuts, Outputs, is_differentiable, refuse_second_derivative
 
 Weights = Callable[[], Mapping[str, Tensor]]
 
@@ -156,13 +157,8 @@ def _stopping_early() -> AbstractContextManager[None]:
 
     That switch belongs to the process, not to the thread, so it is left alone otherwise.
     """
-    off = torch.utils.checkpoint._enable_checkpoint_early_stop is False
+    off = early_stop() is False
     return set_checkpoint_early_stop(True) if off else nullcontext()
-
-
-def _backward_pass() -> int:
-    """Identity of the running backward pass; PyTorch's checkpoint keys its recomputed tensors by the same number."""
-    return torch._C._current_graph_task_id()
 
 
 class _Source:
@@ -204,7 +200,7 @@ class _Source:
 
     def unpack(self) -> None:
         """Get the saved inputs back, once per backward pass: a layer checkpoint allows no second time."""
-        current = _backward_pass()
+        current = backward_pass()
         if not self._saved or self._pass != current:
             assert self._save is not None
             self._saved[:] = [row.detach() for row in self._save.saved_tensors]  # type: ignore[attr-defined]
@@ -230,7 +226,7 @@ class _Gradients:
     def begin(self, outputs: Sequence[Tensor | None]) -> None:
         """Keep the gradients of the whole outputs while the tiles take their slices."""
         self._clear()
-        self._pass = _backward_pass()
+        self._pass = backward_pass()
         tokens = self.cuts.leading.numel()
         self._outputs = [
             None if grad is None else grad.reshape(tokens, grad.numel() // max(tokens, 1)) for grad in outputs
@@ -372,11 +368,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor | None) -> Any:
-        if torch.is_grad_enabled():  # else the gradients would come out as constants, without a word
-            raise NotImplementedError(
-                "a tiled block has first derivatives only, got create_graph=True; undo tiling for this backward, or "
-                "run it without create_graph"
-            )
+        refuse_second_derivative()
         if ctx.check is not None:
             ctx.check()
         ctx.gradients.begin(outputs)

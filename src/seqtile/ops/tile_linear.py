@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from seqtile._compat import unsafe_view
 from seqtile.ops.grad_accumulator import LOW, Sum
 from seqtile.ops.rng import Autocast
 
@@ -90,7 +91,7 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         rows = x.reshape(-1, x.shape[-1])  # [tokens, in]
         # As F.linear does: its result may be modified in place, a view that a custom function returns may not.
-        return torch.ops.aten._unsafe_view(F.linear(rows, weight, bias), (*x.shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
+        return unsafe_view(F.linear(rows, weight, bias), (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from seqtile._compat import tree_flatten, tree_unflatten
 
 
 def is_differentiable(tensor: Tensor) -> bool:
@@ -30,6 +31,19 @@ def refuse_trace() -> None:
             "torch.jit.trace would write down the tiles of this input's length for every length; trace the untiled "
             "model: seqtile.undo(model) first, seqtile.apply again afterwards"
         )
+
+
+def refuse_second_derivative(
+    sentence: str = "a tiled block has first derivatives only, got create_graph=True; undo tiling for this backward, "
+    "or run it without create_graph",
+) -> None:
+    """Raise inside a backward with ``create_graph=True``: its gradients would come out as constants, without a word.
+
+    Raises:
+        NotImplementedError: with this sentence; the backward builds a graph of its own.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(sentence)
 
 
 class Cuts:

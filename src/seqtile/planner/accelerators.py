@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from seqtile._errors import UserError
+from seqtile.devices import accelerator, available_host_bytes, device_name, total_device_bytes
 from seqtile.tiling import parse_bytes
 
 GIB = 2**30
@@ -72,15 +73,19 @@ def find_device(text: str) -> Device:
 
 
 def this_device() -> Device:
-    """The accelerator of this machine, or its CPU with the memory that is free; its name is the type."""
-    import os
+    """The accelerator of this machine, or its CPU with the memory that is free; its name is the type.
 
-    import torch
-
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
-        known = hasattr(os, "sysconf")
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 8 * GIB
-        return Device("cpu", free, None, "pages that the operating system has free")
-    index = torch.accelerator.current_device_index()
-    return Device(found.type, torch.cuda.get_device_properties(index).total_memory, None, "the driver")
+    Raises:
+        UserError: the accelerator does not say how much memory it has.
+    """
+    here = accelerator()
+    if here is None:
+        free = available_host_bytes()
+        source = "free memory of the host" if free else "8 GiB, as this system does not say how much memory is free"
+        return Device("cpu", free or 8 * GIB, None, source)
+    total = total_device_bytes()
+    if not total:
+        raise UserError(
+            f"{device_name()} does not say how much memory it has; seqtile plan --device takes a size, 80GiB"
+        )
+    return Device(here.type, total, None, "the driver")

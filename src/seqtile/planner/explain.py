@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from seqtile._errors import UserError
 from seqtile.models.attention.headwise import runs_on_some_heads
+from seqtile.options import DEFAULTS, WRITTEN
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.extrapolate import KEPT_TILES
 from seqtile.planner.live_at_peaks import KEPT
 from seqtile.planner.memory_plan import Planner
-from seqtile.planner.request import WHOLE_LAYER, Request
+from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora
+from seqtile.planner.techniques import (
+    CHECKPOINTS_ON_HOST,
+    LAYER_CHECKPOINTS,
+    MINIMAL_MEMORY,
+    TILED_LOSS,
+    TILED_MLP,
+    Technique,
+)
 
 NOT_MODELLED = (
     "allocator fragmentation and driver context beyond the stated bounds",
@@ -61,86 +70,90 @@ class Step:
     why: str
 
 
+FLASH_ATTENTION = Technique(
+    "flash attention", {"attention": "flash"}, "no mask, no repeated keys and values", "--attention flash"
+)
+NOTHING_KEPT = Technique("nothing kept", {"keep": 0.0}, "no gate and up kept", "--keep 0")
+OPTIMIZER_ON_HOST = Technique(
+    "optimiser on the host", {"engine_offload": ("optimizer",)}, "optimiser states live on the host"
+)
+SHARDED = Technique("ZeRO-3", {"engine": "zero3"}, "weights, gradients and states in shards", "--engine zero3")
+EIGHT_BIT_STATES = Technique(
+    "8-bit states", {"optimizer": "adamw-8bit"}, "two bytes of state a weight, not eight", "--optimizer adamw-8bit"
+)
+
+
 def next_step(planner: Planner, longest: int) -> Step | None:
     """The setting that buys most, cheap ones first where they at least double the length; None if none buys any."""
     best: Step | None = None
-    for flags, changes, why in [*_changes(planner.request), *_lean(planner)]:
-        if best is not None and "heads" in changes:
+    request = planner.request
+    for technique in proposals(planner):
+        if best is not None and technique is MINIMAL_MEMORY:
             break  # many small kernels: ten seconds of fake runs, which are for where nothing else is left
         try:
-            other = Planner(replace(planner.request, **changes), like=planner)
-            length, _ = other.longest()
+            length, _ = Planner(technique.on(request), like=planner).longest()
         except UserError:
             continue
-        if length >= max(2 * longest, 1):
-            return Step(flags, length, why)
         if length > longest and (best is None or length > best.length):
-            best = Step(flags, length, why)
+            best = Step(technique.flags_for(request), length, technique.why)
+            if length >= 2 * longest:
+                return best
     return best
 
 
-def _lean(planner: Planner) -> list[tuple[str, dict[str, Any], str]]:
+def proposals(planner: Planner) -> list[Technique]:
+    """What the request has not turned on, in the order in which it is tried: cheap in time first."""
     request = planner.request
-    given = request.tile is None or request.blocks != "auto" or request.heads is not None
-    if given or not runs_on_some_heads(planner.built.model):
-        return []
-    minimal_memory = {"blocks": WHOLE_LAYER, "heads": 1}
-    return [(f"--blocks {WHOLE_LAYER} --heads 1", minimal_memory, "norms, projections and attention in parts")]
-
-
-def _changes(request: Request) -> list[tuple[str, dict[str, Any], str]]:
-    found: list[tuple[str, dict[str, Any], str]] = []
-    if request.loss == "full":
-        found.append(("--loss tiled", {"loss": "tiled"}, "no [tokens, vocabulary] logits"))
-    if request.attention in ("sdpa", "eager"):
-        found.append(("--attention flash", {"attention": "flash"}, "no mask, no repeated keys and values"))
-    if request.checkpoint != "layer":
-        found.append(("--checkpoint layer", {"checkpoint": "layer"}, "a layer keeps its input only"))
-    if request.keep:
-        found.append(("--keep 0", {"keep": 0.0}, "no gate and up kept"))
-    if request.tile is None:
-        found.append(("--tile auto", {"tile": "auto"}, "no [tokens, intermediate] tensors"))
-    if "checkpoints" not in request.offload and request.checkpoint != "none":
-        moved = tuple(dict.fromkeys([*request.offload, "checkpoints"]))
-        found.append((f"--offload {','.join(moved)}", {"offload": moved}, "layer inputs live on the host"))
-    if request.sharded and "optimizer" not in request.offload:
-        moved = tuple(dict.fromkeys([*request.offload, "optimizer"]))
-        found.append((f"--offload {','.join(moved)}", {"offload": moved}, "optimiser states live on the host"))
-    if request.gpus > 1 and request.engine == "ddp":
-        found.append(("--engine zero3", {"engine": "zero3"}, "weights, gradients and states in shards"))
-    if request.gpus > request.sp_size:
-        double = 2 * request.sp_size
-        engine = "" if request.engine == "zero3" else "--engine zero3 "
-        changes = {"engine": "zero3", "sp_size": double}
-        found.append((f"{engine}--sp-size {double}", changes, "each rank holds a part of the sequence"))
-    if request.optimizer == "adamw" and request.lora is None:
-        found.append(("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"}, "two bytes of state a weight, not eight"))
-    return found
+    options = request.options
+    untouched = options.blocks == "auto" and options.heads is None
+    double = 2 * request.sp_size
+    sequence = Technique(
+        "Ulysses",
+        {"engine": "zero3", "sp_size": double},
+        "each rank holds a part of the sequence",
+        f"{'' if request.engine == 'zero3' else '--engine zero3 '}--sp-size {double}",
+    )
+    order = (
+        (TILED_LOSS, options.loss is None),
+        (FLASH_ATTENTION, request.attention in ("sdpa", "eager")),
+        (LAYER_CHECKPOINTS, options.checkpoint != "full"),
+        (NOTHING_KEPT, bool(options.keep)),
+        (TILED_MLP, not options.tiled),
+        (CHECKPOINTS_ON_HOST, not options.offload and options.checkpoint is not None),
+        (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.engine_offload),
+        (SHARDED, request.gpus > 1 and request.engine == "ddp"),
+        (sequence, request.gpus > request.sp_size),
+        (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None),
+        (MINIMAL_MEMORY, untouched and runs_on_some_heads(planner.built.model)),
+    )
+    return [technique for technique, is_open in order if is_open]
 
 
 def explain(planner: Planner, estimate: Estimate) -> list[str]:
     """Why each setting is what it is, one sentence each."""
     request, setup = planner.request, planner.resolved(estimate.tokens)
+    options = request.options
     terms = estimate.terms
     lines = []
-    if request.tile is not None:
-        words = f"tiles of {setup.tile:,} tokens" if isinstance(setup.tile, int) else "no tiles at this length"
+    if options.tiled:
+        tile = setup.options.tile
+        words = f"tiles of {tile:,} tokens" if isinstance(tile, int) else "no tiles at this length"
         why = "MLP intermediates exist for one tile at a time"
         if request.lora is None:
             why += "; large tiles rewrite the weights' gradients less often"
-        lines.append(f"tile {request.tile}: {words}. {why}.")
-    if request.keep:
-        held = terms.get(KEPT_TILES, 0.0) / 2**30
-        lines.append(f"keep {request.keep}: {setup.keep:.0%} of the tiles keep gate and up, {held:,.1f} GiB.")
-    if request.loss == "tiled":
+        lines.append(f"tile {options.tile}: {words}. {why}.")
+    if options.keep:
+        held, share = terms.get(KEPT_TILES, 0.0) / 2**30, float(setup.options.keep)
+        lines.append(f"keep {options.keep}: {share:.0%} of the tiles keep gate and up, {held:,.1f} GiB.")
+    if options.loss:
         whole = 14 * planner.counts.vocabulary * planner.local(estimate.tokens) / 2**30
         lines.append(f"loss tiled: {setup.loss_tile:,} tokens of logits at a time; whole, they take {whole:,.0f} GiB.")
     kept = terms.get("checkpointed hidden states", 0.0) / 2**30
-    if request.checkpoint != "none":
-        place = "in flight, the rest on the host" if "checkpoints" in request.offload else "on the device"
-        only = " only" if request.checkpoint == "layer" else ""
+    if options.checkpoint is not None:
+        place = "in flight, the rest on the host" if options.offload else "on the device"
+        only = " only" if options.checkpoint == "full" else ""
         lines.append(f"activation checkpointing: each layer keeps its input{only}, {kept:,.1f} GiB {place}.")
-        if request.checkpoint == "attention-saved":
+        if options.checkpoint == "attention-saved":
             outputs = terms.get(KEPT, 0.0) / 2**30
             lines.append(
                 f"attention-saved: each layer keeps attention's output and log-sum-exp, {outputs:,.1f} GiB {place}; "
@@ -157,8 +170,8 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
 
 def recipe_lacks(request: Request) -> list[str]:
     """What was planned and no recipe key sets."""
-    found = [f"offload of {name} (the engine's own configuration)" for name in request.offload if name != "checkpoints"]
-    if request.loss == "full":
+    found = [f"offload of {name} (the engine's own configuration)" for name in request.engine_offload]
+    if request.options.loss is None:
         found.append("the loss over whole logits (the trainer's own head runs in tiles)")
     return found
 
@@ -171,26 +184,27 @@ def offload_of(planner: Planner, estimate: Estimate) -> bool | str:
     return f"memory:{max(1, int(room // 2**20))}MiB" if estimate.moved else False
 
 
+SAID_BY_SWITCHES = (("blocks", "none"), ("checkpoint", "full"))
+"""What a recipe says by ``tiled_mlp: false`` and ``activation_checkpointing: true``."""
+
+
 def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     """The choices as a recipe that ``seqtile train`` takes."""
     request, setup = planner.request, planner.resolved(tokens)
     found: dict[str, Any] = {"model": request.model, "max_length": tokens, "batch_size": request.batch}
     found["fit"] = False  # all is chosen; on an accelerator the trainer would choose again
-    found["tiled_mlp"] = request.tile is not None
-    if request.tile is not None:
-        found["tile"] = request.tile
-    if request.keep:
-        found["keep"] = request.keep
-    if request.blocks != "auto":
-        found["blocks"] = request.blocks
-    if request.heads is not None:
-        found["heads"] = request.heads
-    if request.loss == "tiled":
+    options = request.options
+    found["tiled_mlp"] = options.tiled
+    if options.tiled:
+        found["tile"] = options.tile
+    for name, how in WRITTEN.items():
+        value = getattr(options, name)
+        if how.recipe and value != DEFAULTS[name] and (name, value) not in SAID_BY_SWITCHES:
+            found[name] = value
+    if options.loss:
         found["loss_tile"] = setup.loss_tile
-    found["activation_checkpointing"] = request.checkpoint != "none"
-    if request.checkpoint == "attention-saved":
-        found["checkpoint"] = request.checkpoint
-    if "checkpoints" in request.offload:
+    found["activation_checkpointing"] = options.checkpoint is not None
+    if options.offload:
         found["offload"] = offload_of(planner, planner.estimate(tokens))
     if request.lora is not None:
         found["lora"] = _lora(request.lora)

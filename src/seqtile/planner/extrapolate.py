@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from seqtile.options import changed
 from seqtile.planner.fake_step import StepRun, build, build_bare, fake_step
 from seqtile.planner.layer_structure import Depths, cut, find_depths
 from seqtile.planner.live_at_peaks import Workspace
@@ -45,7 +46,7 @@ class Lines:
 
     def at(self, tokens: int, layers: int | None = None, *, share: float = 0.0) -> dict[str, dict[str, float]]:
         """For each part of the step the bytes at its peak, by what they are for; ``share`` of the tiles are kept."""
-        found = self._at(tokens, layers)
+        found = self.interpolated(tokens, layers)
         if share and self.kept is not None:
             none, some = self._more(0, layers), self._more(tokens, layers)
             for phase, terms in found.items():
@@ -57,13 +58,13 @@ class Lines:
     def _more(self, tokens: int, layers: int | None) -> dict[str, float]:
         """Bytes of each part with kept tiles, beyond those without."""
         assert self.kept is not None
-        kept = self.kept._at(tokens, layers)
+        kept = self.kept.interpolated(tokens, layers)
         return {
             phase: sum(kept.get(phase, terms).values()) - sum(terms.values())
-            for phase, terms in self._at(tokens, layers).items()
+            for phase, terms in self.interpolated(tokens, layers).items()
         }
 
-    def _at(self, tokens: int, layers: int | None) -> dict[str, dict[str, float]]:
+    def interpolated(self, tokens: int, layers: int | None) -> dict[str, dict[str, float]]:
         layers = self.depths.layers if layers is None else layers
         lengths = sorted({length for length, _ in self.runs})
         low, high = self.depths.shallow
@@ -112,18 +113,18 @@ def fit_for(
 
     Where ``setup`` keeps tiles, half of them or all are kept in runs of their own, whose lengths can be halved.
     """
-    plain = replace(setup, keep=0.0)
+    plain, keep = changed(setup, keep=0.0), setup.options.keep
     lengths = other_lengths(setup, tokens)
-    if setup.keep:
+    if keep:
         unit = math.gcd(*lengths)
         lengths = tuple(n * unit for n in (2, 4, 6) if n * unit != tokens)[:2]
     lines = fit_lines(config, plain, depths, lengths, workspace)
     if lines.square:
         lengths = other_lengths(setup, tokens, points=3)
         lines = fit_lines(config, plain, depths, lengths, workspace)
-    if setup.keep:
-        share = partly(setup.keep)
-        kept = fit_lines(config, replace(setup, keep=share), depths, lengths, workspace)
+    if keep:
+        share = partly(keep)
+        kept = fit_lines(config, changed(setup, keep=share), depths, lengths, workspace)
         lines = replace(lines, kept=replace(kept, share=share))
     return lines, lengths
 
@@ -186,8 +187,8 @@ def predict(config: Any, setup: Setup, tokens: int, *, workspace: Workspace | No
     """
     depths = find_depths(config, build_bare(config, setup, "meta"))
     built = build(cut(config, depths.shallow[0]), setup, "meta")
-    tile = largest_tile(built, setup, tokens * setup.batch, device_type) if setup.tile is not None else None
+    tile = largest_tile(built, setup, tokens * setup.batch, device_type) if setup.options.tiled else None
     keep = kept_share(built, setup, tokens * setup.batch, device_type, depths)
-    resolved = resolve(replace(setup, keep=keep), tokens * setup.batch, tile)
+    resolved = resolve(changed(setup, keep=keep), tokens * setup.batch, tile)
     lines, lengths = fit_for(config, resolved, depths, tokens, workspace)
     return Prediction(lines.at(tokens, share=keep), lengths, depths, resolved, lines.square)

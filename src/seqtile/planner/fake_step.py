@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from seqtile._errors import UserError
 from seqtile.activation_checkpointing.policies import standing_checkpointing
 from seqtile.counting.fake import fake_tensors, make_fake
-from seqtile.models.apply import apply, undo
+from seqtile.models.apply import apply, apply_options, undo
 from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
@@ -64,10 +64,8 @@ class StepRun:
         return max(part.total for part in self.peaks.values())
 
 
-def build(config: Any, setup: Setup, device: str, offload: bool | str = False) -> Built:
+def build(config: Any, setup: Setup, device: str) -> Built:
     """The model of ``config`` on ``device``, with random weights, ready to train as ``setup`` says.
-
-    ``offload`` is that of :func:`seqtile.apply`: a plan's fake runs need none, real ones do.
 
     Raises:
         UserError: Transformers cannot build it, or it has nothing to tile.
@@ -75,27 +73,25 @@ def build(config: Any, setup: Setup, device: str, offload: bool | str = False) -
     model = build_bare(config, setup, device)
     if setup.lora is not None:
         model = _add_lora(model, setup, device)
-    if setup.checkpoint:
+    options = setup.options
+    if options.checkpoint is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its name changes in Transformers 5
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if setup.liger:
-        use_liger_shapes(model, tiled=setup.tile is not None)
+        use_liger_shapes(model, tiled=options.tiled)
     with _quiet():
-        more: dict[str, Any] = {"loss": "tiled", "loss_tile": setup.loss_tile} if setup.loss == "tiled" else {}
-        if setup.attention_saved:
-            more["checkpoint"] = "attention-saved"
-        if offload:
-            more["offload"] = offload
-        if setup.heads is not None:
-            more["heads"] = setup.heads
-        if setup.tile is not None:
-            report = apply(model, tile=setup.tile, keep=setup.keep, blocks=setup.blocks, **more)
+        if options.checkpoint == "full":
+            options = replace(options, checkpoint=None)  # what the model has now
+        if options.loss is None:
+            options = replace(options, loss_tile="auto")
+        if options.tiled:
+            report = apply_options(model, options)
         else:
             report = apply(model)  # for its blocks, whose parts of the step are told apart untiled too
             undo(model)
-            if more:
-                apply(model, blocks="none", **more)
+            if options.beside_blocks:
+                apply_options(model, options.without_blocks())
     return Built(model, report.blocks, report.left, list(report.notes))
 
 
@@ -177,7 +173,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-        if in_forward and setup.checkpoint and hidden is not None:
+        if in_forward and setup.options.checkpoint and hidden is not None:
             live.file(hidden, CHECKPOINTS)
 
     handles: list[Any] = [
@@ -187,7 +183,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         weight.register_post_accumulate_grad_hook(lambda weight: live.file(weight.grad, GRADIENTS))
         for weight in weights
     ]
-    live.keeps = is_attention if setup.attention_saved else None
+    live.keeps = is_attention if setup.options.checkpoint == "attention-saved" else None
     for one in standing_checkpointing(model):
         if one.attention is not None:
             one.attention.told = lambda tensor: live.file(tensor, KEPT)

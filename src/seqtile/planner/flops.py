@@ -43,10 +43,10 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     rows = request.batch * tokens
     inside = counts.active - counts.vocabulary * counts.hidden
     own = 2 if request.lora is None else 0
-    again = 0 if request.checkpoint == "none" else 2
+    again = 0 if request.options.checkpoint is None else 2
     # Early stop: the last product of each layer is not computed again, unless an adapter on it saves its input.
     spared = again * counts.largest_product if request.lora is None else 0
     head = counts.vocabulary * counts.hidden
     products = rows * (inside * (4 + own + again) - spared * counts.layers + head * (4 + own))
     one = 2.0 * request.batch * tokens**2 * counts.heads * counts.head_width * counts.layers
-    return Work(products, one * (1 + 2.5 + (1 if request.checkpoint == "layer" else 0)))
+    return Work(products, one * (1 + 2.5 + (1 if request.options.checkpoint == "full" else 0)))

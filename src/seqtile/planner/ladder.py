@@ -13,10 +13,18 @@ from typing import Any
 
 from seqtile._errors import UserError
 from seqtile.models.attention.headwise import runs_on_some_heads
+from seqtile.options import DEFAULTS, TilingOptions, changed
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.flops import count_work
 from seqtile.planner.memory_plan import WORTH, Planner
-from seqtile.planner.request import WHOLE_LAYER, Request, attention_cannot_be_saved
+from seqtile.planner.request import Request, attention_cannot_be_saved
+from seqtile.planner.techniques import (
+    ATTENTION_SAVED,
+    CHECKPOINTS_ON_HOST,
+    LAYER_CHECKPOINTS,
+    MINIMAL_MEMORY,
+    Technique,
+)
 
 GIB = 2**30
 
@@ -30,37 +38,8 @@ KEEPS = (1.0, 0.5)
 """Shares of the tiles that keep gate and up, where memory is left."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What is chosen, for one length.
-
-    Attributes:
-        checkpoint: what activation checkpoints keep: ``"none"``, ``"attention-saved"`` or ``"layer"``.
-        offload: whether it waits on the host.
-        tile: tokens per tile of the blocks, or a rule that is given; None where ``"auto"`` leaves them untiled.
-        loss_tile: tokens per tile of the head.
-        keep: fraction of the tiles that keep gate and up, or a rule that is given.
-        blocks: what else of a layer runs in tiles, as :func:`seqtile.apply` takes it.
-        heads: key-value heads per pass of attention; None runs all at once.
-    """
-
-    checkpoint: str
-    offload: bool
-    tile: int | str | None
-    loss_tile: int
-    keep: float | str = 0.0
-    blocks: str = "auto"
-    heads: int | str | None = None
-
-    def on(self, request: Request) -> Request:
-        """``request`` with these settings."""
-        others = tuple(name for name in request.offload if name != "checkpoints")
-        return replace(
-            request, checkpoint=self.checkpoint, keep=self.keep, loss_tile=self.loss_tile, heads=self.heads,
-            blocks=self.blocks if request.tile is not None else "auto",
-            tile=request.tile if request.tile is None else self.tile or "auto",
-            offload=(*others, "checkpoints") if self.offload else others,
-        )  # fmt: skip
+CHOSEN = ("tile", "loss_tile", "keep", "checkpoint", "offload", "blocks", "heads")
+"""The options that a length decides."""
 
 
 @dataclass(frozen=True)
@@ -68,31 +47,47 @@ class Rung:
     """One step down.
 
     Attributes:
-        checkpoint, offload: as in :class:`Settings`.
-        minimal_memory: the rest of the layer in tiles too, and attention one group of heads at a time.
-        part: tiles are as many times smaller than those of ``"auto"``.
         cost: what it costs in time, in words.
+        techniques: what is on.
+        part: tiles are as many times smaller than those of ``"auto"``.
     """
 
-    checkpoint: str
-    offload: bool = False
-    minimal_memory: bool = False
+    cost: str
+    techniques: tuple[Technique, ...] = ()
     part: int = 1
-    cost: str = ""
 
+    @property
+    def checkpoint(self) -> str | None:
+        """What activation checkpoints keep, as in :class:`seqtile.options.TilingOptions`."""
+        return next((one.changes["checkpoint"] for one in self.techniques if "checkpoint" in one.changes), None)
+
+    @property
+    def offload(self) -> bool:
+        """Whether it waits on the host."""
+        return CHECKPOINTS_ON_HOST in self.techniques
+
+    @property
+    def minimal_memory(self) -> bool:
+        """Whether the rest of the layer runs in tiles too, and attention one group of heads at a time."""
+        return MINIMAL_MEMORY in self.techniques
+
+
+_SAVED_ON_HOST = (ATTENTION_SAVED, CHECKPOINTS_ON_HOST)
+_INPUTS_ON_HOST = (LAYER_CHECKPOINTS, CHECKPOINTS_ON_HOST)
+_TIGHTEST = (*_INPUTS_ON_HOST, MINIMAL_MEMORY)
 
 LADDER = (
-    Rung("none", cost="nothing is computed twice"),
-    Rung("attention-saved", cost="layers are computed twice but for attention's kernel"),
-    Rung("attention-saved", minimal_memory=True, cost="the same, in more and smaller kernels"),
-    Rung("layer", cost="layers are computed twice"),
-    Rung("layer", minimal_memory=True, cost="layers are computed twice, in more and smaller kernels"),
-    Rung("attention-saved", offload=True, cost="what checkpoints keep is copied to the host and back"),
-    Rung("attention-saved", offload=True, minimal_memory=True, cost="the same, in more and smaller kernels"),
-    Rung("layer", offload=True, cost="layers are computed twice, and their inputs copied to the host and back"),
-    Rung("layer", offload=True, minimal_memory=True, cost="the same, in more and smaller kernels"),
-    Rung("layer", True, True, TILE_STEP, "the weights' gradients are rewritten four times as often"),
-    Rung("layer", True, True, TILE_STEP**2, "products of few tokens are slow"),
+    Rung("nothing is computed twice"),
+    Rung("layers are computed twice but for attention's kernel", (ATTENTION_SAVED,)),
+    Rung("the same, in more and smaller kernels", (ATTENTION_SAVED, MINIMAL_MEMORY)),
+    Rung("layers are computed twice", (LAYER_CHECKPOINTS,)),
+    Rung("layers are computed twice, in more and smaller kernels", (LAYER_CHECKPOINTS, MINIMAL_MEMORY)),
+    Rung("what checkpoints keep is copied to the host and back", _SAVED_ON_HOST),
+    Rung("the same, in more and smaller kernels", (*_SAVED_ON_HOST, MINIMAL_MEMORY)),
+    Rung("layers are computed twice, and their inputs copied to the host and back", _INPUTS_ON_HOST),
+    Rung("the same, in more and smaller kernels", _TIGHTEST),
+    Rung("the weights' gradients are rewritten four times as often", _TIGHTEST, TILE_STEP),
+    Rung("products of few tokens are slow", _TIGHTEST, TILE_STEP**2),
 )
 """Cheapest first. Without an accelerator nothing can be moved to the host, and those rungs stay on the device."""
 
@@ -102,13 +97,14 @@ class Chosen:
     """What :func:`choose` found.
 
     Attributes:
-        settings: the choice.
+        settings: the choice; tiles are numbers of tokens, but for a rule that is given and for ``tile="auto"`` where it
+            leaves the blocks untiled.
         planner, estimate: the plan of it.
         reasons: by setting, why.
         sure: whether the high estimate fits too.
     """
 
-    settings: Settings
+    settings: TilingOptions
     planner: Planner
     estimate: Estimate
     reasons: Mapping[str, str]
@@ -123,22 +119,23 @@ def choose(request: Request, tokens: int, given: Mapping[str, Any], *, can_offlo
     Args:
         request: model, device and engine.
         tokens: the length.
-        given: fields of :class:`Settings` that are not to be chosen.
+        given: those of :data:`CHOSEN` that are not to be chosen.
         can_offload: whether checkpoints can be moved to the host.
 
     Raises:
         UserError: nothing fits; names the longest sequence that would.
     """
-    tile = None if request.tile is None else given.get("tile", "auto")
-    first = Planner(replace(request, checkpoint="layer", keep=0.0, tile=tile, loss_tile=given.get("loss_tile")), tokens)
-    resolved = first.resolved(tokens)
-    top = Settings("layer", False, resolved.tile if isinstance(resolved.tile, int) else None, resolved.loss_tile)
+    tiles = {name: given.get(name, "auto") for name in ("tile", "loss_tile")}
+    first = Planner(changed(request, checkpoint="full", keep=0.0, **tiles), tokens)
+    resolved = first.resolved(tokens).options
+    tiles = {"tile": resolved.tile, "loss_tile": resolved.loss_tile}
+    top = replace(request.options, **{name: DEFAULTS[name] for name in CHOSEN} | tiles)
     tried: list[_Tried] = []
     possible: Chosen | None = None
     for rung, settings in _rungs(request, first, top, tokens, given, can_offload):
-        if settings.checkpoint != "layer" and "checkpoint" not in given:
+        if settings.checkpoint != "full" and "checkpoint" not in given:
             # It holds at least what checkpoints of inputs alone do, which a later rung needs to know anyway.
-            least = replace(settings, checkpoint="layer")
+            least = replace(settings, checkpoint="full")
             planner, estimate = _plan(least, request, tokens, first)
             if not planner.fits(estimate):
                 tried.append(_Tried(rung, least, planner, estimate))
@@ -162,20 +159,26 @@ def choose(request: Request, tokens: int, given: Mapping[str, Any], *, can_offlo
     )
 
 
-def tighter(settings: Settings, *, can_offload: bool) -> Settings | None:
+def tighter(settings: TilingOptions, *, can_offload: bool) -> TilingOptions | None:
     """The next settings that hold less: smaller tiles, then what the ladder has below; None at its end."""
-    tile, head = settings.tile, settings.loss_tile
-    if isinstance(tile, int):
-        tile = min(tile, max(SMALLEST_TILE, tile // TILE_STEP))
-    smaller = replace(settings, tile=tile, loss_tile=min(head, max(SMALLEST_TILE, head // TILE_STEP)), keep=0.0)
+    smaller = replace(settings, **_smaller(settings, TILE_STEP), keep=0.0)
     if smaller != settings:
         return smaller
-    if settings.checkpoint != "layer":
-        return replace(settings, checkpoint="layer")
+    if settings.checkpoint != "full":
+        return replace(settings, checkpoint="full")
     return replace(settings, offload=True) if can_offload and not settings.offload else None
 
 
-def would_avoid(request: Request, settings: Settings, tokens: int, short: int, *, can_offload: bool) -> str | None:
+def _smaller(settings: TilingOptions, part: int) -> dict[str, Any]:
+    """Tiles of ``settings`` that are ``part`` times smaller; a rule stays."""
+    both = {"tile": settings.tile, "loss_tile": settings.loss_tile}
+    return {
+        name: min(size, max(SMALLEST_TILE, size // part)) if isinstance(size, int) else size
+        for name, size in both.items()
+    }
+
+
+def would_avoid(request: Request, settings: TilingOptions, tokens: int, short: int, *, can_offload: bool) -> str | None:
     """The first tighter settings that by the plan hold ``short`` bytes less than these, in words; None if none do."""
     planner, before = _plan(settings, request, tokens, None)
     one = tighter(settings, can_offload=can_offload)
@@ -188,19 +191,18 @@ def would_avoid(request: Request, settings: Settings, tokens: int, short: int, *
     return None
 
 
-def changes(before: Settings, after: Settings) -> str:
+def changes(before: TilingOptions, after: TilingOptions) -> str:
     """What is set otherwise, as keys and values of a recipe."""
     found = []
-    for name in ("tile", "loss_tile", "keep", "checkpoint", "offload", "blocks", "heads"):
+    for name in CHOSEN:
         value = getattr(after, name)
         if value != getattr(before, name):
-            word = "full" if value == "layer" else str(value).lower() if isinstance(value, bool) else value
-            found.append(f"{name}: {word}")
+            found.append(f"{name}: {str(value).lower() if isinstance(value, bool) else value}")
     return ", ".join(found)
 
 
-def _plan(settings: Settings, request: Request, tokens: int, known: Planner | None) -> tuple[Planner, Estimate]:
-    planner = Planner(settings.on(request), tokens, like=known)
+def _plan(settings: TilingOptions, request: Request, tokens: int, known: Planner | None) -> tuple[Planner, Estimate]:
+    planner = Planner(replace(request, options=settings), tokens, like=known)
     estimate = planner.estimate(tokens)
     if known is not None:
         known.share(planner)
@@ -208,28 +210,29 @@ def _plan(settings: Settings, request: Request, tokens: int, known: Planner | No
 
 
 def _rungs(
-    request: Request, planner: Planner, top: Settings, tokens: int, given: Mapping[str, Any], can_offload: bool
-) -> Iterator[tuple[Rung, Settings]]:
+    request: Request, planner: Planner, top: TilingOptions, tokens: int, given: Mapping[str, Any], can_offload: bool
+) -> Iterator[tuple[Rung, TilingOptions]]:
     """Every rung that differs from those before it, with what is given left as it is."""
-    seen: list[Settings] = []
+    seen: list[TilingOptions] = []
     # With Ulysses passes divide the heads that a rank has after the exchange, which no plan counts.
-    heads = 1 if request.sp_size == 1 and runs_on_some_heads(planner.built.model) else None
+    by_heads = request.sp_size == 1 and runs_on_some_heads(planner.built.model)
     before = planner.work(tokens).total
-    share = 1 - count_work(replace(request, checkpoint="attention-saved"), planner.counts, tokens).total / before
+    share = 1 - count_work(changed(request, checkpoint="attention-saved"), planner.counts, tokens).total / before
     for rung in LADDER:
         saved = rung.checkpoint == "attention-saved"
         if saved and (attention_cannot_be_saved(request) is not None or share < WORTH):
             continue
-        tile, head = top.tile, top.loss_tile
+        settings = replace(top, checkpoint=rung.checkpoint, offload=rung.offload and can_offload)
         if rung.part > 1:
-            whole = tile if isinstance(tile, int) else planner.local(tokens) * request.batch
-            tile = min(whole, max(SMALLEST_TILE, whole // rung.part))
-            head = min(head, max(SMALLEST_TILE, head // rung.part))
-        settings = Settings(rung.checkpoint, rung.offload and can_offload, tile, head)
+            whole = top.tile if isinstance(top.tile, int) else planner.local(tokens) * request.batch
+            settings = replace(settings, **_smaller(replace(top, tile=whole), rung.part))
         if rung.minimal_memory:
-            settings = replace(settings, heads=heads, blocks=WHOLE_LAYER if request.tile is not None else "auto")
+            settings = replace(settings, **MINIMAL_MEMORY.changes)
+            settings = settings if by_heads else replace(settings, heads=None)
         settings = replace(settings, **given)
-        if settings.checkpoint == "none" and settings.offload:
+        if not request.options.tiled:
+            settings = settings.without_blocks()
+        if settings.checkpoint is None and settings.offload:
             continue
         if settings not in seen:
             seen.append(settings)
@@ -239,7 +242,7 @@ def _rungs(
 @dataclass(frozen=True)
 class _Tried:
     rung: Rung
-    settings: Settings
+    settings: TilingOptions
     planner: Planner
     estimate: Estimate
 
@@ -250,7 +253,7 @@ def _spend(
     """``chosen`` with the memory that is left spent on keeping gate and up."""
     fused = any(block.path == "fused" for block in chosen.planner.built.blocks)
     why = "no memory to spare: every tile's gate and up are computed again"
-    if "keep" in given or chosen.settings.tile is None or not fused:
+    if "keep" in given or chosen.settings.tile == "auto" or not fused:
         return replace(chosen, reasons=_reasons(chosen.settings, tried, given))
     for share in KEEPS if tried[-1].rung.part == 1 else ():
         settings = replace(chosen.settings, keep=share)
@@ -263,20 +266,19 @@ def _spend(
     return replace(chosen, reasons={**_reasons(chosen.settings, tried, given), "keep": why})
 
 
-def _reasons(settings: Settings, tried: list[_Tried], given: Mapping[str, Any]) -> dict[str, str]:
+def _reasons(settings: TilingOptions, tried: list[_Tried], given: Mapping[str, Any]) -> dict[str, str]:
     cheaper, rung = "", tried[-1].rung
     if len(tried) > 1:
         last = tried[-2]
         place = " on the host" if last.settings.offload else ""
         high, memory = last.estimate.device.high / GIB, last.planner.request.device.memory / GIB
-        cheaper = (
-            f"; checkpoint {last.settings.checkpoint}{place} would take up to {high:,.2f} GiB of {memory:,.2f} GiB"
-        )
+        kept = last.settings.checkpoint or "none"
+        cheaper = f"; checkpoint {kept}{place} would take up to {high:,.2f} GiB of {memory:,.2f} GiB"
     found = {
         "checkpoint": f"{rung.cost}{cheaper}",
         "offload": "what checkpoints keep does not fit the device" if settings.offload else "not needed",
         "tile": "tiles of this size would not lower the peak at this length"
-        if settings.tile is None
+        if settings.tile == "auto"
         else "the rule of auto" if rung.part == 1 else "larger tiles do not fit",
         "loss_tile": "the rule of auto" if rung.part == 1 else "larger tiles do not fit",
         "blocks": "norms and projections whole would not fit" if rung.minimal_memory else "more is not needed",

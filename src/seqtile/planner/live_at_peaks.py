@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
+from seqtile._compat import storage_key, tree_iter
 from seqtile.counting.live import LiveBytes, LiveTensor
 from seqtile.counting.watch import Watch, name_of
 from seqtile.planner.phases import REST
@@ -59,13 +59,13 @@ class Tracker(LiveBytes):
 
     def file(self, tensor: Tensor, what: str) -> None:
         """Say what ``tensor`` is for."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor.untyped_storage())
         known = self._live.get(key)
         if known is not None:
             self._live[key] = replace(known, tensor=replace(known.tensor, phase=what))
 
-    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        super()._see(func, args, kwargs, result)
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        super().see(func, args, kwargs, result)
         if not self.watching:
             return
         if self.keeps is not None and self.keeps(func):
@@ -103,7 +103,7 @@ def track(device: torch.device | str, workspace: Workspace | None = None, tokens
     """
     live = Tracker(torch.device(device), workspace, tokens)
     try:
-        with Watch(live._see):
+        with Watch(live.see):
             yield live
     finally:
-        live._close()
+        live.close()

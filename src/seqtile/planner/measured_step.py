@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from seqtile._compat import dump_memory, record_memory
 from seqtile._errors import UserError
 from seqtile.counting import Sample
+from seqtile.options import changed
 from seqtile.planner.accelerators import this_device
 from seqtile.planner.extrapolate import KEPT_TILES, Prediction, by_place, predict
 from seqtile.planner.fake_step import OPTIMIZER_STEP, build, build_bare, tracked_step
@@ -85,7 +87,7 @@ class Probe:
     notes: tuple[str, ...]
 
 
-def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, loss_tile: int | None = None) -> Probe:
+def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, loss_tile: int | str = "auto") -> Probe:
     """Run one real step of ``tokens`` tokens, tiled and untiled, with random weights, and compare with the plan.
 
     On an accelerator the lengths double from 1,024 up to ``tokens`` until one does not fit; on the CPU the step runs
@@ -96,7 +98,7 @@ def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, 
         setup: how the step runs.
         tokens: tokens of the row.
         snapshot: where PyTorch's memory snapshot of the tiled step goes; accelerators only.
-        loss_tile: tokens per tile of the head; None is the rule that ``"auto"`` follows.
+        loss_tile: tokens per tile of the head, or ``"auto"``.
 
     Raises:
         UserError: not even the smallest length fits.
@@ -105,8 +107,10 @@ def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, 
     kind = here.name
     setup = replace(setup, device_type=kind)
     depths = find_depths(config, build_bare(config, setup, "meta"))
-    head = loss_tile or head_tile(build(cut(config, depths.shallow[0]), setup, "meta"), setup, tokens, kind)
-    setup = replace(setup, loss_tile=head)
+    head = loss_tile
+    if not isinstance(head, int):
+        head = head_tile(build(cut(config, depths.shallow[0]), setup, "meta"), setup, tokens, kind)
+    setup = changed(setup, loss_tile=head)
     notes = []
     if kind == "cpu":
         run_at = _within_memory(config, setup, tokens, here.memory)
@@ -118,8 +122,9 @@ def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, 
     if run_at < tokens:
         notes.append(f"{tokens:,} tokens do not fit here; this is {run_at:,}")
     sides = [tiled]
+    untiled = replace(setup, options=setup.options.without_blocks())
     try:
-        sides.append(_measure("untiled", config, replace(setup, tile=None, keep=0.0), run_at, kind, None))
+        sides.append(_measure("untiled", config, untiled, run_at, kind, None))
     except torch.OutOfMemoryError:
         notes.append("untiled ran out of memory")
     return Probe(run_at, tokens, kind, depths.layers, tuple(sides), tuple(notes))
@@ -129,7 +134,7 @@ def _within_memory(config: Any, setup: Setup, tokens: int, free: int) -> int:
     """The longest of ``tokens``, half of it, ... that this machine's free memory holds untiled by the plan."""
     length = tokens
     while length >= 64:
-        untiled = replace(setup, tile=None, keep=0.0)
+        untiled = replace(setup, options=setup.options.without_blocks())
         planned = predict(config, untiled, length, workspace=cpu_workspace, device_type="cpu").peak
         if planned < 0.8 * free:
             return length
@@ -158,17 +163,17 @@ def _measure(name: str, config: Any, setup: Setup, tokens: int, kind: str, snaps
     workspace = cpu_workspace if kind == "cpu" else flash2_workspace
     planned = predict(config, setup, tokens, workspace=workspace, device_type=kind)
     if snapshot is not None:
-        torch.cuda.memory._record_memory_history()
+        record_memory(True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = _run(name, config, setup, tokens, kind, planned)
         if snapshot is not None:
-            torch.cuda.memory._dump_snapshot(str(snapshot))
+            dump_memory(snapshot)
         return found
     finally:
         if snapshot is not None:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory(False)
 
 
 def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: Prediction) -> Side:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from seqtile._errors import UserError
 from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.discover.decoder_layers import states_of
+from seqtile.options import changed
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.extrapolate import Lines, fit_for, partly
 from seqtile.planner.fake_step import build, build_bare
@@ -102,17 +102,19 @@ class Planner:
         """The setup with the tiles that a rank's part of ``tokens`` is cut into."""
         rows = self.local(tokens) * self.request.batch
         kind = self.request.device_type
-        tile = largest_tile(self.built, self.setup, rows, kind) if self.setup.tile is not None else None
-        head = self.request.loss_tile or head_tile(self.built, self.setup, rows, kind)
+        tile = largest_tile(self.built, self.setup, rows, kind) if self.setup.options.tiled else None
+        asked = self.request.options.loss_tile
+        head = asked if isinstance(asked, int) else head_tile(self.built, self.setup, rows, kind)
         keep = kept_share(self.built, self.setup, rows, kind, self.depths)
-        return resolve(replace(self.setup, loss_tile=head, keep=keep), rows, tile)
+        return resolve(changed(self.setup, loss_tile=head, keep=keep), rows, tile)
 
     def lines(self, tokens: int) -> Lines:
         """What the step holds by tokens per rank, from fake runs with the tiles of ``tokens``."""
         setup = self.resolved(tokens)
-        setup = replace(setup, keep=partly(setup.keep))
+        setup = changed(setup, keep=partly(setup.options.keep))
         for known, lines in self._lines.items():
-            if replace(known, tile=setup.tile, loss_tile=setup.loss_tile) == setup and _alike(known, setup):
+            same = changed(known, tile=setup.options.tile, loss_tile=setup.loss_tile)
+            if same == setup and _alike(known, setup):
                 return lines
         lines, _ = fit_for(self.request.config, setup, self.depths, self.local(tokens), self.workspace)
         self._lines[setup] = lines
@@ -122,7 +124,7 @@ class Planner:
         """Memory of a step of ``tokens`` tokens per row; ``lines`` of another length save the fake runs."""
         lines = self.lines(tokens) if lines is None else lines
         local = self.local(tokens)
-        parts = lines.at(local, share=float(self.resolved(tokens).keep) if self.setup.keep else 0.0)
+        parts = lines.at(local, share=float(self.resolved(tokens).options.keep) if self.setup.options.keep else 0.0)
         kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
         share = self._moved(kept)
         best: dict[str, tuple[float, str, dict[str, float], float]] = {}
@@ -131,7 +133,7 @@ class Planner:
             for bound in _BOUNDS:
                 found = on_device(self.request, self.counts, counted, phase)
                 moved = 0.0
-                if "checkpoints" in self.request.offload:
+                if self.request.options.offload:
                     flight = getattr(CONSTANTS["in flight"], bound)
                     moved = offload_checkpoints(found, self.depths.layers, flight, share)
                 total = self._finish(found, bound)
@@ -164,7 +166,7 @@ class Planner:
     def _moved(self, kept: Mapping[str, float]) -> float:
         """Share of what checkpoints keep that waits on the host: all of it, or what the host has room for."""
         room, held = self.host_room(), sum(kept.values())
-        if "checkpoints" not in self.request.offload:
+        if not self.request.options.offload:
             return 0.0
         if room is None or held <= room:
             return 1.0
@@ -261,7 +263,7 @@ class Planner:
         size = setup.dtype.itemsize
         inputs = counts.layers * counts.hidden * size * self.local(tokens) * self.request.batch
         terms = {WEIGHTS: float(size * counts.weights)}
-        if "checkpoints" not in self.request.offload:
+        if not self.request.options.offload:
             terms[CHECKPOINTS] = float(inputs)
         found = on_device(self.request, counts, terms, "forward")
         found[OPTIMIZER] = found.get(OPTIMIZER, STATE_BYTES[self.request.optimizer] * size / 4 * counts.trained)
@@ -274,11 +276,12 @@ class Planner:
 
 def _alike(one: Setup, other: Setup, within: float = 0.05) -> bool:
     """Whether tiles are equal within a twentieth, which moves a peak by less than a hundredth."""
-    if (one.tile is None) != (other.tile is None):
+    if one.options.tiled != other.options.tiled:
         return False
     tiles = [(one.loss_tile, other.loss_tile)]
-    if isinstance(one.tile, int) and isinstance(other.tile, int):
-        tiles.append((one.tile, other.tile))
+    mine, yours = one.options.tile, other.options.tile
+    if isinstance(mine, int) and isinstance(yours, int):
+        tiles.append((mine, yours))
     return all(abs(a - b) <= within * max(a, b) for a, b in tiles)
 
 
@@ -299,8 +302,8 @@ def name_phase(phase: str, layers: int) -> str:
 def _named(found: Mapping[str, float], setup: Setup) -> dict[str, float]:
     """Terms under the names that the table shows."""
     names: dict[str, str] = dict(_NAMES)
-    names[BLOCK] = names[BLOCK_AND_NORMS] = "MLP tile" if setup.tile is not None else "MLP"
-    names[HEAD] = "loss tile" if setup.loss == "tiled" else "logits and loss"
+    names[BLOCK] = names[BLOCK_AND_NORMS] = "MLP tile" if setup.options.tiled else "MLP"
+    names[HEAD] = "loss tile" if setup.options.loss else "logits and loss"
     terms: dict[str, float] = {}
     for name, value in found.items():
         shown = names.get(name, name)
@@ -327,7 +330,7 @@ def choose(planner: Planner, tokens: int) -> tuple[Planner, Saving]:
         The planner to go on with, and why.
     """
     request = planner.request
-    kept = replace(request, checkpoint="attention-saved")
+    kept = changed(request, checkpoint="attention-saved")
     share = 1 - count_work(kept, planner.counts, tokens).total / planner.work(tokens).total
     refusal = attention_cannot_be_saved(request)
     if refusal is not None:
@@ -336,7 +339,7 @@ def choose(planner: Planner, tokens: int) -> tuple[Planner, Saving]:
         why = f"would save {share:.1%} of the step, less than the {WORTH:.0%} that count; not chosen"
         return planner, Saving(False, None, share, why)
     outputs = planner.attention_outputs(tokens)
-    more = 0.0 if "checkpoints" in request.offload else outputs
+    more = 0.0 if request.options.offload else outputs
     words = f"{outputs / 2**30:,.2f} GiB more" + ("" if more else " on the host")
     over = planner.at_least(tokens) + more - request.device.memory
     if over <= 0:  # worth fake runs
@@ -364,8 +367,8 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
     Raises:
         UserError: a setting that cannot run, or nothing that fits.
     """
-    auto = request.checkpoint == "auto"
-    planner = Planner(replace(request, checkpoint="layer") if auto else request, max_length)
+    auto = request.options.checkpoint == "auto"
+    planner = Planner(changed(request, checkpoint="full") if auto else request, max_length)
     saving = None
     if auto and max_length is not None:
         planner, saving = choose(planner, max_length)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
+from seqtile._compat import tree_iter
 from seqtile.counting import LiveBytes
+from seqtile.devices import synchronize
 from seqtile.models.discover.decoder_layers import decoder_layers
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class _Labels:
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._running.append(label)
-            self._switch()
+            self.switch()
             first = next(_gradient_tensors((args, kwargs)), None)
             # One layer's output is the next one's input: its gradient begins the former's backward.
             if first is not None and first is not self._last_output():
@@ -52,7 +53,7 @@ class _Labels:
 
         def leave(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
             self._running.pop()
-            self._switch()
+            self.switch()
             first = next(_gradient_tensors(output), None)
             if first is not None:
                 self._last_output = weakref.ref(first)
@@ -65,7 +66,7 @@ class _Labels:
     def begin_backward(self) -> None:
         """The forward is over; the first thing in the backward is the loss."""
         self._backward = HEAD
-        self._switch()
+        self.switch()
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -74,9 +75,9 @@ class _Labels:
 
     def _step_back(self, label: str) -> None:
         self._backward = label
-        self._switch()
+        self.switch()
 
-    def _switch(self) -> None:
+    def switch(self) -> None:
         self._end_phase()
         backward = self._backward is not None
         label = self._running[-1] if self._running else self._backward or HEAD
@@ -127,7 +128,7 @@ def label_phases(
             elif name in mixers:
                 label = mixers[name] + _number(numbers, name)
                 labels.watch(module, label, places.get(name.rpartition(".")[0], REST + _number(numbers, name)))
-        labels._switch()
+        labels.switch()
         yield labels
     finally:
         labels.close()
@@ -151,8 +152,6 @@ def part_of(phase: str) -> str:
 
 
 def _gradient_tensors(tree: Any) -> Iterator[Tensor]:
-    from torch.utils._pytree import tree_iter
-
     return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and leaf.requires_grad)
 
 
@@ -162,6 +161,5 @@ def run_step(model: nn.Module, batch: dict[str, Any], labels: _Labels | None = N
     if labels is not None:
         labels.begin_backward()
     loss.backward()
-    if loss.device.type != "cpu":
-        torch.accelerator.synchronize()
+    synchronize(loss.device)
     return loss.item()

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from seqtile._errors import UserError
+from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.model_shapes import max_positions
-from seqtile.planner.step_config import OPTIMIZERS, Lora, Setup
-from seqtile.tiling import parse_keep, parse_tile
+from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup
 
 ENGINES = ("single", "ddp", "fsdp2", "zero3")
 SHARDED = ("fsdp2", "zero3")
-OFFLOADS = ("checkpoints", "optimizer", "weights")
+CHECKPOINTS = "checkpoints"
+ENGINE_OFFLOADS = ("optimizer", "weights")
 ATTENTIONS = ("flash", "flash3", "sdpa", "eager")
-LOSSES = ("tiled", "full")
-CHECKPOINTINGS = ("auto", "layer", "attention-saved", "none")
 PRECISIONS = ("mixed", "bfloat16", "float32")
-WHOLE_LAYER = "mlp+norm+projections"
-BLOCKS = ("auto", "mlp", "mlp+norm", WHOLE_LAYER)
 
 
 @dataclass(frozen=True)
@@ -40,18 +37,12 @@ class Request:
         lora: adapters on a frozen model.
         qlora: the frozen model in 4 bits.
         optimizer: one of the optimisers of :mod:`seqtile.planner.step_config`.
-        offload: what lives on the host, of :data:`OFFLOADS`.
+        engine_offload: what the engine keeps on the host, of :data:`ENGINE_OFFLOADS`.
         attention: one of :data:`ATTENTIONS`.
-        tile: tile rule, or None.
-        keep: fraction of the tiles that keep gate and up, or ``"memory:4GiB"``.
-        loss: ``"tiled"`` or ``"full"``.
-        checkpoint: what activation checkpoints keep, of :data:`CHECKPOINTINGS`: layer inputs, attention's output too,
-            or no checkpoints; ``"auto"`` chooses between the first two at the planned length.
+        options: what :func:`seqtile.apply` is told. ``checkpoint`` None is no activation checkpoints; ``"auto"``
+            chooses between ``"full"`` and ``"attention-saved"`` at the planned length.
         precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
         batch: rows per rank.
-        loss_tile: tokens per tile of the head; None is the rule that ``"auto"`` follows.
-        blocks: what else of a layer runs in tiles, as :func:`seqtile.apply` takes it.
-        heads: key-value heads per pass of attention; None for all at once.
         device_type: of the device, which ``tile="auto"`` asks for.
     """
 
@@ -65,17 +56,11 @@ class Request:
     lora: Lora | None = None
     qlora: bool = False
     optimizer: str = "adamw"
-    offload: tuple[str, ...] = ()
+    engine_offload: tuple[str, ...] = ()
     attention: str = "flash"
-    tile: int | str | None = "auto"
-    keep: float | str = 0.0
-    loss: str = "tiled"
-    checkpoint: str = "layer"
+    options: TilingOptions = replace(PLANNED, loss_tile="auto")
     precision: str = "mixed"
     batch: int = 1
-    loss_tile: int | None = None
-    blocks: str = "auto"
-    heads: int | str | None = None
     device_type: str = "cuda"
 
     @property
@@ -91,19 +76,19 @@ class Request:
         return Setup(
             dtype=dtype,
             autocast=self.precision == "mixed" and (frozen or not self.sharded),
-            checkpoint=self.checkpoint != "none",
-            attention_saved=self.checkpoint == "attention-saved",
-            tile=self.tile,
-            keep=self.keep,
-            loss=self.loss,  # type: ignore[arg-type]
+            options=replace(self.options, offload=False, loss_tile=PLANNED.loss_tile),
             lora=self.lora,
             optimizer=self.optimizer,
             attention=self.attention if self.attention in ("sdpa", "eager") else "flash",
             batch=self.batch,
-            blocks=self.blocks,
-            heads=self.heads,
             device_type=self.device_type,
         )
+
+
+def split_offload(words: str) -> tuple[bool, tuple[str, ...]]:
+    """``--offload``: whether checkpoints wait on the host, and what the engine keeps there."""
+    names = [word.strip() for word in words.split(",") if word.strip()]
+    return CHECKPOINTS in names, tuple(name for name in names if name != CHECKPOINTS)
 
 
 def attention_cannot_be_saved(request: Request) -> str | None:
@@ -121,38 +106,31 @@ def check_request(request: Request, max_length: int | None) -> None:
     Raises:
         UserError: with what to do instead.
     """
+    options = request.options
     for name, value, known in (
         ("engine", request.engine, ENGINES), ("attention", request.attention, ATTENTIONS),
-        ("loss", request.loss, LOSSES), ("precision", request.precision, PRECISIONS),
-        ("optimizer", request.optimizer, tuple(OPTIMIZERS)), ("checkpoint", request.checkpoint, CHECKPOINTINGS),
-        ("blocks", request.blocks, BLOCKS),
+        ("precision", request.precision, PRECISIONS), ("optimizer", request.optimizer, tuple(OPTIMIZERS)),
     ):  # fmt: skip
         if value not in known:
             raise UserError(f"{name} {value!r} is not known here; use one of {', '.join(known)}")
-    for name in request.offload:
-        if name not in OFFLOADS:
-            raise UserError(f"offload {name!r} is not known here; use some of {', '.join(OFFLOADS)}")
+    for name in request.engine_offload:
+        if name not in ENGINE_OFFLOADS:
+            known = (CHECKPOINTS, *ENGINE_OFFLOADS)
+            raise UserError(f"offload {name!r} is not known here; use some of {', '.join(known)}")
     for name, number in (("gpus", request.gpus), ("sp-size", request.sp_size), ("batch size", request.batch)):
         if number < 1:
             raise UserError(f"got {name} {number}, expected at least 1")
-    if request.tile is not None:
-        try:
-            parse_tile(request.tile)
-        except (TypeError, ValueError) as error:
-            raise UserError(str(error)) from None
-    check_keep(request.keep, request.tile)
-    if request.blocks != "auto" and request.tile is None:
-        raise UserError("blocks says what runs in tiles, and without tiling nothing does; drop --blocks or --tile none")
-    moved = [name for name in request.offload if name != "checkpoints"]
+    check_keep(options)
+    moved = request.engine_offload
     if moved and not request.sharded:
         raise UserError(
             f"offload of {' and '.join(moved)} is the engine's, and engine {request.engine!r} has none; "
             "add --engine zero3 or fsdp2"
         )
-    refusal = attention_cannot_be_saved(request) if request.checkpoint == "attention-saved" else None
+    refusal = attention_cannot_be_saved(request) if options.checkpoint == "attention-saved" else None
     if refusal is not None:
         raise UserError(f"checkpoint 'attention-saved' {refusal}")
-    if "checkpoints" in request.offload and request.checkpoint == "none":
+    if options.offload and options.checkpoint is None:
         raise UserError("offload of checkpoints without activation checkpointing has nothing to move; drop one")
     if request.qlora and request.lora is None:
         raise UserError("qlora trains adapters; give their rank too, such as --lora r=16")
@@ -168,19 +146,15 @@ def check_request(request: Request, max_length: int | None) -> None:
         )
 
 
-def check_keep(keep: float | str, tile: int | str | None) -> None:
-    """Refuse a ``keep`` that is no rule, or that nothing would heed.
+def check_keep(options: TilingOptions) -> None:
+    """Refuse a ``keep`` that no plan knows, or that nothing would heed.
 
     Raises:
         UserError: with what to give instead.
     """
-    try:
-        rule = parse_keep(keep, 1)
-    except (TypeError, ValueError) as error:
-        raise UserError(str(error)) from None
-    if rule.kind == "auto":
+    if options.keep_rule(1).kind == "auto":
         raise UserError("keep 'auto' asks a device what is free, and a plan has none; give a share or 'memory:4GiB'")
-    if keep and tile is None:
+    if options.keep and not options.tiled:
         raise UserError("keep says what tiles keep, and without tiling there are none; drop --keep or --tile none")
 
 

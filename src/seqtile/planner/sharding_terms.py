@@ -107,16 +107,17 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
     whole = counts.layer + (counts.root if request.engine == "fsdp2" else 0)
     layer_gradients = 0.0 if request.lora else size * whole
     update = phase.startswith("optimiser")
-    if "weights" in request.offload:
+    if "weights" in request.engine_offload:
         copies = 0.0
         master = 0.0
-    if "optimizer" in request.offload and request.engine == "zero3":
+    if "optimizer" in request.engine_offload and request.engine == "zero3":
         master = 0.0  # DeepSpeed keeps the fp32 weights with the optimiser
     found[WEIGHTS] = master + copies
-    found[OPTIMIZER] = 0.0 if "optimizer" in request.offload else STATE_BYTES[request.optimizer] * trained / ranks
+    states = STATE_BYTES[request.optimizer] * trained / ranks
+    found[OPTIMIZER] = 0.0 if "optimizer" in request.engine_offload else states
     bytes_each = 4.0 if request.engine == "fsdp2" else size
     shards = bytes_each * gradient_share * trained / ranks
-    found[GRADIENTS] = 0.0 if "optimizer" in request.offload and request.engine == "zero3" else shards
+    found[GRADIENTS] = 0.0 if "optimizer" in request.engine_offload and request.engine == "zero3" else shards
     found[BUFFERS] = 0.0 if update else gathered + bucket + (layer_gradients if "backward" in phase else 0.0)
 
 
@@ -139,12 +140,12 @@ def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float]) 
         checkpoints: bytes that one rank's checkpoints keep, by what they are for.
     """
     found: dict[str, float] = {}
-    if "checkpoints" in request.offload:
+    if request.options.offload:
         found.update((name, held * request.gpus) for name, held in checkpoints.items() if held)
-    if "optimizer" in request.offload:
+    if "optimizer" in request.engine_offload:
         states = STATE_BYTES[request.optimizer] + (4.0 if request.engine == "zero3" else 0.0)
         found[OPTIMIZER] = states * counts.trained
         found[GRADIENTS] = 4.0 * counts.trained
-    if "weights" in request.offload:
+    if "weights" in request.engine_offload:
         found[WEIGHTS] = 2.0 * counts.weights if request.engine == "zero3" else 4.0 * counts.weights
     return found

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
+from seqtile.options import TilingOptions
 
 Optimizer = Any
+
+PLANNED = TilingOptions(loss="tiled", loss_tile=4096, checkpoint="full")
+"""How a step runs if nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -31,38 +35,31 @@ class Setup:
     Attributes:
         dtype: of the weights.
         autocast: products in bf16 while the weights stay what they are.
-        checkpoint: activation checkpointing, non-reentrant.
-        attention_saved: the checkpoints keep attention's output.
-        tile: tile rule of :func:`seqtile.apply`; None runs the model untiled.
-        keep: fraction of the tiles that keep gate and up, or ``"memory:4GiB"``, as :func:`seqtile.apply` takes it.
-        loss: ``"tiled"``, the head and its loss over tiles of tokens, or ``"full"``, the model's own.
-        loss_tile: tokens per tile of the head.
+        options: what :func:`seqtile.apply` is told; ``checkpoint`` is non-reentrant, and None is no checkpoints.
+            Resolved for a length (:func:`seqtile.planner.tile_choice.resolve`), its tiles are numbers of tokens.
         lora: adapters on a frozen model; None trains every weight.
         optimizer: one of :data:`OPTIMIZERS`.
         attention: ``"flash"``, the shapes of FlashAttention, or Transformers' name of an attention function.
         batch: rows.
-        blocks: what else of a layer runs in tiles, as :func:`seqtile.apply` takes it.
-        heads: key-value heads per pass of attention; None for all at once.
         liger: the shapes of Liger's norm and SwiGLU kernels, on fake tensors only.
         device_type: of the device that the step is sized for; fake tensors themselves are on the CPU.
     """
 
     dtype: torch.dtype = torch.bfloat16
     autocast: bool = False
-    checkpoint: bool = True
-    attention_saved: bool = False
-    tile: int | str | None = "auto"
-    keep: float | str = 0.0
-    loss: Literal["tiled", "full"] = "tiled"
-    loss_tile: int = 4096
+    options: TilingOptions = PLANNED
     lora: Lora | None = None
     optimizer: str = "adamw"
     attention: str = "sdpa"
     batch: int = 1
-    blocks: str = "auto"
-    heads: int | str | None = None
     device_type: str = "cpu"
     liger: bool = False
+
+    @property
+    def loss_tile(self) -> int:
+        """Tokens per tile of the head, which are a number before the step runs."""
+        assert isinstance(self.options.loss_tile, int)
+        return self.options.loss_tile
 
 
 class _StatesOnly(torch.optim.Optimizer):

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 
 from seqtile.models.instance import Installed
+from seqtile.options import changed
 from seqtile.planner.layer_structure import Depths
 from seqtile.planner.phases import causal_model
 from seqtile.planner.step_config import Built, Setup
-from seqtile.tiling import BlockShape, head_sizes, parse_keep, parse_tile, sizes_within
+from seqtile.tiling import BlockShape, head_sizes, parse_tile, sizes_within
 
 MOST_TILES = 3
 """Longest fake run, in tiles: each costs its operators once more."""
@@ -45,7 +46,7 @@ def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> i
 
 
 def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths: Depths) -> float:
-    """Fraction of the tiles that keep gate and up in a batch of ``tokens``: what ``setup.keep`` comes to.
+    """Fraction of the tiles that keep gate and up in a batch of ``tokens``: what ``keep`` of ``setup`` comes to.
 
     Args:
         built: a tiled model, of the shallower of ``depths``.
@@ -54,9 +55,9 @@ def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths
         device_type: of the device that is planned for.
         depths: for the number of blocks that share the bytes.
     """
-    if not setup.keep or setup.tile is None:
+    if not setup.options.keep or not setup.options.tiled:
         return 0.0
-    rule = parse_keep(setup.keep, len(built.blocks) * depths.layers // depths.shallow[0])
+    rule = setup.options.keep_rule(len(built.blocks) * depths.layers // depths.shallow[0])
     x = torch.empty(0, dtype=torch.bfloat16 if setup.autocast else setup.dtype, device="meta")
     shares = [0.0]
     for block in built.blocks:
@@ -74,7 +75,7 @@ def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths
 def head_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> int:
     """Tokens in the largest tile of the head, by the rule that ``"auto"`` follows."""
     head = causal_model(built.model).get_output_embeddings()
-    if head is None or setup.loss != "tiled":
+    if head is None or setup.options.loss is None:
         return setup.loss_tile
     dtype = torch.bfloat16 if setup.autocast else setup.dtype
     shape = BlockShape(
@@ -85,9 +86,11 @@ def head_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> int:
 
 
 def resolve(setup: Setup, tokens: int, tile: int | None) -> Setup:
-    """``setup`` with the sizes that the tiles of ``tokens`` really have, as numbers."""
-    head = max(sizes_within(tokens, setup.loss_tile)) if setup.loss == "tiled" else setup.loss_tile
-    return replace(setup, tile=tile, loss_tile=head)
+    """``setup`` with the sizes that the tiles of ``tokens`` really have, as numbers; untiled where ``tile`` is None."""
+    head = max(sizes_within(tokens, setup.loss_tile)) if setup.options.loss else setup.loss_tile
+    if tile is None:
+        return changed(setup, blocks="none", tile="auto", loss_tile=head)
+    return changed(setup, tile=tile, loss_tile=head)
 
 
 def other_lengths(setup: Setup, tokens: int, points: int = 2) -> tuple[int, ...]:
@@ -98,15 +101,16 @@ def other_lengths(setup: Setup, tokens: int, points: int = 2) -> tuple[int, ...]
         tokens: the length to predict.
         points: how many lengths: two for a line, three where a ``[tokens, tokens]`` tensor makes it a parabola.
     """
-    tiles = [setup.tile] if isinstance(setup.tile, int) else []
-    tiles += [setup.loss_tile] if setup.loss == "tiled" else []
+    tile = setup.options.tile
+    tiles = [tile] if isinstance(tile, int) else []
+    tiles += [setup.loss_tile] if setup.options.loss else []
     if not tiles:
         step = max(1, tokens // (points + 2))
         return tuple(step * (number + 2) for number in range(points))
     unit = math.lcm(*tiles)
     if unit > 4 * max(tiles):  # sizes that share nothing: the smaller one is then a little smaller than it should be
         unit = max(tiles)
-    most = MOST_TILES if isinstance(setup.tile, int) else MOST_HEAD_TILES
+    most = MOST_TILES if isinstance(tile, int) else MOST_HEAD_TILES
     top = min(max(tokens // unit, points + 1), most)
     # The longest that is affordable, and the others not far below: a part's line may bend at short lengths.
     counts: list[int] = []

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import math
+import types
+import typing
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.train.recipe import LoraRecipe, Recipe
-from seqtile.train.values import checked_trainer_values
+from seqtile.train.recipe import LoraRecipe, Recipe, alternatives, shown
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 logger = first_rank_logger(__name__)
 
 KEPT_CHECKPOINTS = 2
+_SCALARS = {int, float, bool, str, types.NoneType}
 
 
 def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTConfig:
@@ -73,6 +78,33 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTCo
     except (ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"the trainer refuses these settings ({reason}); fix 'trainer:' in the recipe") from None
+
+
+def checked_trainer_values(values: dict[str, Any], schema: type) -> dict[str, Any]:
+    """The values passed on to the trainer, as the types that its arguments declare.
+
+    YAML reads ``1e-3`` as text, and the trainer would find out in the middle of a run.
+
+    Raises:
+        UserError: a value that is not of its argument's type.
+    """
+    hints = typing.get_type_hints(schema)
+    checked = dict(values)
+    for key, value in values.items():
+        kinds = alternatives(hints.get(key))
+        if not kinds <= _SCALARS or (bool not in kinds and isinstance(value, bool)):
+            if isinstance(value, bool) and kinds <= _SCALARS:
+                raise UserError(f"recipe key 'trainer.{key}' does not take {str(value).lower()}")
+            continue
+        try:
+            checked[key] = TypeAdapter(hints[key]).validate_python(value)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]["msg"]
+            expected = problem[0].lower() + problem[1:]
+            raise UserError(f"recipe key 'trainer.{key}': got {shown(value)}; {expected}") from None
+        if isinstance(checked[key], float) and not math.isfinite(checked[key]):
+            raise UserError(f"recipe key 'trainer.{key}': got {shown(value)}, expected a finite number")
+    return checked
 
 
 def adapter_config(lora: LoraRecipe | None) -> LoraConfig | None:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from seqtile.counting import LiveBytes, Sample, count_live_bytes
-from seqtile.models.apply import apply, undo
+from seqtile.models.apply import apply_options, undo
 from seqtile.planner.phases import label_phases, run_step
 from seqtile.verification import Run, verify
 
@@ -87,7 +87,7 @@ def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Compa
     inputs = dict(batch)
     tokens = inputs["input_ids"].numel()
     with _silent():
-        blocks = apply(model, **recipe.tiling).blocks
+        blocks = apply_options(model, recipe.tiling).blocks
         verdict = verify(model, inputs, reference=None)
         tiled_live = _watch_step(model, inputs, blocks)
         undo(model)
@@ -96,7 +96,7 @@ def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Compa
         for _ in range(TIMED_PAIRS):
             undo(model)
             seconds["untiled"].append(_time_step(model, inputs))
-            apply(model, **recipe.tiling)
+            apply_options(model, recipe.tiling)
             seconds["tiled"].append(_time_step(model, inputs))
     weights = [one for one in verdict.parameters if one.name != "loss"]
     worst = max(weights, key=lambda one: one.l2)

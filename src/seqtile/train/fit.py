@@ -6,17 +6,18 @@ resolved recipe holds the choice, so that a resumed run takes the same and does 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
+from seqtile.devices import available_host_bytes, device_name, device_type, total_device_bytes
+from seqtile.options import DEFAULTS
 from seqtile.tiling import parse_bytes
-from seqtile.train.recipe import TRL_LOSS_TILE, LoraRecipe, Recipe
+from seqtile.train.recipe import TRL_LOSS_TILE, LoraRecipe, Recipe, keys_of
 
 if TYPE_CHECKING:
+    from seqtile.options import TilingOptions
     from seqtile.planner.accelerators import Device
-    from seqtile.planner.ladder import Settings
     from seqtile.planner.request import Request
     from seqtile.planner.step_config import Lora
 
@@ -45,26 +46,16 @@ def fit(recipe: Recipe) -> Fitted:
         UserError: nothing fits, or a setting that no plan knows.
     """
     from seqtile.planner.explain import offload_of
-    from seqtile.planner.ladder import choose
+    from seqtile.planner.ladder import CHOSEN, choose
 
     memory = parse_bytes(recipe.fit[len("memory:") :]) if isinstance(recipe.fit, str) else None
     request = request_of(recipe, memory)
     settings = settings_of(recipe)
-    given: dict[str, Any] = {}
-    if recipe.tile != "auto" or not recipe.tiled_mlp:
-        given["tile"] = settings.tile
-    if recipe.loss_tile:
-        given["loss_tile"] = settings.loss_tile
-    if recipe.keep or not recipe.tiled_mlp:
-        given["keep"] = settings.keep
-    if recipe.blocks != "auto" or not recipe.tiled_mlp:
-        given["blocks"] = settings.blocks
-    if recipe.heads is not None:
-        given["heads"] = settings.heads
-    if recipe.checkpoint or not recipe.activation_checkpointing:
-        given["checkpoint"] = settings.checkpoint
-    if recipe.offload:
-        given["offload"] = True
+    given = {name: getattr(settings, name) for name in CHOSEN if getattr(recipe.options, name) != DEFAULTS[name]}
+    if not recipe.activation_checkpointing:
+        given["checkpoint"] = None
+    if not recipe.tiled_mlp:
+        given |= {name: getattr(settings, name) for name in ("tile", "keep", "blocks")}
     found = choose(request, recipe.max_length, given, can_offload=can_offload())
     high, expected = found.estimate.device.high / 2**30, found.estimate.device.expected / 2**30
     count = f"{request.gpus} x " if request.gpus > 1 else ""
@@ -80,11 +71,12 @@ def fit(recipe: Recipe) -> Fitted:
     updates = updates_of(found.settings, recipe)
     if updates.get("offload"):
         updates["offload"] = offload_of(found.planner, found.estimate)
-    chosen = recipe.model_copy(update={**updates, "fit": False})
+    chosen = recipe.changed(**updates, fit=False)
+    options = chosen.options
     shown = {
-        "tile": chosen.tile if chosen.tiled_mlp else "none", "loss_tile": chosen.loss_tile or "the trainer's",
-        "checkpoint": found.settings.checkpoint, "offload": str(chosen.offload).lower(), "keep": chosen.keep,
-        "blocks": chosen.blocks, "heads": chosen.heads or "all",
+        "tile": options.tile if options.tiled else "none", "loss_tile": chosen.loss_tile or "the trainer's",
+        "checkpoint": found.settings.checkpoint or "none", "offload": str(options.offload).lower(),
+        "keep": options.keep, "blocks": keys_of(options)["blocks"], "heads": options.heads or "all",
     }  # fmt: skip
     why += [f"fit: {name} {shown[name]}: {found.reasons[name]}" for name in shown if name in found.reasons]
     return Fitted(chosen, tuple(why))
@@ -123,15 +115,13 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
         raise UserError("no plan knows this quantization_config, only 4-bit weights under lora; leave --fit out")
     config = load_config(recipe)
     attention = recipe.attention.replace("flash_attention_2", "flash").replace("flash_attention_3", "flash3")
-    settings = settings_of(recipe)
-    plain = Request(
+    return Request(
         model=recipe.model, config=config, device=find_memory(recipe, memory), gpus=recipe.nproc or 1,
         engine=recipe.engine, sp_size=recipe.sp_size, qlora=four_bit, optimizer=optimizer, attention=attention,
-        lora=None if recipe.lora is None else _adapters(recipe.lora), loss="tiled",
-        tile="auto" if recipe.tiled_mlp else None, precision=_precision(recipe, config), batch=recipe.batch_size,
-        device_type=_device_type(), host_memory=_host_memory() if can_offload() else None,
+        lora=None if recipe.lora is None else _adapters(recipe.lora), options=settings_of(recipe),
+        precision=_precision(recipe, config), batch=recipe.batch_size,
+        device_type=device_type(), host_memory=(available_host_bytes() or None) if can_offload() else None,
     )  # fmt: skip
-    return settings.on(plain)
 
 
 def find_memory(recipe: Recipe, given: int | None = None) -> Device:
@@ -142,66 +132,52 @@ def find_memory(recipe: Recipe, given: int | None = None) -> Device:
     """
     import torch
 
-    from seqtile.activation_checkpointing.host_offload import available_bytes
     from seqtile.planner.accelerators import Device
 
     if given is not None:
         return Device("the memory given", given, None, "as given")
     if not torch.accelerator.is_available():
-        free = available_bytes() // (recipe.nproc or 1)
+        free = available_host_bytes() // (recipe.nproc or 1)
         if not free:
             raise UserError("this system does not say how much memory is free; give it: --fit-memory 16GiB")
         return Device("this host", free, None, "free memory of the host, divided by the processes on it")
-    module = torch.get_device_module()
-    sizes = [
-        (int(module.get_device_properties(number).total_memory), str(module.get_device_properties(number).name))
-        for number in range(torch.accelerator.device_count())
-    ]
-    memory, name = min(sizes)
+    memory, name = min((total_device_bytes(one), device_name(one)) for one in range(torch.accelerator.device_count()))
+    if not memory:
+        raise UserError(f"{name} does not say how much memory it has; give it: --fit-memory 80GiB")
     return Device(name, memory, None, "the driver")
 
 
-def settings_of(recipe: Recipe, tile: int | None = None) -> Settings:
-    """The settings that ``recipe`` has.
+def settings_of(recipe: Recipe, tile: int | None = None) -> TilingOptions:
+    """The options that ``recipe`` has, as a plan takes them: with what TRL does where it says nothing.
 
     Args:
         recipe: the recipe.
         tile: tokens of the largest tile that its rule makes; None leaves the rule.
     """
-    from seqtile.planner.ladder import Settings
-
-    checkpoint = "none" if not recipe.activation_checkpointing else "layer"
-    rule = int(recipe.tile) if str(recipe.tile).isdigit() else None if recipe.tile == "auto" else recipe.tile
-    return Settings(
-        checkpoint="attention-saved" if recipe.checkpoint == "attention-saved" else checkpoint,
-        offload=bool(recipe.offload),
-        tile=(tile or rule) if recipe.tiled_mlp else None,
-        loss_tile=recipe.loss_tile or TRL_LOSS_TILE,
-        keep=0.0 if recipe.keep == "auto" else recipe.keep,
-        blocks=recipe.blocks,
-        heads=recipe.heads,
-    )
+    options = recipe.tiling.for_plan()
+    if tile is not None and options.tiled:
+        options = replace(options, tile=tile)
+    elif str(options.tile).isdigit():
+        options = replace(options, tile=int(options.tile))
+    trained = "full" if recipe.activation_checkpointing else None
+    return replace(
+        options, loss="tiled", loss_tile=recipe.loss_tile or TRL_LOSS_TILE, checkpoint=options.checkpoint or trained,
+        offload=bool(options.offload), keep=0.0 if options.keep == "auto" else options.keep,
+    )  # fmt: skip
 
 
-def updates_of(settings: Settings, recipe: Recipe) -> dict[str, Any]:
+def updates_of(settings: TilingOptions, recipe: Recipe) -> dict[str, Any]:
     """The keys of ``recipe`` that ``settings`` change."""
-    found: dict[str, Any] = {"activation_checkpointing": settings.checkpoint != "none"}
+    found: dict[str, Any] = {"activation_checkpointing": settings.checkpoint is not None}
     found["heads"] = settings.heads
     found["checkpoint"] = "attention-saved" if settings.checkpoint == "attention-saved" else None
     found["loss_tile"] = settings.loss_tile
     if recipe.tiled_mlp:
-        found["tile"] = settings.tile if settings.tile is not None else recipe.tile
+        found["tile"] = settings.tile if settings.tile != "auto" else recipe.options.tile
         found |= {"keep": settings.keep, "blocks": settings.blocks}
-    if settings.offload != bool(recipe.offload):
+    if settings.offload != bool(recipe.options.offload):
         found["offload"] = settings.offload
     return found
-
-
-def say(fitted: Fitted, tell: Callable[[str], None]) -> Recipe:
-    """Tell each reason; returns the recipe."""
-    for line in fitted.why:
-        tell(line)
-    return fitted.recipe
 
 
 def _adapters(lora: LoraRecipe) -> Lora:
@@ -220,16 +196,3 @@ def _precision(recipe: Recipe, config: Any) -> str:
     if torch.accelerator.is_available():
         return "bfloat16" if dtype == torch.bfloat16 and recipe.lora is None else "mixed"
     return "bfloat16" if dtype in (torch.bfloat16, torch.float16) else "float32"
-
-
-def _device_type() -> str:
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
-
-
-def _host_memory() -> int | None:
-    from seqtile.activation_checkpointing.host_offload import available_bytes
-
-    return available_bytes() or None

@@ -1,7 +1,8 @@
 """Start several processes through accelerate's launcher, and stay in front of them: rank 0 reports, signals, exit code.
 
-The launcher's own children are told apart from it: a signal goes to the workers, which finish their step and save a
-checkpoint however long that takes, and not to the launcher, which would end them after 30 seconds.
+A signal goes to the workers, which finish their step and save a checkpoint however long that takes, and not to the
+launcher: torch elastic passes it on, but ends them 30 seconds later. torch 2.13 can be told how long to wait
+(https://github.com/pytorch/pytorch/pull/172596); older versions that are supported may not.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 from seqtile._errors import RunError, UserError
+from seqtile.devices import cpu_cores
 from seqtile.train.recipe import RECIPE_FILE, Recipe, resolve, save_recipe
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).parent / "configs"
 """accelerate's configuration of each engine."""
-
-WORKER = "seqtile.cli.worker"
 
 HOW_FILE = "how.json"
 """Beside the recipe that the workers read: the other arguments of ``train``, and which process waits in front."""
@@ -47,12 +47,15 @@ GRACE_SECONDS = 15.0
 """How long the others may go on after one process has ended with an error, or after a second signal."""
 
 
-def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: bool, say: Callable[[str], None]) -> int:
+def launch(
+    recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool, worker: str, say: Callable[[str], None]
+) -> int:
     """Check everything that can be checked without the model, start the processes, and wait for them.
 
     Args:
         recipe: with an engine other than ``single``.
-        resume, checkpoint, overwrite: as in :func:`seqtile.train.run.train`.
+        resume, resume_from, overwrite: as in :func:`seqtile.train.run.train`.
+        worker: the module that each process runs, with the folder of :data:`HOW_FILE` as its argument.
         say: shows one piece of text: the configuration and the command.
 
     Returns:
@@ -71,7 +74,7 @@ def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
         from seqtile.train.load import check_split
 
         check_split(recipe)
-    recipe, start = locate(recipe, resume=resume, checkpoint=checkpoint, overwrite=overwrite)
+    recipe, start = locate(recipe, resume=resume, resume_from=resume_from, overwrite=overwrite)
     recipe = fitted(recipe, start, say)
     config = config_of(recipe.engine)
     say(f"engine {recipe.engine}, {recipe.nproc} processes, by accelerate with {config}:")
@@ -80,8 +83,8 @@ def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
     while True:
         with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
             folder = Path(name)
-            how = {"resume": start is not None, "checkpoint": start.name if start else None, "overwrite": overwrite}
-            command = _write_orders(recipe, folder, {**how, "retries": retries})
+            how = {"resume": start is not None, "resume_from": start.name if start else None, "overwrite": overwrite}
+            command = _write_orders(recipe, folder, {**how, "retries": retries}, worker)
             say(shlex.join(["accelerate", "launch", *command[3:]]))
             run = _Launch(recipe, command, folder)
             try:
@@ -92,16 +95,17 @@ def launch(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
                 if retry is None or start is None or run.signalled:
                     raise
                 failed = str(error)
-        recipe, overwrite = recipe.model_copy(update=retry["recipe"]), False
+        recipe, overwrite = recipe.changed(**retry["recipe"]), False
         retries = [*done, {**retry, "how": f"from {start.name}"}]
         say(failed)
 
 
-def launch_check(recipe: Recipe) -> VerifyResult:
+def launch_check(recipe: Recipe, worker: str) -> VerifyResult:
     """Start the processes of ``seqtile verify --engine`` and return what they found.
 
     Args:
         recipe: with an engine other than ``single``.
+        worker: the module that each process runs.
 
     Raises:
         UserError: bad input, found here or by a process that was started.
@@ -112,7 +116,7 @@ def launch_check(recipe: Recipe) -> VerifyResult:
         raise UserError(f"verify under engine {recipe.engine!r} needs at least 2 processes, got --nproc 1; give more")
     with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
         folder = Path(name)
-        command = _write_orders(recipe, folder, {"check": True})
+        command = _write_orders(recipe, folder, {"check": True}, worker)
         code = _Launch(recipe, command, folder).wait()
         if code > 128:
             raise KeyboardInterrupt
@@ -132,11 +136,11 @@ def _counted(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _write_orders(recipe: Recipe, folder: Path, how: dict[str, Any]) -> list[str]:
+def _write_orders(recipe: Recipe, folder: Path, how: dict[str, Any], worker: str) -> list[str]:
     """Write what the workers read; returns the command that starts them."""
     save_recipe(recipe, folder / RECIPE_FILE)
     (folder / HOW_FILE).write_text(json.dumps({**how, "front": os.getpid()}), encoding="utf-8")
-    return launch_command(recipe, [str(folder)])
+    return launch_command(recipe, worker, [str(folder)])
 
 
 def config_of(engine: str) -> Path:
@@ -144,11 +148,11 @@ def config_of(engine: str) -> Path:
     return CONFIGS / f"{engine}.yaml"
 
 
-def launch_command(recipe: Recipe, arguments: list[str]) -> list[str]:
-    """``accelerate launch`` as a command of this interpreter; ``arguments`` are the worker's."""
+def launch_command(recipe: Recipe, worker: str, arguments: list[str]) -> list[str]:
+    """``accelerate launch`` of the module ``worker``, run by this interpreter; ``arguments`` are the worker's."""
     return [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_of(recipe.engine)),
-        "--num_processes", str(recipe.nproc), "--module", WORKER, *arguments,
+        "--num_processes", str(recipe.nproc), "--module", worker, *arguments,
     ]  # fmt: skip
 
 
@@ -181,8 +185,7 @@ def check_devices(recipe: Recipe) -> None:
 
 def _environment(recipe: Recipe) -> dict[str, str]:
     """The launcher would give every process one thread, with a warning."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = str(max(1, cores // (recipe.nproc or 1)))
+    threads = str(max(1, cpu_cores() // (recipe.nproc or 1)))
     return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **os.environ}
 
 

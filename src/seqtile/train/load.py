@@ -1,8 +1,9 @@
-"""Model and tokenizer of a recipe, checked before anything is trained."""
+"""Model and tokenizer of a recipe, checked before anything is trained, and tiled as it says."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from seqtile.train.recipe import DEMO, Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from seqtile.models.report import Report
 
 
 def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -85,6 +88,39 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
             f"cannot make a causal language model from {path!r} ({reason}); give the config.json of one"
         ) from None
     return model
+
+
+def tile(model: Any, recipe: Recipe, checkpoint: str | None = None) -> Report | None:
+    """Tile the blocks of ``model`` as the recipe says, and install its checkpoints, or those of ``checkpoint``."""
+    from seqtile.models.apply import apply_options
+
+    options = recipe.tiling
+    if checkpoint is not None:
+        options = replace(options, checkpoint=checkpoint)
+    if not options.tiled and not options.beside_blocks:
+        return None
+    report = apply_options(model, options)
+    return report if options.tiled else None
+
+
+def tile_head(model: Any, tokens: int) -> None:
+    """Answer TRL's calls of its fused head, which the trainer put on ``model``, in tiles of ``tokens`` tokens.
+
+    TRL never builds the whole logits, but scores 4,096 tokens by up to 32,768 vocabulary entries at a time. Where the
+    model is small against that (a small hidden size on a CPU), this one buffer is the step's peak and hides
+    everything else. The head belongs to the run and not to its tiling: :func:`seqtile.undo` leaves it, so that a
+    comparison with the untiled model compares the blocks. A second call changes the size.
+    """
+    from seqtile._compat import PREPARED_FORWARD
+    from seqtile.models.lm_loss.tiled_loss import TiledLoss
+    from seqtile.tiling import TileRule
+
+    rule = TileRule("tokens", tokens)
+    for forward in (model.__dict__.get("forward"), model.__dict__.get(PREPARED_FORWARD)):  # below accelerate's
+        if isinstance(forward, TiledLoss):
+            forward.rule = rule
+            return
+    TiledLoss(model, rule).install(marked=False)
 
 
 def _has_weights(directory: Path) -> bool:

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from seqtile._compat import GRADIENT_NORM_METHODS, FakeTensor, backward_pass, local_part, storage_key
+from seqtile.devices import allocated_bytes, available_host_bytes, device_bytes, reserved_bytes
 from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.planner.phases import causal_model
 from seqtile.tiling import parse_bytes
@@ -28,7 +29,7 @@ SHOWN_TENSORS = 6
 
 _SAID = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 _ASKED = re.compile(r"tried to allocate\s+([0-9.]+\s*[a-z]+)", re.IGNORECASE)
-_OPTIMIZER_STEPS = ("step", "_clip_grad_norm", "clip_grad_norm_", "_get_grad_norm")
+_OPTIMIZER_STEPS = ("step", "clip_grad_norm_", *GRADIENT_NORM_METHODS)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -84,7 +85,7 @@ class Whereabouts:
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
-        if not isinstance(first, Tensor) or not first.requires_grad or torch._C._current_graph_task_id() != -1:
+        if not isinstance(first, Tensor) or not first.requires_grad or backward_pass() != -1:
             return  # no backward will come, or this is a recompute inside of one
         self.layer = ""
         self.outputs[name] = weakref.ref(first)
@@ -113,7 +114,7 @@ def find_place(error: BaseException, model: nn.Module, whereabouts: Whereabouts 
         elif code.co_name in _OPTIMIZER_STEPS and _is_optimizing(place):
             phase, block = "optimiser", ""
         if "/seqtile/ops/" in place:
-            in_tile, in_head = True, in_head or "/seqtile/ops/head" in place
+            in_tile, in_head = True, in_head or "/seqtile/ops/lm_loss/" in place
         if phase and isinstance(owner, nn.Module) and id(owner) in names:
             block = names[id(owner)]
             in_head = id(owner) not in inside and bool(inside)
@@ -206,13 +207,13 @@ def _label(known: dict[int, tuple[str, str]], value: Any, kind: str, name: str) 
     if isinstance(value, Tensor):
         storage = _storage(value)
         if storage is not None:
-            known.setdefault(storage._cdata, (kind, name))
+            known.setdefault(storage_key(storage), (kind, name))
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """What holds the numbers of ``tensor`` on this rank; None for those that hold none."""
     try:
-        return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        return local_part(tensor).untyped_storage()
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -223,14 +224,14 @@ def _reachable(device_type: str) -> Iterator[tuple[int, int, Tensor]]:
     for one in gc.get_objects():
         if not issubclass(type(one), Tensor):  # isinstance would ask objects that load themselves when they are asked
             continue
-        tensor = getattr(one, "_local_tensor", one)
+        tensor = local_part(one)
         if tensor.device.type != device_type or isinstance(tensor, FakeTensor) or _has_symbols(tensor):
             continue  # what torch.compile traced with holds no memory
         if (storage := _storage(tensor)) is None:
             continue
-        before = found.get(storage._cdata)
+        before = found.get(storage_key(storage))
         if before is None or before[1].numel() < tensor.numel():
-            found[storage._cdata] = (storage.nbytes(), tensor)
+            found[storage_key(storage)] = (storage.nbytes(), tensor)
     return ((key, nbytes, tensor) for key, (nbytes, tensor) in found.items())
 
 
@@ -248,17 +249,13 @@ def _size(nbytes: int) -> str:
 
 def device_memory(model: nn.Module) -> tuple[str, int]:
     """What the device has, in words, and its free bytes (0 where it does not say)."""
-    from seqtile.activation_checkpointing.host_offload import available_bytes
-
     kind = _device(model)
     if kind == "cpu":
-        free = available_bytes()
+        free = available_host_bytes()
         return f"this host has {_size(free)} free", free
-    module = torch.get_device_module(kind)
-    try:
-        free, total = module.mem_get_info()
-        held, cached = module.memory_allocated(), module.memory_reserved()
-    except (AttributeError, RuntimeError):
+    free, total = device_bytes(torch.device(kind))
+    if not total:
         return "", 0
+    held, cached = allocated_bytes(), reserved_bytes()
     words = f"{_size(held)} in tensors, {_size(cached - held)} cached by the allocator, {_size(free)} free"
     return f"the device has {_size(total)}: {words}", free

@@ -9,7 +9,7 @@ from typing import Any
 
 from seqtile._errors import UserError
 from seqtile.train.checkpoint_files import SET_ASIDE
-from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, build_recipe, read_recipe, resolve
+from seqtile.train.recipe import DEMO, RECIPE_FILE, OptionKeys, Recipe, build_recipe, read_recipe, resolve
 
 RUNS = Path("runs")
 
@@ -25,16 +25,7 @@ MAY_CHANGE = (
     "report",
     "compare",
     "steps",
-    "tile",
-    "tiled_mlp",
-    "only",
-    "trust",
-    "blocks",
-    "keep",
-    "loss_tile",
-    "heads",
-    "checkpoint",
-    "offload",
+    *OptionKeys.model_fields,
     "fit",
     "on_oom",
 )

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from seqtile._compat import attention_kind, compute_attention_plainly
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.models.discover.decoder_layers import states_of
@@ -46,7 +47,7 @@ def check_packing(model: Any, arguments: Any) -> None:
     """
     if not (arguments.padding_free or (arguments.packing and arguments.packing_strategy != "wrapped")):
         return  # "wrapped" joins documents to one text on purpose
-    attention = getattr(model.config, "_attn_implementation", None) or "eager"
+    attention = attention_kind(model) or "eager"
     states = states_of(model)
     if "flash" in attention and not states:
         return  # its kernels take the boundaries (cu_seq_lens), and run on an accelerator only
@@ -88,7 +89,8 @@ def _shallow(model: Any) -> Any:
     own = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
     kind = "cuda" if device.type == "cpu" else device.type
     with torch.device(device), torch.random.fork_rng(own, device_type=kind):
-        return type(model)._from_config(config, dtype=model.dtype, attn_implementation="eager")
+        compute_attention_plainly(config)
+        return type(model)(config).to(model.dtype)
 
 
 def _hands_boundaries_over(arguments: Any) -> bool:

@@ -7,18 +7,33 @@ A recipe is complete in itself: the resolved one is saved as ``recipe.yaml`` bes
 from __future__ import annotations
 
 import difflib
+import os
+import types
+import typing
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from seqtile._errors import UserError
-from seqtile.tiling import parse_bytes, parse_keep, parse_tile
+from seqtile.options import DEFAULTS, WRITTEN, TilingOptions, file_type
+from seqtile.tiling import parse_bytes
 from seqtile.train.atomic_files import write_whole
-from seqtile.train.values import NAMED_MODEL_KEYS, CheckedModel, parse_bool, shown
-from seqtile.train.yaml_file import read_yaml
 
 DEMO = "demo"
 """Model and dataset of the embedded default."""
@@ -29,9 +44,6 @@ TRL_LOSS_TILE = 4096
 """Tokens per tile of the trainer's own head."""
 
 ENGINES = ("single", "ddp", "fsdp2", "zero2", "zero3")
-
-PEER_KEYS = ("use_tiled_mlp", "tiled_mlp_num_shards", "tiled_mlp_use_original_mlp")
-"""Other trainers' spellings, accepted as they are and folded into ``tiled_mlp`` and ``tile``."""
 
 NAMED_TRAINER_KEYS = {
     "output_dir": "output",
@@ -60,6 +72,39 @@ NAMED_TRAINER_KEYS = {
 }
 """Trainer arguments that have a name of their own in the recipe; giving both would let one be ignored."""
 
+NAMED_MODEL_KEYS = {
+    "trust_remote_code": "trust_remote_code",
+    "dtype": "dtype",
+    "torch_dtype": "dtype",
+    "config": "model",
+    "rope_scaling": "rope_scaling",
+}
+"""Arguments of ``from_pretrained`` that have a name of their own in the recipe."""
+
+LARGEST = 2**32 - 1
+"""No count of tokens, steps or rows is larger, and generators take no larger seed."""
+
+MAX_BYTES = 1 << 20
+"""Far beyond any recipe; a device or a data set given by mistake is not read to its end."""
+
+
+class CheckedModel(BaseModel):
+    """A part of a recipe; refuses what would be taken for a number, a name or a path and is none."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _sane(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        if isinstance(value, bool) and bool not in alternatives(cls.model_fields[name].annotation):
+            raise ValueError(f"recipe key {name!r} does not take {str(value).lower()}")
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError(f"recipe key {name!r}: got {shown(value)}, which is too large")
+        if isinstance(value, str):
+            _check_text(name, value)
+        return value
+
 
 class LoraRecipe(CheckedModel):
     """Low-rank adapters (PEFT): rank, scale, dropout and which linear layers get one."""
@@ -70,6 +115,69 @@ class LoraRecipe(CheckedModel):
     alpha: float | None = Field(None, gt=0, description="scale; twice the rank when not given")
     dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: str | tuple[str, ...] = "all-linear"
+
+
+def _key_of(name: str) -> tuple[Any, Any]:
+    """Type and default of an option's key."""
+    if name == "loss_tile":  # TRL's head takes a number of tokens, and has one of its own
+        return int | None, Field(None, ge=WRITTEN[name].least)
+    return file_type(name, choices=True), DEFAULTS[name]
+
+
+_Keys = create_model(
+    "Keys",
+    __base__=CheckedModel,
+    tiled_mlp=(bool, True),
+    **{name: _key_of(name) for name, how in WRITTEN.items() if how.recipe},  # type: ignore[call-overload]
+)
+
+
+class OptionKeys(_Keys):  # type: ignore[valid-type,misc]
+    """The keys that are options of tiling, each with its type."""
+
+
+def options_of(keys: Any) -> TilingOptions:
+    """The record that an ``OptionKeys`` stands for.
+
+    Raises:
+        UserError: a value is none of its option's.
+    """
+    values = {name: getattr(keys, name) for name in type(keys).model_fields}
+    if isinstance(values["offload"], str):
+        check_size("offload", values["offload"], "true, false or a bound such as 'memory:64GiB'")
+    if not values.pop("tiled_mlp"):
+        values["blocks"] = "none"
+    size = values.pop("loss_tile")
+    return TilingOptions(**values, **({} if size is None else {"loss": "tiled", "loss_tile": size}))
+
+
+def keys_of(options: TilingOptions) -> dict[str, Any]:
+    """The keys and values that :func:`options_of` gives ``options`` for."""
+    found: dict[str, Any] = {"tiled_mlp": options.tiled}
+    for name, how in WRITTEN.items():
+        value = getattr(options, name)
+        if how.recipe:
+            found[name] = list(value) if isinstance(value, tuple) else value
+    if not options.tiled:
+        found["blocks"] = DEFAULTS["blocks"]
+    if options.loss is None:
+        found["loss_tile"] = None
+    return found
+
+
+def check_size(key: str, value: str, expected: str) -> None:
+    """Refuse a text that is no ``memory:SIZE``.
+
+    Raises:
+        UserError: names the key and what it takes.
+    """
+    if not (value.startswith("memory:") and parse_bytes(value[len("memory:") :])):
+        raise UserError(f"got {key} {value!r}, expected {expected}")
+
+
+def recipe_keys() -> list[str]:
+    """Every key of a recipe."""
+    return [key for key in [*Recipe.model_fields, *OptionKeys.model_fields] if key != "options"]
 
 
 class Recipe(CheckedModel):
@@ -88,17 +196,8 @@ class Recipe(CheckedModel):
 
     max_length: int = Field(8192, ge=2)
     packing: bool | Literal["bfd", "bfd_split", "wrapped"] | None = None
-    tiled_mlp: bool = True
-    tile: int | str = "auto"
-    only: tuple[str, ...] | None = None
-    trust: tuple[str, ...] | None = Field(None, description="blocks to tile without a proof")
-    blocks: Literal["auto", "mlp", "mlp+norm", "mlp+norm+projections"] = "auto"
-    keep: float | str = 0.0
-    loss_tile: int | None = Field(None, ge=1, description="tokens per tile of the head; None leaves it to TRL")
+    options: InstanceOf[TilingOptions]
     activation_checkpointing: bool = True
-    checkpoint: Literal["full", "attention-saved"] | None = None
-    offload: bool | str = False
-    heads: int | Literal["auto"] | None = Field(None, description="key-value heads per pass of attention")
     lora: LoraRecipe | None = None
     engine: Literal["single", "ddp", "fsdp2", "zero2", "zero3"] = "single"
     nproc: int | None = Field(None, ge=1, description="processes; None is one per accelerator")
@@ -126,30 +225,32 @@ class Recipe(CheckedModel):
     compare: bool | None = None
     report: bool = True
 
-    @field_validator("tile")
+    @model_validator(mode="before")
     @classmethod
-    def _known_tile(cls, tile: int | str) -> int | str:
-        parse_tile(tile)
-        return tile
+    def _gather(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if "options" in values:
+            return values
+        keys = {key: values[key] for key in values if key in OptionKeys.model_fields}
+        others = {key: value for key, value in values.items() if key not in keys}
+        try:
+            return {**others, "options": options_of(OptionKeys(**keys))}
+        except ValidationError as error:
+            raise ValueError(first_problem(error)) from None
 
-    @field_validator("keep")
-    @classmethod
-    def _known_keep(cls, keep: float | str) -> float | str:
-        parse_keep(keep, 1)
-        return keep
-
-    @field_validator("offload")
-    @classmethod
-    def _known_offload(cls, offload: bool | str) -> bool | str:
-        if isinstance(offload, str) and not (offload.startswith("memory:") and parse_bytes(offload[7:])):
-            raise ValueError(f"got offload {offload!r}, expected true, false or a bound such as 'memory:64GiB'")
-        return offload
+    @model_serializer(mode="wrap")
+    def _spread(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        options = self.options
+        bare = write(self.model_copy(update={"options": None}))
+        found: dict[str, Any] = {}
+        for key, value in bare.items():
+            found |= keys_of(options) if key == "options" else {key: value}
+        return found
 
     @field_validator("fit")
     @classmethod
     def _known_fit(cls, fit: bool | str | None) -> bool | str | None:
-        if isinstance(fit, str) and not (fit.startswith("memory:") and parse_bytes(fit[7:])):
-            raise ValueError(f"got fit {fit!r}, expected true, false or each device's memory, such as 'memory:16GiB'")
+        if isinstance(fit, str):
+            check_size("fit", fit, "true, false or each device's memory, such as 'memory:16GiB'")
         return fit
 
     @field_validator("trainer")
@@ -168,16 +269,28 @@ class Recipe(CheckedModel):
                 raise ValueError(f"model_kwargs.{key} has its own name here; use {own!r} instead")
         return kwargs
 
-    @property
-    def tiling(self) -> dict[str, Any]:
-        """Keyword arguments of :func:`seqtile.apply`."""
-        blocks = {name: getattr(self, name) for name in ("tile", "only", "trust", "blocks", "keep")}
-        return {**blocks, **self.checkpoints}
+    def changed(self, **keys: Any) -> Recipe:
+        """The same recipe with other values of some keys, which are not checked against each other again."""
+        inside = {key: keys.pop(key) for key in [*keys] if key in OptionKeys.model_fields}
+        options = options_of(OptionKeys(**{**keys_of(self.options), **inside}))
+        return self.model_copy(update={**keys, "options": options})
 
     @property
-    def checkpoints(self) -> dict[str, Any]:
-        """Those of them that are not about blocks: activation checkpoints and attention."""
-        return {"checkpoint": self.checkpoint, "offload": self.offload, "heads": self.heads}
+    def tiled_mlp(self) -> bool:
+        """Whether any block runs in tiles."""
+        return self.options.tiled
+
+    @property
+    def loss_tile(self) -> int | None:
+        """Tokens per tile of the head; None leaves them to TRL."""
+        size = self.options.loss_tile
+        return size if isinstance(size, int) else None
+
+    @property
+    def tiling(self) -> TilingOptions:
+        """What :func:`seqtile.apply` is told: all but the head, which the trainer tiles."""
+        options = replace(self.options, loss=None, loss_tile="auto")
+        return options if options.tiled else options.without_blocks()
 
     @property
     def attention(self) -> str:
@@ -191,12 +304,38 @@ class Recipe(CheckedModel):
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The keys and values of a YAML recipe, unchecked.
+    """The keys and values of a YAML recipe, unchecked: plain values, each given once.
 
     Raises:
-        UserError: not a file of plain ``key: value`` lines.
+        UserError: no such file, larger than 1 MiB, not YAML, a tag, an alias, a key given twice, or not a mapping.
     """
-    return read_yaml(path)
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        text = content[:MAX_BYTES].decode("utf-8") if len(content) <= MAX_BYTES else ""
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or ("not UTF-8 text" if isinstance(error, UnicodeError) else error)
+        raise UserError(f"cannot read recipe {str(path)!r} ({reason}); give the path of a YAML file") from None
+    if len(content) > MAX_BYTES:
+        raise UserError(f"recipe {str(path)!r} is larger than {MAX_BYTES:,} bytes; give the path of a YAML file")
+    try:
+        values = yaml.load(text, Loader=_PlainLoader)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or "syntax error"
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UserError(
+            f"recipe {str(path)!r}{where} is not plain YAML: {problem}; write 'key: value' lines, no tags, no aliases"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        # A date that is none, a number of thousands of digits, brackets nested thousands deep.
+        problem = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise UserError(f"recipe {str(path)!r} holds a value that cannot be read ({problem}); fix it") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError(f"recipe {str(path)!r} holds a {type(values).__name__}, expected 'key: value' lines")
+    return values
 
 
 def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
@@ -222,9 +361,9 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
         if folded.get("tiled_mlp") is False:
             merged.pop("tile", None)
         merged.update(folded)
-    _refuse_unknown(merged, Recipe, "")
+    _refuse_unknown(merged, recipe_keys(), "")
     if isinstance(merged.get("lora"), Mapping):
-        _refuse_unknown(merged["lora"], LoraRecipe, "lora.")
+        _refuse_unknown(merged["lora"], list(LoraRecipe.model_fields), "lora.")
     if ("model" in merged) != ("dataset" in merged):
         given, missing = ("model", "dataset") if "model" in merged else ("dataset", "model")
         raise UserError(
@@ -234,7 +373,7 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
     try:
         return Recipe(**merged), notes
     except ValidationError as error:
-        raise UserError(_first_problem(error)) from None
+        raise UserError(first_problem(error)) from None
 
 
 def resolve(recipe: Recipe) -> Recipe:
@@ -247,7 +386,7 @@ def resolve(recipe: Recipe) -> Recipe:
         raise UserError(f"got both steps {recipe.steps} and epochs {recipe.epochs:g}; keep one")
     if recipe.compare and not recipe.tiled_mlp:
         raise UserError("compare needs something tiled, but the recipe says not to tile; keep one")
-    if not recipe.activation_checkpointing and (recipe.checkpoint or recipe.offload):
+    if not recipe.activation_checkpointing and (recipe.options.checkpoint or recipe.options.offload):
         raise UserError(
             "checkpoint and offload say what activation checkpoints keep and where, but the recipe says "
             "'activation_checkpointing: false'; drop one of the two"
@@ -272,7 +411,7 @@ def resolve(recipe: Recipe) -> Recipe:
         filled["learning_rate"] = recipe.learning_rate or (2e-4 if recipe.lora else 2e-5)
         if recipe.steps is None and recipe.epochs is None:
             filled["epochs"] = 1.0
-    return recipe.model_copy(update=filled)
+    return recipe.changed(**filled)
 
 
 def _check_engine(recipe: Recipe) -> None:
@@ -284,7 +423,7 @@ def _check_engine(recipe: Recipe) -> None:
         raise UserError("engine 'ddp' needs at least 2 processes, got nproc 1; give more, or --engine single")
     if engine != "single" and recipe.compare:
         raise UserError(f"compare runs in one process, got engine {engine!r}; drop compare, or use --engine single")
-    if recipe.lora and engine == "zero3" and recipe.checkpoint == "attention-saved":
+    if recipe.lora and engine == "zero3" and recipe.options.checkpoint == "attention-saved":
         raise UserError(
             "checkpoint 'attention-saved' needs non-reentrant checkpoints, and with lora under engine 'zero3' "
             "TRL makes them reentrant; drop checkpoint, or use --engine zero2 or fsdp2"
@@ -335,6 +474,11 @@ def parse_lora(text: str) -> dict[str, Any]:
 
 def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dict[str, Any]:
     """Replace other trainers' spellings by ours; ``values`` come from one place (a file or the flags)."""
+    if values.get("blocks") == "none":
+        values["tiled_mlp"] = parse_bool(values.get("tiled_mlp", False), "tiled_mlp")
+        if values["tiled_mlp"]:
+            raise UserError(f"{place} say both 'tiled_mlp: true' and 'blocks: none'; keep one")
+        del values["blocks"]
     switches = {
         key: parse_bool(values.pop(key), key) for key in ("tiled_mlp", "use_tiled_mlp") if values.get(key) is not None
     }
@@ -367,9 +511,8 @@ def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dic
     return values
 
 
-def _refuse_unknown(values: Mapping[str, Any], schema: type[BaseModel], prefix: str) -> None:
-    """One sentence for the first key that ``schema`` does not have."""
-    known = list(schema.model_fields)
+def _refuse_unknown(values: Mapping[str, Any], known: list[str], prefix: str) -> None:
+    """One sentence for the first key that is not known."""
     for key in map(str, values):
         if key in known:
             continue
@@ -384,7 +527,7 @@ def _refuse_unknown(values: Mapping[str, Any], schema: type[BaseModel], prefix: 
         raise UserError(f"unknown recipe key {prefix + key!r}; {hint}")
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
     """The first of pydantic's complaints as one sentence: key, what was given, what was expected."""
     problem = error.errors(include_url=False)[0]
     if problem["type"] == "value_error":
@@ -392,3 +535,64 @@ def _first_problem(error: ValidationError) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     expected = problem["msg"][0].lower() + problem["msg"][1:]
     return f"recipe key {key!r}: got {shown(problem['input'])}; {expected}"
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """``yaml.SafeLoader`` without tags, without aliases (of which a few lines can mean terabytes) and without a key
+    given twice, of which YAML would silently drop one."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        problem = ""
+        if type(event) is yaml.AliasEvent:
+            problem = f"*{event.anchor} repeats another value"
+        elif event.tag:
+            problem = f"it has a tag ({event.tag})"
+        if problem:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, key.value) if isinstance(key.value, str) else key
+            if name in seen or key.tag.endswith(":merge"):
+                problem = f"key {key.value!r} is given twice" if name in seen else "'<<' repeats other keys"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def _check_text(name: str, text: str) -> None:
+    """A text may be a path, so it has to be one that the system can be asked about."""
+    if not text.strip() or not text.isprintable():
+        raise ValueError(f"recipe key {name!r}: got {shown(text)}, expected a text without control characters")
+    if len(text) > 4000 or any(len(os.fsencode(part)) > 255 for part in text.split("/")):
+        raise ValueError(f"recipe key {name!r}: got {shown(text)}, which is too long")
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"recipe key {name!r}: got {shown(text)}, but there is no such user") from None
+
+
+def alternatives(annotation: Any) -> set[Any]:
+    """The types of which a value may be one."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return set().union(*(alternatives(part) for part in typing.get_args(annotation)))
+    return {annotation}
+
+
+def parse_bool(value: Any, name: str) -> bool:
+    """True or false in the spellings that YAML and other trainers' flags use."""
+    if isinstance(value, bool):
+        return value
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if str(value).strip().lower() not in words:
+        raise UserError(f"got {name} {value!r}, expected true or false")
+    return words[str(value).strip().lower()]
+
+
+def shown(value: Any) -> str:
+    """A value in a message, cut where it would fill the screen."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

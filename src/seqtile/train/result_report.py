@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seqtile.devices import device_name, package_version
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, part_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def numbers(outcome: Outcome) -> dict[str, Any]:
         "device": device_name(),
         "engine": {key: getattr(outcome.recipe, key) for key in ("engine", "nproc", "sp_size")},
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: package_version(name) for name in PACKAGES},
         "tiling": None if outcome.tiling is None else str(outcome.tiling),
         "retries": list(outcome.retries),
         "steps": outcome.step,
@@ -59,17 +59,6 @@ def numbers(outcome: Outcome) -> dict[str, Any]:
         "losses": [{"step": step, "loss": loss} for step, loss in outcome.losses],
         "comparison": None if outcome.comparison is None else _comparison(outcome.comparison),
     }
-
-
-def device_name() -> str:
-    """The accelerator's name, or the CPU with its threads."""
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return f"cpu {platform.machine()}, {torch.get_num_threads()} threads"
-    module = torch.get_device_module(accelerator)
-    return module.get_device_name() if hasattr(module, "get_device_name") else accelerator.type
 
 
 def plot_loss(losses: Sequence[tuple[int, float]], path: Path) -> None:
@@ -157,10 +146,3 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
     for side in ("tiled", "untiled"):
         values[side].pop("timeline")
     return values
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from seqtile._compat import restore_step_sums, step_sums
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
+from seqtile.devices import empty_cache
 from seqtile.planner.ladder import changes, tighter, would_avoid
 from seqtile.planner.phases import causal_model
 from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import largest_tile
 from seqtile.train.checkpoint_files import newest_whole
 from seqtile.train.fit import can_offload, request_of, settings_of, updates_of
+from seqtile.train.load import tile, tile_head
 from seqtile.train.out_of_memory import Place, Whereabouts, device_memory, find_place, is_out_of_memory, largest_tensors
-from seqtile.train.recipe import RECIPE_FILE, Recipe, save_recipe
-from seqtile.train.trl_loss import tile_head
+from seqtile.train.recipe import RECIPE_FILE, TRL_LOSS_TILE, Recipe, save_recipe
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +61,8 @@ def next_retry(recipe: Recipe, place: Place, done: int) -> dict[str, Any] | None
     before = now = _settings(recipe, place)
     while (after := tighter(now, can_offload=can_offload())) is not None:
         keys = updates_of(after, recipe)
-        if any(getattr(recipe, key) != value for key, value in keys.items()):
+        now_set = recipe.model_dump()
+        if any(now_set[key] != value for key, value in keys.items()):
             return {"step": place.step, "phase": place.phase, "block": place.block, "rank": place.rank, "recipe": keys,
                     "changed": changes(before, after), "place": str(place)}  # fmt: skip
         now = after
@@ -71,7 +74,7 @@ def _settings(recipe: Recipe, place: Place) -> Any:
     tokens = place.tokens or recipe.max_length * recipe.batch_size
     settings = settings_of(recipe, place.tile or tokens)
     tile = min(settings.tile, tokens) if isinstance(settings.tile, int) else settings.tile
-    return replace(settings, tile=tile, loss_tile=min(settings.loss_tile, tokens))
+    return replace(settings, tile=tile, loss_tile=min(recipe.loss_tile or TRL_LOSS_TILE, tokens))
 
 
 class Step:
@@ -168,9 +171,9 @@ class Step:
         trainer, retry = self._trainer, {**retry, "how": "in place"}
         trainer.model.zero_grad(set_to_none=True)
         release()
-        self.recipe = self.recipe.model_copy(update=retry["recipe"])
-        switch = {"checkpoint": "full"} if self.recipe.activation_checkpointing and not self._checkpoints else {}
-        self.tiling = install(causal_model(trainer.model), self.recipe, **switch)
+        self.recipe = self.recipe.changed(**retry["recipe"])
+        switched_on = self.recipe.activation_checkpointing and not self._checkpoints
+        self.tiling = tile(causal_model(trainer.model), self.recipe, checkpoint="full" if switched_on else None)
         if self.recipe.loss_tile:
             tile_head(causal_model(trainer.model), self.recipe.loss_tile)
         trainer.run["retries"] = [*self.retries, retry]
@@ -186,21 +189,10 @@ def said(retry: dict[str, Any]) -> str:
     return f"out of memory {retry['place']}: going on {retry['how']} with {retry['changed']}"
 
 
-def install(model: Any, recipe: Recipe, **switch: Any) -> Report | None:
-    """Tile the blocks of ``model`` as the recipe says, and install its checkpoints; ``switch`` is more of the same."""
-    from seqtile.models.apply import apply
-
-    tiling = apply(model, **{**recipe.tiling, **switch}) if recipe.tiled_mlp else None
-    if tiling is None and any({**recipe.checkpoints, **switch}.values()):
-        apply(model, blocks="none", **{**recipe.checkpoints, **switch})
-    return tiling
-
-
 def release() -> None:
     """Give the allocator back what the failed step held."""
     gc.collect()
-    if torch.accelerator.is_available():
-        torch.get_device_module().empty_cache()
+    empty_cache()
 
 
 def _remember(trainer: Any) -> dict[str, Any]:
@@ -208,10 +200,10 @@ def _remember(trainer: Any) -> dict[str, Any]:
     import numpy
 
     device = torch.get_device_module().get_rng_state() if torch.accelerator.is_available() else None
-    metrics = {mode: {name: list(values) for name, values in found.items()} for mode, found in trainer._metrics.items()}
+    metrics, tokens = step_sums(trainer)
     return {
         "python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state(),
-        "device": device, "metrics": metrics, "tokens": trainer._total_train_tokens,
+        "device": device, "metrics": metrics, "tokens": tokens,
     }  # fmt: skip
 
 
@@ -223,10 +215,7 @@ def _restore(trainer: Any, before: dict[str, Any]) -> None:
     torch.set_rng_state(before["torch"])
     if before["device"] is not None:
         torch.get_device_module().set_rng_state(before["device"])
-    for mode, found in trainer._metrics.items():
-        found.clear()
-        found.update({name: list(values) for name, values in before["metrics"].get(mode, {}).items()})
-    trainer._total_train_tokens = before["tokens"]
+    restore_step_sums(trainer, before["metrics"], before["tokens"])
 
 
 def explain(recipe: Recipe, place: Place, live: list[str], checkpoint: Path | None, retried: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
+from seqtile.devices import accelerator, peak_bytes
 from seqtile.train import demo
 from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, resolve, save_recipe
 
@@ -59,7 +59,7 @@ def train(
     recipe: Recipe,
     *,
     resume: bool = False,
-    checkpoint: str | None = None,
+    resume_from: str | None = None,
     overwrite: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
     retries: Sequence[dict[str, Any]] = (),
@@ -72,7 +72,7 @@ def train(
         recipe: what to do.
         resume: continue the run in ``recipe.output`` from its newest whole checkpoint, to the losses that it would
             have had without the interruption.
-        checkpoint: with ``resume``, the name of another checkpoint there, marked whole or not.
+        resume_from: with ``resume``, the name of another checkpoint there, marked whole or not.
         overwrite: replace an earlier run in ``recipe.output``.
         callbacks: for progress displays.
         retries: what the command in front has gone on with before, after an out-of-memory.
@@ -87,7 +87,7 @@ def train(
 
     require_packages()
     recipe = resolve(join_launch(recipe))
-    recipe, start = locate(recipe, resume=resume, checkpoint=checkpoint, overwrite=overwrite)
+    recipe, start = locate(recipe, resume=resume, resume_from=resume_from, overwrite=overwrite)
     recipe = fitted(recipe, start, logger.info)
     done = list(retries)
     while True:
@@ -102,7 +102,7 @@ def train(
         start, _ = newest_whole(Path(str(recipe.output)))
         if start is None:
             raise RunError(f"out of memory, and no whole checkpoint in {recipe.output} to go on from")
-        recipe, overwrite = recipe.model_copy(update=retry["recipe"]), False
+        recipe, overwrite = recipe.changed(**retry["recipe"]), False
         done = [*before, {**retry, "how": f"from {start.name}"}]
         logger.warning("%s", said(done[-1]))
 
@@ -178,7 +178,7 @@ def _attempt(
     return _run(recipe, output, trainer, tiling, start, callbacks)
 
 
-def locate(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: bool) -> tuple[Recipe, Path | None]:
+def locate(recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool) -> tuple[Recipe, Path | None]:
     """``recipe`` with the directory of its result, and the checkpoint to continue from; writes nothing.
 
     Of several processes only the first one tries the directory, or each would find what the others leave there.
@@ -191,7 +191,7 @@ def locate(recipe: Recipe, *, resume: bool, checkpoint: str | None, overwrite: b
     from seqtile.train.ranks import is_first
 
     output = Path(recipe.output).expanduser() if recipe.output else default_output(recipe)
-    start = find_checkpoint(output, checkpoint) if resume else None
+    start = find_checkpoint(output, resume_from) if resume else None
     if is_first():
         if resume:
             check_writable(output)
@@ -217,11 +217,9 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     from seqtile.models.lm_loss.tiled_loss import find_causal_lm
     from seqtile.train.arguments import adapter_config, trainer_arguments
     from seqtile.train.data import check_ids, load_rows
-    from seqtile.train.load import causal_model, load_model
+    from seqtile.train.load import causal_model, load_model, tile, tile_head
     from seqtile.train.packing import check_packing
     from seqtile.train.ranks import mend_on_cpu
-    from seqtile.train.retry import install
-    from seqtile.train.trl_loss import tile_head
 
     documents = False
     rows = None
@@ -235,7 +233,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
         rows = demo.load_rows(tokenizer, recipe.max_length)
     embeddings: Any = model.get_input_embeddings()
     check_ids(rows, embeddings.num_embeddings, recipe.dataset)
-    tiling = install(model, recipe)
+    tiling = tile(model, recipe)
     if recipe.loss_tile:
         find_causal_lm(model)  # before the trainer is built, which takes longer
     mend_on_cpu(recipe)
@@ -291,14 +289,13 @@ def _run(
     checkpoint: Path | None,
     callbacks: Sequence[TrainerCallback],
 ) -> Outcome:
-    from seqtile.train.first_step import CheckFirstStep
-    from seqtile.train.interrupt import StopOnSignal
+    from seqtile.train.callbacks import CheckFirstStep, Clock, StopOnSignal
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.ranks import CheckModel, is_first
     from seqtile.train.result_report import write_report
     from seqtile.train.retry import Step
 
-    stop, clock = StopOnSignal(), _clock()
+    stop, clock = StopOnSignal(), Clock()
     checks = [CheckModel(trainer, recipe), *([CheckFirstStep()] if tiling else [])]
     for callback in (*checks, clock, *callbacks, stop):
         trainer.add_callback(callback)
@@ -324,7 +321,7 @@ def _run(
         losses=tuple((int(log["step"]), log["loss"]) for log in trainer.state.log_history if "loss" in log),
         step=trainer.state.global_step,
         step_seconds=clock.median(),
-        peak_bytes=_peak_bytes(),
+        peak_bytes=None if accelerator() is None else peak_bytes(),
         stopped_by=stop.received,
         comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
         retries=tuple(trainer.run["retries"]),
@@ -334,37 +331,9 @@ def _run(
     return replace(outcome, report=write_report(outcome, output / "report"))
 
 
-def _peak_bytes() -> int | None:
-    import torch
-
-    return torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else None
-
-
 def _compare(recipe: Recipe, trainer: Any) -> Comparison:
     from seqtile.train.compare_untiled import compare
 
     logger.info("comparing one step tiled and untiled")
     batch = next(iter(trainer.get_train_dataloader()))
     return compare(trainer.model, {**batch, "fused_lm_head": True}, recipe)
-
-
-def _clock() -> Any:
-    """A callback that times the steps."""
-    from statistics import median
-
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.started, self.seconds = 0.0, list[float]()
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.started = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.seconds.append(time.perf_counter() - self.started)
-
-        def median(self) -> float | None:
-            return median(self.seconds[1:]) if len(self.seconds) > 1 else None
-
-    return Clock()

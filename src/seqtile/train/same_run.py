@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
+from seqtile.devices import package_version
 from seqtile.train.checkpoint_files import TRAINER_STATE, read_mark
-from seqtile.train.recipe import Recipe
+from seqtile.train.recipe import OptionKeys, Recipe
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from seqtile.models.report import Report
 
 SAMPLED_ROWS = 64
-TILING = ("tiled_mlp", "tile", "only", "trust", "blocks", "keep", "loss_tile", "heads")
+TILING = tuple(key for key in OptionKeys.model_fields if key not in ("checkpoint", "offload"))
+"""The recipe's keys that decide which dropout masks are drawn: not what checkpoints keep, and where."""
+
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft")
 FLAT_SCHEDULES = ("constant", "constant_with_warmup")
 
@@ -33,7 +35,7 @@ def describe_run(recipe: Recipe, trainer: Any) -> dict[str, Any]:
         # What trains is in the checkpoint itself. Ranks that hold a shard have no whole weight to look at.
         "frozen": digest_frozen(trainer.model) if trainer.args.world_size == 1 else None,
         "tiling": {key: recipe.model_dump(mode="json")[key] for key in TILING},
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: package_version(name) for name in PACKAGES},
     }
 
 

@@ -35,11 +35,12 @@ def check_recipe(values: dict[str, Any]) -> Recipe:
     return recipe
 
 
-def check(recipe: Recipe) -> VerifyResult:
+def check(recipe: Recipe, worker: str) -> VerifyResult:
     """Load the model and run :func:`seqtile.verify` on random tokens: in this process, or under the recipe's engine.
 
     Args:
         recipe: ``max_length`` is the length of the batch and ``batch_size`` its rows.
+        worker: the module that each process of an engine runs.
 
     Raises:
         UserError: bad input, or the batch was not cut, so that nothing was tested.
@@ -49,11 +50,11 @@ def check(recipe: Recipe) -> VerifyResult:
     if recipe.engine != "single":
         from seqtile.train.launch import launch_check
 
-        return launch_check(recipe)
+        return launch_check(recipe, worker)
     if (recipe.nproc or 1) > 1:
         raise UserError(f"got --nproc {recipe.nproc} without --engine; give --engine ddp, fsdp2, zero2 or zero3")
     model = build_model(recipe)
-    result = verify(model, build_batch(recipe, model), tile=recipe.tile, seed=recipe.seed)
+    result = verify(model, build_batch(recipe, model), tile=recipe.options.tile, seed=recipe.seed)
     refuse_whole(result, recipe)
     return result
 
@@ -80,7 +81,7 @@ def check_rank(recipe: Recipe) -> VerifyResult:
 
         deepspeed.init_distributed()
     try:
-        result = verify_under(recipe.engine, model, batch, tile=recipe.tile, seed=recipe.seed)
+        result = verify_under(recipe.engine, model, batch, tile=recipe.options.tile, seed=recipe.seed)
     finally:
         leave()
     refuse_whole(result, recipe)
@@ -91,8 +92,8 @@ def refuse_whole(result: VerifyResult, recipe: Recipe) -> None:
     """Raise where every block ran in one tile."""
     if not result.cut:
         raise UserError(
-            f"tile {recipe.tile!r} leaves {recipe.max_length:,} tokens in one tile, so there is nothing to verify; "
-            "give more --tokens or a smaller --tile"
+            f"tile {recipe.options.tile!r} leaves {recipe.max_length:,} tokens in one tile, "
+            "so there is nothing to verify; give more --tokens or a smaller --tile"
         )
 
 

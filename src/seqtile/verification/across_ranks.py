@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
-from seqtile.models.apply import Only, apply
+from seqtile.models.apply import apply
 from seqtile.models.discover.candidates import find_blocks
+from seqtile.options import Only
 from seqtile.verification.compare import judged, truth_of
 from seqtile.verification.one_step import BlockSizes, Measured, tiled_of
 from seqtile.verification.plain_autograd import without_recompute

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
-from seqtile.models.apply import Only, applied
+from seqtile.models.apply import applied
 from seqtile.models.discover.candidates import find_blocks
+from seqtile.options import Only
 from seqtile.verification.judge import TIMES, difference, groups, severity
 from seqtile.verification.one_step import BlockSizes, Loss, Measured, fresh, tiled_of
 from seqtile.verification.plain_autograd import without_recompute

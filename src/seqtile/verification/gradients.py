@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from seqtile._compat import is_in_zero12
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.models.instance import Installed
@@ -70,4 +71,4 @@ def _weights_in_tiles(model: nn.Module) -> Iterator[Tensor]:
 
 def _is_deepspeeds(weight: Tensor) -> bool:
     """Marks that ZeRO leaves on a parameter: the first of stages 1 and 2, the second of stage 3."""
-    return hasattr(weight, "_hp_mapping") or hasattr(weight, "ds_id")
+    return is_in_zero12(weight) or hasattr(weight, "ds_id")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from seqtile._errors import UserError
 from seqtile.counting import Product, Products, count_live_bytes, count_products
+from seqtile.devices import synchronize
 from seqtile.models.discover.candidates import Candidate
 from seqtile.models.discover.widths import linear_widths
 from seqtile.models.instance import Installed
@@ -57,13 +58,13 @@ class Measured:
         device = next(model.parameters()).device
         torch.manual_seed(seed)
         random_state = _random_state(device)
-        _synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
         with without_dropout(model, off=not dropout) as self.dropouts:
             with count_products() as self.products, count_live_bytes(device) as self.live:
                 loss = _loss_of(model, inputs) if loss_fn is None else _scalar(loss_fn(model, inputs), "loss_fn")
                 loss.backward() if engine is None else engine.backward(loss)
-                _synchronize(device)
+                synchronize(device)
         self.seconds = time.perf_counter() - started
         self.loss = float(loss.detach())
         self.drew_random_numbers = any(
@@ -197,8 +198,3 @@ def _random_state(device: torch.device) -> list[Tensor]:
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
     return states
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

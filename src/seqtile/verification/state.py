@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqtile._compat import forward_pre_hooks_of, has_gradient_step
 from seqtile._errors import UserError
 from seqtile.models.apply import undo
 from seqtile.models.instance import Installed
@@ -28,7 +29,7 @@ def refuse_what_cannot_be_compared(model: nn.Module) -> None:
     for name, weight in weights.items():
         if weight.is_meta:
             raise UserError(f"{name} is on the meta device and has no values; load the weights before verify")
-        if getattr(weight, "_post_accumulate_grad_hooks", None):
+        if has_gradient_step(weight):
             raise UserError(f"{name} has a hook that acts on its gradient, a step perhaps; verify before adding it")
 
 
@@ -63,15 +64,15 @@ def without_tiling(model: nn.Module) -> Iterator[Standing]:
     losses = [loss.module for loss in standing_losses(model)]
     tiled = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), Installed)] + losses
     standing: Standing = [(module, dict(module.__dict__)) for module in tiled]
-    hooks = [dict(module._forward_pre_hooks) for module in tiled]
+    hooks = [dict(forward_pre_hooks_of(module)) for module in tiled]
     undo(model)
     try:
         yield standing
     finally:
         for (module, attributes), listening in zip(standing, hooks, strict=True):
             module.__dict__.update(attributes)
-            module._forward_pre_hooks.clear()
-            module._forward_pre_hooks.update(listening)
+            forward_pre_hooks_of(module).clear()
+            forward_pre_hooks_of(module).update(listening)
 
 
 @contextmanager

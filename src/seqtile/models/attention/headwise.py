@@ -8,7 +8,7 @@ before attention, the norm runs in the same node, so that no copy of the whole h
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile._compat import attention_kind
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.engines.flat import call_with_weights
@@ -31,11 +32,12 @@ from seqtile.models.discover.attention_modules import (
 )
 from seqtile.models.discover.candidates import Left
 from seqtile.models.discover.decoder_layers import states_of
-from seqtile.models.discover.live_weights import projection_of, row_wise
+from seqtile.models.discover.live_weights import differ_in_dtype, projection_of, row_wise
 from seqtile.models.instance import Installed
 from seqtile.models.layer import NormedAttention, TiledLayer
 from seqtile.ops.attention.group_core import Cut, Groups, cut_heads, in_groups
 from seqtile.ops.attention.head_groups import HeadWeights, head_wise
+from seqtile.ops.linear import Projection
 from seqtile.ops.rng import Autocast
 from seqtile.tiling import head_passes, projection_sizes
 
@@ -62,98 +64,88 @@ class HeadSetting:
     layer: str
 
 
-def parse_heads(heads: Heads | None) -> Heads | None:
-    """Raises UserError unless ``heads`` is None, ``"auto"`` or a positive number."""
-    if heads is None or heads == "auto" or (isinstance(heads, int) and not isinstance(heads, bool) and heads > 0):
-        return heads
-    raise UserError(f"heads={heads!r}: expected 'auto', a number of key-value heads per pass from 1, or None")
-
-
 class HeadWise(Installed):
     """``forward`` of one attention module, a group of key-value heads at a time."""
 
     def __init__(self, module: nn.Module, setting: HeadSetting) -> None:
         super().__init__(module, setting)  # type: ignore[arg-type]
         self.heads = setting
-        self.norm: nn.Module | None = None
-        self._beside: tuple[Any, ...] | None = None  # what the model's forward returns beside its output
+
+    takes_norm = True
 
     def note(self) -> str:
         return f"heads={self.heads.per_pass} of {self.heads.shape.groups} per pass"
 
-    def inside(self) -> Iterator[tuple[str, nn.Module]]:
-        yield from super().inside()
-        if self.norm is not None:
-            yield "the norm before it", self.norm
-
-    def __call__(self, *args: Any, **words: Any) -> Any:
-        norm, self.norm = self.norm, None
-        given = dict(words)
+    def __call__(self, *args: Any, norm_before: nn.Module | None = None, **words: Any) -> Any:
+        norm, given = norm_before, dict(words)
         hidden_states = args[0] if args else given.pop("hidden_states", None)
         rest = args[1:]
         if not isinstance(hidden_states, Tensor):
             return self.original(*args, **words)
-        odd = hidden_states.dim() != 3 or not hidden_states.numel()
-        if odd or self._whole(hidden_states, norm, (*rest, *given.values()), given):
+        cuts: tuple[Cut, ...] = ()
+        if hidden_states.dim() == 3 and hidden_states.numel():
+            cuts = self._passes(hidden_states, norm, (*rest, *given.values()), given)
+        if not cuts:
             normed = norm(hidden_states) if norm is not None else hidden_states
             return self.original(normed, *rest, **given)
-        return self._in_passes(hidden_states, norm, rest, given)
+        return self._in_passes(hidden_states, norm, rest, given, cuts)
 
-    def _whole(
+    def _passes(
         self, hidden_states: Tensor, norm: nn.Module | None, values: Sequence[Any], given: Mapping[str, Any]
-    ) -> bool:
-        """Whether this call runs untouched; where it was asked for and cannot, it is said once."""
+    ) -> tuple[Cut, ...]:
+        """The passes of a call; empty where it runs untouched, which is said once where passes were asked for."""
         if torch.compiler.is_compiling():
-            return True
+            return ()
+        module = self.module
+        kind = attention_kind(module) or ""
+        cached, differentiated = given.get("past_key_values") is not None, False
+        for value in values:
+            cached |= hasattr(value, "get_seq_length")
+            differentiated |= isinstance(value, Tensor) and value.requires_grad
         reason = ""
-        if given.get("past_key_values") is not None or any(hasattr(value, "get_seq_length") for value in values):
-            reason = "" if not torch.is_grad_enabled() else "it was called with a key-value cache; pass use_cache=False"
-            self._tell(reason)
-            return True
+        if cached:
+            if torch.is_grad_enabled():
+                self._tell("it was called with a key-value cache; pass use_cache=False")
+            return ()
         if given.get("output_attentions"):
             reason = "attention weights were asked for"
-        elif any(isinstance(value, Tensor) and value.requires_grad for value in values):
+        elif differentiated:
             reason = "it was called with another tensor that needs a gradient"
-        elif self._kind == "flex_attention":
+        elif kind == "flex_attention":
             reason = "flex_attention compiles its kernel for all heads"
         elif not isinstance(nn.functional.scaled_dot_product_attention, BuiltinFunctionType):
             reason = "context parallelism has taken PyTorch's attention over, and a group's keys would travel alone"
         if reason:
             self._tell(reason)
-            return True
-        self.check()
-        if ulysses := ulysses_around(self.module, self._kind):
+            return ()
+        self.check(*(() if norm is None else [("the norm before it", norm)]))
+        if ulysses := ulysses_around(module, kind):
             _loop_inside(ulysses)
-            return True
-        cuts = self.cuts(hidden_states)
-        return len(cuts) == 1 and self.heads.per_pass == "auto" and not reduces_as_they_arrive(self.module.parameters())
-
-    @property
-    def _kind(self) -> str:
-        return str(getattr(getattr(self.module, "config", None), "_attn_implementation", ""))
-
-    def cuts(self, hidden_states: Tensor) -> tuple[Cut, ...]:
-        """The passes of a call."""
+            return ()
         shape, per_pass = self.heads.shape, self.heads.per_pass
         if isinstance(per_pass, str):
             tokens = hidden_states.shape[:-1].numel()
             per_pass = head_passes(tokens, shape.query // shape.groups, shape.groups)
-        return cut_heads(shape.groups, per_pass)
+        cuts = cut_heads(shape.groups, per_pass)
+        if len(cuts) == 1 and self.heads.per_pass == "auto" and not reduces_as_they_arrive(module.parameters()):
+            return ()
+        return cuts
 
     def _tell(self, why: str) -> None:
-        if why and why not in self.told:
-            self.told.add(why)
+        if self.is_news(why):
             logger.warning("%s runs all heads at once: %s", self.heads.name, why)
 
-    def _in_passes(self, x: Tensor, norm: nn.Module | None, args: Sequence[Any], words: Mapping[str, Any]) -> Any:
+    def _in_passes(
+        self, x: Tensor, norm: nn.Module | None, args: Sequence[Any], words: Mapping[str, Any], cuts: tuple[Cut, ...]
+    ) -> Any:
         module: Any = self.module
         shape = self.heads.shape
         others = dict(between_weights(module))
         names = tuple(others)
         nothing = nothing_like(x.detach())
 
-        def between(cut: Cut, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-            def call() -> Tensor:
+        def between(cut: Cut, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Any]:
+            def call() -> tuple[Tensor, Any]:
                 view = View(module, shape, cut, parts)
                 output = view.run(nothing, [_sliced(a, cut, shape) for a in args],
                                   {name: _sliced(value, cut, shape) for name, value in words.items()})  # fmt: skip
@@ -162,44 +154,42 @@ class HeadWise(Installed):
                         f"{self.heads.name}: its forward does more with its input or its output now than when seqtile "
                         "looked at it; leave heads out"
                     )
-                self._beside = view.beside
-                return output
+                return output, view.beside
 
             aliases = {f"part.{name}": weight for name, weight in zip(names, weights, strict=True)}
             return call_with_weights(_Roof(module), aliases, (call,)) if aliases else call()
 
-        groups = Groups(between, self.cuts(x), 2, 2, Autocast.of(x), _draws(module))
-        weights = self._weights(x, norm)
+        groups = Groups(between, cuts, 2, 2, Autocast.of(x), _draws(module))
+        weights = self._weights(x, norm, tuple(others.values()))
         if isinstance(weights, str):
             self._tell_modules(weights)
             normed = norm(x) if norm is not None else x
             parts = [getattr(module, name)(normed) for name in shape.projections[:3]]
-            y = getattr(module, shape.output)(in_groups(parts, list(others.values()), groups))
+            whole, beside = in_groups(parts, list(others.values()), groups)
+            y = getattr(module, shape.output)(whole)
         else:
-            y = head_wise(x, weights, groups, projection_sizes(x.shape[:-1].numel()))
-        return y if self._beside is None else (y, *self._beside)
+            y, beside = head_wise(x, weights, groups, projection_sizes(x.shape[:-1].numel()))
+        return y if beside is None else (y, *beside)
 
-    def _weights(self, x: Tensor, norm: nn.Module | None) -> HeadWeights | str:
+    def _weights(self, x: Tensor, norm: nn.Module | None, others: tuple[Tensor, ...]) -> HeadWeights | str:
         """The live weights for the operator, or why the projections have to run as modules."""
-        parts = []
+        parts: list[Projection] = []
+        module = self.module
         for name in self.heads.shape.projections:
-            part = projection_of(name, getattr(self.module, name), x.dtype)
+            part = projection_of(name, getattr(module, name), x.dtype)
             if isinstance(part, str):
                 return part
             parts.append(part)
         before = row_wise(norm) if norm is not None else None
         if isinstance(before, str):
             return before
-        dtypes = {part.weight.dtype for part in parts if isinstance(part.weight, Tensor)}
-        if len(dtypes) > 1:
+        if differ_in_dtype(parts):
             return "its linear layers differ in dtype"
-        others = tuple(weight for _, weight in between_weights(self.module))
         return HeadWeights((parts[0], parts[1], parts[2]), parts[3], before, others)
 
     def _tell_modules(self, why: str) -> None:
         news = f"its projections run as modules, beside two more hidden states: {why}"
-        if news not in self.told:
-            self.told.add(news)
+        if self.is_news(news):
             logger.warning("%s: %s", self.heads.name, news)
 
 
@@ -216,9 +206,15 @@ class _Roof(nn.Module):
 
 def _draws(module: nn.Module) -> bool:
     """Whether something in the module drops at random now: an attribute with a probability, or a dropout module."""
-    shares = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
-    parts = [part.p for part in module.modules() if isinstance(part, nn.Dropout) and part.training]
-    return module.training and any(share > 0 for share in (*shares, *parts))
+    if not module.training:
+        return False
+    for name, value in module.__dict__.items():
+        if "drop" in name and isinstance(value, float) and value > 0:
+            return True
+    for part in module.modules():
+        if isinstance(part, nn.Dropout) and part.training and part.p > 0:
+            return True
+    return False
 
 
 def _sliced(value: Any, cut: Cut, shape: HeadShape) -> Any:
@@ -270,12 +266,11 @@ class _AfterExchange:
                 words["s_aux"] = sinks
             return self.function(module, query, key, value, mask, *args, **words)
 
-        def between(cut: Cut, parts: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
-            output: Tensor = self.function(module, *parts, _sliced(mask, cut, shape), *args, **words)[0]
-            return output
+        def between(cut: Cut, parts: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[Tensor, None]:
+            return self.function(module, *parts, _sliced(mask, cut, shape), *args, **words)[0], None
 
         drops = bool(words.get("dropout"))
-        return in_groups([query, key, value], [], Groups(between, cuts, 1, 2, Autocast.of(query), drops)), None
+        return in_groups([query, key, value], [], Groups(between, cuts, 1, 2, Autocast.of(query), drops))
 
 
 class HeadLayer(Installed):
@@ -288,7 +283,7 @@ class HeadLayer(Installed):
     def note(self) -> str:
         return f"{self.near.norm} inside {self.near.attention}" if self.near.norm else ""
 
-    def check(self) -> None:
+    def check(self, *besides: tuple[str, nn.Module]) -> None:
         pass
 
     def __call__(self, *args: Any, **words: Any) -> Any:

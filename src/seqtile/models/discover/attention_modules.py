@@ -11,14 +11,21 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from seqtile._compat import (
+    MODULES,
+    PARAMETERS,
+    children_of,
+    compute_attention_plainly,
+    disable_current_modes,
+    parameters_of,
+)
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
 from seqtile.models.discover.candidates import LayerTraces, Left, is_per_row
@@ -141,11 +148,13 @@ def head_shape(module: nn.Module) -> HeadShape | str:
     return shape
 
 
-def between_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def between_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Weights of an attention module that are not in its four projections."""
+    found = []
     for name, weight in named_weights(module):
         if name.partition(".")[0] not in (*_INPUTS, *_OUTPUTS):
-            yield name, weight
+            found.append((name, weight))
+    return found
 
 
 class View:
@@ -172,9 +181,9 @@ class View:
         for name, kind in _COUNTS.items():
             if own.get(name) == (shape.query, shape.groups)[kind]:
                 own[name] = cut.size * (shape.query // shape.groups, 1)[kind]
-        own["_parameters"] = {
+        own[PARAMETERS] = {
             name: cut.of(weight, 0) if name == "sinks" and weight is not None else weight
-            for name, weight in module._parameters.items()
+            for name, weight in parameters_of(module).items()
         }
         self._parts = dict(zip(_INPUTS, parts, strict=True))
         self._projections = shape.projections
@@ -246,7 +255,7 @@ def nothing_like(like: Tensor) -> Tensor:
 def why_not(module: nn.Module, shape: HeadShape) -> str:
     """Why the module cannot run one group of heads at a time; "" if the trace and the numbers show that it can."""
     with (
-        _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]),
+        disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]),
         torch.inference_mode(False), torch.enable_grad(),  # the caller may have switched gradients off
     ):  # fmt: skip
         torch.manual_seed(0)
@@ -325,14 +334,14 @@ def _bare(module: nn.Module) -> nn.Module:
     own.update(module.__dict__)
     own.pop("forward", None)
     own.update({name: 0.0 for name, value in module.__dict__.items() if "drop" in name and isinstance(value, float)})
-    own["_parameters"] = dict(module._parameters)
-    own["_modules"] = {
+    own[PARAMETERS] = dict(parameters_of(module))
+    own[MODULES] = {
         name: nn.Identity() if isinstance(child, nn.Dropout) else child
-        for name, child in module._modules.items() if name not in (*_INPUTS, *_OUTPUTS)
+        for name, child in children_of(module).items() if name not in (*_INPUTS, *_OUTPUTS)
     }  # fmt: skip
     bare.training = True
     config = copy.copy(getattr(module, "config", None))
     if config is not None:
-        config.__dict__["_attn_implementation_internal"] = "eager"
+        compute_attention_plainly(config)
         own["config"] = config
     return bare

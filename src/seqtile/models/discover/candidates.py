@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqtile._compat import children_of
 from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.models.discover.chain import Chain, inputs_of
@@ -191,6 +192,11 @@ def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate |
         proof, _ = prove(chain, expected_mode(chain, block.hidden))
         if not proof.why_not:
             return replace(block, neighbours=near, why=proof.how, proof=proof)
+    if block.kind == "mlp" and not proof.refuted:  # the second of two linear layers may be the first
+        turned, _ = prove(chain, expected_mode(chain, block.intermediate))
+        if not turned.why_not:
+            block = replace(block, hidden=block.intermediate, intermediate=block.hidden)
+            return replace(block, neighbours=near, why=turned.how, proof=turned)
     if not proof.refuted and trusted(block.name, block.module):
         return replace(block, why="not verified: its caller vouches for it (trust=)")
     if proof.refuted:
@@ -240,7 +246,7 @@ def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | 
         experts = experts.base_layer
     if (widths := experts_widths(experts)) is not None:
         return Candidate(name, "experts", module, *widths, layer, Neighbours())
-    if len(module._modules) < 2:
+    if len(children_of(module)) < 2:
         return None
     for kind, look, width in (("inline", inline, linear_widths), ("pair", pair, half_widths)):
         wide = {child: found for child, part in module.named_children() if (found := width(part)) is not None}
@@ -258,7 +264,7 @@ def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | 
 
 def _unread(name: str, module: nn.Module) -> str:
     """Why a layer with linear layers like an MLP's is none; "" where nothing resembles one."""
-    if len(module._modules) < 2 or type(module).forward in (nn.Module.forward, nn.Sequential.forward):
+    if len(children_of(module)) < 2 or type(module).forward in (nn.Module.forward, nn.Sequential.forward):
         return ""
     if looks_like_attention(name, module) or linear_widths(module) is not None:  # an adapter's two are inside
         return ""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from seqtile._compat import MODULES
 from seqtile.models.discover.formula import Formula
 from seqtile.models.discover.live_weights import row_wise
 from seqtile.ops.mlp import FusedWeights
@@ -66,8 +67,12 @@ class Chain:
 
     @property
     def modules(self) -> list[nn.Module]:
-        parts = [self.before, *(part for _, part in self.members), self.after, self.closing]
-        return [part for part in parts if isinstance(part, nn.Module)]
+        parts = (("", self.before), *self.members, ("", self.after), ("", self.closing))
+        modules = []
+        for _, part in parts:
+            if isinstance(part, nn.Module):
+                modules.append(part)
+        return modules
 
     @property
     def functions(self) -> list[Any]:
@@ -114,24 +119,31 @@ class Chain:
         if self.kind == "inline":
             return {name: view(part) if isinstance(part, nn.Module) else part for name, part in self.members}
         block = view(self.members[0][1])
-        return {**{k: v for k, v in vars(block).items() if callable(v)}, **block._modules}
+        parts: dict[str, Any] = {}
+        for name, value in block.__dict__.items():
+            if callable(value):
+                parts[name] = value
+        parts.update(block.__dict__[MODULES])
+        return parts
 
     def weights(self, formula: Formula, dtype: torch.dtype, view: ViewOf = itself) -> FusedWeights | str:
         """The live weights for the fused operator, or why it cannot run now."""
-        mlp = formula.weights(self.parts(view), dtype)
+        parts = self.parts(view)
+        norm = None if self.before is None else view(self.before)
+        after: Any = None if self.after is None else view(self.after)
+        mlp = formula.weights(parts, dtype)
         if isinstance(mlp, str):
             return mlp
-        drop, after = self.dropout if self.training else 0.0, self.after
-        if isinstance(after, nn.Dropout):
-            drop, after = (float(after.p) if view(after).training else 0.0), None
-        norms = [None if norm is None else row_wise(view(norm)) for norm in (self.before, after)]
-        for norm in norms:
-            if isinstance(norm, str):
-                return norm
+        drop = self.dropout if self.training else 0.0
+        if isinstance(self.after, nn.Dropout):
+            drop, after = (float(self.after.p) if after.training else 0.0), None
+        before = None if norm is None else row_wise(norm)
+        behind = None if after is None else row_wise(after)
+        if isinstance(before, str) or isinstance(behind, str):
+            return before if isinstance(before, str) else str(behind)
         if drop and mlp.dropout:
             return "a dropout follows a block that ends with one"
-        before, behind = norms
-        return replace(mlp, before=before, after=behind, dropout=mlp.dropout or drop)  # type: ignore[arg-type]
+        return replace(mlp, before=before, after=behind, dropout=mlp.dropout or drop)
 
     def fusable(self) -> str:
         """Why the fused operator cannot run this chain, by its kind, or ""."""

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from seqtile._compat import parameters_of
+
 ATTENTION = "attention"
 UNKNOWN_STATE = "a state of unknown kind"
 
@@ -118,7 +120,7 @@ def kind_of(name: str, module: nn.Module) -> str:
         if re.search(pattern, class_name):
             return kind
     if any(_is_over_the_sequence(child) for child in module.children()) or not _STATE_PARAMETERS.isdisjoint(
-        module._parameters
+        parameters_of(module)
     ):
         return UNKNOWN_STATE
     if isinstance(module, nn.ModuleList) or not any(_is_linear(part) for part in module.modules()):
@@ -161,7 +163,7 @@ def _is_over_the_sequence(module: Any) -> bool:
 
 def _is_linear(module: nn.Module) -> bool:
     """A linear layer of any class: transformers' Conv1D, packed and adapted ones too."""
-    weight = module._parameters.get("weight")
+    weight = parameters_of(module).get("weight")
     return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
 
 

@@ -6,7 +6,6 @@ closures and defaults of that code are remembered, with what dictionaries, lists
 
 from __future__ import annotations
 
-import abc
 import builtins
 import enum
 import functools
@@ -18,15 +17,29 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, itemgetter, methodcaller
+from itertools import starmap
+from operator import attrgetter, call, getitem, itemgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from seqtile._compat import (
+    GLOBAL_HOOKS,
+    HOOKS,
+    REPLICATE,
+    AbcData,
+    LruCache,
+    OpOverload,
+    OpOverloadPacket,
+    ScriptMethod,
+    buffers_of,
+    children_of,
+    parameters_of,
+    version_of,
+)
 from seqtile.engines.flat import is_flat_view
-from seqtile.models.discover.live_weights import GLOBAL_HOOKS, HOOKS
 from seqtile.models.discover.python_code import TORCH, Code, is_strange
 from seqtile.models.discover.sizes import Untraceable
 
@@ -36,19 +49,19 @@ _PLAIN = (
 )  # fmt: skip
 _FIXED = (
     types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
-    types.ClassMethodDescriptorType, re.Pattern, type(vars(abc.ABC)["_abc_impl"]), torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket, logging.Logger, enum.Enum,
+    types.ClassMethodDescriptorType, re.Pattern, AbcData, OpOverload,
+    OpOverloadPacket, logging.Logger, enum.Enum,
 )  # fmt: skip
 """Types of objects that cannot change, or whose changes change no result."""
 
-_SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod)
-_CACHES = (functools._lru_cache_wrapper, functools.cached_property)
+_SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, ScriptMethod)
+_CACHES = (LruCache, functools.cached_property)
 
 MOST, LARGEST, DEEPEST = 500, 10_000, 8
 """Most things that a proof may rest on, entries of a container among them, and objects one inside another."""
 
 _MISSING = object()
-_KIND = attrgetter("dtype", "requires_grad")
+_KIND, _OWN = attrgetter("dtype", "requires_grad"), attrgetter("__dict__")
 
 
 class _Unseen(Untraceable):
@@ -134,12 +147,16 @@ class Facts:
                 and list(map(len, self._grown)) == self._sizes  # an attribute that appears may hide one of the class
                 and list(map(_FORWARD, self._owns)) == self._forwards
                 and not any(self._empty)
-                and [read(owner) for read, owner in self._reads] == self._expected
-                and [_KIND(scope[name]) for scope, name in self._tensors] == self._weighed
-                and not any([self.reads_of(scope[name]) for scope, name in self._weights])
+                and list(starmap(call, self._reads)) == self._expected
+                and list(map(_KIND, starmap(getitem, self._tensors))) == self._weighed
+                and (not any(map(_OWN, starmap(getitem, self._weights))) or not self._marked())
             )
         except (AttributeError, KeyError, ValueError, RuntimeError):  # something is gone, or a tensor came in
             return False
+
+    def _marked(self) -> bool:
+        """Whether the code may read an attribute that someone gave to a weight."""
+        return any([self.reads_of(scope[name]) for scope, name in self._weights])
 
     def reads_of(self, tensor: Tensor) -> list[str]:
         """The attributes that someone gave to a tensor, and that the code may read."""
@@ -148,12 +165,12 @@ class Facts:
 
     def tensors(self) -> list[tuple[str, Tensor, int]]:
         """(name, tensor, version) of the buffers and of the tensors in attributes, as they are now."""
-        found = [(name, scope.get(name)) for scope, name in (*self._tensors, *self._attributes)]
-        return [
-            (name, one, -1 if one.is_inference() else one._version)
-            for name, one in found
-            if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and not is_flat_view(one)
-        ]  # fmt: skip
+        found = []
+        for scope, name in (*self._tensors, *self._attributes):
+            one = scope.get(name)
+            if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and not is_flat_view(one):
+                found.append((name, one, -1 if one.is_inference() else version_of(one)))
+        return found
 
     def restore(self) -> str:
         """Put back what has changed; what it was, "" for nothing."""
@@ -212,14 +229,14 @@ class Facts:
         if isinstance(part, _SCRIPTS):
             raise Untraceable(_NO_SCRIPT)
         own = part.__dict__
-        self._contain(part._modules, dict(part._modules))
+        self._contain(children_of(part), dict(children_of(part)))
         for name in HOOKS:
             hooks = own.get(name)
             if hooks is not None:
                 self._contain(hooks, type(hooks)(hooks))
         specs = {}
         flat = {name: value for name, value in own.items() if is_flat_view(value)}  # FSDP1's, instead of parameters
-        for scope in (part._parameters, part._buffers, flat):
+        for scope in (parameters_of(part), buffers_of(part), flat):
             for name, tensor in scope.items():
                 if tensor is not None and (scope is flat or name not in flat):
                     self._tensors.append((own if scope is flat else scope, name))
@@ -227,7 +244,7 @@ class Facts:
                     specs[name] = (name, tuple(getattr(tensor, "ds_shape", tensor.shape)), _KIND(tensor), kind)
         self._attributes += [(own, k) for k, value in own.items() if isinstance(value, Tensor) and k not in flat]
         hooks = [self._freeze(hook, 1) for name in HOOKS for hook in own.get(name, {}).values()]
-        children = [(name, self._places.get(id(child))) for name, child in part._modules.items()]
+        children = [(name, self._places.get(id(child))) for name, child in children_of(part).items()]
         training = None
         if self._code.reads("training"):
             training = own.get("training")
@@ -380,8 +397,8 @@ class Facts:
             self._watch_names(value, own)
             found.append(self._of_scope(own, depth, INTERNAL - {"training"} if inside else frozenset()))
             if inside:
-                self._contain(value._modules, dict(value._modules))
-                found.append(self._of_scope(value._modules, depth))
+                self._contain(children_of(value), dict(children_of(value)))
+                found.append(self._of_scope(children_of(value), depth))
         if slots := [name for name in _slots(kind) if self._known is None or name in self._known]:
             read = functools.partial(_read_slots, slots)
             self._reads.append((read, value))
@@ -491,7 +508,7 @@ def _is_users(value: Any) -> bool:
     return top not in sys.stdlib_module_names and top not in ("torch", "numpy", "transformers", "peft", "accelerate")
 
 
-INTERNAL = frozenset(vars(nn.Module())).union(("forward", "extra_repr", "_replicate_for_data_parallel", "training"))
+INTERNAL = frozenset(vars(nn.Module())).union(("forward", "extra_repr", REPLICATE, "training"))
 """Attributes that are PyTorch's, or ours."""
 
 _FILE = {"__builtins__", "__name__", "__file__", "__package__", "__spec__", "__loader__", "__path__"}

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from seqtile.models.discover.live_weights import has_hooks, projection_of
+from seqtile._compat import READ_NUMBER_NAME
+from seqtile.models.discover.live_weights import differ_in_dtype, has_hooks, projection_of
 from seqtile.models.discover.sizes import Untraceable
 from seqtile.models.discover.trace import Graph, Tracer
 from seqtile.models.discover.widths import linear_widths
@@ -57,7 +58,7 @@ class Formula:
             if isinstance(projection, str):
                 return projection
             found.append(projection)
-        if len({one.weight.dtype for one in found if isinstance(one.weight, Tensor)}) > 1:
+        if differ_in_dtype(found):
             return "its linear layers differ in dtype"  # T5 casts before its last layer, which stays in float32
         activation = self.activation or Activation(self.function, parts[self.function])
         dropout = float(parts[self.dropout].p) if self.dropout else 0.0
@@ -88,9 +89,10 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
     trained = {name for name, gradient in graph.gradients if gradient is not None and not name.startswith("input ")}
     if len(tracer.inputs) > 1:
         return "it was called with more than hidden states"
-    if "_local_scalar_dense" in graph.operators:
+    if READ_NUMBER_NAME in graph.operators:
         return "it looks at the values of its weights"
-    for formula in _candidates(chain.parts(), graph, mentioned):
+    width = tracer.inputs[0][0][-1]
+    for formula in _candidates(chain.parts(), int(width), graph, mentioned):
         if isinstance(formula, str):
             return formula
         used: set[str] = set()
@@ -99,7 +101,7 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
             weights = chain.weights(formula, dtype, view)
             if isinstance(weights, str):
                 raise Untraceable(weights)
-            used.update(tracer.names[id(weight)] for weight in weights.tensors())
+            used.update(tracer.names[id(weight)] for weight in weights.split()[0])
             if formula.form is not None:
                 weights = replace(weights, activation=replace(weights.activation, function=formula.form))
             x = inputs[0]
@@ -116,7 +118,7 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
     return why if why in reasons or not reasons else reasons[0]
 
 
-def _candidates(parts: Mapping[str, Any], graph: Graph, mentioned: set[str]) -> Iterator[Formula | str]:
+def _candidates(parts: Mapping[str, Any], hidden: int, graph: Graph, mentioned: set[str]) -> Iterator[Formula | str]:
     linears = {name: widths for name, part in parts.items() if (widths := linear_widths(part)) is not None}
     if len(linears) not in (2, 3):
         yield f"{len(linears)} linear layers where 2 or 3 were expected"
@@ -125,10 +127,13 @@ def _candidates(parts: Mapping[str, Any], graph: Graph, mentioned: set[str]) -> 
     if heard:
         yield f"{heard[0]} has hooks"
         return
-    *before, down = linears
-    hidden, inner = linears[down][1], linears[down][0]
-    double = len(before) == 1 and linears[before[0]][1] == 2 * inner
-    if any(linears[name] != (hidden, 2 * inner if double else inner) for name in before):
+    firsts = list[tuple[str, list[str], bool]]()  # (down, the others, whether gate and up are one), by their widths
+    for down, (inner, out) in reversed(linears.items()):
+        before = [name for name in linears if name != down]
+        for double in (False, True)[: 3 - len(before)]:
+            if out == hidden and all(linears[name] == (hidden, 2 * inner if double else inner) for name in before):
+                firsts.append((down, before, double))
+    if not firsts:
         yield "its linear layers are not D -> F and F -> D"
         return
     drops = [name for name, part in parts.items() if type(part) is nn.Dropout and part.p > 0]
@@ -138,8 +143,9 @@ def _candidates(parts: Mapping[str, Any], graph: Graph, mentioned: set[str]) -> 
     choices = [(one, "", form) for one, form in known] + [(None, name, None) for name in functions]
     for activation, function, form in choices:
         for drop in ["", *drops]:
-            for first, gated, up_first in _orders(before, double):
-                yield Formula(first, down, activation, function, gated, up_first, drop, form)
+            for down, before, double in firsts:
+                for first, gated, up_first in _orders(before, double):
+                    yield Formula(first, down, activation, function, gated, up_first, drop, form)
 
 
 def _orders(before: list[str], double: bool) -> list[tuple[tuple[str, ...], bool, bool]]:

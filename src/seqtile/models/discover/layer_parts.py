@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dis import opname
 from functools import partial
@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from seqtile._compat import BUFFERS, MODULES, PARAMETERS, children_of, disabled_torch_function, version_of
 from seqtile.engines.zero3 import whole_shape
 from seqtile.models.discover.facts import INTERNAL, Facts
+from seqtile.models.discover.plain_forward import is_plain
 from seqtile.models.discover.proof import generators, restored
 from seqtile.models.discover.python_code import KNOWN_LIBRARIES, Code
 from seqtile.models.discover.trace import in_a_thread
@@ -52,7 +54,8 @@ class Step:
     """One call in a layer's forward.
 
     Attributes:
-        kind: ``"child"``, ``"dropout"`` (a functional one), ``"operator"``, or ``"attribute"`` (of a child).
+        kind: ``"child"``, ``"dropout"`` (a functional one), ``"operator"``, ``"in-place"`` (an operator that changes
+            what it is given), or ``"attribute"`` (of a child).
         name: the child or attribute that was called, the attribute that holds the probability, or the operator.
         reads: numbers of the tensors that it was given.
         hidden_states: number of the first of them.
@@ -71,10 +74,21 @@ class Step:
 
 
 class LayerSteps:
-    """The calls in one run of a layer's forward."""
+    """The calls in one run of a layer's forward.
 
-    def __init__(self, steps: list[Step]) -> None:
+    Args:
+        steps: the calls, in training.
+        evaluated: those in evaluation mode; None where they are known to be the same.
+    """
+
+    def __init__(self, steps: list[Step], evaluated: LayerSteps | None = None) -> None:
         self.steps = steps
+        self.modes = [self] if evaluated is None or evaluated.steps == steps else [self, evaluated]
+
+    def is_undisturbed(self, first: Step, last: Step) -> bool:
+        """Whether nothing is changed in place between two calls: what the first reads is then the same at the last."""
+        between = self.steps[self.steps.index(first) : self.steps.index(last) + 1]
+        return all(step.kind != "in-place" for step in between)
 
     def call_of(self, name: str) -> Step | None:
         """The call of a child, if there is exactly one and nothing else of the child is read."""
@@ -98,7 +112,7 @@ class _Result(Tensor):
     Unpacked, it is as many as there are names for it; indexed with a number, it is itself.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     def __iter__(self) -> Iterator[Any]:
         frame = sys._getframe(1)
@@ -129,13 +143,14 @@ def _result(like: Tensor, shape: Sequence[int]) -> Tensor:
 class _Run(TorchFunctionMode):
     """One run of a layer's forward: notes what reads what."""
 
-    def __init__(self, layer: nn.Module, plain: Mapping[str, int]) -> None:
+    def __init__(self, layer: nn.Module, plain: Mapping[str, int], training: bool) -> None:
         super().__init__()
+        self._training = training
         self.steps: list[Step] = []
         self._plain = plain
         self._dropouts: dict[float, str] = {}
         self._inside = False
-        self._context = gradients_and_autocast()
+        self._context = _gradients_and_autocast()
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self.view = self._view(layer)
@@ -147,11 +162,11 @@ class _Run(TorchFunctionMode):
         own.update(layer.__dict__)
         own.pop("forward", None)
         # Transformers' own switches: neither changes who reads what, and both would run the parts in other ways.
-        own.update(training=True, gradient_checkpointing=False, chunk_size_feed_forward=0)
-        own["_modules"] = {
-            name: None if child is None else _Child(name, child, self) for name, child in layer._modules.items()
+        own.update(training=self._training, gradient_checkpointing=False, chunk_size_feed_forward=0)
+        own[MODULES] = {
+            name: None if child is None else _Child(name, child, self) for name, child in children_of(layer).items()
         }
-        for kind in ("_parameters", "_buffers"):
+        for kind in (PARAMETERS, BUFFERS):
             own[kind] = {name: None if one is None else _weight(one) for name, one in own[kind].items()}
         for name, value in vars(layer).items():
             if isinstance(value, float) and "drop" in name:
@@ -181,6 +196,7 @@ class _Run(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name == "__bool__":
             return False  # "is something infinite?"
+        versions = [(one, version_of(one)) for one in _tensors((*args, *kwargs.values()))]
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, TypeError):  # stand-ins know no shapes but their input's; who reads what needs none
@@ -190,7 +206,9 @@ class _Run(TorchFunctionMode):
             result = _result(given[0], given[0].shape)
         if self._inside or not isinstance(result, (Tensor, tuple, list)) or isinstance(result, torch.Size):
             return result
-        if func is nn.functional.dropout:
+        if any(version_of(one) != version for one, version in versions):
+            self.add("in-place", name, args, kwargs, result)
+        elif func is nn.functional.dropout:
             p = inspect.signature(func).bind(*args, **kwargs).arguments.get("p", 0.5)
             self.add("dropout", self._dropouts.get(p, ""), args, kwargs, result)
         else:
@@ -207,17 +225,20 @@ class _Run(TorchFunctionMode):
         hidden_states = self.number(first) if isinstance(first, Tensor) else -1
         made = self.number(result) if isinstance(result, Tensor) else -1
         reads = tuple(self.number(one) for one in given)
-        plain, alone = gradients_and_autocast() == self._context, len(given) == len(args) + len(words)
+        plain, alone = (
+            _gradients_and_autocast() == self._context,
+            len(given) == len(args) + len(words),
+        )
         self.steps.append(Step(kind, name, reads, hidden_states, made, plain, alone))
 
 
-def gradients_and_autocast() -> tuple[bool, ...]:
-    """Whether gradients are on, and autocast for each kind of device here."""
-    return (torch.is_grad_enabled(), *[torch.is_autocast_enabled(kind) for kind in _device_types()])
+def _gradients_and_autocast() -> tuple[bool, ...]:
+    return (torch.is_grad_enabled(), *map(torch.is_autocast_enabled, device_types()))
 
 
 @functools.cache
-def _device_types() -> list[str]:
+def device_types() -> list[str]:
+    """The kinds of devices here, for each of which autocast may be on."""
     accelerator = torch.accelerator.current_accelerator()
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
@@ -230,6 +251,9 @@ class _Child:
 
     def __call__(self, *args: Any, **words: Any) -> Any:
         return self._call(*args, **words)
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        raise RuntimeError(f"the layer's forward sets {self._name}.{attribute}")
 
     def __getattr__(self, attribute: str) -> Any:
         self._run.steps.append(Step("attribute", self._name, (), -1, -1))
@@ -258,16 +282,21 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> LayerSteps | None:
-    """The calls in the forward of ``layer`` on hidden states of this width; None where it cannot be run.
+    """The calls in the forward of ``layer`` on hidden states of this width.
 
     Args:
         layer: the decoder layer; nothing of it is changed, no child of it runs.
         hidden: width of its input.
         plain: children that return one tensor, with its width.
 
+    Returns:
+        The calls, or None where it cannot be run or does more than call its children and functions of PyTorch.
+
     Cost:
         One to a few milliseconds.
     """
+    if not is_plain(layer):
+        return None
     parameters = list(inspect.signature(type(layer).forward).parameters.values())[2:]
     needed = [one.name for one in parameters if one.default is one.empty and one.kind in _NAMED]
     others = [
@@ -293,9 +322,8 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 def _guarded(layer: nn.Module, run: Callable[[], LayerSteps]) -> LayerSteps:
     """``run()``, which must leave the random generators and whatever the layer's own code reads as they were."""
     alone: nn.Module = object.__new__(type(layer))  # without its children, which do not run
-    alone.__dict__.update({**vars(layer), "_modules": {}})
-    known = type(layer).__module__.partition(".")[0] in KNOWN_LIBRARIES
-    facts = None if known else Facts([alone], (), Code.written([alone], ()))
+    alone.__dict__.update({**vars(layer), MODULES: {}})
+    facts = None if _is_known(layer) else Facts([alone], (), Code.written([alone], ()))
     before = generators()
     try:
         return run()
@@ -305,11 +333,23 @@ def _guarded(layer: nn.Module, run: Callable[[], LayerSteps]) -> LayerSteps:
             raise RuntimeError(f"the layer's forward changes {drawn}")
 
 
+def _is_known(layer: nn.Module) -> bool:
+    return type(layer).__module__.partition(".")[0] in KNOWN_LIBRARIES
+
+
 def _run(
     layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given: Mapping[str, Sequence[int] | int | None]
 ) -> LayerSteps:
+    evaluated = None if _is_known(layer) else _run_once(layer, shape, plain, given, training=False)
+    return LayerSteps(_run_once(layer, shape, plain, given, training=True).steps, evaluated)
+
+
+def _run_once(
+    layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int],
+    given: Mapping[str, Sequence[int] | int | None], training: bool,
+) -> LayerSteps:  # fmt: skip
     with torch.enable_grad():
-        run = _Run(layer, plain)
+        run = _Run(layer, plain, training)
         before = {
             name: value.copy() if type(value) in (list, set, dict) else value for name, value in vars(run.view).items()
         }
@@ -341,7 +381,23 @@ def plain_children(layer: nn.Module, blocks: Mapping[str, int]) -> dict[str, int
 
 
 def around(layer: nn.Module, steps: LayerSteps, name: str) -> Neighbours:
-    """What runs beside the child ``name``."""
+    """What runs beside the child ``name``, in training and in evaluation."""
+    return _agreed(_around(layer, one, name) for one in steps.modes) or Neighbours(members=(name,))
+
+
+def _agreed(found: Iterable[Neighbours | None]) -> Neighbours | None:
+    """What is the same in every mode."""
+    first, *others = found
+    for other in others:
+        if first is None or other is None or first.members != other.members:
+            return None
+        fields = ("before", "after", "dropout", "closing")
+        changed: dict[str, Any] = {name: "" for name in fields if getattr(first, name) != getattr(other, name)}
+        first = replace(first, **changed)
+    return first
+
+
+def _around(layer: nn.Module, steps: LayerSteps, name: str) -> Neighbours:
     call = steps.call_of(name)
     if call is None or len(call.reads) != 1 or not call.alone:
         return Neighbours(members=(name,))
@@ -352,7 +408,9 @@ def norm_before(layer: nn.Module, steps: LayerSteps, name: str) -> str:
     """The norm that makes the hidden states of the child ``name``, and of nothing else; or ""."""
     call = steps.call_of(name)
     maker = steps.maker(call) if call is not None else None
-    return maker.name if maker is not None and _is_norm_call(layer, steps, maker) else ""
+    if call is None or maker is None or not _is_norm_call(layer, steps, maker):
+        return ""
+    return maker.name if steps.is_undisturbed(maker, call) else ""
 
 
 def _is_norm_call(layer: nn.Module, steps: LayerSteps, step: Step) -> bool:
@@ -362,7 +420,7 @@ def _is_norm_call(layer: nn.Module, steps: LayerSteps, step: Step) -> bool:
 
 def _followed(layer: nn.Module, steps: LayerSteps, last: Step, near: Neighbours) -> Neighbours:
     after = steps.reader(last)
-    if after is None or len(after.reads) != 1 or not after.name:
+    if after is None or len(after.reads) != 1 or not after.name or not steps.is_undisturbed(last, after):
         return near
     if after.kind == "dropout":
         return replace(near, dropout=after.name)
@@ -381,6 +439,10 @@ def looks_inline(widths: Mapping[str, tuple[int, int] | None]) -> tuple[str, str
 
 def inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:
     """An MLP whose linear layers are children of the layer, called one after another (OPT, BART)."""
+    return _agreed(_inline(layer, one, widths) for one in steps.modes)
+
+
+def _inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:
     for name in widths:
         call = steps.call_of(name)
         members: list[Step] = []
@@ -394,9 +456,11 @@ def inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, 
         names = tuple(one.name for one in members)
         if any(one.kind == "child" and steps.call_of(one.name) is not one for one in members):
             continue
+        if not steps.is_undisturbed(members[0], members[-1]):
+            continue
         near = _followed(layer, steps, members[-1], Neighbours(members=names))
         maker = steps.maker(members[0])
-        if maker is not None and _is_norm_call(layer, steps, maker):
+        if maker is not None and _is_norm_call(layer, steps, maker) and steps.is_undisturbed(maker, members[0]):
             return replace(near, before=maker.name)
         return replace(near, closing=_closing(layer, steps, members, near))
     return None
@@ -419,13 +483,17 @@ def _closing(layer: nn.Module, steps: LayerSteps, members: list[Step], near: Nei
     if total is None or total.name not in ("add", "__add__") or len(total.reads) != 2:
         return ""
     norm = steps.reader(total)
-    if members[0].hidden_states not in total.reads or norm is None:
+    if members[0].hidden_states not in total.reads or norm is None or not steps.is_undisturbed(members[0], norm):
         return ""
     return norm.name if _is_norm_call(layer, steps, norm) else ""
 
 
 def pair(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:
     """An MLP in two children of the layer (BERT): ``h = first(x)``, ``second(h, other)``."""
+    return _agreed(_pair(layer, one, widths) for one in steps.modes)
+
+
+def _pair(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:
     for name, (wide, inner) in widths.items():
         call = steps.call_of(name)
         second = steps.reader(call) if call is not None else None
@@ -437,6 +505,7 @@ def pair(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, in
             and second.alone
             and second.hidden_states == call.makes
             and len(second.reads) == 2
+            and steps.is_undisturbed(call, second)
         ):
             return Neighbours(members=(name, second.name))
     return None

@@ -6,47 +6,49 @@ proven by its trace (:mod:`seqtile.models.discover.formula`); what cannot be see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
+from seqtile._compat import HOOKS
 from seqtile.counting.fake import PLAIN
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.ops.linear import Adapter, Packed, Projection
 from seqtile.ops.rng import RowWise
 
+_hooks_of = attrgetter(*HOOKS)
 _ADAPTED = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
-GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
-    torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
-)  # fmt: skip
-"""The hooks that PyTorch runs around the forward and backward of every module."""
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its forward."""
-    return any(getattr(module, name) for name in HOOKS)
+    return any(_hooks_of(module))
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
     """The same, but for hooks that only note when it runs: seqtile's own counters."""
-    hooks = (hook for name in HOOKS for hook in getattr(module, name).values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("seqtile.") for hook in hooks)
+    for name in HOOKS:
+        for hook in getattr(module, name).values():
+            if not str(getattr(hook, "__module__", "")).startswith("seqtile."):
+                return True
+    return False
 
 
 def row_wise(norm: nn.Module) -> RowWise | str:
     """A norm that runs inside the tile of the fused operator, or why it cannot."""
     if "forward" in norm.__dict__ or has_hooks(norm):
         return f"{type(norm).__name__} has hooks"
-    if any(True for _ in norm.children()) or any(weight.dim() > 1 for _, weight in named_weights(norm)):
-        return f"{type(norm).__name__} is no row-wise norm"
     live = dict(named_weights(norm))
-    if (reason := next((r for w in live.values() if (r := _unusable(w))), "")) != "":
-        return f"{type(norm).__name__}: {reason}"
+    if next(norm.children(), None) is not None:
+        return f"{type(norm).__name__} is no row-wise norm"
+    for weight in live.values():
+        if weight.dim() > 1:
+            return f"{type(norm).__name__} is no row-wise norm"
+        if reason := _unusable(weight):
+            return f"{type(norm).__name__}: {reason}"
     names = tuple(live)
 
     def function(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -95,6 +97,15 @@ def projection_of(
     if not transposed and kind.forward is not nn.Linear.forward and not traced:
         return f"{name} ({kind.__name__}) may compute more than a linear layer"
     return Projection(weight, bias, transposed)
+
+
+def differ_in_dtype(projections: Iterable[Projection]) -> bool:
+    """Whether their weights are of more than one dtype; quantised ones have none of their own."""
+    dtypes = set()
+    for one in projections:
+        if isinstance(one.weight, Tensor):
+            dtypes.add(one.weight.dtype)
+    return len(dtypes) > 1
 
 
 def _packed(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import seqtile
-from seqtile.models.discover.live_weights import HOOKS
+from seqtile._compat import HOOKS
 from seqtile.models.discover.sizes import Untraceable
 
 TORCH = os.path.dirname(torch.__file__)

@@ -12,11 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
+from seqtile._compat import (
+    MEMORY_METHODS,
+    READ_NUMBER,
+    READ_NUMBER_NAME,
+    DataDependentOutputException,
+    FakeTensor,
+    TorchDispatchMode,
+    schema_of,
+    tree_flatten,
+)
 from seqtile.models.discover.sizes import (
     SIZES,
     NoRule,
@@ -103,10 +110,10 @@ class Recorder(TorchDispatchMode):
             except DataDependentOutputException:
                 if self.expected is None and any(flow.axes or flow.summed for flow in map(self.flow, tensors)):
                     raise NotPerToken("its forward decides by the values of its input") from None
-                if tensors[0].dtype is not torch.bool or func is not torch.ops.aten._local_scalar_dense.default:
+                if tensors[0].dtype is not torch.bool or func is not READ_NUMBER:
                     raise Untraceable("it reads the value of a weight") from None
                 self.asked += 1
-                self.operators.add("_local_scalar_dense")
+                self.operators.add(READ_NUMBER_NAME)
                 return self.asked == self.yes
             except Exception as error:
                 note_failure(error)
@@ -116,7 +123,7 @@ class Recorder(TorchDispatchMode):
             return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: list[Tensor]) -> None:
-        schema = func._schema
+        schema = schema_of(func)
         name = schema.name.removeprefix("aten::")
         given = {one.name: one.default_value for one in schema.arguments if one.has_default_value()}
         given |= dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
@@ -251,7 +258,9 @@ _MAY_ASK = ("seqtile.", "torch.utils.", "torch.autograd.", "torch.nn.modules.mod
 """Modules of our own, and those of PyTorch that call hooks."""
 
 _ON_INPUTS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_")
-_OF_MEMORY = frozenset("data_ptr untyped_storage storage _typed_storage _version grad tolist numpy __array__".split())
+_OF_MEMORY = frozenset(
+    ("data_ptr", "untyped_storage", "storage", *MEMORY_METHODS, "grad", "tolist", "numpy", "__array__")
+)
 _OF_TOKENS = ("__len__", "is_contiguous", "requires_grad", "is_leaf", "grad_fn", "__repr__", "__str__", "__format__")
 
 

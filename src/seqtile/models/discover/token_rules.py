@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from seqtile._compat import FakeTensor, disable_current_modes
 from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, holds_tokens
 from seqtile.models.discover.token_flow import Atoms, Call, Flow, features, place_of, tensors_in
 
@@ -82,7 +81,7 @@ def numbers_in(values: Tensor) -> Any:
         return None
     if values.numel() > 1000:
         raise Untraceable(f"it makes a tensor of {values.numel():,} numbers that no one can compare")
-    with _disable_current_modes():  # they are real
+    with disable_current_modes():  # they are real
         numbers = values.flatten().tolist()
     if any(isinstance(one, (int, float)) and one == int(one) and holds_tokens(int(one)) for one in numbers
            if not isinstance(one, float) or math.isfinite(one)):  # fmt: skip

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten
 
+from seqtile._compat import FakeTensorMode, tree_flatten
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.python_code import Code, is_raised_by_user
 from seqtile.models.discover.recorder import Recorder, Sizes
@@ -49,11 +48,20 @@ class Graph:
 _LOUD = logging.getLogger("torch._subclasses.fake_tensor")
 
 
+_here = threading.local()
+
+
+def is_tracing() -> bool:
+    """Whether this thread runs a trace or a trial."""
+    return getattr(_here, "traces", False)
+
+
 def in_a_thread(function: Callable[[], Any]) -> Any:
     """``function()`` in a thread of its own: no mode, hook or autocast state of the caller reaches it."""
     answer: list[Any] = []
 
     def call() -> None:
+        _here.traces = True
         level = _LOUD.level
         _LOUD.setLevel(logging.CRITICAL + 1)  # it writes a traceback for everything that cannot run on fake tensors
         try:

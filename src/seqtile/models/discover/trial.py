@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from seqtile._compat import children_of, tree_leaves
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.python_code import Code
 from seqtile.models.discover.recorder import unwatched
@@ -184,8 +184,8 @@ def _small_experts(module: nn.Module) -> nn.Module | None:
     for name, value in vars(module).items():
         if isinstance(value, (bool, float, str)) or (callable(value) and name not in ("forward", "extra_repr")):
             made.__dict__[name] = value
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         if child is not None and not any(True for _ in child.parameters()):
-            made._modules[name] = child
+            children_of(made)[name] = child
     made.train(module.training)
     return made if max(weight.numel() for weight in made.parameters()) < 2**20 else None

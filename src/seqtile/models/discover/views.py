@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile._compat import BUFFERS, MODULES, PARAMETERS, buffers_of, children_of, parameters_of
 from seqtile.engines.flat import is_flat_view
 from seqtile.models.discover.facts import INTERNAL
 
@@ -33,16 +34,16 @@ class Views:
         self._views[id(module)] = view
         own = view.__dict__
         own.update(module.__dict__)
-        own["_parameters"] = {key: self._fake(f"{name}.{key}", one) for key, one in module._parameters.items()}
-        own["_buffers"] = {key: self._fake(f"{name}.{key}", one) for key, one in module._buffers.items()}
-        own["_modules"] = {
+        own[PARAMETERS] = {key: self._fake(f"{name}.{key}", one) for key, one in parameters_of(module).items()}
+        own[BUFFERS] = {key: self._fake(f"{name}.{key}", one) for key, one in buffers_of(module).items()}
+        own[MODULES] = {
             key: self.of(child, f"{name}.{key}") if isinstance(child, nn.Module) else child
-            for key, child in module._modules.items()
+            for key, child in children_of(module).items()
         }
         for key, value in module.__dict__.items():
             if is_flat_view(value):
                 del own[key]
-                own["_parameters"][key] = self._fake(f"{name}.{key}", value)
+                own[PARAMETERS][key] = self._fake(f"{name}.{key}", value)
             elif isinstance(value, Tensor):
                 own[key] = self._fake(f"{name}.{key}", value)
             elif type(value) in (list, dict, set) and key not in INTERNAL:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from seqtile._compat import children_of
 from seqtile.engines.zero3 import whole_shape
 
 
@@ -21,7 +22,11 @@ def linear_widths(module: Any) -> tuple[int, int] | None:
 
 def half_widths(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of half an MLP: a module with one linear layer, and norms, dropouts and an activation beside it."""
-    if not module._modules or linear_widths(module) is not None or any(True for _ in module.parameters(recurse=False)):
+    if (
+        not children_of(module)
+        or linear_widths(module) is not None
+        or any(True for _ in module.parameters(recurse=False))
+    ):
         return None
     widths = [(child, linear_widths(child)) for child in module.children()]
     linears = [found for _, found in widths if found is not None]
@@ -30,7 +35,12 @@ def half_widths(module: nn.Module) -> tuple[int, int] | None:
 
 
 def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
-    """(hidden, intermediate) if the module is a gated or plain MLP by its linear children."""
+    """(hidden, intermediate) if the module is a gated or plain MLP by its linear children, in whatever order.
+
+    Of two linear layers the first is taken for the first; where it is the second, both widths are to be swapped.
+    """
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # which cannot be called
+        return None
     linears = []
     for child in _parts(module):
         widths = linear_widths(child)
@@ -38,20 +48,20 @@ def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
             linears.append(widths)
         elif any(True for _ in child.parameters()) and not _is_small(child):
             return None
-    if any(True for _ in module.parameters(recurse=False)) or len(linears) not in (2, 3):
+    own = [whole_shape(weight) for weight in module.parameters(recurse=False)]
+    if any(len(shape) > 1 for shape in own) or len(linears) not in (2, 3):
         return None
-    hidden, out = linears[0]
-    down = linears[-1]
-    if down[1] != hidden or any(widths != (hidden, out) for widths in linears[:-1]):
-        return None
-    if len(linears) == 2 and out == 2 * down[0]:
-        return hidden, down[0]
-    return (hidden, out) if out == down[0] else None
+    for number in reversed(range(len(linears))):
+        down, before = linears[number], {*linears[:number], *linears[number + 1 :]}
+        double = len(linears) == 2 and number == 1 and before == {(down[1], 2 * down[0])}
+        if before == {down[::-1]} or double:
+            return down[1], down[0]
+    return None
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        if isinstance(child, nn.Sequential):
+        if isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             yield from _parts(child)
         else:
             yield child

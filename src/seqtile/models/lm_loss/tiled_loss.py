@@ -9,23 +9,23 @@ loop: engines gather its weight there, once per step.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from seqtile._compat import HOOKED_FORWARD, LOSS_FUNCTION, OUTPUT_HOOKS, children_of
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
+from seqtile._stand_in import ForwardStandIn
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import mark_leaf, unmark_leaf
-from seqtile.models.instance import _Bare, _Note, _RefuseReplicas
+from seqtile.models.instance import Bare
 from seqtile.models.lm_loss.deferred_logits import LaterHead, LaterLogits, head_width
 from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
 from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective
@@ -36,7 +36,6 @@ from seqtile.tiling import BlockShape, TileRule, head_sizes
 logger = first_rank_logger(__name__)
 
 _MARK = "_seqtile_loss"
-_CHANGED = ("forward", "extra_repr", "_replicate_for_data_parallel", _MARK)
 
 
 def check_kernel(head: nn.Module, impl: str) -> None:
@@ -114,34 +113,17 @@ def remove_loss(model: nn.Module) -> None:
         installed.remove()
 
 
-class TiledLoss:
+class TiledLoss(ForwardStandIn):
     """Stands in for ``forward`` on the instance of a causal language model."""
+
+    changed = (*ForwardStandIn.changed, _MARK)
 
     def __init__(self, module: nn.Module, rule: TileRule, impl: str = "torch") -> None:
         from seqtile.models.lm_loss.trl_head import TrlHead
 
-        self._module = weakref.ref(module)
-        self.rule, self.impl, self.active, self.told = rule, impl, True, set[str]()
-        self.before = {name: module.__dict__[name] for name in _CHANGED if name in module.__dict__}
+        super().__init__(module)
+        self.rule, self.impl, self.active = rule, impl, True
         self.trl = TrlHead.of(module.__dict__.get("forward"))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_module": self._module()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._module = weakref.ref(state["_module"])
-
-    @property
-    def module(self) -> Any:
-        module = self._module()
-        assert module is not None, "a tiled loss outlived its model"
-        return module
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        # No bound method: torch.compile writes one down as module.forward, which is this object.
-        return self.before.get("forward") or partial(type(self.module).forward, self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -162,9 +144,7 @@ class TiledLoss:
 
     def install(self, marked: bool = True) -> None:
         """Put it on the model; unmarked, ``undo`` does not find it."""
-        self.module.__dict__.update(
-            {"forward": self, "extra_repr": _Note(self), "_replicate_for_data_parallel": _RefuseReplicas()}
-        )
+        super().install()
         if marked:
             self.module.__dict__[_MARK] = self
         head = self.module.get_output_embeddings()
@@ -177,7 +157,7 @@ class TiledLoss:
         own = self.module.__dict__
         covered = own.get("forward") is not self
         self.active = not covered
-        for name in _CHANGED:
+        for name in self.changed:
             if not (covered and name == "forward"):
                 own.pop(name, None)
         own.update({name: value for name, value in self.before.items() if not (covered and name == "forward")})
@@ -225,8 +205,7 @@ class TiledLoss:
         return False
 
     def _tell(self, text: str) -> None:
-        if text not in self.told:
-            self.told.add(text)
+        if self.is_news(text):
             logger.warning(text)
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, compute: Callable[..., Tensor]) -> Any:
@@ -270,17 +249,17 @@ class TiledLoss:
                 targets = targets.reshape(logits.hidden.shape[:-1])
             return compute(head, logits, targets.to(logits.device), num_items_in_batch, ignore_index)
 
-        had = model.__dict__.get("_loss_function", _NOTHING)
-        parent._modules[attribute] = LaterHead(head, make)
-        model.__dict__["_loss_function"] = loss
+        had = model.__dict__.get(LOSS_FUNCTION, _NOTHING)
+        children_of(parent)[attribute] = LaterHead(head, make)
+        model.__dict__[LOSS_FUNCTION] = loss
         try:
             yield
         finally:
-            parent._modules[attribute] = head
+            children_of(parent)[attribute] = head
             if had is _NOTHING:
-                model.__dict__.pop("_loss_function", None)
+                model.__dict__.pop(LOSS_FUNCTION, None)
             else:
-                model.__dict__["_loss_function"] = had
+                model.__dict__[LOSS_FUNCTION] = had
 
     def _loss(self, head: nn.Module, later: LaterLogits, targets: Tensor, count: Any, ignore_index: int) -> Tensor:
         rule, scaling = self.rule, later.scaling
@@ -327,7 +306,7 @@ class TiledLoss:
 
     def inside(self, head: nn.Module, hidden: Tensor, plain: Callable[..., Any], module: Callable[..., Any]) -> Any:
         """Call the head with another forward, so that hooks and engines around it act once for all tiles."""
-        name = "_old_forward" if "_old_forward" in head.__dict__ else "forward"  # accelerate's hooks stay around it
+        name = HOOKED_FORWARD if HOOKED_FORWARD in head.__dict__ else "forward"  # accelerate's hooks stay around it
         had = head.__dict__.get(name, _NOTHING)
         own = type(head).forward.__get__(head) if had is _NOTHING else had
 
@@ -342,7 +321,7 @@ class TiledLoss:
                 return {f"0.{name}": weight for name, weight in named_weights(head) if weight.requires_grad}
 
             def call(tile: Tensor, aliases: Mapping[str, Tensor]) -> Tensor:
-                return call_with_weights(_Bare([head]), aliases, (lambda tiles: own(tiles[0]), [tile]))  # type: ignore[no-any-return]
+                return call_with_weights(Bare([head]), aliases, (lambda tiles: own(tiles[0]), [tile]))  # type: ignore[no-any-return]
 
             return module(rows, call, weights, self._sizes(rows, head))
 
@@ -371,7 +350,7 @@ _ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepsp
 
 def _listener(head: nn.Module) -> str:
     """Somebody's hook that reads or changes what the head returns, by name, or ""."""
-    for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+    for name in OUTPUT_HOOKS:
         for hook in getattr(head, name).values():
             function = getattr(hook, "func", hook)  # of a partial
             if not str(getattr(function, "__module__", "")).startswith(_ENGINES):
@@ -387,7 +366,7 @@ def _is_plain(head: Any) -> bool:
 
 def _place_of(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
     for parent in model.modules():
-        for name, child in parent._modules.items():
+        for name, child in children_of(parent).items():
             if child is head:
                 return parent, name
     raise UserError(f"loss='tiled' cannot find the head of {type(model).__name__} among its modules; leave loss out")

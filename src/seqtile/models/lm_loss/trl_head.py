@@ -7,13 +7,13 @@ forward and answers in its place; where it ran before, TRL's forward stands over
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from seqtile._compat import trl_head_settings
 from seqtile._errors import UserError
 from seqtile.ops.lm_loss.logits_tile import LogitScaling
 
@@ -44,19 +44,18 @@ class TrlHead:
         Raises:
             UserError: it is TRL's, but of a version that keeps its settings elsewhere.
         """
-        function = getattr(forward, "__func__", forward)
-        if getattr(getattr(function, "__code__", None), "co_name", "") != "_fused_forward":
-            return None
-        found = inspect.getclosurevars(function).nonlocals
         try:
-            return cls(
-                found["original_forward"], found["temperature"], found["cast_lm_head_to_fp32"], tuple(found["outputs"])
-            )
+            found = trl_head_settings(forward)
         except KeyError as error:
             raise UserError(
                 f"this version of TRL keeps {error} of its fused head where seqtile does not find it; leave loss out "
                 "and let TRL compute the loss"
             ) from None
+        if found is None:
+            return None
+        return cls(
+            found["original_forward"], found["temperature"], found["cast_lm_head_to_fp32"], tuple(found["outputs"])
+        )
 
     def call(self, installed: TiledLoss, args: Any, kwargs: dict[str, Any]) -> Any:
         """What TRL's own forward returns for ``fused_lm_head=True``."""

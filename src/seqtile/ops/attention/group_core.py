@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,12 +17,13 @@ from torch import Tensor
 
 from seqtile.ops.attention.kernel_calls import Position, Recorded, record, replayed
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.mlp_tile import sums_for
+from seqtile.ops.normed_linears import sums_for
 from seqtile.ops.rng import Autocast, RandomState
-from seqtile.ops.token_tiles import refuse_trace
+from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 
-Between = Callable[["Cut", Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""What stands between the projections: (cut, its ``(q, k, v)``, other weights) -> its output."""
+Between = Callable[["Cut", Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Any]]
+"""What stands between the projections: (cut, its ``(q, k, v)``, other weights) -> its output, and what the model's
+forward returns beside it."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,12 @@ class Cut:
 def cut_heads(total: int, per_pass: int) -> tuple[Cut, ...]:
     """``total`` key-value heads, ``per_pass`` at a time, as equal as they come."""
     count = -(-total // min(max(per_pass, 1), total))
-    sizes = [total // count + (number < total % count) for number in range(count)]
-    return tuple(Cut(s, n, total) for s, n in zip(accumulate(sizes, initial=0), sizes, strict=False))
+    cuts, start = [], 0
+    for number in range(count):
+        size = total // count + (number < total % count)
+        cuts.append(Cut(start, size, total))
+        start += size
+    return tuple(cuts)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Done:
 
     Attributes:
         whole: the output of all passes.
+        beside: what the last pass returned beside its output.
         tensors: what their kernels returned beside it.
         recorded: what goes where.
         random: generator state before the passes, None when nothing was random.
@@ -66,6 +71,7 @@ class Done:
     """
 
     whole: Tensor
+    beside: Any
     tensors: Sequence[Tensor]
     recorded: tuple[Recorded, ...]
     random: RandomState | None
@@ -95,13 +101,14 @@ class Groups:
     def forward(self, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Done:
         """Run every pass."""
         whole: Tensor | None = None
+        beside: Any = None
         random = RandomState(parts[0].device) if self.draws else None
         tensors: list[Tensor] = []
         notes = []
         for cut in self.cuts:
             mine = [cut.of(part, self.heads_dim) for part in parts]
             with self.autocast.on():
-                output, recorded, extra = record(partial(self.between, cut, mine, weights))
+                output, beside, recorded, extra = record(partial(self.between, cut, mine, weights))
             notes.append(recorded)
             tensors += extra
             if whole is None:
@@ -112,7 +119,7 @@ class Groups:
                 cut.of(whole, self.output_dim).copy_(output)
             del output, mine
         assert whole is not None
-        return Done(whole, tensors, tuple(notes), random, RandomState(whole.device) if self.draws else None)
+        return Done(whole, beside, tensors, tuple(notes), random, RandomState(whole.device) if self.draws else None)
 
     def backward(
         self,
@@ -132,7 +139,7 @@ class Groups:
                 others = [weight.detach().requires_grad_(total is not None) for weight, total in weights]
                 with torch.enable_grad(), self.autocast.on():
                     with replayed(recorded, extra, cut.of(done.whole, self.output_dim)):
-                        output = self.between(cut, leaves, others)
+                        output, _ = self.between(cut, leaves, others)
                 wanted = [*leaves, *(weight for weight in others if weight.requires_grad)]
                 gradient = gradient_of(cut).to(output.dtype).reshape(output.shape)
                 del extra, recorded
@@ -149,15 +156,14 @@ class Groups:
         mine.zero_() if gradient is None else mine.copy_(gradient)
 
 
-def refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():  # else the gradients would come out as constants, without a word
-        raise NotImplementedError(
-            "head-wise attention has first derivatives only, got create_graph=True; undo seqtile for this backward, or "
-            "run it without create_graph"
-        )
+REFUSED = (
+    "head-wise attention has first derivatives only, got create_graph=True; undo seqtile for this backward, or run it "
+    "without create_graph"
+)
+"""How a second derivative is refused here."""
 
 
-def in_groups(parts: Sequence[Tensor], weights: Sequence[Tensor], groups: Groups) -> Tensor:
+def in_groups(parts: Sequence[Tensor], weights: Sequence[Tensor], groups: Groups) -> tuple[Tensor, Any]:
     """``groups.between`` on queries, keys and values that are there already, one pass after another.
 
     For projections that run as modules, and for heads that other ranks have sent. Costs their gradients beside them,
@@ -167,33 +173,37 @@ def in_groups(parts: Sequence[Tensor], weights: Sequence[Tensor], groups: Groups
         parts: queries, keys and values.
         weights: other weights that ``groups.between`` reads.
         groups: the passes.
+
+    Returns:
+        The output, and what the last pass returned beside it.
     """
     refuse_trace()
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*parts, *weights)):
-        return groups.forward(parts, weights).whole
-    result: Tensor = _InGroups.apply(groups, *parts, *weights)  # type: ignore[no-untyped-call]
+        done = groups.forward(parts, weights)
+        return done.whole, done.beside
+    result: tuple[Tensor, Any] = _InGroups.apply(groups, *parts, *weights)  # type: ignore[no-untyped-call]
     return result
 
 
 class _InGroups(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, groups: Groups, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, groups: Groups, *tensors: Tensor) -> tuple[Tensor, Any]:
         ctx.groups = groups
         ctx.set_materialize_grads(False)
         done = groups.forward(tensors[:3], tensors[3:])
         ctx.count, ctx.notes = len(tensors), (done.recorded, done.random, done.after)
         ctx.save_for_backward(*tensors, done.whole, *done.tensors)
-        return done.whole
+        return done.whole, done.beside
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        refuse_second_derivative()
+    def backward(ctx: Any, gradient: Tensor | None, _: None) -> Any:
+        refuse_second_derivative(REFUSED)
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         groups: Groups = ctx.groups
         saved, count = ctx.saved_tensors, ctx.count
         parts, weights = saved[:3], saved[3:count]
-        done = Done(saved[count], saved[count + 1 :], *ctx.notes)
+        done = Done(saved[count], None, saved[count + 1 :], *ctx.notes)
         sums = sums_for(weights, ctx.needs_input_grad[4:])
         found = [torch.empty_like(part) for part in parts]
         pairs = list(zip(weights, sums, strict=True))

@@ -19,7 +19,6 @@ recomputation, arXiv 2205.05198.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,13 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqtile.ops.attention.group_core import Cut, Done, Groups, refuse_second_derivative
+from seqtile._compat import keeps_graph
+from seqtile.ops.attention.group_core import REFUSED, Cut, Done, Groups
 from seqtile.ops.attention.kernel_calls import kept_now
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.linear import Kind, Layer, Projection
-from seqtile.ops.mlp_tile import Norm, sums_for
+from seqtile.ops.normed_linears import Norm, NormedLinears, NormKind, sums_for
 from seqtile.ops.rng import Autocast, RandomState, RowWise
-from seqtile.ops.token_tiles import refuse_trace
+from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,10 @@ class HeadWeights:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor, in the order in which a pass takes them back."""
-        norm = list(self.before.weights) if self.before is not None else []
-        return [*norm, *(t for part in (*self.first, self.out) for t in part.tensors()), *self.between]
+        tensors = list(self.before.weights) if self.before is not None else []
+        for part in (*self.first, self.out):
+            tensors += part.tensors()
+        return [*tensors, *self.between]
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Plan:
 
     first: tuple[Kind, ...]
     out: Kind
-    norm: tuple[Any, int] | None
+    norm: NormKind | None
     others: int
     groups: Groups
     sizes: tuple[int, ...]
@@ -79,7 +81,7 @@ class Plan:
         return zip(accumulate(self.sizes, initial=0), self.sizes, strict=False)
 
 
-def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence[int]) -> Tensor:
+def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence[int]) -> tuple[Tensor, Any]:
     """Compute an attention layer one group of key-value heads at a time, with one gradient per weight.
 
     Replaces ``o_proj(between(q_proj(n), k_proj(n), v_proj(n)))`` with ``n = before(x)``.
@@ -91,7 +93,7 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
         sizes: tokens of each tile of the projections, in order; they sum to ``B * T``.
 
     Returns:
-        ``[B, T, D]`` in the dtype of ``x``, or autocast's.
+        ``[B, T, D]`` in the dtype of ``x``, or autocast's; and what ``groups.between`` returned beside its output.
 
     Cost:
         Matrix products and attention calls of the untiled layer under the same checkpoint policy. Memory in backward,
@@ -106,18 +108,22 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
     """
     refuse_trace()
     tensors = attention.tensors()
-    kinds = tuple(part.kind() for part in attention.first)
-    out = attention.out.kind()
-    drops = any(kind.has_adapter and kind.dropout > 0 for kind in (*kinds, out))
+    kinds = []
+    drops = False
+    for part in (*attention.first, attention.out):
+        kind = part.kind()
+        drops |= kind.has_adapter and kind.dropout > 0
+        kinds.append(kind)
     norm = None if attention.before is None else (attention.before.function, len(attention.before.weights))
     plan = Plan(
-        kinds, out, norm, len(attention.between), groups, tuple(sizes), groups.autocast,
+        tuple(kinds[:-1]), kinds[-1], norm, len(attention.between), groups, tuple(sizes), groups.autocast,
         RandomState(x.device) if drops else None,
     )  # fmt: skip
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *tensors)):
+    if not torch.is_grad_enabled() or not any([t.requires_grad for t in (x, *tensors)]):
         with torch.no_grad():
-            return _forward(plan, x.detach(), [t.detach() for t in tensors])[0]
-    result: Tensor = _HeadWise.apply(plan, x, *tensors)  # type: ignore[no-untyped-call]
+            y, done, _ = _forward(plan, x.detach(), [t.detach() for t in tensors])
+            return y, done.beside
+    result: tuple[Tensor, Any] = _HeadWise.apply(plan, x, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -126,19 +132,19 @@ class _Work:
 
     Args:
         plan: the call.
-        pairs: each tensor with the sum of its gradient, None where it needs none.
+        tensors: those of the call.
+        sums: of each one's gradient, None where it needs none.
     """
 
-    def __init__(self, plan: Plan, pairs: Sequence[tuple[Tensor, Sum | None]]) -> None:
+    def __init__(self, plan: Plan, tensors: Sequence[Tensor], sums: Sequence[Sum | None]) -> None:
         self.plan, self.dtype = plan, plan.autocast.dtype
-        take = iter(pairs)
-        self.norm: Norm | None = None
-        if plan.norm is not None:
-            self.norm = Norm(plan, plan.norm[0], [next(take) for _ in range(plan.norm[1])])  # type: ignore[arg-type]
-        self.first = [Layer(kind, take, self.dtype, casts=plan.autocast.enabled) for kind in plan.first]
-        self.out = Layer(plan.out, take, self.dtype, casts=plan.autocast.enabled)
+        take = zip(tensors, sums, strict=True)
+        norm = Norm(plan.autocast, plan.norm, take) if plan.norm else None
+        self.first = NormedLinears(plan.first, take, plan.autocast)
+        self.first.norm = norm
+        self.out = Layer(plan.out, take, plan.autocast)
         self.others = list(take)
-        self._sums = [total for _, total in pairs]
+        self._sums = sums
 
     def gradients(self) -> list[Tensor | None]:
         return [None if total is None else total.result() for total in self._sums]
@@ -146,55 +152,32 @@ class _Work:
     def project(self, x: Tensor) -> list[Tensor]:
         """Queries, keys and values, ``[B, T, heads * E]`` each."""
         rows = x.reshape(-1, x.shape[-1])
-        parts = [rows.new_empty(rows.shape[0], layer.width, dtype=self.dtype) for layer in self.first]
+        parts = []
+        for layer in self.first.layers:
+            parts.append(rows.new_empty(rows.shape[0], layer.width, dtype=self.dtype))
         for start, size in self.plan.tiles:
-            normed, masks = self._normed(rows.narrow(0, start, size))
-            for layer, part, mask in zip(self.first, parts, masks, strict=True):
+            masks = self.first.draw(size)
+            normed = self.first.normed(rows.narrow(0, start, size))
+            for layer, part, mask in zip(self.first.layers, parts, masks, strict=True):
                 layer.forward(normed, part.narrow(0, start, size), mask)
         return [part.view(*x.shape[:-1], -1) for part in parts]
 
     def skip(self, x: Tensor) -> Tensor | None:
         """Draw what :meth:`project` and the output projection draw; returns the latter's mask."""
         for _, size in self.plan.tiles:
-            for layer in self.first:
-                layer.draw(size)
+            self.first.draw(size)
         return self.out.draw(x.shape[:-1].numel())
-
-    def _normed(self, rows: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        masks = [layer.draw(rows.shape[0]) for layer in self.first]
-        return (rows if self.norm is None else self.norm.forward(rows)).to(self.dtype), masks
-
-    @property
-    def norm_trains(self) -> bool:
-        return self.norm is not None and self.norm.trains
 
     def project_gradients(self, x: Tensor, parts: Sequence[Tensor], needs_x: bool) -> Tensor | None:
         """Add the gradients of the projections and the norm; returns the input's."""
         rows = x.reshape(-1, x.shape[-1])
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-        needs_n = needs_x or self.norm_trains
         for start, size in self.plan.tiles:
-            mine = rows.narrow(0, start, size)
-            normed, masks = self._normed(mine)
+            masks = self.first.draw(size)
+            mine = rows.narrow(0, start, size)  # [t, D]
             grads = [part.view(-1, part.shape[-1]).narrow(0, start, size) for part in parts]
-            lows = [layer.low_rank_gradient(grad) for layer, grad in zip(self.first, grads, strict=True)]
-            for layer, grad, low, mask in zip(self.first, grads, lows, masks, strict=True):
-                if layer.trains:
-                    layer.add_gradients(normed, grad, low, mask)
-            if not needs_n:
-                continue
             out = None if dx is None else dx.view(-1, x.shape[-1]).narrow(0, start, size)
-            direct = out is not None and self.norm is None and out.dtype == self.dtype
-            dn = out if direct and out is not None else torch.empty_like(normed)
-            for number, (layer, grad, low, mask) in enumerate(zip(self.first, grads, lows, masks, strict=True)):
-                layer.input_gradient(grad, dn, low, mask, add=number > 0)
-            if direct:
-                continue
-            found: Tensor | None = dn
-            if self.norm is not None:
-                found = self.norm.gradient(mine, dn, needs_rows=needs_x)
-            if out is not None and found is not None:
-                out.copy_(found)
+            self.first.backward(mine, self.first.normed(mine), grads, masks, out)
         return dx
 
 
@@ -203,7 +186,7 @@ def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, 
     kept = kept_now()
     parts: list[Tensor] = []
     with plan.autocast.off():
-        work = _Work(plan, [(tensor, None) for tensor in tensors])
+        work = _Work(plan, tensors, [None] * len(tensors))
         if kept is not None and kept.replaying and kept.outputs:
             mask = work.skip(x)
             done: Done = kept.outputs.pop(0)
@@ -229,47 +212,47 @@ def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, 
 
 class _HeadWise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Any]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         y, done, parts = _forward(plan, x, tensors)
         ctx.counts = len(tensors), len(done.tensors)
         ctx.notes = done.recorded, done.random, done.after
         ctx.save_for_backward(x, *tensors, done.whole, *done.tensors, *parts)
-        return y
+        return y, done.beside
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> Any:
-        refuse_second_derivative()
+    def backward(ctx: Any, dy: Tensor | None, _: None) -> Any:
+        refuse_second_derivative(REFUSED)
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         plan: Plan = ctx.plan
         needs_x, *needs = ctx.needs_input_grad[1:]
         x, *saved = ctx.saved_tensors
         count, extra = ctx.counts
-        tensors, done = saved[:count], Done(saved[count], saved[count + 1 :][:extra], *ctx.notes)
+        tensors, done = saved[:count], Done(saved[count], None, saved[count + 1 :][:extra], *ctx.notes)
         parts = saved[count + 1 + extra :]
         del saved
         with plan.autocast.off():
-            work = _Work(plan, list(zip(tensors, sums_for(tensors, needs), strict=True)))
+            work = _Work(plan, tensors, sums_for(tensors, needs))
             with plan.random.replayed() if plan.random else nullcontext():
                 if not parts:
                     parts = work.project(x)
                     mask = work.out.draw(x.shape[:-1].numel())
                 else:
                     mask = work.skip(x)
-                    if torch._C._autograd._get_current_graph_task_keep_graph():
+                    if keeps_graph():
                         parts = [part.clone() for part in parts]  # another backward will want them
             rows = dy.reshape(-1, dy.shape[-1]).to(work.dtype)
             low = work.out.low_rank_gradient(rows)
             if work.out.trains:
                 work.out.add_gradients(done.whole.view(rows.shape[0], -1), rows, low, mask)
-            inner = needs_x or work.norm_trains or any(layer.trains for layer in work.first)
+            inner = work.first.trains or work.first.needs_normed(needs_x)
             dx = None
             if inner or any(total is not None for _, total in work.others):
 
                 def gradient_of(cut: Cut) -> Tensor:
-                    layer = _columns(work.out, cut)
+                    layer = work.out.reading(cut.of)
                     out = rows.new_empty(rows.shape[0], layer.inputs)
                     layer.input_gradient(rows, out, low, None if mask is None else cut.of(mask, 1))
                     return out
@@ -282,13 +265,3 @@ class _HeadWise(torch.autograd.Function):
             del parts
             gradients = work.gradients()
         return None, dx, *gradients
-
-
-def _columns(layer: Layer, cut: Cut) -> Layer:
-    """The part of the output projection that reads one pass's heads."""
-    part = copy.copy(layer)
-    part._matrix = cut.of(layer.matrix, 1)
-    part.inputs = part._matrix.shape[1]
-    if layer.down is not None:
-        part.down = cut.of(layer.down, 1)
-    return part

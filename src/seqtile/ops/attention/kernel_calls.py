@@ -15,20 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from seqtile._compat import ATTENTION_KERNELS, TorchDispatchMode, TreeSpec, storage_key, tree_flatten, tree_unflatten
 from seqtile.ops.rng import RandomState
-
-_FUSED = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward",
-    "_efficient_attention_forward",
-)
 
 
 def is_attention(op: Any) -> bool:
@@ -36,7 +25,7 @@ def is_attention(op: Any) -> bool:
     space, _, name = op.name().partition("::") if hasattr(op, "name") else ("", "", "")
     name = name.partition(".")[0]
     if space == "aten":
-        return name in _FUSED
+        return name in ATTENTION_KERNELS
     # FlashAttention's own operators, also under the hashed namespaces of downloaded kernels.
     return "flash_attn" in space and "backward" not in name and "bwd" not in name
 
@@ -69,23 +58,23 @@ class Position:
     position: int
 
 
-def record(run: Callable[[], Tensor]) -> tuple[Tensor, Recorded, list[Tensor]]:
-    """``run()`` outside any graph: its output, and what the attention kernels in it returned beside that."""
+def record(run: Callable[[], tuple[Tensor, Any]]) -> tuple[Tensor, Any, Recorded, list[Tensor]]:
+    """``run()`` outside any graph: what it returns, and what the attention kernels in it returned beside its output."""
     with torch.no_grad(), _Recording() as mode:
-        output = run()
+        output, beside = run()
     tensors: list[Tensor] = []
     calls = []
     for result in mode.results:
         leaves, spec = tree_flatten(result)
         calls.append((spec, tuple(_described(leaf, output, tensors) for leaf in leaves)))
-    return output, Recorded(tuple(calls)), tensors
+    return output, beside, Recorded(tuple(calls)), tensors
 
 
 def _described(leaf: Any, output: Tensor, tensors: list[Tensor]) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.numel() == output.numel() > 0 and leaf.dtype == output.dtype and output.is_contiguous():
-        if leaf.untyped_storage()._cdata == output.untyped_storage()._cdata:
+        if storage_key(leaf.untyped_storage()) == storage_key(output.untyped_storage()):
             offset = int(leaf.storage_offset() - output.storage_offset())
             return Place(tuple(leaf.shape), tuple(leaf.stride()), offset)
     tensors.append(leaf)

@@ -24,11 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqtile._compat import keeps_graph
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective, Wanted
 from seqtile.ops.lm_loss.loss_kernels import choose_kernel, kernel_sum
 from seqtile.ops.mlp import _Save
 from seqtile.ops.rng import Autocast
+from seqtile.ops.token_tiles import refuse_second_derivative
 from seqtile.tiling import BlockShape, TileRule, head_sizes, parse_tile
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -252,7 +254,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
-        refuse_second_derivative()
+        refuse_second_derivative(REFUSED)
         if upstream is None:
             return (None,) * 8
         dx, *sums = hand_out(ctx, upstream)
@@ -274,7 +276,7 @@ class _PerToken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, entropy_upstream: Tensor | None) -> Any:
-        refuse_second_derivative()
+        refuse_second_derivative(REFUSED)
         none = (None,) * 7
         if upstream is None and entropy_upstream is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -331,14 +333,5 @@ def hand_out(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
     return [dx, *(None if total is None else total.scaled(factor, keep=keep) for total in sums)]
 
 
-def keeps_graph() -> bool:
-    """Whether the running backward was called with ``retain_graph=True``; True where PyTorch does not say."""
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if asked is None else bool(asked())
-
-
-def refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "the tiled head has first derivatives only, got create_graph=True; run this backward without it"
-        )
+REFUSED = "the tiled head has first derivatives only, got create_graph=True; run this backward without it"
+"""How a second derivative is refused here."""

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.lm_loss.cross_entropy import hand_out, refuse_second_derivative
+from seqtile.ops.lm_loss.cross_entropy import REFUSED, hand_out
 from seqtile.ops.lm_loss.logits_tile import HeadRows, Objective, Wanted
 from seqtile.ops.lm_loss.token_logprobs import TokenScores
 from seqtile.ops.tile_checkpoint import run_in_tiles
+from seqtile.ops.token_tiles import refuse_second_derivative
 
 Run = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """The head on one tile, with other weights in the place of its own: ``(x [t, D], {name: weight}) -> [t, V]``."""
@@ -145,7 +146,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
-        refuse_second_derivative()
+        refuse_second_derivative(REFUSED)
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
         return None, None, None, None, *hand_out(ctx, upstream)

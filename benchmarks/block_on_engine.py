@@ -1,10 +1,12 @@
-"""One block under FSDP2 or ZeRO-3, measured on every rank of a group; rank 0's numbers count."""
+"""One block under FSDP2 or ZeRO-3, measured on every rank of a group on this machine; rank 0's numbers count."""
 
 from __future__ import annotations
 
 import os
+import socket
 import statistics
 import time
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
@@ -13,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqtile.bench.block import Upstream, Workload
-from seqtile.bench.cell import Cell
-from seqtile.bench.measure_block import measure_error, on_accelerator, start, synchronize
+from seqtile.bench.cell import Cell, Child
+from seqtile.bench.measure_block import measure_error, start
 from seqtile.counting import count_live_bytes
+from seqtile.devices import empty_cache, is_accelerator, peak_bytes, peak_reserved_bytes, reset_peak, synchronize
 
 ENGINES = ("fsdp2", "zero3")
 WARM_UP = 2
+JOB = f"{__file__}:measure_under"
 
 
 class Sharded:
@@ -62,14 +66,39 @@ class Sharded:
         return {name: grad.full_tensor() for name, grad in found.items()}
 
 
-def measure_under(engine: str, cell: Cell) -> dict[str, Any]:
-    """Median time, peak bytes with input and weights, and gradient error of one block under ``engine``.
+def run_ranks(arguments: dict[str, Any], ranks: int, *, timeout_s: float = 1800.0) -> dict[str, Any]:
+    """Run :func:`measure_under` in ``ranks`` processes that form a group; rank 0's result, or the first error."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with ExitStack() as running:
+        children = [
+            running.enter_context(Child(JOB, arguments, {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            for rank in range(ranks)
+        ]
+        # Whoever fails first leaves the others waiting for it: report the one that failed, and end them all.
+        until = time.monotonic() + timeout_s
+        while any(child.process.poll() is None for child in children) and time.monotonic() < until:
+            if any(child.process.poll() for child in children):
+                break
+            time.sleep(0.1)
+        first = next((child for child in children if child.process.poll()), children[0])
+        return first.result(max(0.1, until - time.monotonic()))
+
+
+def measure_under(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Median time, peak bytes with input and weights, and gradient error of one block under an engine.
+
+    Args:
+        arguments: ``engine``, one of :data:`ENGINES`, and ``cell``, fields of :class:`seqtile.bench.cell.Cell`.
 
     Every rank holds the same input, so the gradient averaged over ranks is that of one process.
     """
+    engine, cell = arguments["engine"], Cell(**arguments["cell"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(cell.device)
-    if on_accelerator(device):
+    if is_accelerator(device):
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(dist.get_default_backend_for_device(device.type), rank=rank, world_size=world)
     try:
@@ -100,19 +129,19 @@ def _peak(sharded: Sharded) -> dict[str, Any]:
     """Peak with everything that was there before: input, weights, what the engine holds."""
     device = sharded.workload.device
     sharded.clear()
-    if not on_accelerator(device):
+    if not is_accelerator(device):
         before = _own_bytes(sharded.workload)
         with count_live_bytes("cpu") as live:
             sharded.step()
         return {"peak_total_bytes": before + live.peak, "peak_reserved_bytes": None, "peak_from": "counted live bytes"}
     sharded.step()
     sharded.clear()
-    torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats()
+    empty_cache()
+    reset_peak()
     sharded.step()
     return {
-        "peak_total_bytes": torch.accelerator.max_memory_allocated(),
-        "peak_reserved_bytes": torch.accelerator.max_memory_reserved(),
+        "peak_total_bytes": peak_bytes(),
+        "peak_reserved_bytes": peak_reserved_bytes(),
         "peak_from": "allocator",
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from seqtile._errors import UserError
 from seqtile.bench.technique_ladder import GIB, requests
 from seqtile.counting import count_live_bytes
+from seqtile.devices import peak_bytes, reset_peak, synchronize
 from seqtile.models.discover.decoder_layers import decoder_layers
+from seqtile.options import changed
 from seqtile.planner.accelerators import Device
 from seqtile.planner.fake_step import build, build_bare, compute_loss, prepare_optimizer, update
 from seqtile.planner.layer_structure import cut, find_depths
@@ -30,6 +32,8 @@ from seqtile.planner.tile_choice import head_tile
 
 WARM_UP = 256
 """Tokens of the step before the measured one, which loads kernels."""
+
+JOB = f"{__file__}:measure_attempt"
 
 
 @dataclass(frozen=True)
@@ -132,13 +136,17 @@ def places(total: int, run: int, each: int, host_bytes: int) -> tuple[int, int]:
     return mine, min(total - run, max(0, total - on_host - (run - mine)))
 
 
-def measure_attempt(attempt: Attempt) -> dict[str, Any]:
+def measure_attempt(arguments: dict[str, Any]) -> dict[str, Any]:
     """Run the step; out of memory is raised.
+
+    Args:
+        arguments: fields of :class:`Attempt`.
 
     Returns:
         ``peak_gib`` (weights and all), ``peak_from``, ``step_s``, ``loss``, ``layers_of_model``, ``layers_on_host``
         (of those that run).
     """
+    attempt = Attempt(**arguments)
     request = attempt.request()
     setup = request.setup()
     whole = find_depths(request.config, build_bare(request.config, setup, "meta")).layers
@@ -146,19 +154,19 @@ def measure_attempt(attempt: Attempt) -> dict[str, Any]:
         raise UserError(f"got {attempt.layers} layers to run, but the model has {whole}; give at most those")
     config = cut(request.config, attempt.layers)
     head = head_tile(build(cut(config, 1), setup, "meta"), setup, attempt.tokens, attempt.device)
-    setup = replace(setup, loss_tile=head)
+    setup = changed(setup, loss_tile=head)
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     size = 2 if setup.autocast else setup.dtype.itemsize
-    kept = text.num_attention_heads * (width * size + 4) if setup.attention_saved else 0
+    kept = text.num_attention_heads * (width * size + 4) if setup.options.checkpoint == "attention-saved" else 0
     mine, on_device = 0, whole - attempt.layers
     offload: bool | str = False
-    if "checkpoints" in request.offload:
+    if request.options.offload:
         each = attempt.tokens * (text.hidden_size * setup.dtype.itemsize + kept)
         mine, on_device = places(whole, attempt.layers, each, attempt.host_bytes)
         offload = True if mine == attempt.layers else f"memory:{mine * each}" if mine else False
     with _Peak(attempt) as peak:
-        built = build(config, setup, attempt.device, offload)
+        built = build(config, changed(setup, offload=offload), attempt.device)
         model: Any = built.model
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = make_optimizer(setup.optimizer, weights)
@@ -170,7 +178,7 @@ def measure_attempt(attempt: Attempt) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(attempt.seed)
         ids = torch.randint(0, vocabulary, (1, attempt.tokens), generator=generator).to(attempt.device)
         for row in (ids[:, :WARM_UP], ids):
-            peak.synchronize()
+            synchronize()
             begin = time.perf_counter()
             if row is ids:
                 peak.begin()
@@ -180,7 +188,7 @@ def measure_attempt(attempt: Attempt) -> dict[str, Any]:
             loss.backward()
             update(optimizer, weights)
             others.held.pop("gradients")
-            peak.synchronize()
+            synchronize()
             seconds = time.perf_counter() - begin
         found = peak.bytes()
     if attempt.memory and found > attempt.memory:
@@ -212,14 +220,10 @@ class _Peak:
     def begin(self) -> None:
         """What came before does not count, where that can be said."""
         if self.accelerated:
-            torch.accelerator.reset_peak_memory_stats()
-
-    def synchronize(self) -> None:
-        if self.accelerated:
-            torch.accelerator.synchronize()
+            reset_peak()
 
     def bytes(self) -> int:
-        return torch.accelerator.max_memory_allocated() if self.accelerated else self._counted.peak
+        return peak_bytes() if self.accelerated else self._counted.peak
 
 
 def host_room(host_memory: int) -> int:

@@ -1,18 +1,22 @@
-"""Ctrl-C and SIGTERM: finish the step, save a checkpoint, stop."""
+"""What a run does at the trainer's events: stop in order on a signal, look at the first step, time the steps."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback
 
+from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.train.ranks import largest_on_any
+from seqtile.verification import check_gradients
 
 logger = first_rank_logger(__name__)
 
@@ -60,3 +64,36 @@ class StopOnSignal(TrainerCallback):
             self.received = signal.Signals(number)
             control.should_save = control.should_training_stop = True
         return control
+
+
+class CheckFirstStep(TrainerCallback):
+    """Warn once of parameters in tiled blocks that have no gradient, or say why they cannot be seen."""
+
+    def __init__(self) -> None:
+        self._left = True
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Called by the trainer when the gradients are there and before they are used."""
+        if self._left:
+            self._left = False
+            try:
+                check_gradients(model)
+            except UserError as error:
+                logger.info("gradients of the first step were not checked: %s", error)
+
+
+class Clock(TrainerCallback):
+    """Times the steps."""
+
+    def __init__(self) -> None:
+        self.started, self.seconds = 0.0, list[float]()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.started)
+
+    def median(self) -> float | None:
+        """Seconds of a step, the first one left out; None below two steps."""
+        return median(self.seconds[1:]) if len(self.seconds) > 1 else None

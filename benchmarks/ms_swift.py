@@ -1,18 +1,29 @@
-"""``seqtile bench --compare ms-swift``: a published benchmark, run here beside the numbers that were published."""
+"""A published benchmark of ms-swift, run here beside the numbers that were published.
+
+python benchmarks/ms_swift.py --engine fsdp2     # or zero3; two ranks, one where there is one device
+"""
 
 from __future__ import annotations
 
+import argparse
 import csv
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from block_on_engine import run_ranks
 from seqtile._errors import UserError
-from seqtile.bench.cell import SHAPES, Cell, run_child, run_ranks
+from seqtile.bench.cell import SHAPES, Cell, run_child
 from seqtile.bench.environment import append_rows, stamp
+from seqtile.bench.grid import parse_counts
+from seqtile.cli import bench_show as show
+from suite import RESULTS, Row
 
 ENGINES = {"fsdp2": "fsdp2", "zero3": "deepspeed_zero3"}
 RANKS = 2
@@ -26,7 +37,7 @@ COLUMNS = (
 )
 """(method, tile rule) of our runs: the published benchmark's 4 tiles, and what we choose ourselves."""
 
-Row = dict[str, Any]
+DATA = Path(__file__).parent / "data" / "ms_swift_tiled_mlp.csv"
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,7 @@ class Published:
 
 def published(engine: str) -> list[Published]:
     """The published lines of one engine, from ms-swift's pull request "Tiled MLP" (December 2025)."""
-    text = files("seqtile.bench").joinpath("data/ms_swift_tiled_mlp.csv").read_text(encoding="utf-8")
+    text = DATA.read_text(encoding="utf-8")
     lines = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
     found = [
         Published(
@@ -56,14 +67,48 @@ def published(engine: str) -> list[Published]:
     return [line for line in found if line.engine == ENGINES[engine]]
 
 
-def check(compare: str, engine: str, scale: int | None, ranks: int | None, repeats: int) -> None:
+def main() -> int:
+    """Run it; 2 where something is asked for that cannot be."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                      allow_abbrev=False)  # fmt: skip
+    options.add_argument("--engine", default="fsdp2", help="fsdp2 or zero3")
+    options.add_argument("--ranks", type=int, help="processes; without it 2, or 1 with one device")
+    options.add_argument("--scale", type=int, help="divides the published widths; without it 1, on the CPU 16")
+    options.add_argument("--tokens", default="", help="lengths, such as 2048,4096; without it the published seven")
+    options.add_argument("--device", help="leave it out for the accelerator if there is one, else cpu")
+    options.add_argument("--repeats", type=int, default=5, help="timed runs per cell, at least 5")
+    options.add_argument("--out", type=Path, default=RESULTS)
+    given = options.parse_args()
+    try:
+        run(given)
+    except UserError as error:
+        print(f"ms_swift.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(given: argparse.Namespace) -> None:
+    """Check what is asked for, measure it, and print the tables."""
+    check(given.engine, given.scale, given.ranks, given.repeats)
+    lengths = parse_counts("--tokens", given.tokens) if given.tokens else ()
+    directory, stem = show.fresh(given.out, f"ms-swift-{given.engine}")
+    file = directory / f"{stem}.jsonl"
+    with show.Status() as status:
+        rows = run_compare(
+            given.engine, file, scale=given.scale, tokens=lengths, ranks=given.ranks, repeats=given.repeats,
+            device=given.device, on_progress=status.say,
+        )  # fmt: skip
+    print_published(rows)
+    show.print_files([file])
+    show.print_summary(summary(rows))
+
+
+def check(engine: str, scale: int | None, ranks: int | None, repeats: int) -> None:
     """Whether this can run, before anything does.
 
     Raises:
         UserError: it cannot, in one sentence.
     """
-    if compare != "ms-swift":
-        raise UserError(f"--compare {compare!r} is unknown: expected ms-swift")
     if engine not in ENGINES:
         raise UserError(f"--engine {engine!r} is unknown: expected one of {', '.join(ENGINES)}")
     if engine == "zero3" and find_spec("deepspeed") is None:
@@ -109,6 +154,7 @@ def run_compare(
     hidden, intermediate = (width // scale for width in SHAPES["ms-swift"])
     dtype = "float32" if device == "cpu" else "bfloat16"
     lengths = tokens or tuple(dict.fromkeys(line.tokens for line in published(engine)))
+    command = ["python", "benchmarks/ms_swift.py", *sys.argv[1:]]
     rows = []
     for length in lengths:
         for method, rule in COLUMNS:
@@ -116,8 +162,15 @@ def run_compare(
                 hidden, intermediate, length, rule, method, False, "full", dtype, device, repeats, hold_output=True
             )
             on_progress(f"{engine}, {_ranks(world)}: {cell}, tile {rule}")
-            result = run_ranks("engine", {"engine": engine, "cell": asdict(cell)}, world)
-            row = {"kind": "ms-swift", **stamp(found), **asdict(cell), "engine": engine, "ranks": world, **result}
+            result = run_ranks({"engine": engine, "cell": asdict(cell)}, world)
+            row = {
+                "kind": "ms-swift",
+                **stamp(found, command),
+                **asdict(cell),
+                "engine": engine,
+                "ranks": world,
+                **result,
+            }
             append_rows(output, [row])
             rows.append(row)
     return rows
@@ -198,3 +251,21 @@ def summary(rows: Sequence[Row]) -> list[str]:
             )
             lines.append(f"{mine} (published: {theirs or 'no such length'})")
     return lines
+
+
+def print_published(rows: Sequence[Row]) -> None:
+    """One table for each published device, and the line that says that the hardware differs."""
+    console = show.console_for_tables(150)
+    for device in dict.fromkeys(line.device for line in published(rows[0]["engine"])):
+        shown = Table(box=box.SIMPLE_HEAVY, pad_edge=False, title_justify="left", title=title(device, rows))
+        for name in HEAD:
+            shown.add_column(name, justify="right", no_wrap=True)
+        for line in table(device, rows):
+            shown.add_row(*(Text(cell) for cell in line))
+        console.print(shown)
+        show.print_failures(console, rows)
+        console.print(HARDWARE.format(device=device), highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

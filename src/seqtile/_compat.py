@@ -1,0 +1,1276 @@
+"""Everything private of other libraries that seqtile reaches, and what it relies on there.
+
+The rest of the code takes private names from here and reads none itself (ruff's SLF001 and ``tests/unit/test_house.py``
+keep it so). Each has a contract: a check that the private thing exists and behaves as relied upon, the file that it was
+seen in, and what would make it superfluous. ``seqtile doctor --compat`` runs the contracts against the installed
+versions, and ``tests/unit/test_compat.py`` fails by the contract's name when something has moved.
+
+What a hot path calls is bound here once, at import. torch is imported with the module, every other library inside the
+checks. A name that torch has moved raises at its first use, not at import, so that the rest still runs and the doctor
+can say what is missing.
+"""
+
+from __future__ import annotations
+
+import abc
+import atexit
+import functools
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import platform
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _torch_module
+from torch.utils import checkpoint as _torch_checkpoint
+
+from seqtile.devices import package_version
+
+SEEN = {
+    "python": "3.11", "torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2",
+    "trl": "1.16.0", "deepspeed": "0.19.8", "axolotl": "", "ms-swift": "",
+}  # fmt: skip
+"""The version of each library in which its private names were last read; "" where no version is pinned."""
+
+_SOURCES = {
+    "python": "https://github.com/python/cpython/blob/{}/",
+    "torch": "https://github.com/pytorch/pytorch/blob/v{}/",
+    "transformers": "https://github.com/huggingface/transformers/blob/v{}/",
+    "accelerate": "https://github.com/huggingface/accelerate/blob/v{}/",
+    "peft": "https://github.com/huggingface/peft/blob/v{}/",
+    "trl": "https://github.com/huggingface/trl/blob/v{}/",
+    "deepspeed": "https://github.com/deepspeedai/DeepSpeed/blob/v{}/",
+    "axolotl": "https://github.com/axolotl-ai-cloud/axolotl/blob/main/",
+    "ms-swift": "https://github.com/modelscope/ms-swift/blob/main/",
+}
+
+
+class MovedError(RuntimeError):
+    """A private name of another library is gone, or means something else."""
+
+
+class _Moved:
+    """Stands for a name that could not be found: whatever is done with it raises."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _raise(self, *_: Any, **__: Any) -> Any:
+        library = self._name.partition(".")[0]
+        raise MovedError(
+            f"seqtile needs {self._name}, which {library} {installed(library)} does not have; install {library} "
+            f"{SEEN[library]}, and see what else has moved with `seqtile doctor --compat`"
+        )
+
+    __call__ = __iter__ = __instancecheck__ = __mro_entries__ = __getitem__ = _raise
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks for its protocols
+            raise AttributeError(name)
+        return self._raise()
+
+
+def _find(name: str) -> Any:
+    """What a dotted name leads to, or a stand-in that raises when it is used."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return _Moved(name)
+
+
+def installed(library: str) -> str | None:
+    """The version of a library, None if it is not installed."""
+    return platform.python_version() if library == "python" else package_version(library)
+
+
+# ---- contracts ----
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What seqtile relies on in one private name.
+
+    Attributes:
+        name: dotted name; its first part is the library.
+        library: whose it is.
+        file: where it is defined, in the library's repository.
+        remove_when: what would make it superfluous.
+        check: raises if it is gone, or is not what it was.
+    """
+
+    name: str
+    library: str
+    file: str
+    remove_when: str
+    check: Callable[[], None]
+
+    @property
+    def seen(self) -> str:
+        """The version that it was last read in."""
+        return SEEN[self.library]
+
+    @property
+    def source(self) -> str:
+        """Link to the file, as it was then."""
+        return _SOURCES[self.library].format(self.seen) + self.file
+
+
+CONTRACTS: list[Contract] = []
+
+
+def _contract(name: str, file: str, remove_when: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    library = {"swift": "ms-swift", "functools": "python", "abc": "python", "atexit": "python"}.get(
+        name.partition(".")[0], name.partition(".")[0]
+    )
+
+    def add(check: Callable[[], None]) -> Callable[[], None]:
+        CONTRACTS.append(Contract(name, library, file, remove_when, check))
+        return check
+
+    return add
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a contract's check said: ``"ok"``, ``"moved"`` or ``"not installed"``, and why it moved."""
+
+    status: str
+    why: str = ""
+
+
+def examine(contract: Contract) -> Finding:
+    """Check one contract against the installed version.
+
+    Cost:
+        Imports the library; milliseconds after that.
+    """
+    if installed(contract.library) is None:
+        return Finding("not installed")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            contract.check()
+    except Exception as error:  # noqa: BLE001 - however another version fails, this is what the check is for
+        return Finding("moved", f"{type(error).__name__}: {error}")
+    return Finding("ok")
+
+
+def _expect(holds: Any, what: str) -> None:
+    if not holds:
+        raise MovedError(f"expected {what}")
+
+
+def _names_in(function: Any) -> set[str]:
+    """The names that a function's code uses, those of functions inside it among them."""
+    codes = [inspect.unwrap(function).__code__]
+    found: set[str] = set()
+    while codes:
+        code = codes.pop()
+        found.update(code.co_names, code.co_varnames, code.co_freevars)
+        found.update(one for one in code.co_consts if isinstance(one, str))
+        codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return found
+
+
+def _source_of(module: str) -> str:
+    """The text of a module, without running it."""
+    spec = importlib.util.find_spec(module)
+    _expect(spec is not None and spec.origin, f"a module {module}")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+# ---- Python ----
+
+LruCache: Any = functools._lru_cache_wrapper
+AbcData: Any = type(vars(abc.ABC)["_abc_impl"])
+
+
+def run_exit_functions() -> None:
+    """Call what was registered with ``atexit``, for a process that ends by ``os._exit``."""
+    atexit._run_exitfuncs()
+
+
+@_contract("functools._lru_cache_wrapper", "Lib/functools.py", "functools has a public type of cached functions")
+def _check_lru_cache() -> None:
+    _expect(isinstance(functools.cache(lambda: 0), LruCache), "functools.cache to return one")
+    _expect(isinstance(functools.lru_cache(lambda: 0), LruCache), "functools.lru_cache to return one")
+
+
+@_contract("abc._abc_data", "Modules/_abc.c", "abstract classes keep no such object in their dictionary")
+def _check_abc_data() -> None:
+    class Abstract(abc.ABC):  # noqa: B024 - only its dictionary is looked at
+        pass
+
+    _expect(any(type(value) is AbcData for value in vars(Abstract).values()), "one in an abstract class's dictionary")
+
+
+@_contract("atexit._run_exitfuncs", "Modules/atexitmodule.c", "a process that ends at once can run them otherwise")
+def _check_exit_functions() -> None:
+    _expect(callable(pkgutil.resolve_name("atexit._run_exitfuncs")), "a function")
+
+
+# ---- torch: modules ----
+
+MODULES, PARAMETERS, BUFFERS = "_modules", "_parameters", "_buffers"
+"""Where an instance of ``nn.Module`` keeps its own; a view of it has others under the same names."""
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where an instance of ``nn.Module`` keeps hooks on its calls."""
+
+PRE_HOOKS = HOOKS[1]
+"""Those of them that run before the forward."""
+
+OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Those of them that see or change what it returns."""
+
+CALL_CODE: types.CodeType = _find("torch.nn.Module._call_impl.__code__")
+"""The code that calls a module's forward, with the module in its local variable ``self``."""
+
+REPLICATE = "_replicate_for_data_parallel"
+"""The method that ``nn.DataParallel`` copies a module with."""
+
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    _find(f"torch.nn.modules.module.{name}")
+    for name in (
+        "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
+    )
+)  # fmt: skip
+"""Hooks on the calls of all modules: the dictionaries themselves, which PyTorch fills and empties."""
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The children by name, as the module keeps them: writing here replaces one."""
+    return module._modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters by name, as it keeps them."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers by name, as it keeps them."""
+    return module._buffers
+
+
+def forward_pre_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The hooks that run before the forward, by their handles' numbers, as the module keeps them."""
+    return module._forward_pre_hooks
+
+
+def _view_with(module: nn.Module, where: str, name: str, value: Any) -> Any:
+    view: Any = object.__new__(type(module))
+    view.__dict__.update(module.__dict__)
+    view.__dict__[where] = {**view.__dict__[where], name: value}
+    return view
+
+
+@_contract("torch.nn.Module._modules", "torch/nn/modules/module.py", "children can be replaced in a shallow copy")
+def _check_modules() -> None:
+    module, other = nn.Sequential(nn.Linear(2, 2)), nn.Identity()
+    _expect(list(children_of(module).items()) == list(module.named_children()), "the children by name")
+    view = _view_with(module, MODULES, "0", other)
+    _expect(view[0] is other and module[0] is not other, "a shallow copy with another child")
+
+
+@_contract("torch.nn.Module._parameters", "torch/nn/modules/module.py", "parameters can be replaced in a shallow copy")
+def _check_parameters() -> None:
+    module, other = nn.Linear(2, 2), torch.ones(2, 2)
+    _expect(parameters_of(module)["weight"] is module.weight, "the parameters by name")
+    _expect(_view_with(module, PARAMETERS, "weight", other).weight is other, "a shallow copy with another weight")
+
+
+@_contract("torch.nn.Module._buffers", "torch/nn/modules/module.py", "buffers can be replaced in a shallow copy")
+def _check_buffers() -> None:
+    module, other = nn.BatchNorm1d(2), torch.ones(2)
+    _expect(buffers_of(module)["running_mean"] is module.running_mean, "the buffers by name")
+    _expect(_view_with(module, BUFFERS, "running_mean", other).running_mean is other, "a copy with another buffer")
+
+
+@_contract(
+    "torch.nn.Module._forward_hooks", "torch/nn/modules/module.py", "a module says in public whether it has hooks"
+)
+def _check_hooks() -> None:
+    module = nn.Identity()
+    registers: tuple[Callable[..., Any], ...] = (
+        module.register_forward_hook,
+        module.register_forward_pre_hook,
+        module.register_full_backward_hook,
+        module.register_full_backward_pre_hook,
+    )
+    for register, name in zip(registers, HOOKS, strict=True):
+        _expect(len(getattr(module, name)) == 0, f"no {name}")
+        handle = register(_no_hook)
+        _expect(list(getattr(module, name).values()) == [_no_hook], f"the hook in {name}")
+        handle.remove()
+    handle = module.register_forward_pre_hook(_no_hook)
+    _expect(list(forward_pre_hooks_of(module).values()) == [_no_hook], "the hook by its number")
+    handle.remove()
+
+
+def _no_hook(*_: Any) -> None:
+    return None
+
+
+@_contract("torch.nn.Module._call_impl", "torch/nn/modules/module.py", "a forward is told whose it is")
+def _check_call_code() -> None:
+    class Asks(nn.Module):
+        def forward(self) -> Any:
+            frame = sys._getframe(1)
+            return frame.f_code is CALL_CODE and frame.f_locals.get("self") is self
+
+    _expect(Asks()(), "the module in the frame that calls its forward")
+
+
+@_contract(
+    "torch.nn.Module._replicate_for_data_parallel",
+    "torch/nn/parallel/replicate.py",
+    "nn.DataParallel is gone (https://github.com/pytorch/pytorch/issues/65936)",
+)
+def _check_replicate() -> None:
+    _expect(callable(getattr(nn.Module, REPLICATE)), "a method")
+    _expect(REPLICATE in _names_in(_find("torch.nn.parallel.replicate.replicate")), "nn.DataParallel to call it")
+
+
+@_contract(
+    "torch.nn.modules.module._global_forward_hooks",
+    "torch/nn/modules/module.py",
+    "PyTorch says in public whether hooks on all modules are registered",
+)
+def _check_global_hooks() -> None:
+    registers: tuple[Callable[..., Any], ...] = (
+        _torch_module.register_module_forward_hook, _torch_module.register_module_forward_pre_hook,
+        _torch_module.register_module_full_backward_hook, _torch_module.register_module_full_backward_pre_hook,
+    )  # fmt: skip
+    kind = _torch_module._global_is_full_backward_hook
+    for register, hooks in zip(registers, GLOBAL_HOOKS, strict=True):
+        handle = register(_no_hook)
+        try:
+            _expect(_no_hook in hooks.values(), f"what {register.__name__} registers")
+        finally:
+            handle.remove()
+            _torch_module._global_is_full_backward_hook = kind
+        _expect(_no_hook not in hooks.values(), "a removed hook to be gone")
+
+
+# ---- torch: tensors ----
+
+version_of: Callable[[Tensor], int] = _find("torch.Tensor._version.__get__")
+"""How often a tensor was written in place; raises for an inference tensor."""
+
+is_view: Callable[[Tensor], bool] = _find("torch.Tensor._is_view")
+"""Whether a tensor is a view of another one."""
+
+base_of: Callable[[Tensor], Tensor | None] = _find("torch.Tensor._base.__get__")
+"""What a view is a view of."""
+
+storage_key: Callable[[torch.UntypedStorage], int] = _find("torch.UntypedStorage._cdata.__get__")
+"""Identity of a storage, the same from every tensor on it; given away again when it is freed."""
+
+make_wrapper_subclass: Callable[..., Any] = _find("torch.Tensor._make_wrapper_subclass")
+"""A tensor of a subclass, of a shape, dtype and device, without memory."""
+
+MEMORY_METHODS = ("_typed_storage", "_version")
+"""Private members of a tensor that tell of its memory, which a traced forward may not ask."""
+
+
+def has_gradient_step(weight: Tensor) -> bool:
+    """Whether a hook acts on the weight's gradient once it is accumulated, such as an optimiser's step."""
+    return bool(getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def is_flat_parameter(tensor: Tensor | None) -> bool:
+    """Whether a tensor is one of those that FSDP1 puts the weights of a unit in."""
+    return bool(getattr(tensor, "_is_flat_param", False))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a ``DTensor``; any other tensor as it is. No gradient flows through it."""
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+@_contract("torch.Tensor._version", "torch/csrc/autograd/python_variable.cpp", "a public version counter")
+def _check_version() -> None:
+    tensor = torch.zeros(2)
+    before = version_of(tensor)
+    tensor[:1].add_(1)
+    _expect(version_of(tensor) == before + 1, "one more after a write through a view")
+    _expect(tensor._version == version_of(tensor), "the same as the attribute")
+
+
+@_contract("torch.Tensor._is_view", "torch/csrc/autograd/python_variable.cpp", "a public question whether it is a view")
+def _check_is_view() -> None:
+    tensor = torch.zeros(2, requires_grad=True)
+    _expect(is_view(tensor[:1]) and not is_view(tensor) and not is_view(tensor + 1), "a view to be told from a result")
+
+
+@_contract("torch.Tensor._base", "torch/csrc/autograd/python_variable.cpp", "FSDP1 is gone")
+def _check_base() -> None:
+    tensor = torch.zeros(2)
+    _expect(base_of(tensor) is None and base_of(tensor[:1]) is tensor, "what a view is a view of")
+
+
+@_contract("torch.UntypedStorage._cdata", "torch/csrc/StorageMethods.cpp", "a public identity of storages")
+def _check_storage_key() -> None:
+    tensor, other = torch.zeros(2), torch.zeros(2)
+    _expect(
+        storage_key(tensor.untyped_storage()) == storage_key(tensor[1:].untyped_storage())
+        and storage_key(tensor.untyped_storage()) != storage_key(other.untyped_storage()),
+        "one number for all tensors on one storage",
+    )
+
+
+@_contract("torch.Tensor._make_wrapper_subclass", "torch/csrc/autograd/python_variable.cpp", "it is public")
+def _check_wrapper_subclass() -> None:
+    class Wrapper(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+            return None
+
+    made = make_wrapper_subclass(Wrapper, (3, 2), dtype=torch.float16, device=torch.device("cpu"))
+    _expect(type(made) is Wrapper and made.shape == (3, 2) and made.dtype == torch.float16, "a tensor of the subclass")
+
+
+@_contract("torch.Tensor._typed_storage", "torch/_tensor.py", "a tensor has no other members that tell of its memory")
+def _check_memory_methods() -> None:
+    for name in MEMORY_METHODS:
+        _expect(hasattr(Tensor, name), f"a tensor's {name}")
+
+
+@_contract("torch.Tensor._post_accumulate_grad_hooks", "torch/_tensor.py", "a public list of a tensor's hooks")
+def _check_post_accumulate_hooks() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    _expect(not has_gradient_step(weight), "none on a new parameter")
+    weight.register_post_accumulate_grad_hook(_no_hook)
+    _expect(has_gradient_step(weight), "the hook that was registered")
+
+
+@_contract(
+    "torch.distributed.fsdp.FlatParameter._is_flat_param", "torch/distributed/fsdp/_flat_param.py", "FSDP1 is gone"
+)
+def _check_flat_parameter() -> None:
+    if not torch.distributed.is_available():
+        return  # a build without FSDP
+    flat = pkgutil.resolve_name("torch.distributed.fsdp._flat_param.FlatParameter")(torch.zeros(4))
+    view = flat[:2]
+    _expect(is_flat_parameter(flat) and is_flat_parameter(base_of(view)), "the mark on a flat parameter")
+    _expect(not is_flat_parameter(nn.Parameter(torch.zeros(4))), "no mark on another")
+
+
+@_contract(
+    "torch.distributed.tensor.DTensor._local_tensor", "torch/distributed/tensor/_api.py", "to_local() leaves no trace"
+)
+def _check_local_tensor() -> None:
+    if not torch.distributed.is_available():
+        return  # a build without DTensor
+    kind = pkgutil.resolve_name("torch.distributed.tensor.DTensor")
+    _expect("_local_tensor" in _names_in(kind.to_local), "to_local() to read it")
+
+
+# ---- torch: dispatch, fake tensors and trees ----
+
+if TYPE_CHECKING:
+    from torch._C import DispatchKey as DispatchKey
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import TreeSpec as TreeSpec
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_iter as tree_iter
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
+else:
+    DispatchKey = _find("torch._C.DispatchKey")
+    OpOverload = _find("torch._ops.OpOverload")
+    OpOverloadPacket = _find("torch._ops.OpOverloadPacket")
+    DataDependentOutputException = _find("torch._subclasses.fake_tensor.DataDependentOutputException")
+    FakeTensor = _find("torch._subclasses.fake_tensor.FakeTensor")
+    FakeTensorMode = _find("torch._subclasses.fake_tensor.FakeTensorMode")
+    TorchDispatchMode = _find("torch.utils._python_dispatch.TorchDispatchMode")
+    TreeSpec = _find("torch.utils._pytree.TreeSpec")
+    tree_flatten = _find("torch.utils._pytree.tree_flatten")
+    tree_iter = _find("torch.utils._pytree.tree_iter")
+    tree_leaves = _find("torch.utils._pytree.tree_leaves")
+    tree_map = _find("torch.utils._pytree.tree_map")
+    tree_unflatten = _find("torch.utils._pytree.tree_unflatten")
+
+ScriptMethod: type = _find("torch._C.ScriptMethod")
+is_wrapper_subclass: Callable[[type], bool] = _find("torch.utils._python_dispatch.is_traceable_wrapper_subclass_type")
+disable_current_modes: Callable[[], Any] = _find("torch.utils._python_dispatch._disable_current_modes")
+function_mode_count: Callable[[], int] = _find("torch._C._len_torch_function_stack")
+function_modes: Callable[[], list[Any]] = _find("torch.overrides._get_current_function_mode_stack")
+disabled_torch_function: Any = _find("torch._C._disabled_torch_function_impl")
+disable_torch_function_subclass: Callable[[], Any] = _find("torch._C.DisableTorchFunctionSubclass")
+has_kernel: Callable[[str, Any], bool] = _find("torch._C._dispatch_has_kernel_for_dispatch_key")
+_dispatch_mode: Callable[[Any], Any] = _find("torch._C._get_dispatch_mode")
+_FAKE = _find("torch._C._TorchDispatchModeKey.FAKE")
+
+GROUPED_MM: Any = _find("torch.ops.aten._grouped_mm.default")
+READ_NUMBER: Any = _find("torch.ops.aten._local_scalar_dense.default")
+READ_NUMBER_NAME = "_local_scalar_dense"
+unsafe_view: Callable[..., Tensor] = _find("torch.ops.aten._unsafe_view")
+"""A view that autograd does not know as one, for a tensor that nobody else holds."""
+
+dispatch_modes: Callable[[], list[Any]] = _find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
+"""The modes around every operator, the outermost first."""
+
+dispatch_mode_count: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
+"""How many there are."""
+
+ATTENTION_KERNELS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+"""PyTorch's fused attention forwards, in ``torch.ops.aten``."""
+
+
+def schema_of(operator: Any) -> Any:
+    """Name, arguments and returns of an operator's overload."""
+    return operator._schema
+
+
+def active_fake_mode() -> Any:
+    """The fake tensor mode that operators run under, None without one."""
+    return _dispatch_mode(_FAKE)
+
+
+@_contract("torch._ops.OpOverload._schema", "torch/_ops.py", "operators have a public schema")
+def _check_operators() -> None:
+    add = torch.ops.aten.add_.Tensor
+    _expect(
+        isinstance(add, OpOverload) and isinstance(torch.ops.aten.add_, OpOverloadPacket), "operators of these types"
+    )
+    schema = schema_of(add)
+    _expect(schema.name == "aten::add_" and schema.is_mutable, "name, and that it writes")
+    first = schema.arguments[0]
+    _expect(first.name == "self" and first.alias_info.is_write, "the argument that it writes into")
+    _expect(schema.arguments[2].has_default_value() and schema.arguments[2].default_value == 1, "default values")
+
+
+@_contract("torch.utils._python_dispatch.TorchDispatchMode", "torch/utils/_python_dispatch.py", "it is public")
+def _check_dispatch_mode() -> None:
+    one = torch.ones(1)
+
+    def run() -> None:
+        one.add(one)
+        with disable_current_modes():
+            one.mul(one)
+
+    _expect(_operators_of(run) == [torch.ops.aten.add.Tensor], "each operator, except where modes are off")
+
+
+def _operators_of(run: Callable[[], Any]) -> list[Any]:
+    """The operators that reach a dispatch mode around ``run``."""
+    seen: list[Any] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():  # type: ignore[no-untyped-call]
+        run()
+    return seen
+
+
+@_contract("torch.utils._python_dispatch._disable_current_modes", "torch/utils/_python_dispatch.py", "it is public")
+def _check_disable_modes() -> None:
+    with FakeTensorMode(), disable_current_modes():
+        _expect(type(torch.ones(1)) is Tensor, "a real tensor inside a fake mode")
+
+
+@_contract(
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type", "torch/utils/_python_dispatch.py", "it is public"
+)
+def _check_wrapper_subclass_type() -> None:
+    class Wrapper(Tensor):
+        def __tensor_flatten__(self) -> Any:
+            return [], None
+
+        @staticmethod
+        def __tensor_unflatten__(*_: Any) -> Any:
+            return None
+
+    _expect(is_wrapper_subclass(Wrapper) and not is_wrapper_subclass(Tensor), "a wrapper to be told from a tensor")
+
+
+@_contract(
+    "torch._C._len_torch_function_stack", "torch/csrc/autograd/init.cpp", "torch.overrides counts its modes in public"
+)
+def _check_function_modes() -> None:
+    from torch.overrides import TorchFunctionMode
+
+    before = function_mode_count()
+    with TorchFunctionMode():
+        _expect(function_mode_count() == before + 1, "one more mode")
+    _expect(function_mode_count() == before, "one less mode")
+
+
+@_contract("torch.overrides._get_current_function_mode_stack", "torch/overrides.py", "the stack of modes is public")
+def _check_function_mode_stack() -> None:
+    from torch.overrides import TorchFunctionMode
+
+    with TorchFunctionMode() as mode:
+        _expect(function_modes()[-1] is mode, "the mode that was entered last")
+
+
+@_contract("torch._C._len_torch_dispatch_stack", "torch/csrc/autograd/init.cpp", "torch counts its modes in public")
+def _check_dispatch_mode_count() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    before = dispatch_mode_count()
+    with TorchDispatchMode():
+        _expect(dispatch_mode_count() == before + 1, "one more mode")
+    _expect(dispatch_mode_count() == before, "one less mode")
+
+
+@_contract(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "torch/utils/_python_dispatch.py",
+    "the stack of modes is public",
+)  # fmt: skip
+def _check_dispatch_mode_stack() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    with TorchDispatchMode() as mode:
+        _expect(dispatch_modes()[-1] is mode, "the mode that was entered last")
+
+
+@_contract("torch._C._disabled_torch_function_impl", "torch/csrc/utils/disable_torch_function.cpp", "it is public")
+def _check_disabled_torch_function() -> None:
+    class Plain(Tensor):
+        __torch_function__ = disabled_torch_function
+
+    _expect(type(torch.ones(1).as_subclass(Plain) + 1) is Tensor, "operators to return a plain tensor")
+
+
+@_contract("torch._C.DisableTorchFunctionSubclass", "torch/csrc/utils/disable_torch_function.cpp", "it is public")
+def _check_disable_subclass() -> None:
+    class Refuses(Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise MovedError("expected __torch_function__ not to be called")
+
+    held = torch.ones(1).as_subclass(Refuses)
+    with disable_torch_function_subclass():
+        held + 1
+
+
+@_contract("torch._C._get_dispatch_mode", "torch/csrc/autograd/init.cpp", "the active fake mode can be asked in public")
+def _check_active_fake_mode() -> None:
+    before = active_fake_mode()
+    with FakeTensorMode() as mode:
+        _expect(active_fake_mode() is mode, "the mode that was entered")
+    _expect(active_fake_mode() is before, "the one before it afterwards")
+
+
+@_contract("torch._C._dispatch_has_kernel_for_dispatch_key", "torch/csrc/utils/python_dispatch.cpp", "it is public")
+def _check_has_kernel() -> None:
+    composite, cpu = DispatchKey.CompositeImplicitAutograd, DispatchKey.CPU
+    _expect(has_kernel("aten::matmul", composite) and not has_kernel("aten::matmul", cpu), "matmul to be composite")
+    _expect(has_kernel("aten::mm", cpu) and not has_kernel("aten::mm", composite), "mm to have a kernel")
+
+
+@_contract("torch._C.ScriptMethod", "torch/csrc/jit/python/script_init.cpp", "TorchScript is gone")
+def _check_script_method() -> None:
+    _expect(isinstance(ScriptMethod, type), "a type")
+
+
+@_contract(
+    "torch._subclasses.fake_tensor.FakeTensorMode", "torch/_subclasses/fake_tensor.py", "fake tensors are public"
+)
+def _check_fake_tensors() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(3, 2) @ torch.ones(2, 4)
+        _expect(isinstance(fake, FakeTensor) and fake.shape == (3, 4) and fake.device.type == "cpu", "a fake result")
+        try:
+            bool(fake.sum() > 0)
+        except DataDependentOutputException as error:
+            _expect(error.func is READ_NUMBER, f"the operator {READ_NUMBER_NAME} to be named")
+        else:
+            raise MovedError("expected DataDependentOutputException where a number is read")
+
+
+@_contract("torch.utils._pytree.tree_flatten", "torch/utils/_pytree.py", "torch.utils.pytree has these")
+def _check_trees() -> None:
+    tree = {"a": [1, (2, None)], "b": 3}
+    leaves, spec = tree_flatten(tree)
+    _expect(isinstance(spec, TreeSpec) and tree_unflatten(leaves, spec) == tree, "a tree to come back")
+    _expect(leaves == list(tree_iter(tree)) == tree_leaves(tree) == [1, 2, None, 3], "its leaves in order")
+    _expect(tree_map(str, [1, (2,)]) == ["1", ("2",)], "a function on each leaf")
+
+
+@_contract(
+    "torch.ops.aten._grouped_mm", "aten/src/ATen/native/native_functions.yaml", "torch.nn.functional.grouped_mm is seen"
+)
+def _check_grouped_mm() -> None:
+    names = [argument.name for argument in schema_of(GROUPED_MM).arguments]
+    _expect(names[:3] == ["self", "mat2", "offs"], f"self, mat2 and offs, got {names}")
+
+
+@_contract("torch.ops.aten._local_scalar_dense", "aten/src/ATen/native/native_functions.yaml", "it is renamed")
+def _check_read_number() -> None:
+    _expect(schema_of(READ_NUMBER).name == f"aten::{READ_NUMBER_NAME}", f"the name {READ_NUMBER_NAME}")
+    _expect(READ_NUMBER(torch.tensor(2.0)) == 2.0, "the number of a tensor")
+
+
+@_contract(
+    "torch.ops.aten._unsafe_view", "aten/src/ATen/native/native_functions.yaml", "view makes no view of autograd's"
+)
+def _check_unsafe_view() -> None:
+    x = torch.ones(6, requires_grad=True) * 2
+    made = unsafe_view(x, (2, 3))
+    _expect(made.shape == (2, 3) and not is_view(made) and made.data_ptr() == x.data_ptr(), "the same memory, no view")
+
+
+@_contract(
+    "torch.ops.aten._scaled_dot_product_flash_attention",
+    "aten/src/ATen/native/native_functions.yaml",
+    "PyTorch tells fused attention kernels by a tag",
+)
+def _check_attention_kernels() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    for name in ATTENTION_KERNELS:
+        _expect(hasattr(torch.ops.aten, name), f"an operator {name}")
+    x = torch.ones(1, 1, 4, 8)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        seen = _operators_of(lambda: nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True))
+    names = [schema_of(one).name.removeprefix("aten::") for one in seen]
+    _expect(set(names) & set(ATTENTION_KERNELS), f"one of these kernels on the CPU, got {names}")
+
+
+# ---- torch: backward passes, checkpoints, devices ----
+
+backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id")
+"""Identity of the running backward pass, -1 outside of one."""
+
+_keeps_graph: Any = _find("torch._C._autograd._get_current_graph_task_keep_graph")
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward was called with ``retain_graph=True``; True where PyTorch does not say."""
+    return isinstance(_keeps_graph, _Moved) or bool(_keeps_graph())
+
+
+def early_stop() -> bool | None:
+    """What ``set_checkpoint_early_stop`` has set for the whole process; None if nothing is set."""
+    found: bool | None = getattr(_torch_checkpoint, "_enable_checkpoint_early_stop", None)
+    return found
+
+
+class SavedValue:
+    """One result that selective checkpointing keeps from forward to backward, in its own place."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def get(self) -> Any:
+        """The result, which is often a tensor."""
+        return self._wrapper.val
+
+    def drop(self) -> None:
+        """Forget it, until :meth:`put`."""
+        self._wrapper.val = None
+
+    def put(self, value: Tensor) -> None:
+        """Put ``value`` in its place, as if it had not been written since it was saved."""
+        self._wrapper.val, self._wrapper.version = value, version_of(value)
+
+
+def saved_values(context: Any) -> Iterator[SavedValue]:
+    """What one forward context of ``create_selective_checkpoint_contexts`` keeps.
+
+    Raises:
+        MovedError: PyTorch keeps it otherwise.
+    """
+    for wrapper in tree_iter(list(_leaves(context.storage))):
+        if type(wrapper) is object:
+            continue  # a mark: computed again, or given back already
+        if not (hasattr(wrapper, "val") and hasattr(wrapper, "version")):
+            raise MovedError(
+                f"torch {torch.__version__} keeps the results of a selective activation checkpoint where seqtile does "
+                f"not find them ({type(wrapper).__name__}); use checkpoint='full', or torch {SEEN['torch']}"
+            )
+        yield SavedValue(wrapper)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):  # a defaultdict among them, which PyTorch's trees would rebuild
+        for value in tree.values():
+            yield from _leaves(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _leaves(value)
+    else:
+        yield tree
+
+
+def keeps_generator(device: torch.device) -> bool:
+    """Whether PyTorch's checkpoint replays the random numbers of this kind of device; ``torch.mps``: no (2.13)."""
+    return bool(getattr(torch.get_device_module(device), "_initialized", False))
+
+
+def record_memory(on: bool) -> None:
+    """Record every allocation of the CUDA allocator from now on, or stop."""
+    _find("torch.cuda.memory._record_memory_history")(**({} if on else {"enabled": None}))
+
+
+def dump_memory(file: Path) -> None:
+    """Write what was recorded; https://pytorch.org/memory_viz shows it."""
+    _find("torch.cuda.memory._dump_snapshot")(str(file))
+
+
+@_contract("torch._C._current_graph_task_id", "torch/csrc/autograd/init.cpp", "a backward pass has a public identity")
+def _check_backward_pass() -> None:
+    seen: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    for _ in range(2):
+        y = x * 1
+        y.register_hook(lambda _: seen.append(backward_pass()))
+        y.backward()
+    _expect(backward_pass() == -1 and -1 not in seen and len(set(seen)) == 2, "a number for each backward, -1 outside")
+
+
+@_contract(
+    "torch._C._autograd._get_current_graph_task_keep_graph", "torch/csrc/autograd/init.cpp", "a node's context says it"
+)
+def _check_keeps_graph() -> None:
+    seen: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda _: seen.append(keeps_graph()))
+    y.backward(retain_graph=True)
+    y.backward()
+    _expect(seen == [True, False], f"whether the graph is kept, got {seen}")
+
+
+@_contract(
+    "torch.utils.checkpoint._enable_checkpoint_early_stop", "torch/utils/checkpoint.py", "the switch can be asked"
+)
+def _check_early_stop() -> None:
+    before = early_stop()
+    with _torch_checkpoint.set_checkpoint_early_stop(False):
+        _expect(early_stop() is False, "False inside set_checkpoint_early_stop(False)")
+    _expect(early_stop() is before, "what it was afterwards")
+
+
+@_contract(
+    "torch.utils.checkpoint._VersionWrapper.val", "torch/utils/checkpoint.py", "selective checkpointing offloads itself"
+)
+def _check_saved_values() -> None:
+    save = _torch_checkpoint.CheckpointPolicy.MUST_SAVE
+    x = torch.ones(2, 2, requires_grad=True)
+    forward, recompute = _torch_checkpoint.create_selective_checkpoint_contexts(lambda *_, **__: save)
+    with forward:
+        expected = (x * 3).detach()
+    values = [one for one in saved_values(forward) if isinstance(one.get(), Tensor)]
+    _expect(len(values) == 1 and torch.equal(values[0].get(), expected), "the result of the operator")
+    other = expected + 1
+    values[0].drop()
+    values[0].put(other)
+    with recompute:
+        again = (x * 3).detach()
+    _expect(torch.equal(again, other), "the recompute to return what was put there")
+
+
+@_contract("torch.cuda._initialized", "torch/cuda/__init__.py", "PyTorch's checkpoint keeps the state of every device")
+def _check_initialized() -> None:
+    _expect(isinstance(torch.cuda._initialized, bool), "a bool")
+    functions = [one for one in vars(_torch_checkpoint).values() if isinstance(one, types.FunctionType)]
+    _expect(any("_initialized" in _names_in(one) for one in functions), "PyTorch's checkpoint to ask for it")
+
+
+@_contract("torch.cuda.memory._record_memory_history", "torch/cuda/memory.py", "a public snapshot of memory")
+def _check_memory_history() -> None:
+    found = inspect.signature(pkgutil.resolve_name("torch.cuda.memory._record_memory_history"))
+    _expect("enabled" in found.parameters, "an argument `enabled`")
+    _expect("filename" in inspect.signature(pkgutil.resolve_name("torch.cuda.memory._dump_snapshot")).parameters,
+            "_dump_snapshot to take a file name")  # fmt: skip
+
+
+# ---- transformers ----
+
+SET_CHECKPOINTING = "_set_gradient_checkpointing"
+"""The method by which transformers hands its checkpoint function to a model's layers."""
+
+ENABLE_CHECKPOINTING = "_activation_checkpointing_enable"
+"""The method behind ``gradient_checkpointing_enable``, where this version of transformers has one."""
+
+CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
+"""Where a layer keeps the function that its forward is checkpointed with."""
+
+INPUT_HOOKS = "_require_grads_hooks", "_require_grads_hook"
+"""Where transformers keeps the hooks by which embeddings need a gradient; it leaves them when checkpoints go off."""
+
+GRADIENT_NORM_METHODS = ("_clip_grad_norm", "_get_grad_norm")
+"""Methods of its trainer that read all gradients before the optimiser's step."""
+
+LOSS_FUNCTION = "_loss_function"
+"""Where a model keeps a loss that was set; it has another if nothing is there."""
+
+
+def attention_kind(owner: Any) -> str | None:
+    """Name of the attention implementation of a model, a module or a config; None where none is known."""
+    config = getattr(owner, "config", owner)
+    kind: str | None = getattr(config, "_attn_implementation", None)
+    return kind
+
+
+def compute_attention_plainly(config: Any) -> None:
+    """Have this config say "eager", whatever a model's class allows."""
+    config.__dict__["_attn_implementation_internal"] = "eager"
+
+
+def _tiny_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+_MODELING = "src/transformers/modeling_utils.py"
+
+
+@_contract("transformers.PreTrainedModel._set_gradient_checkpointing", _MODELING, "models take a checkpoint function")
+def _check_set_checkpointing() -> None:
+    model = _tiny_llama()
+    calls: list[dict[str, Any]] = []
+    _with_signature_of(model, SET_CHECKPOINTING, calls)
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    _expect(len(calls) == 1 and calls[0].get("enable") is True, "one call with enable=True")
+    _expect(callable(calls[0].get("gradient_checkpointing_func")), "the checkpoint function by name")
+
+
+def _with_signature_of(model: Any, name: str, calls: list[dict[str, Any]]) -> None:
+    """Put a function on the instance that notes its calls and is declared as the class's method is."""
+    original = inspect.signature(getattr(type(model), name))
+
+    def noting(**words: Any) -> None:
+        calls.append(words)
+
+    noting.__signature__ = original.replace(parameters=list(original.parameters.values())[1:])  # type: ignore[attr-defined]
+    model.__dict__[name] = noting
+
+
+@_contract("transformers.PreTrainedModel._activation_checkpointing_enable", _MODELING, "`offload` is set in public")
+def _check_enable_checkpointing() -> None:
+    from transformers import PreTrainedModel
+
+    if not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+        return  # an older transformers, which has neither, nor an offload of its own
+    words = list(inspect.signature(getattr(PreTrainedModel, ENABLE_CHECKPOINTING)).parameters)
+    _expect(
+        words[1:4] == ["activation_checkpointing_kwargs", "every_n_layers", "offload"], f"its arguments, got {words}"
+    )
+    _expect(ENABLE_CHECKPOINTING in _names_in(PreTrainedModel.activation_checkpointing_enable), "it to be called")
+
+
+@_contract("transformers.PreTrainedModel._gradient_checkpointing_func", _MODELING, "layers take a checkpoint function")
+def _check_checkpoint_function() -> None:
+    model = _tiny_llama()
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    layer = model.model.layers[0]
+    _expect(layer.gradient_checkpointing and callable(layer.__dict__.get(CHECKPOINT_FUNCTION)), "one on a layer")
+
+
+@_contract("transformers.PreTrainedModel._require_grads_hooks", _MODELING, "disabling checkpoints takes the hooks off")
+def _check_input_hooks() -> None:
+    model = _tiny_llama()
+    model.enable_input_require_grads()
+    _expect(any(name in model.__dict__ for name in INPUT_HOOKS), f"one of {INPUT_HOOKS}")
+
+
+@_contract("transformers.PreTrainedModel._loss_function", _MODELING, "`loss_function` can be deleted as well as set")
+def _check_loss_function() -> None:
+    model, loss = _tiny_llama(), _no_hook
+    former = model.loss_function
+    model.__dict__[LOSS_FUNCTION] = loss
+    _expect(model.loss_function is loss, "the loss that was put there")
+    del model.__dict__[LOSS_FUNCTION]
+    _expect(model.loss_function is former, "the model's own when it is gone")
+
+
+@_contract(
+    "transformers.PretrainedConfig._attn_implementation",
+    "src/transformers/configuration_utils.py",
+    "the attention implementation can be asked in public",
+)
+def _check_attention_kind() -> None:
+    model = _tiny_llama()
+    _expect(attention_kind(model) == "sdpa", f"sdpa, got {attention_kind(model)}")
+    compute_attention_plainly(model.config)
+    _expect(attention_kind(model) == attention_kind(model.config) == "eager", "eager after it was set")
+
+
+# ---- accelerate ----
+
+HOOKED_FORWARD = "_old_forward"
+"""Where accelerate's hooks keep the forward that they were put around."""
+
+PREPARED_FORWARD = "_original_forward"
+"""Where ``Accelerator.prepare`` keeps the forward that it put autocast around."""
+
+
+@_contract(
+    "accelerate.hooks._old_forward", "src/accelerate/hooks.py", "hooks keep a module's forward in a public place"
+)
+def _check_hooked_forward() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    module: Any = nn.Identity()
+    module.forward = _no_hook
+    add_hook_to_module(module, ModelHook())
+    _expect(module.__dict__.get(HOOKED_FORWARD) is _no_hook, "the forward that was there")
+    _expect(module.forward is not _no_hook, "a forward around it")
+
+
+@_contract("accelerate.Accelerator._original_forward", "src/accelerate/accelerator.py", "autocast is put on otherwise")
+def _check_prepared_forward() -> None:
+    from accelerate import Accelerator
+
+    _expect(PREPARED_FORWARD in _names_in(Accelerator.prepare_model), "prepare_model to set it")
+
+
+# ---- PEFT ----
+
+PER_SEQUENCE = ("adapter_names", "alora_offsets")
+"""Arguments with one entry per sequence that a hook of PEFT's adds to the adapters' calls, as a partial's keywords."""
+
+
+@_contract(
+    "peft.tuners.lora.model._adapter_names_pre_forward_hook", "src/peft/tuners/lora/model.py", "hooks can be asked"
+)
+def _check_per_sequence() -> None:
+    module = importlib.import_module("peft.tuners.lora.model")
+    for name, word in zip(
+        ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook"), PER_SEQUENCE, strict=True
+    ):
+        _expect(word in inspect.signature(getattr(module, name)).parameters, f"{name} to take {word}")
+    _expect("partial" in _names_in(module.LoraModel._enable_peft_forward_hooks), "a partial to be registered")
+
+
+# ---- TRL ----
+
+OVERRIDDEN = frozenset({"_get_grad_norm", "_save_checkpoint", "_get_output_dir"})
+"""Private methods of the trainer that :class:`seqtile.train.trainer.Trainer` overrides or calls."""
+
+_FUSED_HEAD = ("original_forward", "temperature", "cast_lm_head_to_fp32", "outputs")
+
+
+def trl_head_settings(forward: Any) -> dict[str, Any] | None:
+    """What TRL's fused head was told when it was put on a model; None if ``forward`` is something else.
+
+    It is known by its argument ``fused_lm_head``, by which TRL's trainers call it.
+
+    Raises:
+        KeyError: it is TRL's, but keeps the named setting elsewhere.
+    """
+    function = getattr(forward, "__func__", forward)
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, types.CodeType) or "fused_lm_head" not in code.co_varnames[: _arguments(code)]:
+        return None
+    found = inspect.getclosurevars(function).nonlocals
+    return {name: found[name] for name in _FUSED_HEAD}
+
+
+def _arguments(code: types.CodeType) -> int:
+    return code.co_argcount + code.co_kwonlyargcount
+
+
+def step_sums(trainer: Any) -> tuple[dict[str, dict[str, list[Any]]], Any]:
+    """What TRL's trainer has summed up since the last log, by mode and name, and its tokens: copies."""
+    sums = {mode: {name: list(values) for name, values in found.items()} for mode, found in trainer._metrics.items()}
+    return sums, trainer._total_train_tokens
+
+
+def restore_step_sums(trainer: Any, sums: dict[str, dict[str, list[Any]]], tokens: Any) -> None:
+    """Put back what :func:`step_sums` gave."""
+    for mode, found in trainer._metrics.items():
+        found.clear()
+        found.update({name: list(values) for name, values in sums.get(mode, {}).items()})
+    trainer._total_train_tokens = tokens
+
+
+@_contract("trl.trainer.utils._fused_forward", "trl/trainer/utils.py", "TRL's fused head says its settings")
+def _check_fused_head() -> None:
+    from trl.trainer.utils import add_fused_lm_head  # type: ignore[attr-defined, unused-ignore]
+
+    model = _tiny_llama()
+    original = model.forward
+    _expect(trl_head_settings(original) is None, "the model's own forward to be something else")
+    add_fused_lm_head(model, temperature=0.5, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
+    found = trl_head_settings(model.forward)
+    _expect(found is not None, "a forward that takes fused_lm_head")
+    assert found is not None
+    _expect(found["original_forward"] == original and found["temperature"] == 0.5, "forward and temperature")
+    _expect(found["cast_lm_head_to_fp32"] is True and tuple(found["outputs"]) == ("log_probs", "entropy"), "the rest")
+
+
+@_contract("trl.SFTTrainer._metrics", "trl/trainer/sft_trainer.py", "a step that is done again can take its sums back")
+def _check_step_sums() -> None:
+    from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]
+
+    names = _names_in(SFTTrainer.__init__)
+    _expect({"_metrics", "_total_train_tokens"} <= names, "both to be made by the trainer")
+    _expect("_metrics" in _names_in(SFTTrainer.compute_loss), "compute_loss to add to them")
+
+
+def _check_overridden(name: str, caller: str) -> None:
+    from transformers import Trainer
+    from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]
+
+    _expect(callable(getattr(SFTTrainer, name, None)), f"a method {name}")
+    callers = [one for one, method in vars(Trainer).items() if isinstance(method, types.FunctionType)
+               and one != name and name in _names_in(method)]  # fmt: skip
+    _expect(callers, f"{caller} to call {name}")
+
+
+@_contract("trl.SFTTrainer._get_grad_norm", "trl/trainer/sft_trainer.py", "the gradient norm comes with an event")
+def _check_get_grad_norm() -> None:
+    _check_overridden("_get_grad_norm", "the training loop")
+
+
+@_contract(
+    "trl.SFTTrainer._save_checkpoint", "trl/trainer/sft_trainer.py", "an event comes before a checkpoint is written"
+)
+def _check_save_checkpoint() -> None:
+    from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]
+
+    _check_overridden("_save_checkpoint", "the training loop")
+    words = list(inspect.signature(SFTTrainer._save_checkpoint).parameters)
+    _expect(words == ["self", "model", "trial"], f"the arguments model and trial, got {words}")
+
+
+@_contract("trl.SFTTrainer._get_output_dir", "trl/trainer/sft_trainer.py", "the folder of checkpoints is public")
+def _check_get_output_dir() -> None:
+    _check_overridden("_get_output_dir", "saving")
+
+
+# ---- DeepSpeed ----
+
+LEAF = "_z3_leaf"
+"""The mark by which ZeRO-3 gathers all weights of a module before it runs."""
+
+
+def is_in_zero12(weight: Tensor) -> bool:
+    """Whether ZeRO-1 or 2 has taken a weight over."""
+    return hasattr(weight, "_hp_mapping")
+
+
+ZERO3_MARKS = frozenset({"ds_recompute_parameters", "post_bwd_fn"})
+"""Attributes that ZeRO-3 gives a module which it has taken over, whose weights it gathers when it runs."""
+
+
+@_contract(
+    "deepspeed.utils.mixed_precision_linkage._hp_mapping",
+    "deepspeed/utils/mixed_precision_linkage.py",
+    "a weight says which optimiser has it",
+)
+def _check_zero12() -> None:
+    link = pkgutil.resolve_name("deepspeed.utils.mixed_precision_linkage._init_lp_to_hp_mapping")
+    weight = nn.Parameter(torch.zeros(4))
+    _expect(not is_in_zero12(weight), "no mark on a new parameter")
+    link([weight], 0, 4, None)
+    _expect(is_in_zero12(weight), "the mark on a parameter that the optimiser has")
+
+
+@_contract(
+    "deepspeed.runtime.zero.post_bwd_fn",
+    "deepspeed/runtime/zero/parameter_offload.py",
+    "a module says that it is in ZeRO-3",
+)
+def _check_zero3() -> None:
+    offload = pkgutil.resolve_name("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload")
+    names = {
+        name
+        for method in vars(offload).values()
+        if isinstance(method, types.FunctionType)
+        for name in _names_in(method)
+    }
+    _expect(names >= ZERO3_MARKS, "both marks to be set")
+
+
+@_contract("deepspeed.utils.z3_leaf_module._z3_leaf", "deepspeed/utils/z3_leaf_module.py", "marking needs no DeepSpeed")
+def _check_leaf() -> None:
+    found = importlib.import_module("deepspeed.utils.z3_leaf_module")
+    module = nn.Identity()
+    module.__dict__[LEAF] = True
+    _expect(found.z3_leaf_module(module), "a marked module to be a leaf")
+    _expect(not found.z3_leaf_module(nn.Identity()), "another module to be none")
+
+
+@_contract(
+    "deepspeed.runtime.zero.ds_shape", "deepspeed/runtime/zero/partition_parameters.py", "a shard says what it is of"
+)
+def _check_ds_shape() -> None:
+    text = _source_of("deepspeed.runtime.zero.partition_parameters")
+    _expect("param.ds_shape = " in text and "param.ds_id = " in text, "a sharded parameter's ds_shape and ds_id")
+
+
+# ---- axolotl and ms-swift ----
+
+SWIFT_IMPORTS_PLUGINS = "_import_external_plugins"
+"""The method of ms-swift's arguments that runs plugins; its ``self`` are the arguments."""
+
+
+def is_tiled_by_axolotl(module: nn.Module) -> bool:
+    """Whether the module is of a class whose forward axolotl's own tiled MLP has replaced."""
+    return hasattr(module, "_tiled_mlp_dist_impl")
+
+
+def checkpoint_before_swift() -> Any:
+    """``torch.utils.checkpoint.checkpoint`` as it was before ms-swift replaced it; None if it has not."""
+    return getattr(_torch_checkpoint, "_old_checkpoint", None)
+
+
+@_contract(
+    "axolotl.monkeypatch.tiled_mlp._tiled_mlp_dist_impl",
+    "src/axolotl/monkeypatch/tiled_mlp/patch.py",
+    "axolotl asks a plugin",
+)
+def _check_axolotl() -> None:
+    _expect(
+        "_tiled_mlp_dist_impl" in _source_of("axolotl.monkeypatch.tiled_mlp.patch"), "the attribute on the MLP's class"
+    )
+
+
+@_contract(
+    "swift.arguments._import_external_plugins",
+    "swift/arguments/base_args/base_args.py",
+    "plugins are given the arguments",
+)
+def _check_swift_plugins() -> None:
+    base = pkgutil.resolve_name("swift.arguments.BaseArguments")
+    _expect("self" in inspect.signature(getattr(base, SWIFT_IMPORTS_PLUGINS)).parameters, "a method")
+
+
+@_contract(
+    "swift.trainers._old_checkpoint", "swift/trainers/mixin.py", "ms-swift replaces torch's checkpoint no longer"
+)
+def _check_swift_checkpoint() -> None:
+    spec = importlib.util.find_spec("swift")
+    _expect(spec is not None and spec.origin, "the package swift")
+    assert spec is not None and spec.origin is not None
+    files = Path(spec.origin).parent.rglob("*.py")
+    _expect(any("_old_checkpoint" in file.read_text(encoding="utf-8") for file in files), "where the former is kept")

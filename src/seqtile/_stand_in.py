@@ -1,0 +1,113 @@
+"""Objects that take a method's place on one instance, and how they come off again.
+
+They live in the instance's ``__dict__``: the class is untouched, no parameter is renamed, nothing enters
+``state_dict``. They refer to their module weakly and find it again after ``copy.deepcopy`` and pickling.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import nn
+
+from seqtile._compat import CALL_CODE, REPLICATE
+
+
+class StandIn:
+    """Base of them all: the module, what stood in the changed attributes before, and what was said already."""
+
+    changed: ClassVar[tuple[str, ...]] = ()
+    """Attributes of the instance that are replaced."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.before: dict[str, Any] = {name: module.__dict__[name] for name in self.changed if name in module.__dict__}
+        self.told: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": self._module()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._module = weakref.ref(state["_module"])
+
+    @property
+    def module(self) -> Any:
+        module = self._module()
+        if module is None:
+            raise RuntimeError(_COPIED)
+        return module
+
+    def refuse_copies(self) -> None:
+        """Raise where a shallow copy of the module calls: ``copy.copy`` copies the attribute as it is."""
+        frame: types.FrameType | None = sys._getframe(1)
+        for _ in range(_FRAMES):
+            if frame is None:
+                return
+            if frame.f_code is CALL_CODE:
+                caller = frame.f_locals["self"]
+                if caller is not self._module() and caller.__dict__.get("forward") is self:
+                    raise RuntimeError(_COPIED)
+                return
+            frame = frame.f_back
+
+    def is_news(self, text: str) -> bool:
+        """Whether ``text`` was not said before; from now on it was."""
+        news = text not in self.told
+        self.told.add(text)
+        return news
+
+
+_COPIED = (
+    "this module is a shallow copy (copy.copy) of a tiled one, whose weights its forward would read; use "
+    "copy.deepcopy, or call seqtile.apply on the copy's model after seqtile.undo on the original"
+)
+_FRAMES = 8
+"""Between a call of a module and that of what stands in for its forward."""
+
+
+class ForwardStandIn(StandIn):
+    """Base of what stands in for ``forward``."""
+
+    changed: ClassVar[tuple[str, ...]] = ("forward", "extra_repr", REPLICATE)
+
+    def install(self) -> None:
+        self.module.__dict__.update({"forward": self, "extra_repr": _Note(self), REPLICATE: _refuse_replicas})
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward that the instance had: its own if one was set before, else its class's.
+
+        A bound method would do, but ``torch.compile`` writes one down as ``module.forward``, which is ours.
+        """
+        module = self.module
+        return self.before.get("forward") or partial(type(module).forward, module)
+
+    def note(self) -> str:
+        """What ``print(model)`` shows of it."""
+        return ""
+
+
+class _Note:
+    """``extra_repr`` of a changed instance."""
+
+    def __init__(self, installed: ForwardStandIn) -> None:
+        self.installed = installed
+
+    def __call__(self) -> str:
+        module = self.installed.module
+        former = self.installed.before.get("extra_repr") or type(module).extra_repr.__get__(module)
+        return ", ".join(part for part in (former(), self.installed.note()) if part)
+
+
+def _refuse_replicas() -> nn.Module:
+    """``nn.DataParallel`` copies a module's attributes, and the copies would run the original's weights."""
+    raise NotImplementedError(
+        "nn.DataParallel (several devices in one process) does not run tiled models; start one process per device "
+        "with torchrun or accelerate launch, or make one device visible"
+    )

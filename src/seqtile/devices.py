@@ -1,0 +1,218 @@
+"""What this machine is and has: each fact is read in one place, for every kind of accelerator.
+
+Sizes are bytes, and 0 where the system does not say. torch is imported by the functions that ask it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# ---- host ----
+
+
+def package_version(name: str) -> str | None:
+    """The version of an installed package, None without it."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def total_host_bytes() -> int:
+    """Memory of the host, or of this process's container where that is less."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):  # not on Windows
+        return 0
+    return min([total, *(limit for limit, _ in _container_limits())])
+
+
+def available_host_bytes() -> int:
+    """Memory that this process can have without swapping, within its container's limits.
+
+    Pages that only cache files count as available, as in the kernel's own ``MemAvailable``.
+    """
+    words = _read("/proc/meminfo").split()
+    if "MemAvailable:" not in words:
+        return 0
+    free = 1024 * int(words[words.index("MemAvailable:") + 1])
+    return min([free, *(max(1, limit - used) for limit, used in _container_limits())])
+
+
+def _container_limits() -> Iterator[tuple[int, int]]:
+    """(limit, bytes used) of each control group that this process is in and that has a limit.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory, and ``cgroup-v1/memory.html`` beside it.
+    """
+    for line in [*_read("/proc/self/cgroup").splitlines(), "0::/", "0:memory:/"]:  # the last two are a container's own
+        _, kinds, path = (*line.split(":", 2), "", "")[:3]
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        root, most, now, cache = _VERSION_1 if kinds else _VERSION_2
+        parts = [part for part in path.split("/") if part]
+        for depth in range(len(parts), -1, -1):
+            folder = "/".join([root, *parts[:depth]])
+            limit, used = _read(f"{folder}/{most}").strip(), _read(f"{folder}/{now}").strip()
+            if limit.isdigit() and used.isdigit():  # "max" where there is no limit
+                yield int(limit), int(used) - _number_after(cache, _read(f"{folder}/memory.stat"))
+
+
+_VERSION_2 = ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+_VERSION_1 = ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""Folder of the control groups of Linux, the files with limit and use, and the line of files that are only cached."""
+
+
+def _number_after(name: str, text: str) -> int:
+    words = text.split()
+    return int(words[words.index(name) + 1]) if name in words else 0
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+# ---- accelerators ----
+
+
+def accelerator() -> torch.device | None:
+    """The accelerator that this process uses, None on a machine without one."""
+    import torch
+
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def device_type() -> str:
+    """``"cuda"``, ``"xpu"``, ...: the kind of the accelerator, ``"cpu"`` without one."""
+    here = accelerator()
+    return "cpu" if here is None else here.type
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether ``device`` is of the kind of this machine's accelerator."""
+    here = accelerator()
+    return here is not None and here.type == device.type
+
+
+def device_name(index: int | None = None) -> str:
+    """The accelerator's name, its type where it has none, or the CPU with its threads.
+
+    Args:
+        index: of several accelerators; None is the current one.
+    """
+    import torch
+
+    here = accelerator()
+    if here is None:
+        return f"CPU {platform.machine()}, {torch.get_num_threads()} threads of {cpu_cores()} cores"
+    module = torch.get_device_module(here)
+    return str(module.get_device_name(index)) if hasattr(module, "get_device_name") else here.type
+
+
+def total_device_bytes(index: int | None = None) -> int:
+    """Memory of an accelerator.
+
+    Args:
+        index: of several accelerators; None is the current one.
+    """
+    import torch
+
+    here = accelerator()
+    if here is None:
+        return 0
+    module: Any = torch.get_device_module(here)
+    index = torch.accelerator.current_device_index() if index is None else index
+    total = 0
+    if hasattr(module, "get_device_properties"):
+        total = getattr(module.get_device_properties(index), "total_memory", 0)
+    elif hasattr(module, "recommended_max_memory"):  # Apple's, which share the host's memory
+        total = module.recommended_max_memory()
+    return int(total)
+
+
+def device_bytes(device: torch.device) -> tuple[int, int]:
+    """(free, total) memory of the accelerator ``device``, as its driver has it; zeros for the CPU."""
+    import torch
+
+    if not is_accelerator(device):
+        return 0, 0
+    read: Any = getattr(torch.accelerator, "get_memory_info", None)  # from torch 2.12
+    try:
+        free, total = (read or torch.get_device_module(device).mem_get_info)(device)
+    except (AttributeError, RuntimeError):  # this backend does not say
+        return 0, 0
+    return int(free), int(total)
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait until the device, by default the current accelerator, has done everything; the CPU has."""
+    import torch
+
+    if accelerator() is not None if device is None else is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def empty_cache(device: torch.device | None = None) -> None:
+    """Give back what the allocator of ``device``, by default the current accelerator, holds and no tensor uses.
+
+    Does nothing on the CPU, and where a backend cannot.
+    """
+    import torch
+
+    device = device or accelerator()
+    if device is not None and device.type != "cpu":
+        getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
+
+
+def reset_peak(device: torch.device | int | None = None) -> None:
+    """Start the accelerator's peaks again from what is allocated now.
+
+    Raises:
+        RuntimeError: this backend's allocator keeps no statistics.
+    """
+    import torch
+
+    torch.accelerator.reset_peak_memory_stats(device)
+
+
+def allocated_bytes(device: torch.device | int | None = None) -> int:
+    """Bytes in tensors on the accelerator now."""
+    import torch
+
+    return torch.accelerator.memory_allocated(device)
+
+
+def reserved_bytes(device: torch.device | int | None = None) -> int:
+    """Bytes that the accelerator's allocator holds now."""
+    import torch
+
+    return torch.accelerator.memory_reserved(device)
+
+
+def peak_bytes(device: torch.device | int | None = None) -> int:
+    """The most bytes in tensors at once since :func:`reset_peak`."""
+    import torch
+
+    return torch.accelerator.max_memory_allocated(device)
+
+
+def peak_reserved_bytes(device: torch.device | int | None = None) -> int:
+    """The most bytes that the allocator held at once since :func:`reset_peak`."""
+    import torch
+
+    return torch.accelerator.max_memory_reserved(device)

@@ -1,0 +1,266 @@
+"""The options of tiling: declared once, with one vocabulary, wherever they are given.
+
+:class:`TilingOptions` is what :func:`seqtile.apply` does to a model. A recipe, a plan's request and its steps hold one;
+the recipe's keys, those of axolotl's ``seqtile:`` section and the command line's flags are made from its fields, each
+of which says beside its default how it is written there (:class:`Written`). A new option is one field here and an
+argument of :func:`seqtile.apply`, whose docstring says what each of them means.
+
+Two names outside are not fields: ``tiled_mlp: false`` (recipes, axolotl) and ``--tile none`` (``seqtile plan``) are
+``blocks="none"``. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+from seqtile._errors import UserError
+from seqtile.tiling import KeepRule, TileRule, parse_bytes, parse_keep, parse_tile
+
+Only = str | Sequence[str] | Callable[[str, Any], bool]
+
+WHOLE_LAYER = "mlp+norm+projections"
+BLOCKS = ("auto", "mlp", "mlp+norm", WHOLE_LAYER, "none")
+PATHS = ("auto", "fused", "generic")
+LOSS_KERNELS = ("torch", "liger", "cce", "auto")
+CHECKPOINTS = ("full", "attention-saved")
+"""What activation checkpoints keep. ``"auto"`` is for a plan to choose; None leaves them as they are."""
+
+COMMANDS = ("train", "plan", "probe")
+"""Commands that have a flag for an option which does not say for itself where it has one."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """How an option is given by people.
+
+    Attributes:
+        help: one phrase for ``--help``, without a full stop.
+        commands: commands that have a flag for it.
+        recipe: whether it is a key of a recipe.
+        plan: whether a plan heeds it.
+        choices: the words that are its only values; empty if there are others.
+        words: what a flag takes in place of ``choices``, and the value that each word stands for.
+        metavar: of the flag.
+        least: smallest number.
+        flag: type of the flag where it is narrower than text.
+        file: type in a file where it is not that of the field.
+    """
+
+    help: str
+    commands: tuple[str, ...] = COMMANDS
+    recipe: bool = True
+    plan: bool = True
+    choices: tuple[str, ...] = ()
+    words: Mapping[str, Any] | None = None
+    metavar: str | None = None
+    least: int | None = None
+    flag: type | None = None
+    file: Any = None
+
+
+def option(default: Any, help: str, **how: Any) -> Any:
+    """A field of :class:`TilingOptions`; ``how`` are the other fields of :class:`Written`."""
+    return field(default=default, metadata={"written": Written(help, **how)})
+
+
+@dataclass(frozen=True)
+class TilingOptions:
+    """The arguments of :func:`seqtile.apply`, which documents them; each value is checked when the record is made.
+
+    Which of them exclude each other depends on who uses them, and is checked there.
+
+    Raises:
+        UserError: a value is none of its option's.
+    """
+
+    tile: int | str = option(
+        "auto", "Tile rule: auto, tokens per tile, shards:N, arctic or memory:1GiB", commands=(*COMMANDS, "verify")
+    )
+    only: Only | None = option(
+        None, "Blocks to tile: names or patterns", commands=(), plan=False, file=str | list[str] | None
+    )
+    trust: Only | None = option(
+        None, "Blocks to tile without a proof", commands=(), plan=False, file=str | list[str] | None
+    )
+    blocks: str = option(
+        "auto", f"What runs in tiles: auto, mlp, mlp+norm or {WHOLE_LAYER}", commands=("plan",), choices=BLOCKS,
+        words={word: word for word in BLOCKS if word != "none"},
+    )  # fmt: skip
+    path: str = option("auto", "Operator: auto, fused or generic", commands=(), recipe=False, plan=False, choices=PATHS)
+    keep: float | str = option(
+        0.0, "Fraction of the tiles that keep gate and up, or memory:4GiB", commands=("plan", "probe")
+    )
+    loss: str | None = option(
+        None, "Head and loss: tiled or full", commands=("plan", "probe"), recipe=False, choices=("tiled",),
+        words={"tiled": "tiled", "full": None},
+    )  # fmt: skip
+    loss_tile: int | str = option(
+        "auto", "Tokens per tile of the head", commands=("probe",), metavar="N", least=1, flag=int
+    )
+    loss_impl: str = option("torch", "Kernel of the loss", commands=(), recipe=False, plan=False, choices=LOSS_KERNELS)
+    checkpoint: str | None = option(
+        None, "Activation checkpoints: layer (full), attention-saved or none", commands=("plan", "probe"),
+        choices=CHECKPOINTS,
+        words={"auto": "auto", "layer": "full", "full": "full", "attention-saved": "attention-saved", "none": None},
+    )  # fmt: skip
+    offload: bool | str = option(False, "Checkpoints wait in host memory", commands=())
+    heads: int | str | None = option(
+        None, "Key-value heads per pass of attention; all without it", commands=("plan",), metavar="N", least=1,
+        flag=int, file=int | Literal["auto"] | None,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for name in ("only", "trust"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str) and not callable(value):
+                object.__setattr__(self, name, tuple(value))  # so that records can be compared and hashed
+        _one_of("blocks", self.blocks, BLOCKS)
+        _one_of("path", self.path, PATHS)
+        try:
+            self.tile_rule, self.keep_rule(1)
+        except (TypeError, ValueError) as error:
+            raise UserError(str(error)) from None
+        if self.loss not in (None, "tiled"):
+            raise UserError(f"loss={self.loss!r}: expected 'tiled', or None to leave it as it is")
+        _one_of("loss_impl", self.loss_impl, LOSS_KERNELS)
+        if self.checkpoint not in (None, "auto", *CHECKPOINTS):
+            raise UserError(unknown_checkpoint(self.checkpoint))
+        if self.offload_room is None:
+            raise UserError(f"offload={self.offload!r}: expected True, False or a bound such as 'memory:64GiB'")
+        try:
+            self.loss_rule  # noqa: B018
+        except (TypeError, ValueError) as error:
+            raise UserError(str(error).replace("tile=", "loss_tile=", 1)) from None
+        heads = self.heads
+        if heads not in (None, "auto") and (isinstance(heads, bool) or not isinstance(heads, int) or heads < 1):
+            raise UserError(f"heads={heads!r}: expected 'auto', a number of key-value heads per pass from 1, or None")
+
+    @property
+    def tiled(self) -> bool:
+        """Whether any block runs in tiles."""
+        return self.blocks != "none"
+
+    @property
+    def beside_blocks(self) -> bool:
+        """Whether anything is asked for that is not about blocks."""
+        return bool(self.loss or self.checkpoint or self.offload or self.heads)
+
+    @cached_property
+    def tile_rule(self) -> TileRule:
+        """``tile``, parsed."""
+        return parse_tile(self.tile)
+
+    @cached_property
+    def loss_rule(self) -> TileRule:
+        """``loss_tile``, parsed."""
+        return parse_tile(self.loss_tile)
+
+    def keep_rule(self, blocks: int) -> KeepRule:
+        """``keep``, parsed, for each of ``blocks`` blocks."""
+        return parse_keep(self.keep, blocks)
+
+    @cached_property
+    def offload_room(self) -> bool | int | None:
+        """``offload``, parsed: whether checkpoints wait on the host, or bytes that they may take; None: neither."""
+        if isinstance(self.offload, bool):
+            return self.offload
+        word, _, size = self.offload.partition(":") if isinstance(self.offload, str) else ("", "", "")
+        return (parse_bytes(size) or None) if word == "memory" else None
+
+    def without_blocks(self) -> TilingOptions:
+        """The same for a model whose blocks stay untiled: nothing is left that only blocks would heed."""
+        return replace(self, blocks="none", **{name: DEFAULTS[name] for name in OF_BLOCKS})
+
+    def for_plan(self) -> TilingOptions:
+        """The same with what no plan heeds at its default."""
+        return replace(self, **{name: DEFAULTS[name] for name, how in WRITTEN.items() if not how.plan})
+
+
+def _one_of(name: str, value: object, words: Sequence[str]) -> None:
+    if value not in words:
+        raise UserError(f"{name}={value!r}: expected one of {', '.join(map(repr, words))}")
+
+
+def unknown_checkpoint(value: object) -> str:
+    """What is wrong with a ``checkpoint`` that activation checkpoints do not know."""
+    return f"checkpoint={value!r}: expected one of {', '.join(map(repr, CHECKPOINTS))}, or None"
+
+
+def _fields() -> tuple[Field[Any], ...]:
+    return fields(TilingOptions)
+
+
+WRITTEN: dict[str, Written] = {one.name: one.metadata["written"] for one in _fields()}
+"""How each option is given."""
+
+DEFAULTS: dict[str, Any] = {one.name: one.default for one in _fields()}
+"""The value of each option that is not given."""
+
+OF_BLOCKS = ("tile", "only", "trust", "path", "keep")
+"""Options that nothing heeds where no block is tiled."""
+
+
+def file_type(name: str, *, choices: bool) -> Any:
+    """The type of an option's value in a file.
+
+    Args:
+        name: of the option.
+        choices: as a ``Literal``, so that a file's schema refuses another word; else as text.
+    """
+    how, hint = WRITTEN[name], get_type_hints(TilingOptions)[name]
+    if how.choices and choices:
+        literal: Any = Literal.__getitem__(how.choices)
+        return literal | None if type(None) in get_args(hint) else literal
+    return hint if how.file is None else how.file
+
+
+def flag_type(name: str) -> type:
+    """The type of an option's flag: text wherever the option takes words."""
+    how, hint = WRITTEN[name], get_type_hints(TilingOptions)[name]
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    return how.flag or (str if str in kinds else kinds[0])
+
+
+def from_flag(name: str, given: Any) -> Any:
+    """The value that a flag's text stands for.
+
+    Raises:
+        UserError: a word that is none of the flag's.
+    """
+    words = WRITTEN[name].words
+    if words is None:
+        return _number(given) if float in get_args(get_type_hints(TilingOptions)[name]) else given
+    if given not in words:
+        raise UserError(f"{name} {given!r} is not known here; use one of {', '.join(words)}")
+    return words[given]
+
+
+def to_flag(name: str, value: Any) -> Any:
+    """The word of a flag that stands for ``value``; the value itself where the flag has no words of its own."""
+    words = WRITTEN[name].words or {}
+    return next((word for word, meant in words.items() if meant == value), value)
+
+
+def _number(text: Any) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+Record = TypeVar("Record")
+
+
+def changed(record: Record, **changes: Any) -> Record:
+    """A frozen record that holds ``options``, with fields of either changed.
+
+    Args:
+        record: a dataclass with a field ``options``.
+        **changes: options, or fields of the record.
+    """
+    inside = {name: changes.pop(name) for name in [*changes] if name in DEFAULTS}
+    options = replace(changes.pop("options", record.options), **inside)  # type: ignore[attr-defined]
+    return replace(record, options=options, **changes)  # type: ignore[type-var]

@@ -1,0 +1,77 @@
+"""The techniques that make longer sequences fit, in one list: what each sets, and what a step then holds no more.
+
+Everything that goes through them in an order takes them from here: ``--fit`` combines them by what they cost in time
+(:mod:`seqtile.planner.ladder`), ``seqtile plan`` proposes the next one (:mod:`seqtile.planner.explain`), and ``seqtile
+bench ladder`` adds one to those before (:data:`ABLATION`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from seqtile.options import WHOLE_LAYER, changed
+from seqtile.planner.request import CHECKPOINTS, Request
+
+
+@dataclass(frozen=True, eq=False)
+class Technique:
+    """One thing that can be turned on.
+
+    Attributes:
+        name: in a table.
+        changes: the options and fields of a request that it sets; ``engine_offload`` is added to what is on the host.
+        why: what it saves, in a few words.
+        flags: what sets it on the command line; ``--offload`` is made of the request.
+    """
+
+    name: str
+    changes: Mapping[str, Any]
+    why: str
+    flags: str = ""
+
+    def on(self, request: Request) -> Request:
+        """``request`` with this turned on."""
+        changes = dict(self.changes)
+        if "engine_offload" in changes:
+            changes["engine_offload"] = tuple(dict.fromkeys([*request.engine_offload, *changes["engine_offload"]]))
+        return changed(request, **changes)
+
+    def flags_for(self, request: Request) -> str:
+        """What turns it on for ``request``, as flags of the command line."""
+        if not {"offload", "engine_offload"} & self.changes.keys():
+            return self.flags
+        on = self.on(request)
+        return f"--offload {','.join([*([CHECKPOINTS] if on.options.offload else []), *on.engine_offload])}"
+
+
+TILED_LOSS = Technique("tiled loss", {"loss": "tiled"}, "no [tokens, vocabulary] logits", "--loss tiled")
+TILED_MLP = Technique("tiled MLP", {"blocks": "auto"}, "no [tokens, intermediate] tensors", "--tile auto")
+LAYER_CHECKPOINTS = Technique(
+    "checkpoints of layer inputs", {"checkpoint": "full"}, "a layer keeps its input only", "--checkpoint layer"
+)
+ATTENTION_SAVED = Technique(
+    "attention saved", {"checkpoint": "attention-saved"}, "attention's kernel runs forward once, not twice"
+)
+CHECKPOINTS_ON_HOST = Technique("checkpoints on the host", {"offload": True}, "layer inputs live on the host")
+REST_OF_LAYER = Technique("rest of the layer in tiles", {"blocks": WHOLE_LAYER}, "norms and projections in parts")
+HEADWISE_ATTENTION = Technique("head-wise attention", {"heads": 1}, "attention one group of heads at a time")
+MINIMAL_MEMORY = Technique(
+    "minimal memory",
+    {**REST_OF_LAYER.changes, **HEADWISE_ATTENTION.changes},
+    "norms, projections and attention in parts",
+    f"--blocks {WHOLE_LAYER} --heads 1",
+)
+
+BASELINE = Technique(
+    "baseline",
+    {"blocks": "none", "loss": None, "checkpoint": "full", "heads": None},
+    "activation checkpointing alone",
+)
+"""Where the ablation starts."""
+
+ABLATION = (
+    TILED_LOSS, TILED_MLP, CHECKPOINTS_ON_HOST, ATTENTION_SAVED, REST_OF_LAYER, HEADWISE_ATTENTION,
+)  # fmt: skip
+"""One on top of the other, as the ablation of ALST does (arXiv 2506.13996, Table 1), and what came after it."""

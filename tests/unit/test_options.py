@@ -1,0 +1,314 @@
+"""One set of options: declared once, found everywhere, and the same on the way from one place to the next."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+import seqtile
+from seqtile import UserError
+from seqtile.cli import main
+from seqtile.cli.option_flags import takes_options
+from seqtile.models.apply import apply_options
+from seqtile.options import DEFAULTS, WHOLE_LAYER, WRITTEN, TilingOptions
+from seqtile.planner import memory_plan
+from seqtile.planner.explain import recipe as recipe_of_plan
+from seqtile.planner.request import Request
+from seqtile.train.fit import settings_of
+from seqtile.train.output import resumed_recipe
+from seqtile.train.recipe import (
+    OptionKeys,
+    build_recipe,
+    keys_of,
+    options_of,
+    read_recipe,
+    recipe_keys,
+    resolve,
+    save_recipe,
+)
+
+SOURCE = Path(seqtile.__file__).parent
+GIVEN = {"model": "m", "dataset": "d.jsonl"}
+
+ONE_MORE = """
+import contextlib, io, json, re, sys, types
+from pathlib import Path
+import seqtile
+from types import SimpleNamespace
+
+text = Path(sys.argv[1]).read_text(encoding="utf-8")
+before = "    def __post_init__(self)"
+assert text.count(before) == 1
+module = sys.modules["seqtile.options"] = seqtile.options = types.ModuleType("seqtile.options")
+exec(compile(text.replace(before, sys.argv[2] + "\\n" + before), "options.py", "exec"), module.__dict__)
+
+from seqtile.cli import main
+from seqtile.train import recipe as recipes
+
+found = {}
+for command in ("train", "plan", "probe", "verify"):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main([command, "--help"]) == 0
+    found[f"{command} --help"] = "--dummy" in said.getvalue()
+recipe, _ = recipes.build_recipe({"model": "m", "dataset": "d", "dummy": 5}, {})
+found["recipe"] = [recipe.options.dummy, recipe.model_dump()["dummy"], recipe.changed(dummy=6).options.dummy]
+found["apply"] = recipe.tiling.dummy
+found["resumed"] = recipe == recipes.build_recipe(recipe.model_dump(), {})[0]
+try:
+    recipes.build_recipe({"dummy": "many"}, {})
+except ValueError as error:
+    found["refused"] = str(error)
+
+from seqtile.planner import explain, memory_plan
+from seqtile.train import fit
+from seqtile.train import output
+
+found["a plan of the recipe"] = fit.settings_of(recipe).dummy
+
+def plan(request, max_length):
+    found["request"], found["step"] = request.options.dummy, request.setup().options.dummy
+    planner = SimpleNamespace(request=request, resolved=lambda tokens: request.setup())
+    found["the recipe of a plan"] = explain.recipe(planner, 4096)["dummy"]
+    raise SystemExit
+
+memory_plan.plan = plan
+main(["plan", "--model", "llama-8b", "--dummy", "7"])
+
+def build(values, flags):
+    found["train"] = flags["dummy"]
+    raise SystemExit
+
+recipes.build_recipe = build
+main(["train", "--dummy", "9"])
+print(json.dumps(found))
+"""
+
+
+def test_a_new_option_is_one_line() -> None:
+    """The line is put into the source of ``seqtile.options``, in a fresh interpreter."""
+    line = '    dummy: int = option(3, "A dummy")\n'
+    command = [sys.executable, "-c", ONE_MORE, str(SOURCE / "options.py"), line]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "train --help": True, "plan --help": True, "probe --help": True, "verify --help": False,
+        "recipe": [5, 5, 6], "apply": 5, "resumed": True, "a plan of the recipe": 5, "request": 7, "step": 7,
+        "the recipe of a plan": 7, "train": 9,
+        "refused": "recipe key 'dummy': got 'many'; "
+        "input should be a valid integer, unable to parse string as an integer",
+    }  # fmt: skip
+
+
+def test_the_arguments_of_apply_are_the_options() -> None:
+    arguments = inspect.signature(seqtile.apply).parameters.values()
+    assert {one.name: one.default for one in arguments if one.kind is one.KEYWORD_ONLY} == DEFAULTS
+    documented = re.findall(r"^        (\w+): ", inspect.getdoc(seqtile.apply) or "", re.M)
+    documented = documented or re.findall(r"^    (\w+): ", inspect.getdoc(seqtile.apply) or "", re.M)
+    assert documented[: len(DEFAULTS) + 1] == ["model", *DEFAULTS]
+
+
+ELSEWHERE = {"TilingOptions", "apply", "tile_module", "Cell", "Ours", "Report"}
+"""The record, the two public functions, what the benchmark of one block runs, and what was done, in words."""
+
+
+def declared(node: ast.AST) -> set[str]:
+    """Fields of a class, parameters of a function."""
+    if isinstance(node, ast.ClassDef):
+        fields = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
+        return {field.id for field in fields if isinstance(field, ast.Name)}
+    if isinstance(node, ast.FunctionDef):
+        return {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
+    return set()
+
+
+def test_nothing_else_declares_the_options() -> None:
+    """No other class or function has three of their names among its fields or parameters."""
+    found = {
+        getattr(node, "name", "")
+        for file in sorted(SOURCE.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if len(declared(node) & DEFAULTS.keys()) > 2
+    }
+    assert {"TilingOptions", "apply"} < found
+    assert found <= ELSEWHERE
+
+
+SOME = [
+    TilingOptions(), TilingOptions(tile=4096, keep=0.5, heads=1), TilingOptions(tile="memory:1GiB", keep="memory:4GiB"),
+    TilingOptions(blocks=WHOLE_LAYER, only=("*.0.*",), trust="a.b"), TilingOptions(blocks="none", offload=True),
+    TilingOptions(loss="tiled", loss_tile=512, checkpoint="full"),
+    TilingOptions(checkpoint="attention-saved", offload="memory:64GiB", heads="auto"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", SOME, ids=str)
+def test_a_recipe_gives_back_the_options_that_it_is_written_from(options: TilingOptions, tmp_path: Path) -> None:
+    assert options_of(OptionKeys(**keys_of(options))) == options
+    recipe, _ = build_recipe({**GIVEN, **keys_of(options)}, {})
+    assert recipe.options == options
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert build_recipe(read_recipe(tmp_path / "recipe.yaml"), {})[0] == recipe
+    assert recipe.changed(steps=3).options == options and recipe.changed(heads=2).options == replace(options, heads=2)
+
+
+def test_every_key_is_an_option_once() -> None:
+    assert len({*recipe_keys()}) == len(recipe_keys())
+    assert {*keys_of(TilingOptions())} == {name for name, how in WRITTEN.items() if how.recipe} | {"tiled_mlp"}
+
+
+UNTILED = TilingOptions(blocks="none")
+
+
+def test_untiled_in_a_recipe_is_the_blocks_of_apply() -> None:
+    for values in ({"tiled_mlp": False}, {"blocks": "none"}, {"use_tiled_mlp": "no"}):
+        recipe, _ = build_recipe({**GIVEN, **values}, {})
+        assert recipe.options == UNTILED and not recipe.tiled_mlp and recipe.model_dump()["tiled_mlp"] is False
+        assert build_recipe(recipe.model_dump(), {"tiled_mlp": "true"})[0].options == TilingOptions()
+    with pytest.raises(UserError, match="say both 'tiled_mlp: true' and 'blocks: none'; keep one"):
+        build_recipe({**GIVEN, "tiled_mlp": True, "blocks": "none"}, {})
+    with pytest.raises(UserError, match="drop one of the two"):
+        build_recipe({**GIVEN, "blocks": "none"}, {"tile": "64"})
+
+
+def test_an_untiled_run_may_go_on_tiled(tmp_path: Path) -> None:
+    recipe, _ = build_recipe({**GIVEN, "tiled_mlp": False, "keep": 0.5}, {})
+    save_recipe(resolve(recipe), tmp_path / "recipe.yaml")
+    for given, options in (
+        ({}, replace(UNTILED, keep=0.5)),
+        ({"tile": "64"}, TilingOptions(tile="64", keep=0.5)),
+        ({"tiled_mlp": "true"}, TilingOptions(keep=0.5)),
+    ):
+        assert resumed_recipe({}, {"output": str(tmp_path), **given})[0].options == options
+
+
+PLANNED = TilingOptions(loss="tiled", checkpoint="auto")
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """The requests that ``seqtile plan`` makes, in the place of their plans."""
+    asked: list[Request] = []
+
+    def plan(request: Request, max_length: int | None) -> None:
+        asked.append(request)
+        raise typer.Exit
+
+    monkeypatch.setattr(memory_plan, "plan", plan)
+    return asked
+
+
+FLAGS = {
+    "": PLANNED,
+    "--tile 4096 --keep 0.5": replace(PLANNED, tile="4096", keep=0.5),
+    "--tile none --loss full": replace(PLANNED, blocks="none", loss=None),
+    "--checkpoint layer --offload checkpoints": replace(PLANNED, checkpoint="full", offload=True),
+    "--checkpoint full --blocks mlp": replace(PLANNED, checkpoint="full", blocks="mlp"),
+    "--checkpoint none --keep memory:4GiB": replace(PLANNED, checkpoint=None, keep="memory:4GiB"),
+    f"--checkpoint attention-saved --blocks {WHOLE_LAYER} --heads 2": replace(
+        PLANNED, checkpoint="attention-saved", blocks=WHOLE_LAYER, heads=2
+    ),
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_flags_become_a_request_whose_recipe_is_planned_the_same(flags: str, planned: list[Request]) -> None:
+    assert main(["plan", "--model", "llama-8b", *flags.split()]) == 0
+    [request] = planned
+    assert request.options == FLAGS[flags]
+    if request.options.checkpoint == "auto":  # decided by the plan
+        request = replace(request, options=replace(request.options, checkpoint="full"))
+    planner = SimpleNamespace(
+        request=request, resolved=lambda _: request.setup(), estimate=lambda _: SimpleNamespace(moved=1.0),
+        host_room=lambda: None,
+    )  # fmt: skip
+    again, _ = build_recipe(recipe_of_plan(planner, 4096), {"dataset": "d.jsonl"})  # type: ignore[arg-type]
+    tile = request.options.tile
+    expected = replace(request.options, loss="tiled", loss_tile=4096, tile=int(tile) if str(tile).isdigit() else tile)
+    assert settings_of(again) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("plan --tile wide", "tile='wide' is not a tile rule"),
+        ("plan --tile 0", "expected at least 1"),
+        ("plan --keep 2", "got a share outside 0.0 to 1.0"),
+        ("plan --keep much", "keep='much' is not a rule"),
+        (
+            "plan --checkpoint some",
+            "checkpoint 'some' is not known here; use one of auto, layer, full, attention-saved",
+        ),
+        ("plan --loss half", "loss 'half' is not known here; use one of tiled, full"),
+        ("plan --blocks norm", "blocks 'norm' is not known here; use one of auto, mlp, mlp+norm, mlp+norm+projections"),
+        ("plan --blocks mlp --tile none", "drop --blocks or --tile none"),
+        ("plan --keep 0.5 --tile none", "drop --keep or --tile none"),
+        ("probe --checkpoint auto", "probe layer, attention-saved or none"),
+        ("probe --tile none", "give the tile rule of the tiled side"),
+        ("verify --tile wide", "tile='wide' is not a tile rule"),
+    ],
+)
+def test_a_bad_value_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *flags = words.split()
+    assert main([command, "--model", "llama-8b", *flags]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.strip().count("\n") == 0, error
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"tile": 1.5}, "tile=1.5: got float, expected an int or a string"),
+        ({"keep": True}, "keep=True: got bool, expected a number or a string"),
+        ({"blocks": "all"}, "blocks='all': expected one of 'auto', 'mlp'"),
+        ({"path": "best"}, "path='best': expected one of 'auto', 'fused', 'generic'"),
+        ({"loss": "full"}, "loss='full': expected 'tiled', or None"),
+        ({"loss_tile": 0}, "loss_tile=0: got 0 tokens per tile, expected at least 1"),
+        ({"loss_impl": "best"}, "loss_impl='best': expected one of 'torch', 'liger'"),
+        ({"checkpoint": "layer"}, "checkpoint='layer': expected one of 'full', 'attention-saved', or None"),
+        ({"offload": "all"}, "offload='all': expected True, False or a bound such as 'memory:64GiB'"),
+        ({"offload": 1}, "offload=1: expected True, False or a bound"),
+        ({"heads": 0}, "heads=0: expected 'auto', a number of key-value heads per pass from 1, or None"),
+        ({"heads": True}, "heads=True: expected 'auto'"),
+    ],
+    ids=str,
+)
+def test_a_value_is_checked_where_the_record_is_made(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        TilingOptions(**values)
+
+
+def test_a_choice_of_the_plan_is_none_for_a_model() -> None:
+    from torch import nn
+
+    with pytest.raises(UserError, match="checkpoint='auto': expected one of 'full', 'attention-saved', or None"):
+        apply_options(nn.Linear(2, 2), TilingOptions(checkpoint="auto"))
+
+
+def test_records_are_values() -> None:
+    assert TilingOptions(only=["a", "b"]) == TilingOptions(only=("a", "b"))
+    assert len({TilingOptions(only=["a"]), TilingOptions(only=("a",)), TilingOptions()}) == 2
+    options = TilingOptions(tile=8, only="a", keep=0.5, path="generic", heads=1)
+    assert options.without_blocks() == TilingOptions(blocks="none", heads=1)
+    assert options.for_plan() == TilingOptions(tile=8, keep=0.5, heads=1)
+
+
+def test_flags_come_where_the_command_has_its_options() -> None:
+    @takes_options("plan", more={"tile": ", or none"})
+    def command(first: int = 1, options: Any = None, last: int = 2) -> None:
+        """Help."""
+
+    names = [*inspect.signature(command).parameters]
+    flags = [name for name, how in WRITTEN.items() if "plan" in how.commands]
+    assert names == ["first", *flags, "last"] and {"tile", "keep", "checkpoint"} <= {*flags}
+    assert inspect.signature(command).parameters["tile"].default.help.endswith("memory:1GiB, or none.")
