@@ -188,7 +188,8 @@ def test_a_hybrid_model_is_planned(hybrid: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_run_over_several_ranks_is_refused_before_it_starts(hybrid: Path) -> None:
-    recipe, _ = build_recipe({}, {"model": str(hybrid), "dataset": "x", "engine": "zero3", "nproc": 2, "sp_size": 2, "max_length": 2048})
+    ranks = {"engine": "zero3", "nproc": 2, "sp_size": 2}
+    recipe, _ = build_recipe({}, {"model": str(hybrid), "dataset": "x", "max_length": 2048, **ranks})
     with pytest.raises(UserError, match="carries a state along the sequence"):
         check_split(recipe)
 

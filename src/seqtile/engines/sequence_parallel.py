@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 
 from seqtile._errors import UserError
+from seqtile.devices import package_version
 
 _ACCELERATE = "https://github.com/huggingface/accelerate/pull/4177"
 _DEEPSPEED = "https://github.com/deepspeedai/DeepSpeed/pull/8114"
@@ -68,7 +68,7 @@ def refuse_split_states(
         return
     for kind, layers in states.items():
         support = SUPPORT.get(kind, Support(_ACCELERATE))
-        if any(_reached((installed or _version)(name), least) for name, least in support.since.items()):
+        if any(_reached((installed or package_version)(name), least) for name, least in support.since.items()):
             continue
         first = f"{layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''}"
         needs = " or ".join(f"{name} {least}" for name, least in support.since.items())
@@ -77,13 +77,6 @@ def refuse_split_states(
             f"({kind}), which starts from nothing on every rank ({support.thread}); use {setting} 1"
             + (f", or install {needs}" if needs else "")
         )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _reached(got: str | None, least: str) -> bool:
