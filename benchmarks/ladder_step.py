@@ -19,12 +19,12 @@ from seqtile._errors import UserError
 from seqtile.bench.technique_ladder import GIB, requests
 from seqtile.counting import count_live_bytes
 from seqtile.devices import peak_bytes, reset_peak, synchronize
+from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.options import changed
 from seqtile.planner.accelerators import Device
 from seqtile.planner.fake_step import build, build_bare, compute_loss, prepare_optimizer, update
 from seqtile.planner.layer_structure import cut, find_depths
 from seqtile.planner.model_shapes import read_config
-from seqtile.planner.phases import decoder_layers
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS
 from seqtile.planner.step_config import Lora, make_optimizer
@@ -171,7 +171,7 @@ def measure_attempt(arguments: dict[str, Any]) -> dict[str, Any]:
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = make_optimizer(setup.optimizer, weights)
         prepare_optimizer(optimizer, weights)
-        layers = [model.get_submodule(name) for name in decoder_layers(model)]
+        layers = [model.get_submodule(layer.name) for layer in decoder_layers(model)]
         others = LeftOut(layers, whole - attempt.layers, on_device, kept)
         others.stand(optimizer)
         vocabulary = text.vocab_size

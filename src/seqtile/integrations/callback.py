@@ -14,7 +14,9 @@ from transformers import Trainer, TrainerCallback
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.devices import empty_cache, peak_bytes, reset_peak
+from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.apply import apply, carries, tiled_names
+from seqtile.models.discover.decoder_layers import states_of
 from seqtile.models.report import Report
 
 logger = first_rank_logger(__name__)
@@ -88,6 +90,7 @@ class TilingCallback(TrainerCallback):
         if self.report is None or not (self._by_hand or carries(model)):
             self.report = apply(model, **self._settings)
         self._refuse_what_is_lost(model, self.report)
+        _refuse_split_states(trainer, model)
         told = [str(self.report)]
         if not self._by_hand and trainer is not None:
             told += self._tile_reference(trainer)
@@ -168,6 +171,13 @@ class TilingCallback(TrainerCallback):
 
 
 _OF_BLOCKS = ("tile", "only", "trust", "blocks", "path")
+
+
+def _refuse_split_states(trainer: Trainer | None, model: nn.Module) -> None:
+    """Raise if accelerate splits sequences over ranks for a model with layers that carry a state along them."""
+    parallelism = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
+    for setting in ("sp_size", "cp_size"):
+        refuse_split_states(type(model).__name__, states_of(model), getattr(parallelism, setting, 1), setting)
 
 
 def _go_first(callback: TrainerCallback) -> Trainer | None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from seqtile.engines.zero3 import mark_leaf, whole_shape
-from seqtile.models.discover.candidates import Candidate, is_per_row, looks_like_attention
+from seqtile.models.discover.candidates import Candidate, is_per_row
+from seqtile.models.discover.decoder_layers import looks_like_attention
 from seqtile.models.discover.widths import linear_widths
 from seqtile.models.instance import Setting, TiledForward
 from seqtile.tiling import KeepRule, TileRule

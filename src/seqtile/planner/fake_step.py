@@ -17,6 +17,7 @@ from seqtile._errors import UserError
 from seqtile.activation_checkpointing.policies import standing_checkpointing
 from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.models.apply import apply, apply_options, undo
+from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS
@@ -33,7 +34,7 @@ from seqtile.planner.live_at_peaks import (
     Workspace,
     track,
 )
-from seqtile.planner.phases import decoder_layers, label_phases
+from seqtile.planner.phases import label_phases
 from seqtile.planner.step_config import Built, Setup, make_optimizer
 
 OPTIMIZER_STEP = "optimiser step"
@@ -167,7 +168,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     ids = torch.zeros(setup.batch, tokens, dtype=torch.long, device=weights[0].device)
     with live.phase(OPTIMIZER):
         prepare_optimizer(optimizer, weights)
-    layers = decoder_layers(model)
+    layers = [layer.name for layer in decoder_layers(model)]
     in_forward = True
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

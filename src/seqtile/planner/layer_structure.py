@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from seqtile._errors import UserError
-from seqtile.planner.phases import decoder_layers
+from seqtile.models.discover.decoder_layers import decoder_layers
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,14 @@ def find_depths(config: Any, model: nn.Module) -> Depths:
     Raises:
         UserError: no decoder layers are found.
     """
-    names = decoder_layers(model)
-    if not names:
+    layers = decoder_layers(model)
+    if not layers:
         raise UserError(
-            f"no decoder layers with an attention module in {type(model).__name__}; plan a causal language model"
+            f"no list of decoder layers (with attention or a state) in {type(model).__name__}; plan a causal language "
+            "model"
         )
     types = list(getattr(config.get_text_config(), "layer_types", None) or ())
-    signs = [_signature(model.get_submodule(name)) for name in names]
+    signs = [_signature(model.get_submodule(layer.name)) for layer in layers]
     if len(types) == len(signs):
         signs = [(sign, kind) for sign, kind in zip(signs, types, strict=True)]
     total = len(signs)
@@ -110,8 +111,7 @@ def count_layers(depths: Depths, low: Counts, high: Counts) -> Counts:
 def count_weights(config: Any, model: nn.Module) -> Counts:
     """Count the parameters of ``model``, which may be on the meta device."""
     text = config.get_text_config()
-    names = decoder_layers(model)
-    layers = [model.get_submodule(name) for name in names]
+    layers = [model.get_submodule(layer.name) for layer in decoder_layers(model)]
     own = {id(weight) for layer in layers for weight in layer.parameters()}
     matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() >= 2]
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)

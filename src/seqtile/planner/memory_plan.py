@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 
 from seqtile._errors import UserError
+from seqtile.engines.sequence_parallel import refuse_split_states
+from seqtile.models.discover.decoder_layers import states_of
 from seqtile.options import changed
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.extrapolate import Lines, fit_for, partly
@@ -15,7 +17,7 @@ from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, fl
 from seqtile.planner.layer_structure import Counts, Depths, count_layers, count_weights, cut, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
 from seqtile.planner.model_shapes import max_positions
-from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST
+from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE
 from seqtile.planner.request import Request, attention_cannot_be_saved, check_request, check_split
 from seqtile.planner.sharding_terms import (
     BUFFERS,
@@ -41,7 +43,8 @@ WORTH = 0.03
 HOST_PROCESS = "host processes"
 
 _STANDING = (WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS)
-_NAMES = {ATTENTION: "attention working set", KERNELS: "attention working set", REST: "other activations"}
+_NAMES = {ATTENTION: "attention working set", KERNELS: "attention working set", REST: "other activations",
+          STATE: "working set of layers with a state"}  # fmt: skip
 _BOUNDS = ("low", "expected", "high")
 
 
@@ -66,15 +69,18 @@ class Planner:
         self.setup = request.setup()
         self.depths: Depths
         self.counts: Counts
+        self.states: dict[str, list[str]]
         self._lines: dict[Setup, Lines] = {}
         self._near: int | None = None
         if like is not None and like.request.config is request.config and like.request.lora == request.lora:
             self.share(like)
-            self.depths, self.counts = like.depths, like.counts
+            self.depths, self.counts, self.states = like.depths, like.counts, like.states
         else:
-            self.depths = find_depths(request.config, build_bare(request.config, self.setup, "meta"))
+            model = build_bare(request.config, self.setup, "meta")
+            self.depths, self.states = find_depths(request.config, model), states_of(model)
             low, high = (self._count(depth) for depth in self.depths.shallow)
             self.counts = count_layers(self.depths, low, high)
+        refuse_split_states(repr(request.model), self.states, request.sp_size, "sp-size")
         check_split(request, self.counts)
         self.built = build(cut(request.config, self.depths.shallow[0]), self.setup, "meta")
         flash = flash3_workspace if request.attention == "flash3" else flash2_workspace

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from seqtile._compat import tree_iter
 from seqtile.counting import LiveBytes
 from seqtile.devices import synchronize
+from seqtile.models.discover.decoder_layers import decoder_layers
 
 if TYPE_CHECKING:
     from seqtile.models.report import Block
@@ -19,10 +20,9 @@ if TYPE_CHECKING:
 HEAD = "head and loss"
 REST = "rest of the model"
 ATTENTION = "attention"
+STATE = "layers with a state"
 BLOCK = "MLP"
 BLOCK_AND_NORMS = "MLP and norms"
-
-_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 
 
 class _Labels:
@@ -107,7 +107,11 @@ def label_phases(
         layers: put the number of the decoder layer behind each name, ``"MLP#3, backward"``.
     """
     labels = _Labels(live)
-    numbers = {layer: f"#{number}" for number, layer in enumerate(decoder_layers(model))} if layers else {}
+    decoder = decoder_layers(model)
+    numbers = {layer.name: f"#{number}" for number, layer in enumerate(decoder)} if layers else {}
+    mixers = {
+        f"{layer.name}.{one.name}": STATE if one.has_state else ATTENTION for layer in decoder for one in layer.mixers
+    }
     places = {}
     for block in blocks:
         alone = len(block.together) <= 1
@@ -121,8 +125,8 @@ def label_phases(
                 labels.watch(module, REST, HEAD)
             elif name in places:
                 labels.watch(module, places[name], REST + _number(numbers, name))
-            elif name.rpartition(".")[2] in _ATTENTION_NAMES:
-                label = ATTENTION + _number(numbers, name)
+            elif name in mixers:
+                label = mixers[name] + _number(numbers, name)
                 labels.watch(module, label, places.get(name.rpartition(".")[0], REST + _number(numbers, name)))
         labels.switch()
         yield labels
@@ -133,12 +137,6 @@ def label_phases(
 def causal_model(model: Any) -> Any:
     """The causal language model itself, under PEFT's wrapper if there is one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def decoder_layers(model: nn.Module) -> list[str]:
-    """Qualified names of the modules that hold an attention module, in order: the decoder layers."""
-    names = (name for name, _ in model.named_modules() if name.rpartition(".")[2] in _ATTENTION_NAMES)
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
 def _number(numbers: dict[str, str], name: str) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
+from seqtile.engines.sequence_parallel import refuse_split_states
+from seqtile.models.discover.decoder_layers import states_of
 from seqtile.planner.model_shapes import max_positions as max_positions
 from seqtile.planner.phases import causal_model as causal_model
 from seqtile.train import demo
@@ -165,9 +167,12 @@ def check_split(recipe: Recipe) -> None:
     """Refuse a model whose attention cannot be split over ``sp_size`` processes, from its configuration alone.
 
     Raises:
-        UserError: the heads do not divide, or it would lose a mask that its attention needs.
+        UserError: it has layers with a state, the heads do not divide, or it would lose a mask that its attention
+            needs.
     """
-    text, size = load_config(recipe).get_text_config(), recipe.sp_size
+    config, size = load_config(recipe), recipe.sp_size
+    refuse_split_states(repr(recipe.model), states_of(_without_weights(config, recipe)), size)
+    text = config.get_text_config()
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     if heads % size or (groups % size and size % groups):
@@ -183,6 +188,15 @@ def check_split(recipe: Recipe) -> None:
             f"{recipe.attention!r} attention; use --max-length {window // size * size}, or set "
             "'model_kwargs: {attn_implementation: flash_attention_2}'"
         )
+
+
+def _without_weights(config: PretrainedConfig, recipe: Recipe) -> Any:
+    """The model on the meta device, to look at its modules."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.trust_remote_code)
 
 
 def _scale_positions(config: PretrainedConfig, recipe: Recipe) -> None:

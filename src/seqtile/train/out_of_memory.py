@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from seqtile._compat import GRADIENT_NORM_METHODS, FakeTensor, backward_pass, local_part, storage_key
 from seqtile.devices import allocated_bytes, available_host_bytes, device_bytes, reserved_bytes
-from seqtile.planner.phases import causal_model, decoder_layers
+from seqtile.models.discover.decoder_layers import decoder_layers
+from seqtile.planner.phases import causal_model
 from seqtile.tiling import parse_bytes
 
 SHOWN_TENSORS = 6
@@ -73,8 +74,8 @@ class Whereabouts:
         self.layer = ""
         self.outputs: dict[str, weakref.ref[Tensor]] = {}
         self._hooks = [
-            model.get_submodule(name).register_forward_hook(partial(self._leave, name))
-            for name in decoder_layers(model)
+            model.get_submodule(layer.name).register_forward_hook(partial(self._leave, layer.name))
+            for layer in decoder_layers(model)
         ]
 
     def close(self) -> None:

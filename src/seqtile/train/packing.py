@@ -3,15 +3,21 @@
 Packing (TRL's "bfd") puts documents side by side in one row, and ``position_ids`` start again at each. Whether the
 attention keeps them apart is decided in Transformers' code of each architecture: most masks are made from
 ``position_ids``; OPT, Falcon and gpt-oss (transformers 5.0 to 5.23) leave them out and let documents mix in silence.
+Layers with a state know nothing of ``position_ids``. Transformers' kernels for some of them take the boundaries that
+TRL hands over without padding (``cu_seq_lens_q``, ``seq_idx``), its PyTorch paths do not
+(https://github.com/huggingface/transformers/issues/46093).
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from seqtile._compat import attention_kind
+from seqtile._compat import attention_kind, compute_attention_plainly
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
+from seqtile.models.discover.decoder_layers import states_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +39,8 @@ def check_packing(model: Any, arguments: Any) -> None:
         arguments: the trainer's (``SFTConfig``).
 
     Cost:
-        Four forwards of eight tokens, and only if documents are packed.
+        Four forwards of eight tokens, and only if documents are packed; for a model with layers that carry a state,
+        and attention or kernels that do not run on the CPU, of a model with few layers on the accelerator.
 
     Raises:
         UserError: documents would mix.
@@ -41,12 +48,22 @@ def check_packing(model: Any, arguments: Any) -> None:
     if not (arguments.padding_free or (arguments.packing and arguments.packing_strategy != "wrapped")):
         return  # "wrapped" joins documents to one text on purpose
     attention = attention_kind(model) or "eager"
-    if "flash" in attention:
+    states = states_of(model)
+    if "flash" in attention and not states:
         return  # its kernels take the boundaries (cu_seq_lens), and run on an accelerator only
     if any(p.is_meta or hasattr(p, "ds_shape") for p in model.parameters()):
         logger.warning("the weights are not in this process yet: not checked that packed documents stay apart")
         return
-    if _mixes(model):
+    asked = _shallow(model) if states and ("flash" in attention or _on_cpu_for_now(model)) else model
+    mixes = _mixes(asked, _boundaries() if _hands_boundaries_over(arguments) else {})
+    if mixes and states:
+        kind, layers = next(iter(states.items()))
+        raise UserError(
+            f"packing with {type(model).__name__}: packed documents would read each other's state ({kind}, in "
+            f"{layers[0]} and others), for it does not start again at a document here; turn packing off, or give "
+            "packing 'wrapped' to join documents on purpose"
+        )
+    if mixes:
         raise UserError(
             f"packing with {type(model).__name__} and {attention} attention: packed documents would attend to each "
             "other (Transformers makes this model's mask without position_ids); turn packing off, give packing "
@@ -54,7 +71,47 @@ def check_packing(model: Any, arguments: Any) -> None:
         )
 
 
-def _mixes(model: Any) -> bool:
+def _on_cpu_for_now(model: Any) -> bool:
+    """Whether the trainer will move the model to an accelerator, where layers with a state run other kernels."""
+    import torch
+
+    return torch.accelerator.is_available() and model.get_input_embeddings().weight.device.type == "cpu"
+
+
+def _shallow(model: Any) -> Any:
+    """A model of the same kinds of layers, as few as hold them all, with plain attention, where training will run."""
+    import torch
+
+    from seqtile.planner.layer_structure import cut, find_depths
+
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    config = cut(model.config, find_depths(model.config, model).shallow[0])
+    own = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
+    kind = "cuda" if device.type == "cpu" else device.type
+    with torch.device(device), torch.random.fork_rng(own, device_type=kind):
+        compute_attention_plainly(config)
+        return type(model)(config).to(model.dtype)
+
+
+def _hands_boundaries_over(arguments: Any) -> bool:
+    """Whether TRL's batches say where documents end besides in ``position_ids``: without padding, from 1.15 on."""
+    from trl.trainer import sft_trainer
+
+    collator = inspect.getsource(sft_trainer.DataCollatorForLanguageModeling)
+    return bool(arguments.padding_free) and "seq_idx" in collator
+
+
+def _boundaries() -> dict[str, Any]:
+    """What TRL's collator hands over for two documents in one row."""
+    import torch
+
+    ends = torch.tensor([0, _DOCUMENT, 2 * _DOCUMENT], dtype=torch.int32)
+    documents = torch.arange(2, dtype=torch.int32).repeat_interleave(_DOCUMENT)[None]
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": _DOCUMENT, "max_length_k": _DOCUMENT}
+    return {**lengths, "seq_idx": documents}
+
+
+def _mixes(model: Any, boundaries: Mapping[str, Any]) -> bool:
     """Whether the second of two packed documents changes when the first one does."""
     import torch
 
@@ -62,10 +119,11 @@ def _mixes(model: Any) -> bool:
     one = torch.arange(2 * _DOCUMENT, device=device)[None]
     other = torch.cat([one[:, :_DOCUMENT].flip(1), one[:, _DOCUMENT:]], dim=1)
     packed = one % _DOCUMENT
+    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in boundaries.items()}
 
-    def change(position_ids: Tensor) -> float:
+    def change(position_ids: Tensor, words: Mapping[str, Any]) -> float:
         second = [
-            model(input_ids=ids, position_ids=position_ids, use_cache=False).logits[:, _DOCUMENT:].float()
+            model(input_ids=ids, position_ids=position_ids, use_cache=False, **words).logits[:, _DOCUMENT:].float()
             for ids in (one, other)
         ]
         return (second[0] - second[1]).abs().max().item()  # type: ignore[no-any-return]
@@ -74,8 +132,8 @@ def _mixes(model: Any) -> bool:
     model.eval()
     try:
         with torch.no_grad():
-            return change(packed) > _LEAK * change(one)
-    except (TypeError, ValueError):  # it takes no position_ids
+            return change(packed, given) > _LEAK * change(one, {})
+    except (TypeError, ValueError):  # it takes no position_ids, or no boundaries without a kernel of its own
         return True
     finally:
         model.train(training)

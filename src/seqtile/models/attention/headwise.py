@@ -23,7 +23,6 @@ from seqtile.engines.flat import call_with_weights
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.models.discover.attention_modules import (
-    PROJECTIONS,
     Attention,
     HeadShape,
     View,
@@ -32,6 +31,7 @@ from seqtile.models.discover.attention_modules import (
     nothing_like,
 )
 from seqtile.models.discover.candidates import Left
+from seqtile.models.discover.decoder_layers import states_of
 from seqtile.models.discover.live_weights import differ_in_dtype, projection_of, row_wise
 from seqtile.models.instance import Installed
 from seqtile.models.layer import NormedAttention, TiledLayer
@@ -164,9 +164,9 @@ class HeadWise(Installed):
         if isinstance(weights, str):
             self._tell_modules(weights)
             normed = norm(x) if norm is not None else x
-            parts = [getattr(module, name)(normed) for name in PROJECTIONS[:3]]
+            parts = [getattr(module, name)(normed) for name in shape.projections[:3]]
             whole, beside = in_groups(parts, list(others.values()), groups)
-            y = module.o_proj(whole)
+            y = getattr(module, shape.output)(whole)
         else:
             y, beside = head_wise(x, weights, groups, projection_sizes(x.shape[:-1].numel()))
         return y if beside is None else (y, *beside)
@@ -175,7 +175,7 @@ class HeadWise(Installed):
         """The live weights for the operator, or why the projections have to run as modules."""
         parts: list[Projection] = []
         module = self.module
-        for name in PROJECTIONS:
+        for name in self.heads.shape.projections:
             part = projection_of(name, getattr(module, name), x.dtype)
             if isinstance(part, str):
                 return part
@@ -254,7 +254,7 @@ class _AfterExchange:
         one = module.__dict__.get("forward")
         if not isinstance(one, HeadWise):
             return self.function(module, query, key, value, mask, *args, **words)
-        shape = HeadShape(query.shape[1], key.shape[1], query.shape[-1])
+        shape = HeadShape(query.shape[1], key.shape[1], query.shape[-1], query.shape[-1], "")
         per_pass = one.heads.per_pass
         if isinstance(per_pass, str):
             tokens = query.shape[0] * query.shape[2]
@@ -301,7 +301,9 @@ def find_for(model: nn.Module, heads: Heads | None) -> tuple[list[Attention], li
         return [], []
     found, left = find_attention(model)
     if not found:
-        seen = "; ".join(f"{one.name} ({one.class_name}): {one.why}" for one in left[:3]) or "no attention module"
+        states = ", ".join(states_of(model))
+        none = f"no attention module, but layers with a state ({states})" if states else "no attention module"
+        seen = "; ".join(f"{one.name} ({one.class_name}): {one.why}" for one in left[:3]) or none
         raise UserError(
             f"heads={heads!r} finds no attention in {type(model).__name__} that runs on some of its heads: {seen}; "
             "leave heads out"
@@ -336,4 +338,6 @@ def install_heads(model: nn.Module, heads: Heads | None, found: Sequence[Attenti
     )
     passes = "passes chosen by length" if heads == "auto" else f"{heads} key-value heads per pass"
     untouched = f", {len(left)} left alone" if left else ""
+    for kind, layers in states_of(model).items():
+        untouched += f"; {len(layers)} layers with a state ({kind}) run whole"
     return f"head-wise attention in {len(found)} of {len(found) + len(left)} ({'; '.join(shapes)}), {passes}{untouched}"

@@ -28,12 +28,14 @@ from seqtile._compat import (
 )
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
-from seqtile.models.discover.candidates import LayerTraces, Left, is_per_row, looks_like_attention
+from seqtile.models.discover.candidates import LayerTraces, Left, is_per_row
+from seqtile.models.discover.decoder_layers import ATTENTION, kind_of, looks_like_attention
 from seqtile.models.discover.layer_parts import norm_before
 from seqtile.models.discover.widths import linear_widths
 from seqtile.ops.attention.group_core import Cut
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_INPUTS = ("q_proj", "k_proj", "v_proj")
+_OUTPUTS = ("o_proj", "out_proj")
 _COUNTS = {"num_heads": 0, "num_attention_heads": 0, "n_heads": 0, "num_key_value_heads": 1, "num_kv_heads": 1}
 
 
@@ -45,11 +47,20 @@ class HeadShape:
         query: query heads.
         groups: key-value heads.
         width: elements of a head.
+        query_width: elements of a head's query and of what stands beside it: Qwen3-Next's gate.
+        output: name of the output projection.
     """
 
     query: int
     groups: int
     width: int
+    query_width: int
+    output: str
+
+    @property
+    def projections(self) -> tuple[str, str, str, str]:
+        """Names of the projections of query, key, value and output."""
+        return (*_INPUTS, self.output)
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,8 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
     for name, module in modules.items():
         inside = any(name.startswith(f"{one}.") for one in [o.name for o in found] + [o.name for o in left])
         if inside or not looks_like_attention(name, module) or not _has_linears(module):
+            continue
+        if kind_of(name.rpartition(".")[2], module) not in ("", ATTENTION):  # a state, by whatever name
             continue
         shape = head_shape(module)
         if isinstance(shape, HeadShape):
@@ -117,16 +130,18 @@ def _key(module: nn.Module, shape: HeadShape) -> object:
 
 def head_shape(module: nn.Module) -> HeadShape | str:
     """The heads of an attention module by its projections; or why it is not of the known form."""
-    widths = [linear_widths(getattr(module, name, None) or nn.Identity()) for name in PROJECTIONS]
+    output = next((name for name in _OUTPUTS if hasattr(module, name)), _OUTPUTS[0])
+    widths = [linear_widths(getattr(module, name, None) or nn.Identity()) for name in (*_INPUTS, output)]
     if None in widths:
         linear = [name for name, child in module.named_children() if linear_widths(child) is not None]
-        return f"its projections are {', '.join(linear)}, not {', '.join(PROJECTIONS)}"
+        return f"its projections are {', '.join(linear)}, not {', '.join((*_INPUTS, output))}"
     (hidden, q), (_, k), (_, v), (o, out) = (wide for wide in widths if wide is not None)
     width = getattr(module, "head_dim", None)
-    if not isinstance(width, int) or width < 1 or q % width or k % width:
+    if not isinstance(width, int) or width < 1 or o % width or k % width:
         return "its heads cannot be told from head_dim"
-    shape = HeadShape(q // width, k // width, width)
-    if shape.query % shape.groups or v % shape.groups or k != v or o != q or out != hidden:
+    query = o // width
+    shape = HeadShape(query, k // width, width, q // query, output)
+    if shape.query % shape.groups or k != v or q % o or out != hidden:
         return "its projections do not fit one query group per key-value head"
     if "forward" in module.__dict__ and not hasattr(module.__dict__["forward"], "setting"):
         return "its forward was replaced on the instance"
@@ -137,7 +152,7 @@ def between_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Weights of an attention module that are not in its four projections."""
     found = []
     for name, weight in named_weights(module):
-        if name.partition(".")[0] not in PROJECTIONS:
+        if name.partition(".")[0] not in (*_INPUTS, *_OUTPUTS):
             found.append((name, weight))
     return found
 
@@ -170,10 +185,11 @@ class View:
             name: cut.of(weight, 0) if name == "sinks" and weight is not None else weight
             for name, weight in parameters_of(module).items()
         }
-        self._parts = dict(zip(PROJECTIONS, parts, strict=False))
-        for name in PROJECTIONS[:3]:
+        self._parts = dict(zip(_INPUTS, parts, strict=True))
+        self._projections = shape.projections
+        for name in _INPUTS:
             own[name] = _Handed(self, name)
-        own["o_proj"] = self._take
+        own[shape.output] = self._take
 
     def run(self, hidden_states: Tensor, args: Sequence[Any], words: Mapping[str, Any]) -> Tensor:
         """What the output projection would have been given."""
@@ -192,7 +208,7 @@ class View:
         return self._parts[name]
 
     def _take(self, output: Tensor) -> Tensor:
-        self.calls.append("o_proj")
+        self.calls.append(self._projections[-1])
         self._output = output
         self._given_back = nothing_like(self._hidden_states)
         if self._traced:
@@ -210,7 +226,7 @@ class View:
     def is_plain(self) -> bool:
         """Whether each projection was called once, as described above, and the last one's result went out as it was."""
         result = self._result[0] if isinstance(self._result, tuple) else None
-        return sorted(self.calls) == sorted(PROJECTIONS) and result is self._given_back
+        return sorted(self.calls) == sorted(self._projections) and result is self._given_back
 
 
 class _Untouched(Tensor):
@@ -258,7 +274,7 @@ def _compare(module: nn.Module, shape: HeadShape, rotary: int) -> str:
 
 def _compare_at(module: nn.Module, shape: HeadShape, rotary: int, tokens: int) -> str:
     # Small heads of the same number would do, but head_dim is read in many ways.
-    sizes = [shape.query * shape.width, *[shape.groups * shape.width] * 2]
+    sizes = [shape.query * shape.query_width, *[shape.groups * shape.width] * 2]
     parts = [torch.randn(1, tokens, size, dtype=torch.float32, requires_grad=True) for size in sizes]
     weights = {
         name: torch.randn(whole_shape(weight), dtype=torch.float32).add_(1).requires_grad_()
@@ -272,12 +288,12 @@ def _compare_at(module: nn.Module, shape: HeadShape, rotary: int, tokens: int) -
     taken = inspect.signature(type(module).forward).parameters
     words = {name: value for name, value in offered.items() if name in taken}
     hidden_states = nothing_like(torch.empty(1, tokens, 8))
-    gradient = torch.randn(1, tokens, sizes[0])
+    gradient = torch.randn(1, tokens, shape.query * shape.width)
     leaves = [*parts, *weights.values()]
     seen: list[list[Tensor]] = []
     for size in (shape.groups, 1):
         total = [torch.zeros_like(leaf) for leaf in leaves]
-        whole = torch.empty(1, tokens, sizes[0])
+        whole = torch.empty_like(gradient)
         for start in range(0, shape.groups, size):
             cut = Cut(start, size, shape.groups)
             bare = _bare(module)
@@ -321,7 +337,7 @@ def _bare(module: nn.Module) -> nn.Module:
     own[PARAMETERS] = dict(parameters_of(module))
     own[MODULES] = {
         name: nn.Identity() if isinstance(child, nn.Dropout) else child
-        for name, child in children_of(module).items() if name not in PROJECTIONS
+        for name, child in children_of(module).items() if name not in (*_INPUTS, *_OUTPUTS)
     }  # fmt: skip
     bare.training = True
     config = copy.copy(getattr(module, "config", None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from seqtile._compat import children_of
 from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.models.discover.chain import Chain, inputs_of
+from seqtile.models.discover.decoder_layers import NOT_LANGUAGE, looks_like_attention
 from seqtile.models.discover.layer_parts import (
     LayerSteps,
     Neighbours,
@@ -31,8 +31,6 @@ LOOKED_FOR = (
     "a module with two or three linear layers D -> F and F -> D (gate, up, down; fused gate_up, down; fc1, fc2), "
     "experts with 3-D weights, or such linear layers called one after another in a layer"
 )
-
-_NOT_LANGUAGE = re.compile(r"(^|\.)(visual|vision|image|audio|speech|vq)[^.]*(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def find_blocks(
             if why := _unread(name, module):
                 left.append(Left(name, class_name, why))
             continue
-        if not everything and _NOT_LANGUAGE.search(name):
+        if not everything and NOT_LANGUAGE.search(name):
             left.append(Left(name, class_name, "vision or audio tower; name it in only= to tile it"))
             continue
         with for_training(model):
@@ -262,10 +260,6 @@ def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | 
                 first = found_near.members[0]
                 return Candidate(f"{name}.{first}".lstrip("."), kind, module, *wide[first], name, found_near)
     return None
-
-
-def looks_like_attention(name: str, module: nn.Module) -> bool:
-    return bool(re.search(r"attn|attention", f"{name.rpartition('.')[2]} {type(module).__name__}", re.IGNORECASE))
 
 
 def _unread(name: str, module: nn.Module) -> str:

@@ -1,0 +1,85 @@
+"""Layers with a state, where every rank holds a part of the sequence only.
+
+Ulysses and ring attention exchange what *attention* needs. A layer that carries a state along the sequence, or a
+convolution, begins on every rank with an empty state instead of the one that the rank before it left. Nothing fails:
+the first rank's outputs are right, and all gradients are wrong.
+
+Source: https://github.com/huggingface/accelerate/pull/4177 measured it, and accelerate refuses it from 1.15 on where a
+configuration's ``layer_types`` say ``linear_attention``; https://github.com/deepspeedai/DeepSpeed/pull/8114 would
+exchange the state of Gated DeltaNet with flash-linear-attention's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from seqtile._errors import UserError
+from seqtile.devices import package_version
+
+_ACCELERATE = "https://github.com/huggingface/accelerate/pull/4177"
+_DEEPSPEED = "https://github.com/deepspeedai/DeepSpeed/pull/8114"
+
+
+@dataclass(frozen=True)
+class Support:
+    """What is known of one kind of state under sequence parallelism.
+
+    Attributes:
+        thread: where upstream works on it, or says that it does not.
+        since: the first version, by library, that exchanges the state between ranks; empty while none does.
+    """
+
+    thread: str
+    since: Mapping[str, str] = field(default_factory=dict)
+
+
+SUPPORT: dict[str, Support] = {
+    "Gated DeltaNet": Support(_DEEPSPEED),
+    "KDA": Support(_DEEPSPEED),
+    "Mamba-2": Support(_ACCELERATE),
+    "Mamba": Support(_ACCELERATE),
+    "short convolution": Support(_ACCELERATE),
+    "lightning attention": Support(_ACCELERATE),
+    "RG-LRU": Support(_ACCELERATE),
+    "RWKV": Support(_ACCELERATE),
+    "mLSTM": Support(_ACCELERATE),
+}
+"""By kind of state, none but these; as of accelerate 1.15 and DeepSpeed 0.19.8 (2026-11-22)."""
+
+
+def refuse_split_states(
+    model: str, states: Mapping[str, Sequence[str]], ranks: int, setting: str = "sp_size",
+    installed: Callable[[str], str | None] | None = None,
+) -> None:  # fmt: skip
+    """Refuse to split sequences over ranks for a model with layers that carry a state along them.
+
+    Args:
+        model: what to call it.
+        states: names of its layers with a state, by kind of state.
+        ranks: ranks that share one sequence.
+        setting: what set that number.
+        installed: the version of an installed library, None where it is not.
+
+    Raises:
+        UserError: a kind of state that no installed library exchanges between ranks.
+    """
+    if ranks <= 1:
+        return
+    for kind, layers in states.items():
+        support = SUPPORT.get(kind, Support(_ACCELERATE))
+        if any(_reached((installed or package_version)(name), least) for name, least in support.since.items()):
+            continue
+        first = f"{layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''}"
+        needs = " or ".join(f"{name} {least}" for name, least in support.since.items())
+        raise UserError(
+            f"{setting} {ranks} would train {model} with wrong gradients: {first} carries a state along the sequence "
+            f"({kind}), which starts from nothing on every rank ({support.thread}); use {setting} 1"
+            + (f", or install {needs}" if needs else "")
+        )
+
+
+def _reached(got: str | None, least: str) -> bool:
+    from packaging.version import Version
+
+    return got is not None and Version(got) >= Version(least)

@@ -1,0 +1,173 @@
+"""A model's decoder layers, and what in each of them lets a token read the tokens before it: attention or a state.
+
+Layers are found by structure, not by name: they are the entries of an outermost list of modules, at least one of which
+holds attention or a layer with a state. Which kind of state it is, is told by the names of transformers' classes; a
+layer that only looks like one (a convolution over the sequence, a decay parameter) counts as a state of unknown kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from seqtile._compat import parameters_of
+
+ATTENTION = "attention"
+UNKNOWN_STATE = "a state of unknown kind"
+
+STATES: dict[str, str] = {
+    "Gated DeltaNet": r"GatedDeltaNet$",
+    "KDA": r"DeltaAttention$",
+    "Mamba-2": r"Mamba2Mixer$|^(Bamba|FalconH1|GraniteMoeHybrid)Mixer$|MambaLayer$|^Zamba2MambaMixer$",
+    "Mamba": r"MambaMixer$",
+    "short convolution": r"ShortConv(olution)?$",
+    "lightning attention": r"LightningAttention$",
+    "RG-LRU": r"RecurrentBlock$",
+    "RWKV": r"^Rwkv\w*Attention$",
+    "mLSTM": r"^(x|m)LSTMLayer$",
+}
+"""Kinds of layers with a state, by the names of transformers' classes."""
+
+_STATE_PARAMETERS = frozenset(("A_log", "dt_bias", "time_decay", "recurrent_param"))
+_ATTENTION_NAME = re.compile(r"(^|[._])(attn|attention)$", re.IGNORECASE)
+_ATTENTION_CLASS = re.compile(r"Attention|Attn")
+_LAYER_CLASS = re.compile(r"(Layer|Block)$")
+NOT_LANGUAGE = re.compile(r"(^|\.)(visual|vision|image|audio|speech|vq)[^.]*(\.|$)")
+"""Names of the parts of a model that see pictures or sound."""
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """What lets a token read the tokens before it.
+
+    Attributes:
+        name: name inside its decoder layer.
+        kind: ``"attention"``, a key of :data:`STATES`, or a state of unknown kind.
+    """
+
+    name: str
+    kind: str
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it carries a state along the sequence."""
+        return self.kind != ATTENTION
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One decoder layer.
+
+    Attributes:
+        name: qualified name.
+        class_name: its class.
+        mixers: attention and states in it, none where it is an MLP alone.
+    """
+
+    name: str
+    class_name: str
+    mixers: tuple[Mixer, ...]
+
+    @property
+    def kind(self) -> str:
+        """``"attention"``, ``"Mamba-2"``, ``"attention and Mamba-2"``, or ``"MLP"``."""
+        return " and ".join(sorted({mixer.kind for mixer in self.mixers}, key=str.lower)) or "MLP"
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Kinds of the states in it."""
+        return tuple(dict.fromkeys(mixer.kind for mixer in self.mixers if mixer.has_state))
+
+
+def decoder_layers(model: nn.Module) -> list[DecoderLayer]:
+    """The decoder layers of ``model`` in module order, those of vision and audio towers left out.
+
+    Args:
+        model: a language model, PEFT's wrapper or not; its weights may be on the meta device.
+
+    Cost:
+        One walk over the modules.
+    """
+    found = list(_in_lists("", model))
+    if not any(layer.mixers for layer in found):  # layers that are in no list
+        parents = dict.fromkeys(name.rpartition(".")[0] for name, _ in _mixers("", model))
+        found = [_layer(name, model.get_submodule(name)) for name in parents if not NOT_LANGUAGE.search(name)]
+    return found
+
+
+def states_of(model: nn.Module) -> dict[str, list[str]]:
+    """The decoder layers with a state: their names, by kind of state."""
+    found: dict[str, list[str]] = {}
+    for layer in decoder_layers(model):
+        for kind in layer.states:
+            found.setdefault(kind, []).append(layer.name)
+    return found
+
+
+def looks_like_attention(name: str, module: nn.Module) -> bool:
+    """Whether the last part of its name or its class says so."""
+    return bool(re.search(r"attn|attention", f"{name.rpartition('.')[2]} {type(module).__name__}", re.IGNORECASE))
+
+
+def kind_of(name: str, module: nn.Module) -> str:
+    """What kind of mixer a module is itself, "" if it is none."""
+    class_name = _plain_class(module)
+    for kind, pattern in STATES.items():
+        if re.search(pattern, class_name):
+            return kind
+    if any(_is_over_the_sequence(child) for child in module.children()) or not _STATE_PARAMETERS.isdisjoint(
+        parameters_of(module)
+    ):
+        return UNKNOWN_STATE
+    if isinstance(module, nn.ModuleList) or not any(_is_linear(part) for part in module.modules()):
+        return ""
+    called_so = _ATTENTION_NAME.search(name) or _ATTENTION_CLASS.search(class_name)
+    return ATTENTION if called_so and not _LAYER_CLASS.search(class_name) else ""
+
+
+def _in_lists(prefix: str, module: nn.Module) -> Iterator[DecoderLayer]:
+    for name, child in module.named_children():
+        full = f"{prefix}.{name}".lstrip(".")
+        if NOT_LANGUAGE.search(full):
+            continue
+        if isinstance(child, nn.ModuleList):
+            layers = [_layer(f"{full}.{number}", entry) for number, entry in child.named_children()]
+            if any(layer.mixers for layer in layers):
+                yield from layers
+                continue
+        yield from _in_lists(full, child)
+
+
+def _layer(name: str, module: nn.Module) -> DecoderLayer:
+    return DecoderLayer(name, type(module).__name__, tuple(Mixer(*found) for found in _mixers("", module)))
+
+
+def _mixers(prefix: str, module: nn.Module) -> Iterator[tuple[str, str]]:
+    """(name, kind) of the outermost mixers inside ``module``."""
+    for name, child in module.named_children():
+        full = f"{prefix}.{name}".lstrip(".")
+        own_name = prefix.rpartition(".")[2] if isinstance(module, nn.ModuleList) else name
+        if kind := kind_of(own_name, child):
+            yield full, kind
+        else:
+            yield from _mixers(full, child)
+
+
+def _is_over_the_sequence(module: Any) -> bool:
+    return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and module.groups == module.in_channels
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """A linear layer of any class: transformers' Conv1D, packed and adapted ones too."""
+    weight = parameters_of(module).get("weight")
+    return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
+
+
+def _plain_class(module: nn.Module) -> str:
+    """The name of a module's class before an engine made a class of its own of it (FSDP2 puts its name in front)."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP")

@@ -1,0 +1,210 @@
+"""Models that mix attention with layers that carry a state along the sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import seqtile
+from seqtile._errors import UserError
+from seqtile.cli import main
+from seqtile.engines.sequence_parallel import SUPPORT, Support, refuse_split_states
+from seqtile.integrations.callback import _refuse_split_states as refuse_in_trainer
+from seqtile.models.discover.decoder_layers import STATES, UNKNOWN_STATE, decoder_layers, states_of
+from seqtile.train.load import check_split
+from seqtile.train.packing import check_packing
+from seqtile.train.recipe import build_recipe
+from tiny_models import build, tiny_config
+
+KINDS: dict[str, set[str]] = {
+    "qwen3_next": {"Gated DeltaNet", "attention"},
+    "qwen3_5_text": {"Gated DeltaNet", "attention"},
+    "qwen3_5_moe_text": {"Gated DeltaNet", "attention"},
+    "olmo_hybrid": {"Gated DeltaNet", "attention"},
+    "kimi_linear": {"KDA", "attention"},
+    "bailing_hybrid": {"KDA", "attention"},
+    "bamba": {"Mamba-2", "attention"},
+    "nemotron_h": {"Mamba-2", "attention", "MLP"},
+    "falcon_h1": {"attention and Mamba-2"},
+    "granitemoehybrid": {"Mamba-2", "attention"},
+    "zamba2": {"Mamba-2", "attention and Mamba-2"},
+    "jamba": {"Mamba", "attention"},
+    "lfm2_moe": {"short convolution", "attention"},
+    "minimax": {"lightning attention", "attention"},
+    "recurrent_gemma": {"RG-LRU", "attention"},
+}
+"""The kinds of decoder layers of each family."""
+
+WITHOUT_MLP = {"zamba2"}
+"""Families whose MLPs take an adapter per layer, and stay untiled."""
+TOKENS = 19
+
+
+def model_of(family: str) -> Any:
+    torch.manual_seed(0)
+    config = tiny_config(family)
+    config.use_cache = False
+    try:
+        model: Any = build(transformers.AutoModelForCausalLM, config).eval()
+    except ImportError as error:
+        pytest.skip(f"{family} needs a package: {error}")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products have no float64
+    return model
+
+
+def known(family: str) -> None:
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    ids = torch.randint(
+        5, model.config.get_text_config().vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(1)
+    )
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest error (L2) of any gradient, relative to it, or to a thousandth of the largest where it is smaller."""
+    assert got.keys() == expected.keys()
+    least = 1e-3 * max(float(value.norm()) for value in expected.values())
+    return max(float((got[name] - value).norm()) / max(float(value.norm()), least) for name, value in expected.items())
+
+
+def check(model: Any, family: str, what: str) -> None:
+    """The tiled gradients must be as near to those in float64 as the untiled ones, and 1e-5 more."""
+    exact = gradients(model_of(family).double())
+    own, got = difference(gradients(model_of(family)), exact), difference(gradients(model), exact)
+    assert got < own + 1e-5, f"{what}: {got:.1e} off, untiled {own:.1e}"
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_decoder_layers_are_found_by_kind(family: str) -> None:
+    known(family)
+    model = model_of(family)
+    layers = decoder_layers(model)
+    assert len(layers) == model.config.get_text_config().num_hidden_layers
+    assert {layer.kind for layer in layers} == KINDS[family]
+    assert all(type(model.get_submodule(layer.name)).__name__ == layer.class_name for layer in layers)
+
+
+def test_a_state_is_noticed_where_no_name_tells_it() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1d = nn.Conv1d(8, 8, 4, groups=8)
+
+    layers = nn.ModuleList([nn.ModuleDict({"odd": Odd(), "mlp": nn.Linear(8, 8)})])
+    assert states_of(nn.ModuleDict({"layers": layers})) == {UNKNOWN_STATE: ["layers.0"]}
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "MLP": {"tile": 5},
+    "loss": {"tile": 5, "loss": "tiled", "loss_tile": 7},
+    "offload": {"tile": 5, "offload": True},
+    "attention saved": {"tile": 5, "checkpoint": "attention-saved"},
+    "all": {"tile": 5, "loss": "tiled", "loss_tile": 7, "offload": True, "checkpoint": "attention-saved"},
+}
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_every_technique_gives_the_untiled_gradients(family: str) -> None:
+    known(family)
+    for name, settings in SETTINGS.items():
+        if family in WITHOUT_MLP:
+            settings = {**settings, "blocks": "none"}
+            settings.pop("tile")
+            if len(settings) == 1:
+                continue
+        model = model_of(family)
+        if "checkpoint" in settings or "offload" in settings:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()
+        seqtile.apply(model, **settings)
+        check(model, family, name)
+
+
+HEADWISE = ("qwen3_next", "qwen3_5_text", "bamba", "nemotron_h", "jamba", "lfm2_moe", "minimax", "recurrent_gemma")
+
+
+@pytest.mark.parametrize("family", HEADWISE)
+def test_attention_runs_head_by_head_and_states_are_named(family: str) -> None:
+    known(family)
+    model = model_of(family)
+    report = seqtile.apply(model, tile=5, heads=1)
+    attention = [layer for layer in decoder_layers(model) if layer.kind == "attention"]
+    assert f"head-wise attention in {len(attention)} of {len(attention)}" in str(report)
+    for kind, layers in states_of(model).items():
+        assert f"{len(layers)} layers with a state ({kind}) run whole" in str(report)
+    check(model, family, "heads")
+
+
+@pytest.mark.parametrize("kind", [*STATES, UNKNOWN_STATE])
+def test_sequence_parallelism_is_refused_for_every_state(kind: str) -> None:
+    states = {kind: ["model.layers.0", "model.layers.1"]}
+    refuse_split_states("it", states, 1)
+    refuse_split_states("it", {}, 2)
+    with pytest.raises(UserError, match=r"sp_size 2 would train it with wrong gradients: model\.layers\.0 and 1 more"):
+        refuse_split_states("it", states, 2)
+
+
+def test_a_version_that_exchanges_the_state_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {"KDA": ["model.layers.0"]}
+    monkeypatch.setitem(SUPPORT, "KDA", Support("https://example.org", {"deepspeed": "1.2"}))
+    refuse_split_states("it", states, 2, installed=lambda name: "1.10")
+    with pytest.raises(UserError, match=r"or install deepspeed 1\.2"):
+        refuse_split_states("it", states, 2, installed=lambda name: "1.1.9")
+    with pytest.raises(UserError, match=r"or install deepspeed 1\.2"):
+        refuse_split_states("it", states, 2, installed=lambda name: None)
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> Path:
+    """A directory with the configuration of a hybrid model."""
+    config = tiny_config("qwen3_5_text")
+    config.max_position_embeddings = 4096
+    config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_hybrid_model_is_planned(hybrid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", str(hybrid), "--device", "h200"]
+    assert main([*asked, "--max-length", "2048", "--lora", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "Longest sequence that fits: 4,096 tokens" in printed
+    assert main([*asked, "--gpus", "2", "--engine", "zero3", "--sp-size", "2"]) == 2
+    assert "sp-size 2 would train" in capsys.readouterr().err
+
+
+def test_a_run_over_several_ranks_is_refused_before_it_starts(hybrid: Path) -> None:
+    ranks = {"engine": "zero3", "nproc": 2, "sp_size": 2}
+    recipe, _ = build_recipe({}, {"model": str(hybrid), "dataset": "x", "max_length": 2048, **ranks})
+    with pytest.raises(UserError, match="carries a state along the sequence"):
+        check_split(recipe)
+
+
+def test_a_trainer_that_splits_sequences_is_refused() -> None:
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(sp_size=1, cp_size=2)))
+    refuse_in_trainer(trainer, nn.Linear(4, 4))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="cp_size 2 would train Lfm2MoeForCausalLM with wrong gradients"):
+        refuse_in_trainer(trainer, model_of("lfm2_moe"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2_moe"])
+def test_packed_documents_do_not_read_each_others_state(family: str, padding_free: bool) -> None:
+    arguments = SimpleNamespace(padding_free=padding_free, packing=True, packing_strategy="bfd")
+    with pytest.raises(UserError, match="would read each other's state"):
+        check_packing(model_of(family), arguments)
+    check_packing(model_of(family), SimpleNamespace(padding_free=False, packing=True, packing_strategy="wrapped"))
