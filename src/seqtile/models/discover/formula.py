@@ -91,8 +91,10 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
         return "it was called with more than hidden states"
     if READ_NUMBER_NAME in graph.operators:
         return "it looks at the values of its weights"
-    width = tracer.inputs[0][0][-1]
-    for formula in _candidates(chain.parts(), int(width), graph, mentioned):
+    hidden = tracer.inputs[0][0][-1]
+    if not isinstance(hidden, int):
+        return "its features are not in the last dimension"
+    for formula in _candidates(chain.parts(), hidden, graph, mentioned):
         if isinstance(formula, str):
             return formula
         used: set[str] = set()
