@@ -469,3 +469,29 @@ def test_a_spelled_out_name_is_told_from_another(name: str) -> None:
     function, spelled_out = SPELLED[name]
     code = python_code.Code.written([], [function])
     assert code.dynamic is not spelled_out
+
+
+class Registry(collections.OrderedDict[str, Any]):
+    """Makes an object of every class that is looked up, as transformers' registry of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+REGISTRY = Registry(silu=nn.SiLU, gelu=nn.GELU)
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(REGISTRY["silu"](self.up_proj(x)))
+
+
+def test_a_dictionary_with_methods_of_its_own_stays_as_it_is() -> None:
+    before = list(dict.items(REGISTRY))
+    seqtile.apply(nn.ModuleDict({"mlp": Looks(), "other": nn.Linear(8, 8)}), tile=3, trust="*")
+    assert list(dict.items(REGISTRY)) == before
+    assert list(REGISTRY) == ["silu", "gelu"]

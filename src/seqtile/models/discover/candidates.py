@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqtile._compat import children_of
+from seqtile._compat import children_of, parameters_of
 from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.models.discover.chain import Chain, inputs_of
@@ -126,6 +126,10 @@ def find_blocks(
             continue
         with for_training(model):
             judged = _judged(model, candidate, trusted)
+            if isinstance(judged, Left) and parameters_of(module):  # its linear layers may be an MLP all the same
+                inside_it = _called_in_a_row(name, module, traces)
+                again = _judged(model, inside_it, trusted) if inside_it is not None else judged
+                judged = again if isinstance(again, Candidate) else judged
         (found if isinstance(judged, Candidate) else left).append(judged)  # type: ignore[arg-type]
         if isinstance(judged, Candidate) and not judged.in_layer:
             if not name:
@@ -246,6 +250,11 @@ def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | 
         experts = experts.base_layer
     if (widths := experts_widths(experts)) is not None:
         return Candidate(name, "experts", module, *widths, layer, Neighbours())
+    return _called_in_a_row(name, module, traces)
+
+
+def _called_in_a_row(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | None:
+    """An MLP of several children of ``module``, which its forward calls one after another."""
     if len(children_of(module)) < 2:
         return None
     for kind, look, width in (("inline", inline, linear_widths), ("pair", pair, half_widths)):

@@ -54,6 +54,7 @@ _FIXED = (
     types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.ClassMethodDescriptorType, re.Pattern, AbcData, OpOverload,
     OpOverloadPacket, logging.Logger, io.IOBase, torch.memory_format, torch.layout, torch.qscheme,
+    types.GenericAlias, types.UnionType,
 )  # fmt: skip
 """Types of objects that cannot change, or whose changes change no result."""
 
@@ -122,7 +123,7 @@ class Facts:
         tree = list(dict.fromkeys(part for module in modules for part in module.modules()))
         self._places = {id(part): number for number, part in enumerate(tree)}
         for hooks in GLOBAL_HOOKS:
-            self._contain(hooks, hooks.copy())
+            self._contain(hooks, dict(hooks))
         for part in tree:
             frozen.append(self._of_module(part))
         for cls in dict.fromkeys(base for part in tree for base in type(part).__mro__[:-1]):
@@ -232,13 +233,9 @@ class Facts:
         """
         changed = ""
         for live, copy in zip(self._live, self._copies, strict=True):
-            if not _holds_the_same(live, copy):
+            if not _holds_the_same(_plain(live), copy):
                 changed = changed or "something that it keeps"
-                if isinstance(live, list):
-                    live[:] = copy
-                else:
-                    live.clear()
-                    live.update(copy)
+                _put_back(live, copy)
         for live in self._empty:
             if live:
                 changed = changed or "something that it keeps"
@@ -291,7 +288,7 @@ class Facts:
                 self._grown.append(kind.keys(live))
             else:
                 self._contents.append(kind.keys(live))
-            self._contents.append(kind.values(live))
+            self._contents.append(dict.values(live))
         else:
             self._contents.append(live)
         if len(self._live) + len(self._reads) > MOST:
@@ -305,7 +302,7 @@ class Facts:
         for name in HOOKS:
             hooks = own.get(name)
             if hooks is not None:
-                self._contain(hooks, type(hooks)(hooks))
+                self._contain(hooks, dict(hooks))
         specs: dict[str, Any] = {}
         flat = {name: value for name, value in own.items() if is_flat_view(value)}  # FSDP1's, instead of parameters
         for scope in (parameters_of(part), buffers_of(part), flat):
@@ -503,14 +500,14 @@ class Facts:
         if kind.__iter__ not in _ITERATORS:
             raise _Unseen(kind.__name__)
         if not isinstance(value, (tuple, frozenset)):
-            self._contain(value, kind(value) if kind in (list, set, dict) else value.copy())
+            self._contain(value, _plain(value, copied=True))
         if len(value) > LARGEST:
             raise Untraceable(f"it reads a {kind.__name__} with more than {LARGEST:,} entries")
         if isinstance(value, (dict, set, frozenset)) and any(map(_is_found_by_identity, value)):
             raise Untraceable(
                 f"it looks modules or weights up in a {kind.__name__}, which has no entry of their copies"
             )
-        items = list(value.items()) if isinstance(value, dict) else list(value)
+        items = list(dict.items(value)) if isinstance(value, dict) else list(value)
         items = sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
         more = () if kind in (list, tuple, set, frozenset, dict) else self._of_object(value, depth)
         return (_Same(kind), more, *[self._freeze(item, depth + 1) for item in items])
@@ -600,6 +597,30 @@ def _itself(value: Any) -> Any:
 def _same(one: Any, other: Any) -> bool:
     """Whether two values are one, or plain and equal to the last bit."""
     return one is other or (type(one) is type(other) and type(one) in _PLAIN and repr(one) == repr(other))
+
+
+def _plain(value: Any, copied: bool = False) -> Any:
+    """A list, dictionary or set without methods of its class, which may make something else of every entry."""
+    if isinstance(value, dict):
+        return value if type(value) is dict and not copied else dict(dict.items(value))
+    for kind in (list, set):
+        if isinstance(value, kind):
+            return value if type(value) is kind and not copied else kind(value)
+    return value
+
+
+def _put_back(live: Any, content: Any) -> None:
+    """Make ``live`` hold what ``content`` holds, past the methods of its class."""
+    if isinstance(live, list):
+        list.__setitem__(live, slice(None), content)
+        return
+    kind: Any = next(one for one in (collections.OrderedDict, dict, set) if isinstance(live, one))
+    kind.clear(live)
+    for key in content:
+        if kind is set:
+            set.add(live, key)
+        else:
+            kind.__setitem__(live, key, content[key])
 
 
 def _holds_the_same(one: Any, other: Any) -> bool:
