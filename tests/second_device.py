@@ -30,6 +30,8 @@ def why_not() -> str:
 class OnDevice(Tensor):
     """A tensor on the second device."""
 
+    __module__ = "torch.tiledev"  # what a device's own tensors are is PyTorch's; of others nothing would be known
+
     held: Tensor
 
     @staticmethod

@@ -497,6 +497,8 @@ class Facts:
 
     def _of_container(self, value: Any, depth: int) -> Any:
         kind = type(value)
+        if value is sys.modules:
+            raise Untraceable("it looks things up with sys.modules")
         if kind.__iter__ not in _ITERATORS:
             raise _Unseen(kind.__name__)
         if not isinstance(value, (tuple, frozenset)):
