@@ -21,8 +21,8 @@ from seqtile.planner.accelerators import GIB
 from seqtile.planner.extrapolate import predict
 from seqtile.planner.kernel_workspace import flash3_workspace
 from seqtile.planner.live_at_peaks import GRADIENTS, OPTIMIZER, WEIGHTS
-from seqtile.planner.memory_plan import name_phase
 from seqtile.planner.model_shapes import read_config
+from seqtile.planner.phases import Phase
 from seqtile.planner.sharding_terms import CONSTANTS, offload_checkpoints
 from seqtile.planner.step_config import PLANNED, Setup
 
@@ -109,7 +109,7 @@ def table(anchors: list[Anchor]) -> list[str]:
         lines.append(
             f"| {one.tokens:,} | {'fused' if one.fused_loss else 'full'} | {'host' if one.offload else 'device'} "
             f"| {'tiled' if one.tiled else 'untiled'} | {one.used:.2f} | {one.counted:.2f} "
-            f"({name_phase(one.peak_at, LAYERS)}) | {one.constant:.2f} | {predicted:.2f} "
+            f"({Phase.read(one.peak_at).named(LAYERS)}) | {one.constant:.2f} | {predicted:.2f} "
             f"| {predicted / one.used - 1:+.1%} | {'accuracy' if one.comparable else 'calibration'} |"
         )
     return lines

@@ -97,7 +97,7 @@ def _show(found: object, plot: str) -> None:
     from rich.table import Table
 
     from seqtile.planner.measured_step import PHASES, Probe
-    from seqtile.planner.memory_plan import name_phase
+    from seqtile.planner.phases import Phase
 
     assert isinstance(found, Probe)
     console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -117,7 +117,7 @@ def _show(found: object, plot: str) -> None:
             phases.add_row(name, *_row(side.peaks[name], side.planned[name]))
         console.print(phases)
     first = found.sides[0]
-    place = name_phase(first.peak_at, found.layers)
+    place = Phase.read(first.peak_at).named(found.layers)
     terms = table(f"Tiled, the tensors at the plan's peak ({place})", "MiB")
     for name, (measured, planned) in sorted(first.terms.items(), key=lambda item: -item[1][1]):
         if max(measured, planned) >= 2**10:

@@ -9,7 +9,6 @@ lies between them.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +17,7 @@ from seqtile.options import changed
 from seqtile.planner.fake_step import StepRun, build, build_bare, fake_step
 from seqtile.planner.layer_structure import Depths, cut, find_depths
 from seqtile.planner.live_at_peaks import Workspace
+from seqtile.planner.phases import Phase
 from seqtile.planner.step_config import Setup
 from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve
 
@@ -137,12 +137,13 @@ def partly(keep: float | str) -> float:
 def by_place(run: StepRun, depths: Depths) -> dict[str, Terms]:
     """Phases by where their layer stands, so that those of models of other depths meet."""
     found: dict[str, Terms] = {}
-    for phase, part in run.peaks.items():
-        match = re.search(r"#(\d+)", phase)
-        place = depths.place(int(match[1]), run.layers) if match else ""
-        if place == "#":
-            continue
-        found[phase.replace(match[0], place) if match else phase] = part.terms
+    for name, part in run.peaks.items():
+        phase = Phase.read(name)
+        if phase.layer is not None:
+            phase = replace(phase, layer=depths.place(phase.layer, run.layers))
+            if phase.layer is None:
+                continue
+        found[str(phase)] = part.terms
     return found
 
 

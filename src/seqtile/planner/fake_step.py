@@ -34,10 +34,8 @@ from seqtile.planner.live_at_peaks import (
     Workspace,
     track,
 )
-from seqtile.planner.phases import label_phases
+from seqtile.planner.phases import OPTIMIZER_STEP, label_phases
 from seqtile.planner.step_config import Built, Setup, make_optimizer
-
-OPTIMIZER_STEP = "optimiser step"
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ class Depths:
     back: int
     shallow: tuple[int, int]
 
-    def place(self, number: int, layers: int) -> str:
-        """Where layer ``number`` of ``layers`` stands: ``"#2"`` from the front or ``"#-1"`` from the back."""
+    def place(self, number: int, layers: int) -> int | None:
+        """Where layer ``number`` of ``layers`` stands: 2 from the front, -1 from the back, None in between."""
         if number >= layers - self.back:
-            return f"#{number - layers}"
-        return f"#{number}" if number < self.front else "#"
+            return number - layers
+        return number if number < self.front else None
 
 
 def find_depths(config: Any, model: nn.Module) -> Depths:

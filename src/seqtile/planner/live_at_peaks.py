@@ -14,7 +14,7 @@ from torch import Tensor
 from seqtile._compat import storage_key, tree_iter
 from seqtile.counting.live import LiveBytes, LiveTensor
 from seqtile.counting.watch import Watch, name_of
-from seqtile.planner.phases import REST
+from seqtile.planner.phases import REST, Phase
 
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
@@ -89,7 +89,7 @@ class Tracker(LiveBytes):
 
 def _what(tensor: LiveTensor) -> str:
     """What a tensor is for: ``"attention"`` of ``"attention#3, backward"``."""
-    return tensor.phase.partition(",")[0].partition("#")[0] or REST
+    return Phase.read(tensor.phase).part or REST
 
 
 @contextmanager

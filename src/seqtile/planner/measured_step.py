@@ -16,11 +16,11 @@ from seqtile.counting import Sample
 from seqtile.options import changed
 from seqtile.planner.accelerators import this_device
 from seqtile.planner.extrapolate import KEPT_TILES, Prediction, by_place, predict
-from seqtile.planner.fake_step import OPTIMIZER_STEP, build, build_bare, tracked_step
+from seqtile.planner.fake_step import build, build_bare, tracked_step
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace
 from seqtile.planner.layer_structure import cut, find_depths
 from seqtile.planner.live_at_peaks import OPTIMIZER, WEIGHTS, track
-from seqtile.planner.phases import BLOCK, BLOCK_AND_NORMS, HEAD, part_of
+from seqtile.planner.phases import BLOCK, BLOCK_AND_NORMS, HEAD, OPTIMIZER_STEP, Phase
 from seqtile.planner.plan_plot import require_matplotlib
 from seqtile.planner.step_config import Setup
 from seqtile.planner.tile_choice import head_tile
@@ -184,11 +184,11 @@ def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: 
     peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
     for phase, row in live.phases.items():
         if phase not in ("", WEIGHTS, OPTIMIZER):
-            where = phase_of(phase)
+            where = _stage(phase)
             peaks[where] = max(peaks[where], row.peak)
     expected: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     for phase, terms in planned.parts.items():
-        where = phase_of(phase)
+        where = _stage(phase)
         expected[where] = max(expected[where], sum(terms.values()))
     there = by_place(run, planned.depths).get(planned.peak_at, {})
     meant = dict(planned.parts[planned.peak_at])
@@ -203,13 +203,14 @@ def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: 
     )  # fmt: skip
 
 
-def phase_of(phase: str) -> str:
+def _stage(name: str) -> str:
     """Which of :data:`PHASES` a part of the step belongs to."""
-    if phase.startswith(OPTIMIZER_STEP):
+    phase = Phase.read(name)
+    if phase.part == OPTIMIZER_STEP:
         return "optimiser"
-    if not phase.endswith("forward"):
+    if phase.direction != "forward":
         return "backward"
-    return "loss" if part_of(phase) == HEAD else "forward"
+    return "loss" if phase.part == HEAD else "forward"
 
 
 def plot_timeline(found: Probe, path: Path) -> None:

@@ -17,7 +17,7 @@ from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, fl
 from seqtile.planner.layer_structure import Counts, Depths, count_layers, count_weights, cut, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
 from seqtile.planner.model_shapes import max_positions
-from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE
+from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE, Phase
 from seqtile.planner.request import Request, attention_cannot_be_saved, check_request, check_split
 from seqtile.planner.sharding_terms import (
     BUFFERS,
@@ -148,7 +148,7 @@ class Planner:
             tokens=tokens,
             device=Bounds(best["low"][0], total, best["high"][0]),
             host=Bounds(*host),
-            peak_at=name_phase(phase, self.depths.layers),
+            peak_at=Phase.read(phase).named(self.depths.layers),
             terms=_named(found, self.setup),
             host_terms={**host_terms, HOST_PROCESS: processes.expected * self.request.gpus},
             square=lines.square,
@@ -283,20 +283,6 @@ def _alike(one: Setup, other: Setup, within: float = 0.05) -> bool:
     if isinstance(mine, int) and isinstance(yours, int):
         tiles.append((mine, yours))
     return all(abs(a - b) <= within * max(a, b) for a, b in tiles)
-
-
-def name_phase(phase: str, layers: int) -> str:
-    """``"backward of attention in the last layer"`` of ``"attention#-1, backward"``."""
-    part, _, when = phase.partition(", ")
-    part, _, number = part.partition("#")
-    if not when:
-        return part
-    place = ""
-    if number:
-        index = int(number) % layers
-        words = {0: "the first layer", layers - 1: "the last layer"}
-        place = f" in {words.get(index, f'layer {index + 1} of {layers}')}"
-    return f"{when} of {part}{place}"
 
 
 def _named(found: Mapping[str, float], setup: Setup) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -19,10 +20,48 @@ if TYPE_CHECKING:
 
 HEAD = "head and loss"
 REST = "rest of the model"
+OPTIMIZER_STEP = "optimiser step"
 ATTENTION = "attention"
 STATE = "layers with a state"
 BLOCK = "MLP"
 BLOCK_AND_NORMS = "MLP and norms"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of a training step; as text, which counters keep, ``"MLP#3, backward"``.
+
+    Attributes:
+        part: ``"MLP"``, ``"attention"``, ``"head and loss"``, ``"optimiser step"``, ...
+        layer: the number of its decoder layer, negative from the back; None for what is in no layer, or in any.
+        direction: ``"forward"``, ``"recompute"`` or ``"backward"``; "" for what has none.
+    """
+
+    part: str
+    layer: int | None = None
+    direction: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> Phase:
+        """The phase that ``str`` wrote."""
+        place, _, direction = text.partition(", ")
+        part, _, layer = place.partition("#")
+        return cls(part, int(layer) if layer else None, direction)
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f"#{self.layer}"
+        return f"{self.part}{layer}{', ' if self.direction else ''}{self.direction}"
+
+    def named(self, layers: int) -> str:
+        """``"backward of attention in the last layer"``, for a model of ``layers`` layers."""
+        if not self.direction:
+            return self.part
+        place = ""
+        if self.layer is not None:
+            index = self.layer % layers
+            words = {0: "the first layer", layers - 1: "the last layer"}
+            place = f" in {words.get(index, f'layer {index + 1} of {layers}')}"
+        return f"{self.direction} of {self.part}{place}"
 
 
 class _Labels:
@@ -34,13 +73,13 @@ class _Labels:
 
     def __init__(self, live: LiveBytes) -> None:
         self._live = live
-        self._running: list[str] = []
-        self._backward: str | None = None
+        self._running: list[Phase] = []
+        self._backward: Phase | None = None
         self._phase: AbstractContextManager[None] | None = None
         self._hooks: list[Any] = []
         self._last_output: Callable[[], Tensor | None] = lambda: None
 
-    def watch(self, module: nn.Module, label: str, outside: str) -> None:
+    def watch(self, module: nn.Module, label: Phase, outside: Phase) -> None:
         """Call what happens in ``module`` ``label``, and what follows it in the backward ``outside``."""
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -65,7 +104,7 @@ class _Labels:
 
     def begin_backward(self) -> None:
         """The forward is over; the first thing in the backward is the loss."""
-        self._backward = HEAD
+        self._backward = Phase(HEAD)
         self.switch()
 
     def close(self) -> None:
@@ -73,16 +112,16 @@ class _Labels:
             hook.remove()
         self._end_phase()
 
-    def _step_back(self, label: str) -> None:
+    def _step_back(self, label: Phase) -> None:
         self._backward = label
         self.switch()
 
     def switch(self) -> None:
         self._end_phase()
         backward = self._backward is not None
-        label = self._running[-1] if self._running else self._backward or HEAD
+        label = self._running[-1] if self._running else self._backward or Phase(HEAD)
         when = ("recompute" if self._running else "backward") if backward else "forward"
-        self._phase = self._live.phase(f"{label}, {when}")
+        self._phase = self._live.phase(str(replace(label, direction=when)))
         self._phase.__enter__()
 
     def _end_phase(self) -> None:
@@ -108,7 +147,7 @@ def label_phases(
     """
     labels = _Labels(live)
     decoder = decoder_layers(model)
-    numbers = {layer.name: f"#{number}" for number, layer in enumerate(decoder)} if layers else {}
+    numbers = {layer.name: number for number, layer in enumerate(decoder)} if layers else {}
     mixers = {
         f"{layer.name}.{one.name}": STATE if one.has_state else ATTENTION for layer in decoder for one in layer.mixers
     }
@@ -117,17 +156,18 @@ def label_phases(
         alone = len(block.together) <= 1
         layer = block.name.rpartition(".")[0]
         label = BLOCK if alone else BLOCK_AND_NORMS
-        places[block.name if alone else layer] = label + _number(numbers, block.name)
+        places[block.name if alone else layer] = Phase(label, _number(numbers, block.name))
     backbone = getattr(causal_model(model), "base_model", model)
     try:
         for name, module in model.named_modules():
             if module is backbone and module is not model:
-                labels.watch(module, REST, HEAD)
+                labels.watch(module, Phase(REST), Phase(HEAD))
             elif name in places:
-                labels.watch(module, places[name], REST + _number(numbers, name))
+                labels.watch(module, places[name], Phase(REST, _number(numbers, name)))
             elif name in mixers:
-                label = mixers[name] + _number(numbers, name)
-                labels.watch(module, label, places.get(name.rpartition(".")[0], REST + _number(numbers, name)))
+                number = _number(numbers, name)
+                outside = places.get(name.rpartition(".")[0], Phase(REST, number))
+                labels.watch(module, Phase(mixers[name], number), outside)
         labels.switch()
         yield labels
     finally:
@@ -139,16 +179,11 @@ def causal_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _number(numbers: dict[str, str], name: str) -> str:
-    """The number of the layer that ``name`` is in, or ""."""
+def _number(numbers: dict[str, int], name: str) -> int | None:
+    """The number of the layer that ``name`` is in, or None."""
     while name and name not in numbers:
         name = name.rpartition(".")[0]
-    return numbers.get(name, "")
-
-
-def part_of(phase: str) -> str:
-    """``"MLP"`` of ``"MLP, backward"``."""
-    return phase.partition(",")[0]
+    return numbers.get(name)
 
 
 def _gradient_tensors(tree: Any) -> Iterator[Tensor]:

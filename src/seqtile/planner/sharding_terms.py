@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from seqtile.planner.accelerators import GIB
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS
+from seqtile.planner.phases import ATTENTION, OPTIMIZER_STEP, Phase
 from seqtile.planner.request import Request
 
 BUFFERS = "engine buffers"
@@ -81,7 +82,7 @@ def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phas
     if request.qlora:
         found[WEIGHTS] = found.get(WEIGHTS, 0.0) - counts.matrices * (2 - NF4_BYTES)
         found[BUFFERS] = found.get(BUFFERS, 0.0) + 2.0 * counts.largest  # the matrix that is multiplied, in bf16
-    if request.sp_size > 1 and phase.startswith("attention"):
+    if request.sp_size > 1 and Phase.read(phase).part == ATTENTION:
         # Heads are scattered and the sequence gathered: query, keys, values and output once more beside themselves.
         keys = max(counts.key_heads, request.sp_size)
         width = 2 * counts.heads + 2 * keys
@@ -106,7 +107,8 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
     # FSDP2 reduces the outermost unit's gradients last, so that they are whole until the backward ends.
     whole = counts.layer + (counts.root if request.engine == "fsdp2" else 0)
     layer_gradients = 0.0 if request.lora else size * whole
-    update = phase.startswith("optimiser")
+    now = Phase.read(phase)
+    update = now.part in (OPTIMIZER, OPTIMIZER_STEP)
     if "weights" in request.engine_offload:
         copies = 0.0
         master = 0.0
@@ -118,7 +120,7 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
     bytes_each = 4.0 if request.engine == "fsdp2" else size
     shards = bytes_each * gradient_share * trained / ranks
     found[GRADIENTS] = 0.0 if "optimizer" in request.engine_offload and request.engine == "zero3" else shards
-    found[BUFFERS] = 0.0 if update else gathered + bucket + (layer_gradients if "backward" in phase else 0.0)
+    found[BUFFERS] = 0.0 if update else gathered + bucket + (layer_gradients if now.direction == "backward" else 0.0)
 
 
 def offload_checkpoints(terms: dict[str, float], layers: int, in_flight: float, share: float = 1.0) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile.devices import device_name, package_version
-from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, part_of
+from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, Phase
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +93,7 @@ def plot_memory(comparison: Comparison, path: Path) -> None:
     )
     panels[0].set_ylim(0, comparison.untiled.peak_bytes / MIB * 1.28)
     panels[1].set_xlabel("progress through forward and backward (% of operators)")
-    parts = [part for part in COLOURS if any(part_of(name) == part for name in comparison.untiled.phases)]
+    parts = [part for part in COLOURS if any(Phase.read(name).part == part for name in comparison.untiled.phases)]
     figure.legend(
         handles=[Patch(color=COLOURS[part], label=part) for part in parts],
         loc="outside lower center",
@@ -109,7 +109,7 @@ def _plot_side(axes: Axes, side: Side) -> None:
     x = [100 * sample.op / end for sample in samples]
     y = [sample.live / MIB for sample in samples]
     start = 0
-    for part, run in groupby(part_of(sample.phase) for sample in samples):
+    for part, run in groupby(Phase.read(sample.phase).part for sample in samples):
         stop = start + len(list(run))
         # Up to the next part's first sample, so that no gap opens between two parts.
         axes.fill_between(
