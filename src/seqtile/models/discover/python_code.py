@@ -29,7 +29,7 @@ _NEEDED = ("typing_extensions", "sympy", "mpmath", "networkx", "numpy", "optree"
            "packaging")  # fmt: skip
 """Packages that PyTorch or Transformers call: their code belongs to whoever calls it, as that of Python does."""
 
-KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel")
+KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel", "deepspeed")
 """Libraries that look attributes up by names which they spell out."""
 
 _BY_NAME = frozenset(("getattr", "setattr", "hasattr", "delattr"))

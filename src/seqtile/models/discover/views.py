@@ -20,7 +20,7 @@ MakeTensor = Callable[[Tensor, torch.device | str], Tensor]
 """Makes the tensor that a copy has in place of one of the module's, on a device."""
 
 
-_KNOWN_KINDS = (*KNOWN_LIBRARIES, "torch", "deepspeed", "transformer_engine", "hqq", "optimum", "compressed_tensors")
+_KNOWN_KINDS = (*KNOWN_LIBRARIES, "torch", "transformer_engine", "hqq", "optimum", "compressed_tensors")
 """Packages with subclasses of tensors that compute what a tensor does."""
 
 
