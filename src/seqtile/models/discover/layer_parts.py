@@ -78,17 +78,24 @@ class LayerSteps:
 
     Args:
         steps: the calls, in training.
-        evaluated: those in evaluation mode; None where they are known to be the same.
+        evaluated: those in evaluation mode; None for a library's layer, where they are the same.
+        known: whether the layer and its children are a library's that we know.
     """
 
-    def __init__(self, steps: list[Step], evaluated: LayerSteps | None = None) -> None:
-        self.steps = steps
+    def __init__(self, steps: list[Step], evaluated: LayerSteps | None = None, known: bool = False) -> None:
+        self.steps, self.known = steps, known
         self.modes = [self] if evaluated is None or evaluated.steps == steps else [self, evaluated]
 
-    def is_undisturbed(self, first: Step, last: Step) -> bool:
-        """Whether nothing is changed in place between two calls: what the first reads is then the same at the last."""
-        between = self.steps[self.steps.index(first) : self.steps.index(last) + 1]
-        return all(step.kind != "in-place" for step in between)
+    def is_undisturbed(self, first: Step, last: Step, members: Sequence[Step] = ()) -> bool:
+        """Whether what the first of two calls reads is the same at the last.
+
+        Nothing is changed in place between them, and no other child runs that might keep something: of a layer that
+        is no library's, none but ``members``.
+        """
+        between = self.steps[self.steps.index(first) + 1 : self.steps.index(last)]
+        if any(step.kind == "in-place" for step in between):
+            return False
+        return self.known or all(step.kind != "child" or step in members for step in between)
 
     def call_of(self, name: str) -> Step | None:
         """The call of a child, if there is exactly one and nothing else of the child is read."""
@@ -341,7 +348,7 @@ def _run(
     layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given: Mapping[str, Sequence[int] | int | None]
 ) -> LayerSteps:
     evaluated = None if _is_known(layer) else _run_once(layer, shape, plain, given, training=False)
-    return LayerSteps(_run_once(layer, shape, plain, given, training=True).steps, evaluated)
+    return LayerSteps(_run_once(layer, shape, plain, given, training=True).steps, evaluated, _is_known(layer))
 
 
 def _run_once(
@@ -362,7 +369,7 @@ def _run_once(
         before[k] is not v and before[k] != v for k, v in vars(run.view).items()
     ):
         raise RuntimeError("the layer's forward changes the layer")
-    return LayerSteps(run.steps)
+    return LayerSteps(run.steps, known=_is_known(layer))
 
 
 def is_small(layer: nn.Module, name: str) -> bool:
@@ -422,6 +429,10 @@ def _followed(layer: nn.Module, steps: LayerSteps, last: Step, near: Neighbours)
     after = steps.reader(last)
     if after is None or len(after.reads) != 1 or not after.name or not steps.is_undisturbed(last, after):
         return near
+    if getattr(getattr(layer, after.name, None), "inplace", False) and not isinstance(
+        getattr(layer, after.name), nn.Dropout
+    ):
+        return near  # it would write into what the operator differentiates
     if after.kind == "dropout":
         return replace(near, dropout=after.name)
     return replace(near, after=after.name) if _is_norm_call(layer, steps, after) else near
@@ -456,7 +467,7 @@ def _inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int,
         names = tuple(one.name for one in members)
         if any(one.kind == "child" and steps.call_of(one.name) is not one for one in members):
             continue
-        if not steps.is_undisturbed(members[0], members[-1]):
+        if not steps.is_undisturbed(members[0], members[-1], members):
             continue
         near = _followed(layer, steps, members[-1], Neighbours(members=names))
         maker = steps.maker(members[0])
@@ -483,7 +494,8 @@ def _closing(layer: nn.Module, steps: LayerSteps, members: list[Step], near: Nei
     if total is None or total.name not in ("add", "__add__") or len(total.reads) != 2:
         return ""
     norm = steps.reader(total)
-    if members[0].hidden_states not in total.reads or norm is None or not steps.is_undisturbed(members[0], norm):
+    inner = [*members, *([follower] if follower is not None else [])]
+    if members[0].hidden_states not in total.reads or norm is None or not steps.is_undisturbed(members[0], norm, inner):
         return ""
     return norm.name if _is_norm_call(layer, steps, norm) else ""
 

@@ -29,8 +29,13 @@ _FORBIDDEN = (
 """Instructions that set something that outlives the call, enter a context, or make code of their own."""
 
 _SETTERS = re.compile(r"^(set_|use_deterministic|manual_seed|seed$|random$|_?dynamo|__)|rng_state")
+_CALLERS = tuple(f"torch.{name}" for name in "utils func _functorch _higher_order_ops autograd compiler".split())
+"""Modules of functions that call what they are given, once or more, now or later."""
+
 _BUILTINS = frozenset({isinstance, len, int, float, bool, tuple, list, range, min, max, AssertionError, ValueError})
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_CONSTANTS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_READS = ("__getattribute__", "__getattr__")
+_TENSORS = frozenset({Tensor, nn.Parameter})
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -38,6 +43,9 @@ def is_plain(layer: nn.Module) -> bool:
     cls = type(layer)
     if cls.__module__.partition(".")[0] in KNOWN_LIBRARIES:
         return True
+    own = [base for base in cls.__mro__ if base not in (object, nn.Module)]
+    if any(name in vars(base) for base in own for name in _READS):
+        return False
     return _is_plain_function(cls.forward, layer, set())
 
 
@@ -49,14 +57,22 @@ def _is_plain_function(function: Any, layer: nn.Module | None, seen: set[types.C
     if code in seen:
         return True
     seen.add(code)
-    itself = code.co_varnames[0] if layer is not None and code.co_argcount else None
-    if code.co_cellvars or any(map(_SETTERS.search, code.co_names)):
+    if layer is not None and not code.co_argcount:
         return False
-    instructions = list(dis.get_instructions(code))
+    itself = code.co_varnames[0] if layer is not None else None
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    if code.co_cellvars or any(map(_SETTERS.search, code.co_names)) or not all(map(_is_constant, defaults)):
+        return False
+    instructions = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PRECALL")]
+    value: Any = None  # of a global, and of what is read of it
     for number, one in enumerate(instructions):
+        before = instructions[number - 1] if number else None
+        following = [later for later in instructions[number + 1 : number + 3] if later.opname != "PUSH_NULL"]
+        beside = (before, instructions[number + 1] if number + 1 < len(instructions) else None)
         if one.opname.startswith(_FORBIDDEN):
             return False
-        following = [later for later in instructions[number + 1 : number + 3] if later.opname != "PUSH_NULL"]
+        if one.opname == "IS_OP" and not (before is not None and _loads_constant(before)):
+            return False
         loaded = one.argval if isinstance(one.argval, tuple) else (one.argval,)
         if itself in loaded and "FAST" in one.opname:
             names = list(_attributes_of(following))
@@ -65,11 +81,33 @@ def _is_plain_function(function: Any, layer: nn.Module | None, seen: set[types.C
             assert layer is not None
             if not _is_plain_attribute(layer, names, seen):
                 return False
-        elif one.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF"):
+        elif one.opname.startswith("LOAD_FAST") and any(near and near.opname == "PUSH_NULL" for near in beside):
+            return False  # a local variable is called
+        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            name = str(one.argval)
+            if isinstance(value, types.ModuleType):
+                value = getattr(value, name, NotImplemented)
+                if not _is_plain_value(value, seen):
+                    return False
+                continue
+            of_itself = before is not None and itself is not None and before.argval in (itself, (itself,))
+            behind = number > 1 and itself is not None and instructions[number - 2].argval == itself
+            if not (of_itself or behind or hasattr(Tensor, name)):
+                return False
+        value = None
+        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF"):
             value = _value_of(function, one.argval)
-            if not isinstance(value, _CONSTANTS) and not _is_plain_value(value, seen):
+            if not _is_constant(value) and not _is_plain_value(value, seen):
                 return False
     return True
+
+
+def _is_constant(value: Any) -> bool:
+    return type(value) in _CONSTANTS
+
+
+def _loads_constant(one: dis.Instruction) -> bool:
+    return one.opname == "LOAD_CONST" and (one.argval is None or isinstance(one.argval, bool))
 
 
 def _attributes_of(instructions: list[dis.Instruction]) -> Iterator[str]:
@@ -92,23 +130,30 @@ def _is_plain_attribute(layer: nn.Module, names: list[str], seen: set[types.Code
     if first in children_of(layer):
         return True  # whose attributes the trace of the layer sees
     value = getattr(layer, first, None)
-    if isinstance(value, (*_CONSTANTS, Tensor)):
+    if type(value) in _CONSTANTS or type(value) in _TENSORS:
         return True
-    if rest and not isinstance(value, type) and hasattr(value, "__dict__"):
-        return isinstance(vars(value).get(rest[0]), _CONSTANTS)
+    if rest:
+        kind = type(value)
+        reads_plainly = not any(name in vars(base) for base in kind.__mro__[:-1] for name in _READS)
+        own = vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
+        return reads_plainly and not hasattr(kind, rest[0]) and _is_constant(own.get(rest[0], NotImplemented))
     return _is_plain_value(value, seen)
 
 
 def _is_plain_value(value: Any, seen: set[types.CodeType]) -> bool:
     if isinstance(value, types.ModuleType):
-        return value.__name__.partition(".")[0] == "torch"
-    if isinstance(value, tuple):
-        return all(isinstance(one, _CONSTANTS) for one in value)
-    module = getattr(value, "__module__", None) or ""
-    if module.partition(".")[0] in ("torch", *KNOWN_LIBRARIES):
-        return not _SETTERS.search(getattr(value, "__name__", ""))
-    if isinstance(value, types.BuiltinFunctionType | type):
-        return value in _BUILTINS or getattr(torch, getattr(value, "__name__", ""), None) is value
+        return value.__name__.partition(".")[0] == "torch" and not value.__name__.startswith(_CALLERS)
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    if isinstance(value, type):
+        return value in _BUILTINS or issubclass(value, (Tensor, torch.Size))
+    name = getattr(value, "__name__", "")
+    if isinstance(value, types.BuiltinFunctionType):
+        return value in _BUILTINS or any(getattr(one, name, None) is value for one in (torch, torch.nn.functional))
+    if not isinstance(value, types.FunctionType):
+        return _is_constant(value)
+    if value.__module__.partition(".")[0] in ("torch", *KNOWN_LIBRARIES):
+        return not value.__module__.startswith(_CALLERS) and not _SETTERS.search(name)
     return _is_plain_function(value, None, seen)
 
 

@@ -52,6 +52,7 @@ _HARMLESS = {"is_compiling", "is_dynamo_compiling", "is_exporting", "is_scriptin
 _NAMESPACES = {"globals", "eval", "exec", "__import__"}
 _ANYWHERE = {"currentframe", "_getframe", "__globals__", "f_globals", "import_module"}
 _THREADS_OWN = {"is_inference_mode_enabled", "is_inference"}
+_UNWATCHED = {"isEnabledFor", "getEffectiveLevel", "getweakrefcount", "getweakrefs"}
 _SEEDS = {"manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all", "fork_rng", "setstate", "set_state"}
 _IS = dis.opmap["IS_OP"]
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
@@ -295,6 +296,8 @@ def _refused(code: types.CodeType) -> str:
         return f"it sets a random generator with {min(found)} in {code.co_name}, so that tiles would draw the same"
     if "needs_input_grad" in names and code.co_name not in ("backward", "vjp"):
         return f"it asks which inputs need gradients in {code.co_name}, which is another in a tile"
+    if found := names & _UNWATCHED:
+        return f"it calls {min(found)} in {code.co_name}, whose answer cannot be watched"
     if found := names & _THREADS_OWN:
         return f"it calls {min(found)} in {code.co_name}, which is another in a trace"
     if names & {"type", "id", "hash", "__class__"} or _IS in code.co_code[::2]:

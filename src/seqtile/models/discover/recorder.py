@@ -76,6 +76,7 @@ class Recorder(TorchDispatchMode):
         self.no_rule: NoRule | None = None
         self.asked, self.yes = 0, -1
         self.returned: tuple[str, str] | None = None
+        self.shapes: list[tuple[int, ...]] = []
         self._known: dict[int, tuple[Tensor, Flow]] = {}
         self._owners: dict[int, str] = {}
 

@@ -23,7 +23,7 @@ from seqtile._compat import FakeTensorMode, run_backward, tree_flatten
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.python_code import Code, is_raised_by_user
 from seqtile.models.discover.recorder import Recorder, Sizes
-from seqtile.models.discover.sizes import SIZES, NotPerToken, TokenCount, Untraceable, has_count, noted
+from seqtile.models.discover.sizes import SIZES, NotPerToken, TokenCount, Untraceable, at, has_count, noted, plain
 from seqtile.models.discover.token_flow import Expressions
 from seqtile.models.discover.views import Views, is_known_kind
 
@@ -146,7 +146,8 @@ class Tracer:
         for sizes in self._small_sizes():
             other = Recorder(self._expressions, self.axes, recorder.steps[: recorder.forward], sizes)
             again(other, sizes)
-            if other.returned != recorder.returned:
+            shapes = [tuple(at(size, sizes) for size in shape) for shape in recorder.shapes]
+            if other.returned != recorder.returned or other.shapes != shapes:
                 raise NotPerToken("its forward returns something else for another number of tokens")
             if asked:  # all of it, with that answer, on the large sizes that can be followed
                 other = Recorder(self._expressions, self.axes)
@@ -237,6 +238,7 @@ class Tracer:
             if opaque := next((one for one in rest if not isinstance(one, _PLAIN)), None):
                 raise Untraceable(f"it returns a {type(opaque).__name__}, of which nothing is known")
             recorder.returned = (str(spec), repr(rest))
+            recorder.shapes = [plain(tuple(one.shape)) for one in flat if isinstance(one, Tensor)]
             if recorder.expected is None:
                 if len(tensors) > 1 and recorder.share_memory([*tensors, *inputs]):
                     raise NotPerToken("what it returns shares memory, so that a change of one would change another")
