@@ -646,3 +646,81 @@ def test_a_sum_with_the_input_is_not_taken_for_another(kind: Any, name: str, cap
 
     found = outcome(functools.partial(kind, CHANGES[name]), caplog, later=later)
     assert found in (("equal",) if name == "nothing" else ("equal", "left", "refused"))
+
+
+class Squeezing(Mlp):
+    """Gives two dimensions back where a sequence has one token, as every tile may have."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).squeeze(1)
+
+
+def test_a_shape_that_one_token_changes_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    for shape in ((3, 1, HIDDEN), (3, 20, HIDDEN)):
+        assert outcome(lambda: Layer(Squeezing()), caplog, shape) in ("left", "refused")
+
+
+class Resetting(nn.Module):
+    """A child that changes what the norm reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        STATE["scale"] *= 2
+        return x
+
+
+def _between(self: Any, x: Tensor) -> Tensor:
+    h = self.norm(x)
+    return x + self.other(x) + self.mlp(h)
+
+
+RESETTING = Resetting()
+
+
+def _calls_what_it_is_given(self: Any, x: Tensor, call: Any = RESETTING) -> Tensor:
+    h = self.norm(x)
+    call(x)
+    return x + self.mlp(h)
+
+
+def _by_identity(self: Any, x: Tensor) -> Tensor:
+    h = self.other(x)
+    return x + self.mlp(h) * (2.0 if h is x else 1.0)
+
+
+def _through_an_object(self: Any, x: Tensor) -> Tensor:
+    h = self.norm(x)
+    self.meter.double()
+    return x + self.mlp(h)
+
+
+class Meter:
+    def double(self) -> None:
+        STATE["scale"] *= 2
+
+
+@pytest.mark.parametrize(
+    "forward", [_between, _calls_what_it_is_given, _by_identity, _through_an_object], ids=lambda one: one.__name__
+)
+def test_what_runs_between_norm_and_mlp_is_not_silent(forward: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> nn.Module:
+        STATE["scale"] = 1.0
+        layer: Any = Layer(Mlp(), forward)
+        layer.norm, layer.meter = ScaledNorm(), Meter()
+        layer.other = nn.Identity() if forward is _by_identity else Resetting()
+        return layer  # type: ignore[no-any-return]
+
+    try:
+        assert outcome(build, caplog) in ("equal", "left", "refused")
+    finally:
+        STATE["scale"] = 1.0
+
+
+def test_an_mlp_in_a_checkpoint_behind_its_norm_trains() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return x + checkpoint(self.mlp, self.norm(x), use_reentrant=False)
+
+    model, x = nn.Sequential(Layer(Mlp(), forward)), torch.randn(3, 20, HIDDEN)
+    report = seqtile.apply(model, tile=3)
+    assert report.blocks[0].together == ("mlp",)
+    model(x).sum().backward()
+    assert model[0].norm.weight.grad is not None

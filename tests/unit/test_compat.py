@@ -126,6 +126,9 @@ BREAKS: dict[str, Any] = {
 }
 
 
+NEW_IN_5 = "transformers.PreTrainedModel._activation_checkpointing_enable"
+
+
 def test_each_contract_is_broken_once() -> None:
     assert BREAKS.keys() == BY_NAME.keys()
 
@@ -136,6 +139,10 @@ def test_a_name_that_moves_fails_its_contract(name: str, monkeypatch: pytest.Mon
     if _compat.installed(contract.library) is None:
         pytest.skip(f"{contract.library} is not installed")
     assert examine(contract).status == "ok"
+    if name == NEW_IN_5 and not hasattr(
+        pkgutil.resolve_name("transformers.PreTrainedModel"), _compat.ENABLE_CHECKPOINTING
+    ):
+        pytest.skip("this transformers has the former name alone, which is public")
     if isinstance(BREAKS[name], str):
         owner, _, attribute = BREAKS[name].rpartition(".")
         monkeypatch.delattr(pkgutil.resolve_name(owner), attribute)

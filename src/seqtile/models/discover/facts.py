@@ -450,7 +450,10 @@ class Facts:
         if isinstance(value, types.MethodType):
             return (_Same(kind), self._freeze(value.__func__, depth + 1), self._freeze(value.__self__, depth + 1))
         if isinstance(value, weakref.ref):
-            return (kind, self._freeze(value(), depth + 1))
+            target = value()
+            if target is not None and not isinstance(target, (nn.Module, type, types.ModuleType)):
+                raise _Unseen("weak reference, whose target may go")
+            return (kind, self._freeze(target, depth + 1))
         if isinstance(value, property):
             return tuple(self._freeze(one, depth + 1) for one in (value.fget, value.fset) if one is not None)
         if isinstance(value, (classmethod, staticmethod)):
