@@ -19,8 +19,8 @@ import types
 import typing
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, starmap
-from operator import attrgetter, call, getitem, is_, itemgetter, methodcaller
+from itertools import chain, repeat, starmap
+from operator import attrgetter, call, contains, getitem, is_, itemgetter
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from seqtile.engines.flat import is_flat_view
 from seqtile.models.discover.python_code import TORCH, Code, is_strange
 from seqtile.models.discover.sizes import Untraceable
 
-_FORWARD = methodcaller("get", "forward")
+_FORWARD = repeat("forward")
 _PLAIN = (
     bool, int, float, complex, str, bytes, range, type(None), type(...), type(NotImplemented), torch.dtype,
     torch.device, torch.Size,
@@ -123,7 +123,7 @@ class Facts:
         tree = list(dict.fromkeys(part for module in modules for part in module.modules()))
         self._places = {id(part): number for number, part in enumerate(tree)}
         for hooks in GLOBAL_HOOKS:
-            self._contain(hooks, dict(hooks))
+            self._contain(hooks)
         for part in tree:
             frozen.append(self._of_module(part))
         for cls in dict.fromkeys(base for part in tree for base in type(part).__mro__[:-1]):
@@ -156,12 +156,15 @@ class Facts:
             raise Untraceable(f"it reads {name}, an attribute of a weight")
         self._typed += tree
         self._owns = [part.__dict__ for part in tree]
+        for own in self._owns:
+            if "forward" in own:
+                self._read(["forward"], own)
         self._grown += [own for _, own, _ in self._grow]
         self._grown += [part.__dict__ for part in tree if _is_users(type(part))]
         self._counted += [part.__dict__ for part in tree if not _is_users(type(part))]
         self._counted += [scope for part in tree for scope in (parameters_of(part), buffers_of(part))]
         self._sized = [*self._grown, *self._counted, *self._contents]
-        self._kinds, self._forwards = list(map(type, self._typed)), list(map(_FORWARD, self._owns))
+        self._kinds, self._forwards = list(map(type, self._typed)), list(map(contains, self._owns, _FORWARD))
         self._expected, self._sizes, self._keys = self._read_now(), self._sized_now(), list(chain(*self._grown))
         self._answers = [ask() for ask in self._asks]
 
@@ -187,7 +190,7 @@ class Facts:
                 and (all(map(is_, now, self._expected)) or self._is_alike(now))
                 and [*chain.from_iterable(self._grown)] == self._keys  # one that appears may hide one of the class
                 and list(map(type, self._typed)) == self._kinds
-                and list(map(_FORWARD, self._owns)) == self._forwards
+                and list(map(contains, self._owns, _FORWARD)) == self._forwards
                 and not any(self._empty)
                 and list(map(self._kind, tensors)) == self._weighed
                 and list(map(type, tensors)) == self._types
@@ -276,19 +279,20 @@ class Facts:
         """Notice an attribute that appears."""
         self._grow.append((owner, own, frozenset(own)))
 
-    def _contain(self, live: Any, copy: Any) -> None:
+    def _contain(self, live: Any) -> None:
+        """Watch what a list, dictionary or set holds."""
         if type(live) in (dict, collections.OrderedDict) and not live:
             self._empty.append(live)
             return
         self._live.append(live)
-        self._copies.append(copy)
+        self._copies.append(_plain(live, copied=True))
         if isinstance(live, dict):
-            kind = collections.OrderedDict if isinstance(live, collections.OrderedDict) else dict
+            kind = _dictionary(live)
             if all(type(key) is str for key in live):
                 self._grown.append(kind.keys(live))
             else:
                 self._contents.append(kind.keys(live))
-            self._contents.append(dict.values(live))
+            self._contents.append(kind.values(live))
         else:
             self._contents.append(live)
         if len(self._live) + len(self._reads) > MOST:
@@ -298,11 +302,11 @@ class Facts:
         if isinstance(part, _SCRIPTS):
             raise Untraceable(_NO_SCRIPT)
         own = part.__dict__
-        self._contain(children_of(part), dict(children_of(part)))
+        self._contain(children_of(part))
         for name in HOOKS:
             hooks = own.get(name)
             if hooks is not None:
-                self._contain(hooks, dict(hooks))
+                self._contain(hooks)
         specs: dict[str, Any] = {}
         flat = {name: value for name, value in own.items() if is_flat_view(value)}  # FSDP1's, instead of parameters
         for scope in (parameters_of(part), buffers_of(part), flat):
@@ -505,7 +509,7 @@ class Facts:
         if kind.__iter__ not in _ITERATORS:
             raise _Unseen(kind.__name__)
         if not isinstance(value, (tuple, frozenset)):
-            self._contain(value, _plain(value, copied=True))
+            self._contain(value)
         if len(value) > LARGEST:
             raise Untraceable(f"it reads a {kind.__name__} with more than {LARGEST:,} entries")
         if isinstance(value, (dict, set, frozenset)) and any(map(_is_found_by_identity, value)):
@@ -530,7 +534,7 @@ class Facts:
             else:
                 found.append(self._of_scope(own, depth, INTERNAL - {"training"} if inside else frozenset()))
             if inside:
-                self._contain(children_of(value), dict(children_of(value)))
+                self._contain(children_of(value))
                 found.append(self._of_scope(children_of(value), depth))
         if slots := [name for name in slots_of(kind) if self._known is None or name in self._known]:
             self._watch(functools.partial(_read_slots, slots), value, value, slots)
@@ -604,10 +608,15 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and type(one) in _PLAIN and repr(one) == repr(other))
 
 
+def _dictionary(value: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """The class whose methods know the order of its entries, which may have been moved."""
+    return collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+
+
 def _plain(value: Any, copied: bool = False) -> Any:
     """A list, dictionary or set without methods of its class, which may make something else of every entry."""
     if isinstance(value, dict):
-        return value if type(value) is dict and not copied else dict(dict.items(value))
+        return value if type(value) is dict and not copied else dict(_dictionary(value).items(value))
     for kind in (list, set):
         if isinstance(value, kind):
             return value if type(value) is kind and not copied else kind(value)
