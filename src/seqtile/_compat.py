@@ -397,6 +397,21 @@ def has_gradient_step(weight: Tensor) -> bool:
     return bool(getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are computed here."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
+def in_transform() -> bool:
+    """Whether ``vmap``, ``grad`` or another transform of ``torch.func`` runs."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def call_parameter(tensor: Tensor) -> None:
+    """Let ``isinstance(tensor, nn.Parameter)`` be true of a tensor that stands in a parameter's place."""
+    tensor._is_param = True
+
+
 def is_flat_parameter(tensor: Tensor | None) -> bool:
     """Whether a tensor is one of those that FSDP1 puts the weights of a unit in."""
     return bool(getattr(tensor, "_is_flat_param", False))
@@ -481,6 +496,26 @@ def _check_post_accumulate_hooks() -> None:
     _expect(not has_gradient_step(weight), "none on a new parameter")
     weight.register_post_accumulate_grad_hook(_no_hook)
     _expect(has_gradient_step(weight), "the hook that was registered")
+
+
+@_contract("torch.nn.Parameter._is_param", "torch/nn/parameter.py", "a public way to say that a tensor is a parameter")
+def _check_call_parameter() -> None:
+    alias = torch.zeros(2)
+    call_parameter(alias)
+    _expect(isinstance(alias, nn.Parameter), "a tensor that is called a parameter is one")
+
+
+@_contract("torch._C._functorch.maybe_current_level", "torch/csrc/functorch/init.cpp", "a public way to ask")
+def _check_in_transform() -> None:
+    _expect(not in_transform(), "none outside")
+    _expect(torch.func.vmap(lambda x: x + in_transform())(torch.zeros(2)).sum() == 2, "one inside of vmap")
+
+
+@_contract("torch.autograd.forward_ad._current_level", "torch/autograd/forward_ad.py", "a public way to ask")
+def _check_forward_mode() -> None:
+    _expect(not in_forward_mode(), "no level outside")
+    with torch.autograd.forward_ad.dual_level():
+        _expect(in_forward_mode(), "a level inside")
 
 
 @_contract(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,6 +26,17 @@ def why_opaque(arguments: Mapping[int | str, Any]) -> str:
 
 def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
+
+
+def by_position(function: Any, words: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments, with the first parameter of ``function`` by position."""
+    bound = len(function.args) if isinstance(function, partial) else int(isinstance(function, MethodType))
+    function = function.func if isinstance(function, partial) else getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_argcount <= bound or code.co_varnames[bound] not in words:
+        return (), dict(words)
+    rest = dict(words)
+    return (rest.pop(code.co_varnames[bound]),), rest
 
 
 class Places:

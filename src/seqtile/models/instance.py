@@ -20,6 +20,9 @@ from seqtile._compat import (
     dispatch_modes,
     function_mode_count,
     function_modes,
+    in_forward_mode,
+    in_transform,
+    version_of,
 )
 from seqtile._log import first_rank_logger
 from seqtile._stand_in import ForwardStandIn
@@ -27,7 +30,7 @@ from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import unmark_leaf
 from seqtile.engines.zero12 import reduces_as_they_arrive
-from seqtile.models.call_arguments import Places, why_opaque
+from seqtile.models.call_arguments import Places, by_position, why_opaque
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.proof import Mode, Proof, process_switches, prove
@@ -185,13 +188,17 @@ class Installed(ForwardStandIn):
         if handed := _handed_per_sequence(parts):
             self._tell_untiled(f"PEFT hands its adapters one entry per sequence ({handed}), which tiles do not keep")
             return call(list(tensors))
-        if why := _why_watched():
+        if why := _why_watched() or _why_transformed():
             self._tell_untiled(why)
             return call(list(tensors))
         x, setting = tensors[0], self.setting
         mlp: FusedWeights | None = None
         check: Callable[[], None] | None = None
-        if not setting.trusted and not torch.compiler.is_compiling():
+        if not setting.trusted and torch.compiler.is_compiling():
+            kinds = [(one.dim(), one.dtype) for one in tensors]
+            if not self._is_proven_for_compiler(kinds, len(constants), chain.call, x.device, torch.is_grad_enabled()):
+                return call(list(tensors))
+        elif not setting.trusted:
             mode = mode or mode_of(tensors, constants)
             proof = self.proof(chain, mode)
             if proof.why_not:
@@ -207,7 +214,7 @@ class Installed(ForwardStandIn):
                     self._tell_untiled(why)
                     return call(list(tensors))
             mlp = self._fused_now(proof, chain, x.dtype)
-            check = _Unchanged(self, chain, mode, proof)
+            check = _Unchanged(self, chain, mode, proof, constants)
         dense = mlp.dense_numel() * x.element_size() if mlp is not None else 0
         tokens = x.shape[:-1].numel()
         live = [weight for weight in weights().values() if weight.requires_grad]
@@ -224,6 +231,32 @@ class Installed(ForwardStandIn):
         keep = setting.keep
         kept = keep.share(sizes, shape, dense)
         return fused_mlp(x, mlp, sizes, keep=kept, holds_dense=keep.holds_dense(dense), check=check)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _is_proven_for_compiler(
+        self, kinds: Sequence[tuple[int, torch.dtype]], constants: int, told: tuple[Any, ...], device: torch.device,
+        gradients: bool,
+    ) -> bool:  # fmt: skip
+        """Whether the block is proven as it is now; asked when the compiler writes down a call, outside its graph.
+
+        The compiler guards what the block's own code reads, so that a change leads here again.
+        """
+        setting = self.setting
+        known = [one for mode, one in self._proofs.items() if mode.gradients == gradients]
+        if setting.experts and any(not proof.why_not and (not facts or facts.hold()) for _, proof, facts in known):
+            return True
+        if len(kinds) > 1 or constants or told or setting.experts:
+            self._tell_untiled("torch.compile calls it with more than hidden states, for which it is not proven")
+            return False
+        [(dim, dtype)] = kinds
+        axes = _AXES.get(dim) or ("b",) * (dim - 1)
+        casts = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+        autocast = torch.get_autocast_dtype(device.type) if casts else None
+        mode = Mode((((*axes, setting.hidden), dtype),), device, autocast, gradients)
+        proof = self.proof(Chain(((setting.name, self.module),)), mode)
+        if proof.why_not:
+            self._tell_untiled(proof.why_not)
+        return not proof.why_not
 
     def _fused_now(self, proof: Proof, chain: Chain, dtype: torch.dtype) -> FusedWeights | None:
         """The fused operator's weights if it can run this call; says so, once, if it was asked for and cannot."""
@@ -278,6 +311,13 @@ def _why_watched() -> str:
     return ""
 
 
+def _why_transformed() -> str:
+    """Why a call would lose tangents or the rows of ``vmap``, or ""."""
+    if torch.compiler.is_compiling() or not (in_forward_mode() or in_transform()):
+        return ""
+    return "forward-mode derivatives or a transform of torch.func are computed, which tiles do not carry"
+
+
 def _is_foreign(value: Any) -> bool:
     return not str(getattr(value, "__module__", "")).startswith(("torch.", "seqtile."))
 
@@ -307,9 +347,12 @@ class _Unchanged:
     Not its weights: the fused operator has them from autograd, the generic one compares them itself.
     """
 
-    def __init__(self, installed: Installed, chain: Chain, mode: Mode, proof: Proof) -> None:
+    def __init__(
+        self, installed: Installed, chain: Chain, mode: Mode, proof: Proof, constants: Sequence[Tensor] = ()
+    ) -> None:
         self._installed, self._chain, self._mode, self._proof = installed, chain, mode, proof
         self._tensors = self._read(mode)
+        self._constants = [(one, _version(one)) for one in constants]
 
     def _read(self, mode: Mode) -> list[tuple[str, Tensor, int]]:
         facts = self._installed.facts(mode)
@@ -323,6 +366,8 @@ class _Unchanged:
         for (name, tensor, version), (_, other, later) in zip(self._tensors, self._read(mode), strict=False):
             if version != later or tensor is not other:
                 what = f"its {name}"
+        if any(_version(one) != version for one, version in self._constants):
+            what = "a tensor that every tile is called with"
         if why := _why_watched():
             raise RuntimeError(
                 f"{self._installed.setting.name}: in its backward {why}; enter it around the forward too"
@@ -332,6 +377,10 @@ class _Unchanged:
                 f"{self._installed.setting.name}: {what} was changed between forward and backward, so a tile would be "
                 "recomputed as something else; change it before the forward or after the backward"
             )
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else version_of(tensor)
 
 
 class TiledForward(Installed):
@@ -346,6 +395,8 @@ class TiledForward(Installed):
             # PEFT's target_parameters sets weights for the length of a call: a recompute would miss them.
             self._tell_untiled("its weights are parametrised around it; call seqtile.apply after get_peft_model")
             return original(*args, **kwargs)
+        if kwargs and not args:
+            args, kwargs = by_position(original, kwargs)
         places = Places(args, kwargs)
         why = places.why_whole or ("" if self.setting.trusted else why_opaque(places.arguments))
         if why:
@@ -359,7 +410,7 @@ class TiledForward(Installed):
             return original(*filled, **words)
 
         kind = "experts" if self.setting.experts else "block"
-        arguments = places if len(args) + len(kwargs) > 1 and kind == "block" else None
+        arguments = places if kind == "block" and (len(args) > 1 or kwargs) else None
         told = arguments.key if arguments is not None else ()
         chain = Chain(((self.setting.name, self.module),), kind, arguments=arguments, call=told)
         return self.run(chain, tensors, call, places.constants())

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from seqtile._compat import MODULES, disable_torch_function_subclass, make_wrapper_subclass, tree_leaves, version_of
 from seqtile.engines.granularity import wrapper
 from seqtile.models.discover.chain import Chain
-from seqtile.models.discover.layer_parts import Neighbours, device_types
+from seqtile.models.discover.layer_parts import Neighbours, device_types, own_facts
 from seqtile.models.discover.live_weights import has_foreign_hooks, has_hooks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 
@@ -107,7 +107,7 @@ class Members:
         self.context: tuple[bool, ...] | None = None
         self.dropped: dict[str, float] = {}
 
-    def _call(self, name: str, hidden_states: Tensor, *others: Tensor) -> Any:
+    def _call(self, name: str, hidden_states: Tensor, /, *others: Tensor) -> Any:
         first = self.at == 0 and not isinstance(hidden_states, Placeholder)
         if not first and hidden_states is not self.held:
             self.refuse()
@@ -232,6 +232,16 @@ class TiledLayer(Installed):
         names = [near.before, *near.members, near.after, near.dropout, *(("+", near.closing) if near.closing else ())]
         self._events = [name for name in names if name]
         """What the layer's forward calls, in order."""
+        self._code, self._facts = _code_of(layer), own_facts(layer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_code": None, "_facts": None}  # which are of this process and layer
+
+    def _is_as_read(self, layer: nn.Module) -> bool:
+        """Whether the forward of the layer's class, and what it calls, are those that seqtile read."""
+        if self._code is None:  # a copy
+            self._code, self._facts = _code_of(layer), own_facts(layer)
+        return _code_of(layer) is self._code and (self._facts is None or self._facts.hold())
 
     attention: NormedAttention | None = None
     """Attention of the same layer that runs its norm itself."""
@@ -256,8 +266,8 @@ class TiledLayer(Installed):
                 shares.append(name)
             elif isinstance(part, nn.Module) and (has_hooks(part) or isinstance(part, fsdp1)):
                 hooked.append(name)
-        if hooked:
-            self._tell(hooked)
+        if hooked or not self._is_as_read(layer):
+            self._tell(f"{', '.join(hooked)} has hooks" if hooked else "its forward is another than seqtile read")
             alone = self.attention.view(layer) if self.attention else None
             return self.original(*args, **kwargs) if alone is None else type(alone).forward(alone, *args, **kwargs)
         if self.neighbours.dropout:
@@ -308,9 +318,9 @@ class TiledLayer(Installed):
         share = dropped.get(near.dropout, 0.0)
         return Chain(tuple(members), self.kind, before, after, share, closing, any(dropped.values()))
 
-    def _tell(self, hooked: list[str]) -> None:
+    def _tell(self, why: str) -> None:
         alone = "untiled" if self.inline else "without its neighbours in the tile"
-        news = f"runs {alone}: {', '.join(hooked)} has hooks"
+        news = f"runs {alone}: {why}"
         if self.is_news(news):
             logger.warning("%s %s", type(self.module).__name__, news)
 
@@ -331,6 +341,11 @@ class TiledPair(TiledLayer):
         chain = self.chain(layer, dropped)
         tensors = inputs[:1] if inputs[-1] is inputs[0] else inputs
         return self.run(chain, tensors, chain.run)
+
+
+def _code_of(layer: nn.Module) -> Any:
+    """What tells one forward of a layer's class from another."""
+    return getattr(type(layer).forward, "__code__", None)
 
 
 def _forward_of(member: Any) -> Callable[[Tensor], Tensor]:

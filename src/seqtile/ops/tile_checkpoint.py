@@ -21,12 +21,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from seqtile._compat import backward_pass, early_stop
+from seqtile._compat import backward_pass, call_parameter, early_stop
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.plain_tiles import Run, run_compiled
 from seqtile.ops.rng import TileStates
@@ -127,6 +127,9 @@ def _run_with_gradient(
         for number, tile in zip(wanted, entered[: len(wanted)], strict=True):
             tiles[number] = tile
         aliases = dict(zip(names, entered[len(wanted) :], strict=True))
+        for name, alias in aliases.items():
+            if isinstance(found[name], nn.Parameter):
+                call_parameter(alias)
         with random.of(index), SumsOfLinears(aliases, gradients.sum_of):
             result = run(tiles, aliases)
         if not source.recomputes:

@@ -6,6 +6,7 @@ closures and defaults of that code are remembered, with what dictionaries, lists
 
 from __future__ import annotations
 
+import abc
 import builtins
 import collections
 import enum
@@ -42,7 +43,7 @@ from seqtile._compat import (
     version_of,
 )
 from seqtile.engines.flat import is_flat_view
-from seqtile.models.discover.python_code import TORCH, Code, is_strange
+from seqtile.models.discover.python_code import TORCH, Code, is_strange, is_strange_file
 from seqtile.models.discover.sizes import Untraceable
 
 _FORWARD = repeat("forward")
@@ -53,7 +54,7 @@ _PLAIN = (
 _FIXED = (
     types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.ClassMethodDescriptorType, re.Pattern, AbcData, OpOverload,
-    OpOverloadPacket, logging.Logger, io.IOBase, torch.memory_format, torch.layout, torch.qscheme,
+    OpOverloadPacket, torch.memory_format, torch.layout, torch.qscheme,
     types.GenericAlias, types.UnionType,
 )  # fmt: skip
 """Types of objects that cannot change, or whose changes change no result."""
@@ -63,6 +64,12 @@ _CACHES = (LruCache, functools.cached_property)
 
 MOST, LARGEST, DEEPEST = 500, 10_000, 8
 """Most things that a proof may rest on, entries of a container among them, and objects one inside another."""
+
+_LOGS = (logging.Logger, io.IOBase)
+_LOG_STATES = frozenset(
+    ("level", "disabled", "handlers", "parent", "propagate", "filters", "manager", "closed", "tell")
+)
+"""What tells how a logger or a file is set."""
 
 _MISSING = object()
 _KIND, _OWN = attrgetter("dtype", "requires_grad", "shape"), attrgetter("__dict__")
@@ -119,9 +126,11 @@ class Facts:
         self._tensors: list[tuple[dict[str, Any], str]] = []
         self._attributes: list[tuple[dict[str, Any], str]] = []
         self._alive: list[Any] = []
+        self._held_tensors: list[Tensor] = []
         frozen: list[Any] = []
         tree = list(dict.fromkeys(part for module in modules for part in module.modules()))
         self._places = {id(part): number for number, part in enumerate(tree)}
+        self._modules = {id(part.__dict__) for part in tree}
         for hooks in GLOBAL_HOOKS:
             self._contain(hooks)
         for part in tree:
@@ -167,6 +176,7 @@ class Facts:
         self._kinds, self._forwards = list(map(type, self._typed)), list(map(contains, self._owns, _FORWARD))
         self._expected, self._sizes, self._keys = self._read_now(), self._sized_now(), list(chain(*self._grown))
         self._answers = [ask() for ask in self._asks]
+        self._held_kinds = list(map(_KIND, self._held_tensors))
 
     def _read_now(self) -> list[Any]:
         """Every value that is watched, one after another."""
@@ -198,6 +208,7 @@ class Facts:
                 and (self._distinct == len(tensors) or _numbered(tensors) == self._same_tensors)
                 and absent.count(None) == len(absent)
                 and list(map(call, self._asks)) == self._answers
+                and list(map(_KIND, self._held_tensors)) == self._held_kinds
                 and (not any(map(_OWN, starmap(getitem, self._weights))) or not self._marked())
             )
         except (AttributeError, KeyError, ValueError, RuntimeError):  # something is gone, or a tensor came in
@@ -327,6 +338,8 @@ class Facts:
             training = own.get("training")
             self._read(["training"], own)
         named = self._of_scope(own, 0, skip=INTERNAL)
+        if isinstance(part, (nn.ParameterDict, nn.ParameterList)):  # whose entries are attributes, by any name
+            named = self._named(own, [name for name in own if name not in INTERNAL], own, 0)
         for scope in (parameters_of(part), buffers_of(part)):
             self._none += [(scope, name) for name, tensor in scope.items() if tensor is None]
         weights = [specs[name] for name in sorted(specs)]
@@ -341,12 +354,13 @@ class Facts:
         """What the code reads of a module's class or of one that it is derived from, which ``super()`` may read."""
         own = vars(cls)
         wanted = self._code.reads if cls is not nn.Module else self._code.mentioned.__contains__
-        names = [name for name in own if name in _CALLED or (wanted(name) and not name.startswith("__"))]
+        names = [name for name in own if name in _CALLED or (wanted(name) and not _is_special(name, own[name]))]
         found = self._named(cls, names, own, 0)
         if not _is_users(cls):
             self._counted.append(own)
             return (_Same(cls), found)
         self._watch_names(cls, own)
+        self._watch(attrgetter("__mro__", "__mro__"), cls, cls, ())
         return (_Same(cls), found, self._of_specials(cls, 0), self._of_metaclass(cls, 0))
 
     def _of_metaclass(self, cls: type, depth: int) -> Any:
@@ -369,7 +383,7 @@ class Facts:
         return self._named(scope, [name for name in known if name not in skip], scope, depth)
 
     def _of_globals(self, scope: dict[str, Any]) -> Any:
-        names = self._code.globals.intersection(scope) - _FILE
+        names = (self._code.globals | self._code.strangers).intersection(scope) - _FILE  # another module's code too
         if missing := self._code.globals.difference(scope, vars(builtins)):
             self._asks.append(functools.partial(scope.keys().isdisjoint, missing))  # a global that appears
         return self._named(scope, list(names), scope, 0)
@@ -393,8 +407,8 @@ class Facts:
         return (path, self._held(path, value, 0))
 
     def _named(self, owner: Any, names: list[str], scope: Mapping[str, Any], depth: int) -> Any:
-        """What is in ``scope`` under these names, read from ``owner``."""
-        names = sorted(name for name in names if not isinstance(scope[name], Tensor))
+        """What is in ``scope`` under these names, read from ``owner``; a module's own tensors are watched apart."""
+        names = sorted(name for name in names if id(scope) not in self._modules or not isinstance(scope[name], Tensor))
         if names:
             self._read(names, owner)
         return tuple([(name, self._held(name, scope[name], depth)) for name in names])
@@ -428,8 +442,9 @@ class Facts:
         if id(value) in self._places:
             return ("known", self._places[id(value)])
         if isinstance(value, Tensor):
-            return ("tensor", tuple(value.shape), value.dtype)
-        if isinstance(value, _FIXED):
+            self._held_tensors.append(value)
+            return ("tensor", _KIND(value))
+        if isinstance(value, _FIXED) or (isinstance(value, _LOGS) and not self._asks_for_log(value)):
             return _Same(value)
         if isinstance(value, _SCRIPTS):
             raise Untraceable(_NO_SCRIPT)
@@ -445,6 +460,8 @@ class Facts:
         if isinstance(value, types.FunctionType):
             return self._of_function(value, depth)
         if depth > DEEPEST or kind in weakref.ProxyTypes or isinstance(value, threading.local):
+            raise _Unseen(kind.__name__)
+        if isinstance(value, BaseException):
             raise _Unseen(kind.__name__)
         if isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)):
             held = value.__self__
@@ -478,9 +495,14 @@ class Facts:
             held = (value.func, value.args, value.keywords)
             return (kind, *[self._freeze(one, depth + 1) for one in held], self._of_object(value, depth))
         if type(getattr(value, "__dict__", None)) is dict or slots_of(kind) or isinstance(value, _PLAIN):
-            plain = repr(value) if isinstance(value, _PLAIN) else ""
+            bases: list[Any] = [base for base in kind.__mro__ if base in _PLAIN]
+            plain = bases[0].__repr__(value) if bases else ""
             return (_Same(kind), plain, self._of_object(value, depth))
         raise _Unseen(kind.__name__)
+
+    def _asks_for_log(self, value: Any) -> bool:
+        """Whether strange code reads how a logger or a file is set, or it is a stranger's."""
+        return _is_users(type(value)) or not self._code.strangers.isdisjoint(_LOG_STATES)
 
     def _know(self, value: Any) -> None:
         """Remember where it was met, for what holds it in turn."""
@@ -490,7 +512,11 @@ class Facts:
     def _of_array(self, value: Any) -> Any:
         if value.dtype.hasobject:
             raise _Unseen("NumPy array of objects")
-        self._asks.append(value.tobytes)
+        self._asks += [
+            value.tobytes,
+            functools.partial(getattr, value, "shape"),
+            functools.partial(getattr, value, "dtype"),
+        ]
         if hasattr(value, "setflags") and value.flags.writeable:
             self._arrays.append((value, value.copy()))
         return (type(value), value.dtype.str, value.shape, value.tobytes())
@@ -536,6 +562,12 @@ class Facts:
             if inside:
                 self._contain(children_of(value))
                 found.append(self._of_scope(children_of(value), depth))
+                for hooks in [own[name] for name in HOOKS if own.get(name) is not None]:
+                    self._contain(hooks)
+                    found += [self._freeze(hook, depth + 1) for hook in hooks.values()]
+                found.append(self._forward(own))
+            elif kind.__module__.partition(".")[0] == "torch":  # read by PyTorch's own code
+                found.append(self._named(own, list(own), own, depth))
         if slots := [name for name in slots_of(kind) if self._known is None or name in self._known]:
             self._watch(functools.partial(_read_slots, slots), value, value, slots)
             held = {name: getattr(value, name, _MISSING) for name in slots}
@@ -543,12 +575,16 @@ class Facts:
         for base in kind.__mro__[:-1]:
             if _is_users(base):
                 found.append(self._freeze(base, depth))
+            elif set_later := self._code.strangers.intersection(vars(base)):
+                plain = [name for name in set_later if isinstance(vars(base)[name], _PLAIN)]
+                found.append(self._named(base, plain, vars(base), depth))
+            self._counted.append(vars(base))
         return tuple(found)
 
     def _of_owner(self, owner: Any, depth: int) -> Any:
         """The names that the code reads of a class or a module of the user's."""
         scope = vars(owner)
-        names = [name for name in scope if not name.startswith("__")]
+        names = [name for name in scope if not _is_special(name, scope[name])]
         read = [name for name in names if name in self._code.mentioned]
         rest = [name for name in names if name not in self._code.mentioned and self._known is None
                 and not isinstance(scope[name], (Tensor, type, types.ModuleType, *_FUNCTIONS))]  # fmt: skip
@@ -556,6 +592,10 @@ class Facts:
         found = self._named(owner, read + rest, scope, depth)
         if not isinstance(owner, type):
             return found
+        self._watch(attrgetter("__mro__", "__mro__"), owner, owner, ())
+        if isinstance(owner, abc.ABCMeta):
+            self._asks.append(abc.get_cache_token)  # moves on when something is registered as one
+            found = (found, abc.get_cache_token())
         return (found, self._of_specials(owner, depth), self._of_metaclass(owner, depth))
 
     def _of_function(self, function: types.FunctionType, depth: int) -> Any:
@@ -570,8 +610,7 @@ class Facts:
                 content = cell.cell_contents
             except ValueError:
                 continue
-            if not isinstance(content, Tensor):
-                self._read(["cell_contents"], cell)
+            self._read(["cell_contents"], cell)
             cells.append(self._held(name, content, depth))
         defaults = self._freeze(function.__defaults__ or (), depth + 1)
         named = self._freeze(function.__kwdefaults__ or {}, depth + 1)
@@ -673,7 +712,7 @@ def _keeps_more(kind: type) -> bool:
     """Whether its objects hold what is in none of their attributes: it is written in C, and no known container."""
     return any(
         isinstance(one, _IN_C) and one.__objclass__ is base
-        for base in kind.__mro__ if base not in _HOLDERS and not issubclass(base, BaseException)
+        for base in kind.__mro__ if base not in _HOLDERS
         for one in vars(base).values()
     )  # fmt: skip
 
@@ -707,15 +746,33 @@ def _read_slots(names: Sequence[str], owner: Any) -> Any:
     return tuple([getattr(owner, name, _MISSING) for name in names])
 
 
+def _is_special(name: str, value: Any) -> bool:
+    """Whether it is a method by which Python uses an object, or a name that Python itself gives to classes."""
+    own = name.startswith("__") and name.endswith("__")
+    return own and (name in _CLASS or isinstance(value, _FUNCTIONS))
+
+
 def _is_users(value: Any) -> bool:
-    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-    top = str(name).partition(".")[0]
-    return top not in sys.stdlib_module_names and top not in ("torch", "numpy", "transformers", "peft", "accelerate")
+    name = str(value.__name__ if isinstance(value, types.ModuleType) else value.__module__)
+    return _is_users_name(name, name in sys.modules, getattr(sys.modules.get(name), "__file__", None))
+
+
+@functools.cache
+def _is_users_name(name: str, imported: bool, file: str | None) -> bool:
+    top = name.partition(".")[0]
+    if top in ("torch", "numpy", "transformers", "peft", "accelerate"):
+        return False
+    # A package of a user's may be named like one of Python's.
+    return top not in sys.stdlib_module_names or not imported or (file is not None and is_strange_file(file))
 
 
 INTERNAL = frozenset(vars(nn.Module())).union(("forward", "extra_repr", REPLICATE, "training"))
 """Attributes that are PyTorch's, or ours."""
 
+_CLASS = frozenset(vars(type("", (), {"__slots__": (), "__annotations__": {}}))) | {
+    "__dict__", "__weakref__", "__annotations__", "__qualname__", "__parameters__", "__orig_bases__", "__match_args__",
+    "__abstractmethods__", "__static_attributes__", "__firstlineno__", "__annotate_func__", "__type_params__",
+}  # fmt: skip
 _FILE = {"__builtins__", "__name__", "__file__", "__package__", "__spec__", "__loader__", "__path__"}
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, classmethod, staticmethod, property)
 _HOLDERS = (

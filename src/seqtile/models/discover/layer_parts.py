@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from seqtile._compat import BUFFERS, MODULES, PARAMETERS, children_of, disabled_torch_function, version_of
+from seqtile._compat import BUFFERS, HOOKS, MODULES, PARAMETERS, children_of, disabled_torch_function, version_of
 from seqtile.engines.zero3 import whole_shape
 from seqtile.models.discover.facts import INTERNAL, Facts
 from seqtile.models.discover.plain_forward import is_plain
 from seqtile.models.discover.proof import generators, restored
-from seqtile.models.discover.python_code import KNOWN_LIBRARIES, Code
+from seqtile.models.discover.python_code import KNOWN_LIBRARIES, Code, is_of_known_library
 from seqtile.models.discover.trace import in_a_thread
 
 
@@ -61,7 +61,7 @@ class Step:
         hidden_states: number of the first of them.
         makes: number of the tensor that it returned, -1 for none or several.
         plain: whether gradients and autocast were as at the beginning.
-        alone: whether it was given nothing but tensors.
+        alone: whether it was given nothing but tensors, a child none by keyword.
     """
 
     kind: str
@@ -234,7 +234,7 @@ class _Run(TorchFunctionMode):
         reads = tuple(self.number(one) for one in given)
         plain, alone = (
             _gradients_and_autocast() == self._context,
-            len(given) == len(args) + len(words),
+            len(given) == len(args) + len(words) and not (words and kind == "child"),
         )
         self.steps.append(Step(kind, name, reads, hidden_states, made, plain, alone))
 
@@ -328,9 +328,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 def _guarded(layer: nn.Module, run: Callable[[], LayerSteps]) -> LayerSteps:
     """``run()``, which must leave the random generators and whatever the layer's own code reads as they were."""
-    alone: nn.Module = object.__new__(type(layer))  # without its children, which do not run
-    alone.__dict__.update({**vars(layer), MODULES: {}})
-    facts = None if _is_known(layer) else Facts([alone], (), Code.written([alone], ()))
+    facts = own_facts(layer)
     before = generators()
     try:
         return run()
@@ -340,8 +338,23 @@ def _guarded(layer: nn.Module, run: Callable[[], LayerSteps]) -> LayerSteps:
             raise RuntimeError(f"the layer's forward changes {drawn}")
 
 
+def own_facts(layer: nn.Module) -> Facts | None:
+    """What the code of a layer reads, without its children's; None for a known library's.
+
+    Raises:
+        Untraceable: it reads more than can be watched.
+    """
+    if _is_known(layer):
+        return None
+    alone: nn.Module = object.__new__(type(layer))
+    alone.__dict__.update({**vars(layer), MODULES: {}, **{name: {} for name in HOOKS}})
+    alone.__dict__.pop("forward", None)
+    return Facts([alone], (), Code.written([alone], ()))
+
+
 def _is_known(layer: nn.Module) -> bool:
-    return type(layer).__module__.partition(".")[0] in KNOWN_LIBRARIES
+    cls = type(layer)
+    return cls.__module__.partition(".")[0] in KNOWN_LIBRARIES and is_of_known_library(cls.forward)
 
 
 def _run(
@@ -377,6 +390,8 @@ def is_small(layer: nn.Module, name: str) -> bool:
     child = getattr(layer, name, None) if name else None
     if not isinstance(child, nn.Module) or any(True for _ in child.children()):
         return False
+    if type(child).__call__ is not nn.Module.__call__:
+        return False
     return all(len(whole_shape(p)) <= 1 for p in child.parameters())
 
 
@@ -406,8 +421,9 @@ def _agreed(found: Iterable[Neighbours | None]) -> Neighbours | None:
 
 def _around(layer: nn.Module, steps: LayerSteps, name: str) -> Neighbours:
     call = steps.call_of(name)
-    if call is None or len(call.reads) != 1 or not call.alone:
-        return Neighbours(members=(name,))
+    block = getattr(layer, name)
+    if call is None or len(call.reads) != 1 or not call.alone or type(block).__call__ is not nn.Module.__call__:
+        return Neighbours(members=(name,))  # in a shared tile its forward is called, past a __call__ of its own
     return replace(_followed(layer, steps, call, Neighbours(members=(name,))), before=norm_before(layer, steps, name))
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import children_of
-from seqtile.models.discover.python_code import KNOWN_LIBRARIES
+from seqtile.models.discover.python_code import KNOWN_LIBRARIES, is_of_known_library
 
 _FORBIDDEN = (
     "STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "DELETE_", "BEFORE_",
@@ -41,7 +41,7 @@ _TENSORS = frozenset({Tensor, nn.Parameter})
 def is_plain(layer: nn.Module) -> bool:
     """Whether the forward of ``layer`` is a library's that we know, or does nothing that outlives a call in it."""
     cls = type(layer)
-    if cls.__module__.partition(".")[0] in KNOWN_LIBRARIES:
+    if cls.__module__.partition(".")[0] in KNOWN_LIBRARIES and is_of_known_library(cls.forward):
         return True
     own = [base for base in cls.__mro__ if base not in (object, nn.Module)]
     if any(name in vars(base) for base in own for name in _READS):

@@ -31,7 +31,7 @@ from seqtile.models.discover.trial import probe
 
 def process_switches() -> tuple[Any, ...]:
     """What PyTorch keeps for the whole process, and code may ask for."""
-    return (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+    return (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled())
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Mode:
         device: where they are.
         autocast: dtype of autocast, None where it is off.
         gradients: whether a backward will follow.
-        switches: the default dtype, and whether deterministic algorithms are asked for.
+        switches: the default dtype, whether deterministic algorithms are asked for, and whether autocast is on for
+            the accelerator, on which the input need not be.
     """
 
     inputs: tuple[tuple[tuple[int | str, ...], torch.dtype], ...]
@@ -127,6 +128,9 @@ def prove(chain: Chain, mode: Mode) -> tuple[Proof, Facts | None]:
     if modules and _is_tiresome(modules[0], mode):
         why = f"what its forward reads changed {MOST_CHANGES} times in a row, and each proof takes longer than a call"
         return Proof(why, False, None, why), None
+    if mode.switches[2] and mode.device.type != "cuda":
+        why = "autocast is on for another device than its input's, which a trace does not copy"
+        return Proof(why, False, None, why), None
     code = Code()
     proof = in_a_thread(lambda: _prove(chain, mode, code))
     code.refused = ""  # the proof says it
@@ -197,7 +201,8 @@ def _check_rows(graph: Graph, chain: Chain, mode: Mode) -> None:
     for _, dims, _ in graph.outputs[2:]:
         place = chain.call[1] if chain.call and chain.call[0] == "along" else None
         kept = dims[place] == ("s",) if place is not None else dims[:-1] == leading and not dims[-1]
-        if not kept and not (place is None and dims[0] == axes and not any(dims[1:])):
+        rows = place is None and dims[0] == axes and not any(dims[1:]) and (len(dims) == 2 or len(leading) == 1)
+        if not kept and not rows:
             raise NotPerToken("it returns its tokens in other dimensions than it takes them")
 
 

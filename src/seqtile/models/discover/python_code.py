@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -56,6 +57,11 @@ _UNWATCHED = {"isEnabledFor", "getEffectiveLevel", "getweakrefcount", "getweakre
 _SEEDS = {"manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all", "fork_rng", "setstate", "set_state"}
 _IS = dis.opmap["IS_OP"]
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_SETS_PYTORCH = {"use_deterministic_algorithms"} | {
+    name for name in dir(torch) if name.startswith("set_") and name not in ("set_grad_enabled",)
+}  # fmt: skip
+"""Functions of PyTorch that set how the process works; gradients are switched for the length of a call, too."""
 _STORES = {dis.opmap[name] for name in ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF",
                                       "DELETE_DEREF")}  # fmt: skip
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
@@ -72,6 +78,9 @@ _KNOWN_CALLS = frozenset(
 
 ANSWERS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 """Types of what the process is set to."""
+
+_EFFECTS = (print, open, input, breakpoint)
+"""Functions of Python that do something outside, which each tile would do again, and the fused operator never."""
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
@@ -173,7 +182,8 @@ class Code:
         elif event == "c_call" and kind == "user" and not _is_known_call(argument):
             place = f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)})"
             called = getattr(argument, "__qualname__", argument)
-            self._refuse(f"it calls {called} in {place}, which may return anything")
+            does = "does something outside" if argument in _EFFECTS else "may return anything"
+            self._refuse(f"it calls {called} in {place}, which {does}")
         elif event == "c_call" and kind == "user" and is_strange(frame.f_code, frame.f_globals):
             self._ask(getattr(argument, "__name__", ""), argument)
         elif event == "c_exception" and kind == "user" and _is_pytorchs(argument):  # whoever catches it may go on
@@ -235,7 +245,9 @@ class Code:
             self.strangers |= names
             self.dynamic |= any(step.opname == "MATCH_CLASS" for step in steps)
             self.paths.update((id(scope), root, path) for root, path in _paths(steps))
-            if ran and (reason := _refused(code)):  # what is only named like something that runs may do anything
+            if ran and (
+                reason := _refused(code) or _why_it_sets(steps, scope)
+            ):  # what is only named like something that runs may do anything
                 self._refuse(reason)
             self.imported.update(_imports(steps, scope))
         for constant in code.co_consts:
@@ -267,6 +279,17 @@ class Code:
 def is_strange(code: types.CodeType, scope: dict[str, Any]) -> bool:
     """Whether it belongs to none of the libraries that we know."""
     return _place(code, scope) == "user" and _package_of(code.co_filename) not in KNOWN_LIBRARIES
+
+
+def is_strange_file(path: str) -> bool:
+    """The same of a file."""
+    return _place_of(path) == "user" and _package_of(path) not in KNOWN_LIBRARIES
+
+
+def is_of_known_library(function: Any) -> bool:
+    """Whether a function is written in one of the libraries that we know, whatever class it was put into."""
+    code = getattr(function, "__code__", None)
+    return code is not None and _package_of(code.co_filename) in KNOWN_LIBRARIES
 
 
 def _place(code: types.CodeType, scope: dict[str, Any]) -> str:
@@ -303,6 +326,34 @@ def _refused(code: types.CodeType) -> str:
     if names & {"type", "id", "hash", "__class__"} or _IS in code.co_code[::2]:
         return _why_identity(code)
     return ""
+
+
+def _why_it_sets(steps: Sequence[dis.Instruction], scope: dict[str, Any]) -> str:
+    """Why code is refused that sets how the process works, or an attribute of what is no user's, or ""."""
+    for step in steps:
+        if step.opname in (*_GLOBALS, *_ATTRIBUTES) and step.argval in _SETS_PYTORCH:
+            return f"it calls {step.argval}, which changes what PyTorch does elsewhere"
+    for root, path in _stores(steps):
+        try:
+            owner = attrgetter(path)(scope.get(root)) if path else scope.get(root)
+        except AttributeError:
+            continue
+        named = getattr(owner, "__name__" if isinstance(owner, types.ModuleType) else "__module__", "")
+        if str(named).partition(".")[0] in ("torch", "numpy", "logging", *KNOWN_LIBRARIES):
+            return f"it sets an attribute of {'.'.join(filter(None, (root, path)))}, which nobody watches"
+    return ""
+
+
+def _stores(steps: Sequence[dis.Instruction]) -> Iterator[tuple[str, str]]:
+    """The globals, each with the attributes read of it, of which an attribute is set."""
+    root, path = "", list[str]()
+    for step in steps:
+        if root and step.opname in _ATTRIBUTES:
+            path.append(step.argval)
+            continue
+        if root and step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            yield root, ".".join(path)
+        root, path = (step.argval, []) if step.opname in _GLOBALS else ("", [])
 
 
 def _why_identity(code: types.CodeType) -> str:
@@ -423,6 +474,8 @@ def _is_pytorchs(function: Any) -> bool:
 
 
 def _is_known_call(function: Any) -> bool:
+    if function in _EFFECTS:
+        return False
     if function in (sys.getrecursionlimit, sys._getframe, sys.intern):
         return True
     module = getattr(function, "__module__", None)

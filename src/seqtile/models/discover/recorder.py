@@ -227,13 +227,21 @@ class Sizes(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.inputs: list[Tensor] = []
+        self.weights: list[Tensor] = []
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         caller = sys._getframe(1)
         noted.pytorch_called(caller)
-        name = getattr(getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func,
-                       "__name__", "")  # fmt: skip
+        called = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", "") if called in ("__get__", "__set__") else called
         tensor = args[0] if args and isinstance(args[0], Tensor) else None
+        if tensor is not None and (called == "__set__" or name == "grad") and not _asker(caller).startswith(_MAY_SET):
+            does = "sets" if called == "__set__" else "asks for"
+            raise NotPerToken(f"its forward {does} {name} of a tensor")
+        if tensor is not None and name in _ON_LEAVES and not _asker(caller).startswith(_MAY_SET):
+            for what, tensors in (("its input", self.inputs), ("a weight", self.weights)):
+                if any(tensor is one for one in tensors):
+                    raise NotPerToken(f"its forward calls {name} on {what}")
         if tensor is not None and not (asker := _asker(caller)).startswith(_MAY_ASK):
             self._check(name, tensor)
             if name in _OF_LAYOUT and asker.partition(".")[0] not in (*KNOWN_LIBRARIES, "torch"):
@@ -254,8 +262,8 @@ class Sizes(TorchFunctionMode):
 
     def _check(self, name: str, tensor: Tensor) -> None:
         """Refuse questions about what a tensor without memory, or of another trace, would answer otherwise."""
-        if name in _ON_INPUTS and any(tensor is one for one in self.inputs):
-            raise NotPerToken(f"its forward calls {name} on its input")
+        if name in _OF_GRAPH:
+            raise NotPerToken(f"its forward asks for {name} of a tensor, which is another in a tile")
         if name in _OF_MEMORY or (name in _OF_TOKENS and any(map(holds_tokens, tensor.shape))):
             raise NotPerToken(f"its forward asks for {name} of a tensor")
 
@@ -267,10 +275,11 @@ def _asker(frame: types.FrameType | None) -> str:
     return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
+_MAY_SET = ("seqtile.", "torch.utils.", "torch.autograd.")
 _MAY_ASK = ("seqtile.", "torch.utils.", "torch.autograd.", "torch.nn.modules.module", "torch.nn.modules._functions")
 """Modules of our own, and those of PyTorch that call hooks."""
 
-_ON_INPUTS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_")
+_ON_LEAVES = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_")
 _OF_MEMORY = frozenset(
     ("data_ptr", "untyped_storage", "storage", "storage_offset", "is_set_to", *MEMORY_METHODS, "grad", "tolist",
      "numpy", "__array__")
@@ -278,7 +287,8 @@ _OF_MEMORY = frozenset(
 _OF_LAYOUT = ("stride", "is_contiguous")
 """A weight's or an input's may be any; libraries that we know ask for it to choose between equal kernels."""
 
-_OF_TOKENS = ("__len__", "is_contiguous", "requires_grad", "is_leaf", "grad_fn", "__repr__", "__str__", "__format__")
+_OF_TOKENS = ("__len__", "is_contiguous", "requires_grad", "__repr__", "__str__", "__format__")
+_OF_GRAPH = ("is_leaf", "grad_fn", "output_nr", "retains_grad")
 
 
 def note_failure(error: Exception) -> None:

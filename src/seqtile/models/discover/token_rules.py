@@ -30,6 +30,8 @@ def pointwise(call: Call) -> list[Flow]:
         ("self", "other") if call.name in (*_ALL, "mul") else ("self",) if call.name in ("div", "neg") else gradients
     )
     summed = call.is_sum(*operands, all_of_them=call.name in _ALL)
+    if summed and not _is_linear(call):
+        raise call.mixes("of a sum over tokens and something else")
     one, other = (call.flow(v) if isinstance(v, Tensor) else v for v in (args.get("self"), args.get("other")))
     if call.name in ("add", "mul") and args.get("alpha", 1) == 1:
         return [call.flow_of(call.out[0], number.joined(call.name, (one, other)), summed)]
@@ -40,6 +42,17 @@ def pointwise(call: Call) -> list[Flow]:
         same = one.expr if call.name == "where" and isinstance(one, Flow) else same
         return [call.flow_of(call.out[0], same, summed)]
     return [call.flow_of(out, call.expr(place), summed) for place, out in enumerate(call.out)]
+
+
+def _is_linear(call: Call) -> bool:
+    """Whether the numbers among the arguments leave an operator linear in its operands: no constant, no rounding."""
+    numbers = [call.args.get(name) for name in ("self", "other")]
+    constant = any(isinstance(one, (bool, int, float, complex)) and one != 0 for one in numbers)
+    out = call.out[0]
+    return not (
+        (call.name in _ALL and constant) or call.args.get("rounding_mode") is not None
+        or not (out.is_floating_point() or out.is_complex())
+    )  # fmt: skip
 
 
 def _always(call: Call) -> bool:
@@ -66,6 +79,8 @@ def same(call: Call) -> list[Flow]:
     """Copies and conversions: only a change of dtype is a computation."""
     tensor, given = call.first, call.flow(call.first)
     changed = tensor.dtype != call.out[0].dtype
+    if given.summed and not (call.out[0].is_floating_point() or call.out[0].is_complex()):
+        raise call.mixes("rounds a sum over tokens")
     return [
         replace(given, expr=call.expressions.number("to", given.expr, call.out[0].dtype) if changed else given.expr)
     ]
@@ -97,6 +112,8 @@ def numbers_in(values: Tensor) -> Any:
 def reshaped(call: Call) -> list[Flow]:
     tensor, out, given = call.first, call.out[0], call.flow(call.first)
     if tensor.dtype != out.dtype:  # other numbers of the same bits
+        if given.summed:
+            raise call.mixes("reads the bits of a sum over tokens")
         if tensor.shape != out.shape:
             raise NoRule(f"it uses {call.name} as another dtype, for which there is no rule")
         return [replace(given, expr=call.expressions.number("bits", given.expr, out.dtype))]
@@ -180,6 +197,8 @@ def placed(call: Call) -> list[Flow]:
     if call.name == "constant_pad_nd":
         dims = [out.dim() - 1 - number // 2 for number, pad in enumerate(call.args["pad"]) if pad]
     summed = call.is_sum("tensors", "self", "grad_output", all_of_them=True)
+    if summed and call.args.get("value"):
+        raise call.mixes("of a sum over tokens and something else")
     flow = call.flow_of(out, 0, summed)
     if any(flow.dims[dim] for dim in dims):
         raise call.mixes("puts them behind each other")
@@ -343,6 +362,8 @@ def copied(call: Call) -> list[Flow]:
     same_shape = features(tensor, flow.dims) == features(call.args["src"], source.dims)
     expr = source.expr if same_shape else call.expr()
     cast = tensor.dtype != call.args["src"].dtype
+    if source.summed and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise call.mixes("rounds a sum over tokens")
     return [replace(flow, expr=call.expressions.number("to", expr, tensor.dtype) if cast else expr)]
 
 

@@ -212,13 +212,15 @@ class Tracer:
                 stack.enter_context(torch.autocast(self.device.type, dtype=self.autocast))
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # which asks for values
             stack.enter_context(self._mode)
             stack.enter_context(recorder)
             watched = stack.enter_context(Sizes())
             noted.begin(ones)
             stack.callback(noted.indexed.clear)  # which hold frames
             watched.inputs = [tensor.view_as(tensor) for tensor in inputs]
-            shown = [*watched.inputs, *(tensor for _, tensor in views.weights())]
+            watched.weights = [tensor for _, tensor in views.weights()]
+            shown = [*watched.inputs, *watched.weights]
             names = [set(vars(tensor)) for tensor in shown]
             try:
                 result = function(views.__getitem__, list(watched.inputs))
@@ -240,7 +242,7 @@ class Tracer:
             recorder.returned = (str(spec), repr(rest))
             recorder.shapes = [plain(tuple(one.shape)) for one in flat if isinstance(one, Tensor)]
             if recorder.expected is None:
-                if len(tensors) > 1 and recorder.share_memory([*tensors, *inputs]):
+                if recorder.share_memory([*tensors, *inputs]):
                     raise NotPerToken("what it returns shares memory, so that a change of one would change another")
                 graph = self._backward(tensors, leaves, recorder, like)
             elif len(recorder.steps) != len(recorder.expected):
@@ -260,6 +262,8 @@ class Tracer:
         with self._mode:
             fake = torch.empty(tuple(shape), dtype=tensor.dtype, device=device)
         fake.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, nn.Buffer):
+            return nn.Buffer(fake, persistent=bool(getattr(tensor, "persistent", True)))
         return nn.Parameter(fake, requires_grad=fake.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def _backward(
@@ -285,9 +289,10 @@ class Tracer:
             for number, (one, gradient) in enumerate(zip(ends, upstream, strict=True)):
                 recorder.leaf(gradient, recorder.flow(one).dims, f"upstream {number}")
             noted.in_backward = True
-            inner = tuple(leaves.values())
-            found = run_backward(tuple(ends), tuple(upstream), False, False, inner, True, accumulate_grad=False)
-            for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
+            inner = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+            given = tuple(inner.values())
+            found = run_backward(tuple(ends), tuple(upstream), False, False, given, True, accumulate_grad=False)
+            for (name, leaf), gradient in zip(inner.items(), found, strict=True):
                 gradients.append((name, None if gradient is None else self._gradient(name, leaf, gradient, recorder)))
         draws = tuple(sorted(recorder.draws.items()))
         return Graph(outputs, tuple(gradients), draws, frozenset(recorder.operators))

@@ -1,0 +1,362 @@
+"""Blocks that use tensors, hooks, keywords and libraries in ways that a tile or a trace answers otherwise.
+
+Each is equal to untiled, left untiled, or refused; none is silently wrong.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+import seqtile
+from numerics._outcomes import HIDDEN, INTERMEDIATE, Layer, center, gradients, outcome
+
+between_calls = types.ModuleType("settings_of_a_user")
+exec("flag = False\ndef act(x):\n    import torch\n    return torch.nn.functional.silu(x)\n", vars(between_calls))
+
+
+class Mlp(nn.Module):
+    """A gated MLP with a scale, and code of the test's between its products."""
+
+    def __init__(self, between: Callable[[Any, Tensor, Tensor], Tensor] | None = None, **own: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(HIDDEN, INTERMEDIATE)
+        self.down_proj, self.scale = nn.Linear(INTERMEDIATE, HIDDEN), nn.Parameter(torch.rand(INTERMEDIATE))
+        self.between = between
+        for name, value in own.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(h if self.between is None else self.between(self, x, h))
+
+
+class Backward(torch.autograd.Function):
+    """The identity, whose backward is another function of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(gradient), None
+
+
+class Settings:
+    flag: Any = False
+
+
+class _Config:
+    def __init__(self) -> None:
+        self.mask: Any = torch.zeros(3)
+
+
+CONFIG = _Config()
+HIDDEN_MODULE = nn.Linear(INTERMEDIATE, INTERMEDIATE, bias=False)
+LOGGER = logging.getLogger("a.users")
+
+
+class Marked(abc.ABC):  # noqa: B024 - classes are registered with it
+    pass
+
+
+def _set_data(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    self.up_proj.weight.data = self.up_proj.weight.data.clamp(-0.05, 0.05)
+    return h
+
+
+def _forget_gradients(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    self.up_proj.zero_grad()
+    return h
+
+
+def _unfreeze(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    self.up_proj.requires_grad_(True)
+    return h * self.up_proj.bias
+
+
+def _hidden_module(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    return h * self.hidden[0].weight.shape[0] if self.hidden[0].bias is None else h
+
+
+def _print(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    print("called")
+    return h
+
+
+def _set_precision(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    torch.set_float32_matmul_precision("highest")
+    return h
+
+
+def _set_backend(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    torch.backends.mkldnn.verbose_of_ours = 1
+    return h
+
+
+def _count_on_a_function(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    F.silu.count = getattr(F.silu, "count", 0) + 1  # type: ignore[attr-defined]
+    return h
+
+
+USES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "a weight is a Parameter": lambda self, x, h: h * self.scale if isinstance(self.scale, nn.Parameter) else h,
+    "a weight is a leaf": lambda self, x, h: h * self.scale if self.scale.is_leaf else h,
+    "a weight has a graph": lambda self, x, h: h * self.scale if self.scale.grad_fn is None else h,
+    "a weight's data is set": _set_data,
+    "gradients are forgotten": _forget_gradients,
+    "a weight is unfrozen": _unfreeze,
+    "a gradient plus a number": lambda self, x, h: h * Backward.apply(self.scale, lambda g: g + 0.5),
+    "a number minus a gradient": lambda self, x, h: h * Backward.apply(self.scale, lambda g: 0.5 - g),
+    "a gradient divided to whole numbers":
+        lambda self, x, h: h * Backward.apply(self.scale, lambda g: g.div(0.5, rounding_mode="floor") * 0.5),
+    "a gradient as whole numbers": lambda self, x, h: h * Backward.apply(self.scale, lambda g: (g * 4).int() / 4.0),
+    "a gradient's bits":
+        lambda self, x, h: h * Backward.apply(self.scale, lambda g: (g.view(torch.int32) + 2**18).view(g.dtype)),
+    "a padded gradient": lambda self, x, h: h * Backward.apply(self.scale, lambda g: F.pad(g[1:], (1, 0), value=1.0)),
+    "it prints": _print,
+    "it sets PyTorch's precision": _set_precision,
+    "it sets an attribute of PyTorch": _set_backend,
+    "it counts on a function of PyTorch": _count_on_a_function,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_use_of_weights_or_of_pytorch_is_not_silently_wrong(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    own = {} if name != "a weight is unfrozen" else {"frozen": True}
+
+    def build() -> nn.Module:
+        mlp = Mlp(USES[name], **own)
+        mlp.up_proj.requires_grad_(not own)
+        return nn.Sequential(Layer(Mlp()), Layer(mlp))
+
+    found = outcome(build, caplog)
+    assert found in (("equal",) if name == "a weight is a Parameter" else ("equal", "left", "refused"))
+
+
+def test_what_a_block_prints_or_counts_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(Layer(Mlp()), Layer(Mlp(_print)))
+    report = seqtile.apply(model, tile=3)
+    assert report.tiled == 1 and "does something outside" in report.left[0].why
+    assert capsys.readouterr().out == ""
+    gradients(model.train(), (3, 20, HIDDEN), 1.0)
+    assert capsys.readouterr().out == "called\n"
+
+
+def _change(name: str, now: bool) -> None:
+    """Set what a block reads, as it was or as it is after ``apply``."""
+    between_calls.flag = now  # type: ignore[attr-defined]
+    Settings.flag = now
+    CONFIG.mask = None if now else torch.zeros(3)
+    LOGGER.disabled = now
+    Settings.__switch__ = now  # type: ignore[attr-defined]
+
+
+READS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "of a module whose code runs":
+        lambda self, x, h: center(between_calls.act(h)) if between_calls.flag else between_calls.act(h),
+    "a tensor of an object": lambda self, x, h: center(h) if CONFIG.mask is None else h,
+    "a logger's switch": lambda self, x, h: center(h) if LOGGER.disabled else h,
+    "a class attribute with underscores": lambda self, x, h: center(h) if Settings.__switch__ else h,
+    "of a class": lambda self, x, h: center(h) if Settings.flag else h,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_a_block_reads_and_later_changes_is_seen(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> nn.Module:
+        _change(name, False)
+        return nn.Sequential(Layer(Mlp(READS[name])), Layer(Mlp()))
+
+    try:
+        found = outcome(build, caplog, later=lambda model: _change(name, True))
+    finally:
+        _change(name, False)
+    assert found in ("left", "refused")
+
+
+def test_a_class_that_is_registered_later_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    class Late:
+        pass
+
+    late = Late()
+    found = outcome(
+        lambda: nn.Sequential(
+            Layer(Mlp(lambda self, x, h: center(h) if isinstance(late, Marked) else h)), Layer(Mlp())
+        ),
+        caplog,
+        later=lambda model: Marked.register(Late),
+    )
+    assert found in ("equal", "left", "refused")
+
+
+def test_a_hook_on_a_module_that_is_no_child_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    other = nn.Linear(INTERMEDIATE, INTERMEDIATE, bias=False).requires_grad_(False)
+    before = dict(other._forward_hooks)
+
+    def build() -> nn.Module:
+        other._forward_hooks.clear()
+        other._forward_hooks.update(before)
+        return nn.Sequential(Layer(Mlp(lambda self, x, h: h + self.others[0](h), others=[other])), Layer(Mlp()))
+
+    def later(model: Any) -> None:
+        other.register_forward_hook(lambda module, args, output: center(output))
+
+    assert outcome(build, caplog, later=later) in ("equal", "left", "refused")
+
+
+class ByKeyword(Mlp):
+    """Does another thing with its second argument."""
+
+    def forward(self, x: Tensor | None = None, raw: Tensor | None = None) -> Tensor:
+        h = center(raw) if x is None else x
+        return self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+@pytest.mark.parametrize("word", ["x", "raw"])
+def test_an_argument_by_keyword_is_that_argument(word: str, caplog: pytest.LogCaptureFixture) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return x + self.mlp(**{word: self.norm(x)})
+
+    found = outcome(lambda: nn.Sequential(Layer(ByKeyword(), forward), Layer(Mlp())), caplog)
+    assert found == {"x": "equal", "raw": "left"}[word]
+
+
+def test_a_call_of_its_own_is_not_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    class Doubled(Mlp):
+        def __call__(self, x: Tensor) -> Tensor:
+            return 2 * super().__call__(x)
+
+    assert outcome(lambda: nn.Sequential(Layer(Doubled()), Layer(Mlp())), caplog) == "equal"
+
+
+def test_a_layers_forward_that_is_replaced_later_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    def later(model: Any) -> None:
+        type(model[0]).forward = lambda self, x: x + 2 * self.mlp(3 * self.norm(x))
+
+    assert outcome(lambda: nn.Sequential(Layer(Mlp()), Layer(Mlp())), caplog, later=later) == "equal"
+    assert "another than seqtile read" in caplog.text
+
+
+def test_a_function_that_a_layer_calls_and_that_is_replaced_later_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    names: dict[str, Any] = {"double": lambda x: 2 * x, "__name__": __name__}
+    exec("def forward(self, x):\n    return x + double(self.mlp(self.norm(x)))", names)
+    former = names["double"]
+
+    def build() -> nn.Module:
+        names["double"] = former
+        return nn.Sequential(Layer(Mlp(), names["forward"]), Layer(Mlp()))
+
+    def later(model: Any) -> None:
+        names["double"] = lambda x: 5 * x.mean(1, keepdim=True) + x
+
+    assert outcome(build, caplog, later=later) in ("equal", "left", "refused")
+
+
+class Rows(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flatten(0, -2).unsqueeze(1)
+
+
+def test_rows_in_another_place_are_left() -> None:
+    """``[N, 1, D]`` for an input ``[B, S, D]``: a tile of one sequence cannot be told from one of several."""
+    model = nn.Sequential(Rows(), nn.Identity())
+    with pytest.raises(seqtile.UserError, match="returns its tokens in other dimensions"):
+        seqtile.apply(model, tile=3)
+
+
+def test_an_output_that_is_the_input_is_left() -> None:
+    class Same(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x)
+            return x
+
+    with pytest.raises(seqtile.UserError, match="shares memory"):
+        seqtile.apply(nn.Sequential(Same()), tile=3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_tangents_and_transforms_run_untiled(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Layer(Mlp()))
+    seqtile.apply(model.requires_grad_(False), tile=3)
+    x, tangent = torch.randn(2, 3, 20, HIDDEN).unbind()
+
+    def derivative() -> Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent))).tangent
+
+    def rows() -> Tensor:
+        return torch.func.vmap(model)(x[:, None])[:, 0]
+
+    got = derivative(), rows()
+    seqtile.undo(model)
+    for one, other in zip(got, (derivative(), rows()), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    assert "torch.func" in caplog.text
+
+
+def test_compiled_calls_are_of_the_block_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Layer(Mlp(lambda self, x, h: center(h) if self.flag else h, flag=False)))
+    seqtile.apply(model, tile=3)
+    x = torch.randn(3, 20, HIDDEN)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(x)
+        model[0].mlp.flag = True
+        got = compiled(x)
+        seqtile.undo(model)
+        assert torch.allclose(got, model(x), atol=1e-6)
+    assert "runs untiled" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["bool", "int"])
+def test_a_mask_of_one_number_per_token_is_split(kind: str) -> None:
+    class Masked(Mlp):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * mask.unsqueeze(-1)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Masked()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x + self.mlp(x, mask)
+
+    model, x = Model(), torch.randn(3, 20, HIDDEN)
+    mask = (torch.rand(3, 20) > 0.5).to(getattr(torch, kind))
+    expected = model(x, mask)
+    seqtile.apply(model, tile=3, trust="mlp")
+    seqtile.undo(model)
+    report = seqtile.tile_module(model.mlp, tile=3)
+    assert report is not None
+    assert torch.allclose(model(x, mask), expected, atol=1e-6)
+
+
+def test_apply_works_where_anomalies_are_looked_for() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        assert seqtile.apply(nn.Sequential(Layer(Mlp())), tile=3).tiled == 1
+
+
+def test_a_constant_argument_that_changes_before_the_backward_is_an_error() -> None:
+    class Shifted(Mlp):
+        def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x * shift)
+
+    mlp, shift = Shifted(), torch.rand(HIDDEN)
+    seqtile.tile_module(mlp, tile=3)
+    loss = mlp(torch.randn(3, 20, HIDDEN, requires_grad=True), shift).sum()
+    shift.mul_(2)
+    with pytest.raises(RuntimeError, match="changed between forward and backward|modified by an inplace"):
+        loss.backward()
