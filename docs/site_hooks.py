@@ -1,5 +1,7 @@
-"""Hooks of the site's build: the file tree and the list of names from the docstrings, their roles as plain code, and the
-pages as plain text for tools (``llms.txt``, ``llms-full.txt``)."""
+"""Hooks of the site's build: the file tree and the list of names from the docstrings, their roles as plain code.
+
+The pages are written as plain text too, for tools (``llms.txt``, ``llms-full.txt``).
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,15 @@ def on_post_build(config: Any, **_: Any) -> None:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """``:func:`name``` is a role in docstrings; the site shows the name alone."""
-    return re.sub(r":(?:func|class|data|meth|mod|attr):(?=<code>|<a )", "", html)
+    """``:func:`name``` is a role in docstrings; the site shows the name alone. Flags in a line of text stay whole."""
+    html = re.sub(r":(?:func|class|data|meth|mod|attr):(?=<code>|<a )", "", html)
+    return re.sub(r"(?<!</span>)<code>([^<]+)</code>", _with_whole_flags, html)
+
+
+def _with_whole_flags(code: re.Match[str]) -> str:
+    """A browser breaks a line at every hyphen, in the middle of a flag too."""
+    words = re.sub(r"[^\s<>]*-[^\s<>]*", r'<span class="whole">\g<0></span>', code[1])
+    return f"<code>{words}</code>"
 
 
 def tree(package: Path) -> str:

@@ -1,7 +1,7 @@
 """`python docs/pictures/draw.py`: the pictures of README and docs, one SVG each, for light and dark pages.
 
-`memory.svg` is drawn from `memory.json`, which `measure.py` measures, `ladder.svg` from rows of `seqtile bench ladder` in
-`benchmarks/results`; the others are schematic. `tests/unit/test_pictures.py` compares the files with what this writes.
+`memory.svg` is drawn from `memory.json`, which `measure.py` measures, `ladder.svg` from rows of `seqtile bench ladder`
+in `benchmarks/results`; the others are schematic. `tests/unit/test_pictures.py` compares the files with what this writes.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ class Picture:
         self, x: float, y: float, width: float, height: float, words: str = "", kind: str = "box", small: str = ""
     ) -> None:
         """A rectangle with up to two lines in its middle."""
-        self.shapes.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" class="{kind}"/>'
-        )
+        self.shapes.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" class="{kind}"/>')
         on = " on" if kind in ("red", "blue", "gold", "grey") else ""
         lines = [(words, f"{small}{on}") for words in words.split("\n") if words]
         for number, (line, style) in enumerate(lines):
@@ -88,6 +86,11 @@ PARTS = {"MLP": "red", "attention": "blue", "head and loss": "gold"}
 """Parts of the model by the colour that stands for them in every picture; the rest is grey."""
 
 
+def colour(part: str) -> str:
+    """Of a part of the model; "MLP and norms" is the MLP."""
+    return next((kind for name, kind in PARTS.items() if part.startswith(name)), "grey")
+
+
 def memory() -> Picture:
     """Live memory over one step, untiled and tiled."""
     found: dict[str, Any] = json.loads((HERE / "memory.json").read_text(encoding="utf-8"))
@@ -111,10 +114,10 @@ def memory() -> Picture:
         points = found[side]["points"]
         step = width / len(points)
         columns = [(left + number * step, live / MIB, part) for number, (live, part) in enumerate(points)]
-        for part, run in groupby(columns, key=lambda column: PARTS.get(column[2].split(" and")[0], PARTS.get(column[2]))):
+        for part, run in groupby(columns, key=lambda column: colour(column[2])):
             mine = list(run)
             top = [(at, base - live * scale) for x, live, _ in mine for at in (x, x + step)]
-            picture.area([(mine[0][0], base), *top, (mine[-1][0] + step, base)], part or "grey")
+            picture.area([(mine[0][0], base), *top, (mine[-1][0] + step, base)], part)
         x, live, _ = max(columns, key=lambda column: column[1])
         picture.text(x, base - live * scale - 6, f"{peaks[side]:.0f} MiB", "bold", "start")
         picture.line([(left, base), (left + width, base)], "", "")
@@ -148,8 +151,8 @@ def ladder() -> Picture:
         if for_time:
             picture.text(746, y + 15, f"{1 - time / before[2]:.0%} less time a token", "small faint", "end")
         before = rung
-    picture.text(14, 54 + 32 * len(rungs), "Each rung adds one setting, the last takes one away; yellow buys time, not length.",
-                 "small faint")  # fmt: skip
+    note = "Each rung adds one setting, the last takes one away; yellow buys time, not length."
+    picture.text(14, 54 + 32 * len(rungs), note, "small faint")
     return picture
 
 
@@ -293,7 +296,9 @@ def offload() -> Picture:
             picture.line([(x + 78, 112), (x + 108, 82)])
     picture.line([(90, 150), (744, 150)])
     picture.text(744, 166, "time", "small faint", "end")
-    picture.text(14, 184, "Schematic: how far copies and layers overlap depends on the link to the host.", "small faint")
+    picture.text(
+        14, 184, "Schematic: how far copies and layers overlap depends on the link to the host.", "small faint"
+    )
     return picture
 
 

@@ -1,4 +1,4 @@
-"""`python docs/pictures/measure.py`: live memory over one step of the demo's model, untiled and tiled, into memory.json.
+"""`python docs/pictures/measure.py`: live memory over one step of the demo's model, into memory.json.
 
 Half a minute on two CPU cores. `draw.py` makes the picture of it.
 """

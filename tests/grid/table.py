@@ -34,6 +34,9 @@ TITLES = {"context parallel": "Context parallel over FSDP2", "Ulysses": "Ulysses
 
 HEAD = """# Engines
 
+For those who train on several devices: which technique was run under DDP, FSDP, ZeRO and sequence parallelism, and
+what to look out for.
+
 Every line was run by `python -m grid.table` (`tests/grid`), which wrote this page: two gloo processes on the CPU, with
 batches of different lengths and tile counts on the ranks. "Equal" means that gradients and the weights after each
 optimiser step equal an untiled single process's; in low precision, that they are no further from it than the untiled
@@ -102,7 +105,15 @@ def page(run: str) -> str:
     Args:
         run: when and with which versions the cases ran.
     """
-    lines = [HEAD, "## Technique by engine", "", "The number of cases that were run; a blank was not.", "", matrix(), ""]
+    lines = [
+        HEAD,
+        "## Technique by engine",
+        "",
+        "The number of cases that were run; a blank was not.",
+        "",
+        matrix(),
+        "",
+    ]
     lines += ["## What was run", "", run]
     for column in COLUMNS:
         lines += ["", f"### {TITLES.get(column, column)}", "", "| technique | models | operators | result |"]
