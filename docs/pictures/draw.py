@@ -3,6 +3,7 @@
 `memory.svg` is drawn from `memory.json`, which `measure.py` measures, `ladder.svg` from rows of `seqtile bench
 ladder` in `benchmarks/results`; the others are schematic. `tests/unit/test_pictures.py` compares the files with what
 this writes.
+"""
 
 from __future__ import annotations
 
