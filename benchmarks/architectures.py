@@ -444,6 +444,9 @@ def page(records: Sequence[Record], date: str) -> str:
 
 PAGE = """# Architectures
 
+For those who want to know whether their model is tiled, and how: every architecture of transformers that can be built
+small, with what ran in tiles, what was left alone and why.
+
 {header}
 
 **{summary}**

@@ -1,4 +1,7 @@
-"""Hooks of the site's build: the file tree and the list of names from the docstrings, their roles as plain code."""
+"""Hooks of the site's build: the file tree and the list of names from the docstrings, their roles as plain code.
+
+The pages are written as plain text too, for tools (``llms.txt``, ``llms-full.txt``).
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,40 @@ TREE = "<!-- tree -->"
 NAMES = "<!-- names -->"
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+_texts: dict[str, tuple[str, str]] = {}
+
+
+def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
     """Fill the pages that ask for the tree or for the names."""
     package = ROOT / "src" / "seqtile"
     for marker, content in ((TREE, tree), (NAMES, names)):
         if marker in markdown:
             markdown = markdown.replace(marker, content(package))
+    if page is not None:
+        _texts[page.url] = page.title, markdown
     return markdown
 
 
+def on_post_build(config: Any, **_: Any) -> None:
+    """Write the list of pages and their text, in the form of https://llmstxt.org."""
+    site = Path(config["site_dir"])
+    pages = [f"- [{title}]({url})" for url, (title, _) in _texts.items()]
+    head = f"# {config['site_name']}\n\n> {config['site_description']}\n\n"
+    (site / "llms.txt").write_text(f"{head}## Pages\n\n" + "\n".join(pages) + "\n", encoding="utf-8")
+    text = "\n\n".join(f"<!-- {url} -->\n\n{markdown.strip()}" for url, (_, markdown) in _texts.items())
+    (site / "llms-full.txt").write_text(f"{text}\n", encoding="utf-8")
+
+
 def on_page_content(html: str, **_: Any) -> str:
-    """``:func:`name``` is a role in docstrings; the site shows the name alone."""
-    return re.sub(r":(?:func|class|data|meth|mod|attr):(?=<code>|<a )", "", html)
+    """``:func:`name``` is a role in docstrings; the site shows the name alone. Flags in a line of text stay whole."""
+    html = re.sub(r":(?:func|class|data|meth|mod|attr):(?=<code>|<a )", "", html)
+    return re.sub(r"(?<!</span>)<code>([^<]+)</code>", _with_whole_flags, html)
+
+
+def _with_whole_flags(code: re.Match[str]) -> str:
+    """A browser breaks a line at every hyphen, in the middle of a flag too."""
+    words = re.sub(r"[^\s<>]*-[^\s<>]*", r'<span class="whole">\g<0></span>', code[1])
+    return f"<code>{words}</code>"
 
 
 def tree(package: Path) -> str:

@@ -157,14 +157,18 @@ def run(pair: frozenset[str]) -> str:
     return "equal"
 
 
-def table(words: dict[frozenset[str], str]) -> str:
-    """The upper half of the matrix, as Markdown."""
-    names = list(TECHNIQUES)
-    lines = ["| | " + " | ".join(names[1:]) + " |", "|---" * len(names) + "|"]
-    for row, name in enumerate(names[:-1]):
-        cells = ["" if column <= row else words[frozenset({name, other})] for column, other in enumerate(names)][1:]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def tables(words: dict[frozenset[str], str]) -> str:
+    """Two tables as Markdown: everything by what is seqtile's, and the rest by itself."""
+    ours = [name for name, technique in TECHNIQUES.items() if technique.apply]
+    rest = [name for name in TECHNIQUES if name not in ours]
+    found = []
+    for rows, columns in ((list(TECHNIQUES), ours), (rest, rest)):
+        lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        for row in rows:
+            cells = ["-" if row == column else words[frozenset({row, column})] for column in columns]
+            lines.append(f"| {row} | " + " | ".join(cells) + " |")
+        found.append("\n".join(lines))
+    return "\n\n".join(found)
 
 
 def expected_words() -> dict[frozenset[str], str]:
@@ -180,7 +184,7 @@ def page(text: str, when: str) -> str:
     """``text`` with today's table between the marks."""
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    return f"{before}{BEGIN}\n\n{when}\n\n{table(expected_words())}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{when}\n\n{tables(expected_words())}\n\n{END}{after}"
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Run every case and write the tables from the results: ``PYTHONPATH=tests:src python -m grid.table``.
 
-``docs/engines.md`` says what was run under each engine; README.md says, between two marks, which technique works with
-which engine. Nothing is written unless every case has passed.
+``docs/engines.md`` says which technique works with which engine, and what was run under each. Nothing is written unless
+every case has passed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 from grid.cases import Case
 from grid.launch import LAUNCHES, ROOT, run_cases
 
-PAGE, README = ROOT / "docs" / "engines.md", ROOT / "README.md"
-BEGIN, END = "<!-- engines: written by grid.table -->", "<!-- engines: end -->"
+PAGE = ROOT / "docs" / "engines.md"
 
 COLUMNS = ("DDP", "FSDP1", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3", "context parallel", "Ulysses")
 ENGINES = {
@@ -34,6 +33,9 @@ ENGINES = {
 TITLES = {"context parallel": "Context parallel over FSDP2", "Ulysses": "Ulysses over ZeRO-3"}
 
 HEAD = """# Engines
+
+For those who train on several devices: which technique was run under DDP, FSDP, ZeRO and sequence parallelism, and
+what to look out for.
 
 Every line was run by `python -m grid.table` (`tests/grid`), which wrote this page: two gloo processes on the CPU, with
 batches of different lengths and tile counts on the ranks. "Equal" means that gradients and the weights after each
@@ -83,7 +85,7 @@ flash attention needs a CUDA device. What mixes documents *without* seqtile, in 
 
 
 def engine_of(engine: str, case: Case) -> str:
-    """The README's column of a case."""
+    """The column of a case in the table of techniques."""
     return f"ZeRO-{case.options['stage']}" if engine == "zero12" else ENGINES[engine]
 
 
@@ -103,7 +105,16 @@ def page(run: str) -> str:
     Args:
         run: when and with which versions the cases ran.
     """
-    lines = [HEAD, "## What was run", "", run]
+    lines = [
+        HEAD,
+        "## Technique by engine",
+        "",
+        "The number of cases that were run; a blank was not.",
+        "",
+        matrix(),
+        "",
+    ]
+    lines += ["## What was run", "", run]
     for column in COLUMNS:
         lines += ["", f"### {TITLES.get(column, column)}", "", "| technique | models | operators | result |"]
         lines += ["|---|---|---|---|"]
@@ -122,7 +133,7 @@ def page(run: str) -> str:
 
 
 def matrix() -> str:
-    """The README's table: technique x engine, with the number of cases behind each word."""
+    """Technique x engine, with the number of cases behind each word."""
     cells: dict[str, dict[str, dict[str, int]]] = {}
     for engine, case in all_cases():
         for technique in case.technique.split(" + "):
@@ -134,13 +145,6 @@ def matrix() -> str:
         row = [", ".join(f"{word} ({n})" for word, n in engines.get(column, {}).items()) for column in COLUMNS]
         lines.append(f"| {technique} | {' | '.join(row)} |")
     return "\n".join(lines)
-
-
-def readme(text: str) -> str:
-    """README.md with the table between its marks."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{matrix()}\n{END}{after}"
 
 
 def what_ran(seconds: float) -> str:
@@ -167,9 +171,7 @@ def main() -> int:
     if not passed:
         print("nothing is written unless every case passes")
         return 1
-    text = readme(README.read_text(encoding="utf-8"))
     PAGE.write_text(page(what_ran(seconds)), encoding="utf-8")
-    README.write_text(text, encoding="utf-8")
     return 0
 
 
