@@ -1,9 +1,11 @@
-"""Loggers that speak on the first rank only."""
+"""Loggers that speak on the first rank only, or not for a while."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def first_rank_logger(name: str) -> logging.Logger:
@@ -12,6 +14,18 @@ def first_rank_logger(name: str) -> logging.Logger:
     if not any(getattr(one, "__name__", "") == "_on_first_rank" for one in logger.filters):
         logger.addFilter(_on_first_rank)
     return logger
+
+
+@contextmanager
+def log_level(name: str, level: int) -> Iterator[None]:
+    """The logger ``name`` at ``level`` inside the ``with``; ``logging.CRITICAL + 1`` silences it."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _on_first_rank(_: logging.LogRecord) -> bool:
