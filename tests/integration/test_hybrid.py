@@ -18,6 +18,7 @@ from seqtile.cli import main
 from seqtile.engines.sequence_parallel import SUPPORT, Support, refuse_split_states
 from seqtile.integrations.callback import _refuse_split_states as refuse_in_trainer
 from seqtile.models.discover.decoder_layers import STATES, UNKNOWN_STATE, decoder_layers, states_of
+from seqtile.planner import memory_plan
 from seqtile.train import packing
 from seqtile.train.load import check_split
 from seqtile.train.packing import check_packing
@@ -111,6 +112,14 @@ def test_a_state_is_noticed_where_no_name_tells_it() -> None:
     assert states_of(nn.ModuleDict({"layers": layers})) == {UNKNOWN_STATE: ["layers.0"]}
 
 
+def test_a_layer_with_a_state_is_no_candidate() -> None:
+    """Its two projections, wide and narrow, have the shapes of an MLP's."""
+    model = model_of("zamba")
+    report = seqtile.apply(model, tile=5)
+    assert set(states_of(model)) == {"Mamba"} and report.tiled
+    assert [one.name for one in report.left] == []
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "MLP": {"tile": 5},
     "loss": {"tile": 5, "loss": "tiled", "loss_tile": 7},
@@ -185,7 +194,14 @@ def test_a_hybrid_model_is_planned(hybrid: Path, capsys: pytest.CaptureFixture[s
     assert main([*asked, "--max-length", "2048", "--lora", "4"]) == 0
     printed = capsys.readouterr().out
     assert "Longest sequence that fits: 4,096 tokens" in printed
-    assert main([*asked, "--gpus", "2", "--engine", "zero3", "--sp-size", "2"]) == 2
+
+
+def test_a_hybrid_model_over_several_ranks_is_not_planned(
+    hybrid: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan, "check_split", lambda *_: pytest.fail("it was let through"))
+    asked = ["plan", "--model", str(hybrid), "--device", "h200", "--gpus", "2", "--engine", "zero3"]
+    assert main([*asked, "--sp-size", "2"]) == 2
     assert "sp-size 2 would train" in capsys.readouterr().err
 
 
