@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from numerics._blocks import random
+from numerics._errors import assert_as_good
 from numerics._heads import (
     HIDDEN,
     IGNORE,
@@ -24,7 +25,6 @@ from numerics._heads import (
     run,
     twin,
 )
-from numerics.test_generic_precision import assert_as_good
 from seqtile.ops.lm_loss import logits_tile
 
 OPTIONS: dict[str, dict[str, Any]] = {
