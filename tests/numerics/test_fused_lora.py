@@ -289,7 +289,7 @@ def test_dropout_of_adapters(kind: str, checkpointed: bool, keep: float, monkeyp
     assert_same(ours, gradients(model, [x], upstream))
 
 
-def test_masks_drawn_anew_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_drawn_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RandomState, "_set", lambda self, state: None)
     with pytest.raises(AssertionError):
         test_dropout_of_adapters("all three", False, 0.0, monkeypatch)

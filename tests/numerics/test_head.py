@@ -111,7 +111,7 @@ def test_all_ignored() -> None:
         assert all((value == 0).all() for value in ours.values())
 
 
-def test_a_mean_over_nothing_is_nan_and_pushes_nothing() -> None:
+def test_a_mean_over_nothing_is_nan_and_has_a_zero_gradient() -> None:
     """As PyTorch's: the loss says that it means nothing, and no weight is spoilt."""
     given = inputs()
     given["labels"].fill_(IGNORE)

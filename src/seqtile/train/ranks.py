@@ -59,7 +59,7 @@ def join_launch(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"nproc": world})
 
 
-def mend_on_cpu(recipe: Recipe) -> None:
+def prepare_on_cpu(recipe: Recipe) -> None:
     """What accelerate arranges on accelerators only; call it between the trainer's arguments and the trainer.
 
     ``AcceleratorState`` turns several processes into FSDP on accelerators, and on the CPU trains plain DDP without a
