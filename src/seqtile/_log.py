@@ -1,18 +1,45 @@
-"""Loggers that speak on the first rank only."""
+"""Who logs what: the first rank alone, on stderr, or not for a while."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def process_rank() -> int:
+    """This process' number in its launch (``RANK``, as torchrun sets it), 0 without a launch."""
+    return int(os.environ.get("RANK") or 0)
+
+
+def log_to_stderr() -> None:
+    """Show this package's messages, from ``INFO`` on."""
+    logger = logging.getLogger("seqtile")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [logging.StreamHandler(sys.stderr)]
 
 
 def first_rank_logger(name: str) -> logging.Logger:
-    """The logger ``name``, silent on every process but the first of a launch (``RANK`` as torchrun sets it)."""
+    """The logger ``name``, silent on every process but the first of a launch."""
     logger = logging.getLogger(name)
     if not any(getattr(one, "__name__", "") == "_on_first_rank" for one in logger.filters):
         logger.addFilter(_on_first_rank)
     return logger
 
 
+@contextmanager
+def log_level(name: str, level: int) -> Iterator[None]:
+    """The logger ``name`` at ``level`` inside the ``with``; ``logging.CRITICAL + 1`` silences it."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def _on_first_rank(_: logging.LogRecord) -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return process_rank() == 0

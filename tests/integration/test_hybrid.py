@@ -12,11 +12,14 @@ import transformers
 from torch import nn
 
 import seqtile
+from seqtile._compat import attention_kind
 from seqtile._errors import UserError
 from seqtile.cli import main
 from seqtile.engines.sequence_parallel import SUPPORT, Support, refuse_split_states
 from seqtile.integrations.callback import _refuse_split_states as refuse_in_trainer
 from seqtile.models.discover.decoder_layers import STATES, UNKNOWN_STATE, decoder_layers, states_of
+from seqtile.planner import memory_plan
+from seqtile.train import packing
 from seqtile.train.load import check_split
 from seqtile.train.packing import check_packing
 from seqtile.train.recipe import build_recipe
@@ -109,6 +112,14 @@ def test_a_state_is_noticed_where_no_name_tells_it() -> None:
     assert states_of(nn.ModuleDict({"layers": layers})) == {UNKNOWN_STATE: ["layers.0"]}
 
 
+def test_a_layer_with_a_state_is_no_candidate() -> None:
+    """Its two projections, wide and narrow, have the shapes of an MLP's."""
+    model = model_of("zamba")
+    report = seqtile.apply(model, tile=5)
+    assert set(states_of(model)) == {"Mamba"} and report.tiled
+    assert [one.name for one in report.left] == []
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "MLP": {"tile": 5},
     "loss": {"tile": 5, "loss": "tiled", "loss_tile": 7},
@@ -183,7 +194,14 @@ def test_a_hybrid_model_is_planned(hybrid: Path, capsys: pytest.CaptureFixture[s
     assert main([*asked, "--max-length", "2048", "--lora", "4"]) == 0
     printed = capsys.readouterr().out
     assert "Longest sequence that fits: 4,096 tokens" in printed
-    assert main([*asked, "--gpus", "2", "--engine", "zero3", "--sp-size", "2"]) == 2
+
+
+def test_a_hybrid_model_over_several_ranks_is_not_planned(
+    hybrid: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan, "check_split", lambda *_: pytest.fail("it was let through"))
+    asked = ["plan", "--model", str(hybrid), "--device", "h200", "--gpus", "2", "--engine", "zero3"]
+    assert main([*asked, "--sp-size", "2"]) == 2
     assert "sp-size 2 would train" in capsys.readouterr().err
 
 
@@ -208,3 +226,24 @@ def test_packed_documents_do_not_read_each_others_state(family: str, padding_fre
     with pytest.raises(UserError, match="would read each other's state"):
         check_packing(model_of(family), arguments)
     check_packing(model_of(family), SimpleNamespace(padding_free=False, packing=True, packing_strategy="wrapped"))
+
+
+def test_beside_flash_attention_a_model_of_few_layers_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention does not run on the CPU, and the states beside it are asked all the same."""
+    config = tiny_config("qwen3_next")
+    config.layer_types = ["linear_attention", "full_attention"] * 4
+    config.num_hidden_layers, config.mlp_only_layers = 8, list(range(8))
+    model: Any = build(transformers.AutoModelForCausalLM, config).bfloat16()
+    vars(model.config)["_attn_implementation_internal"] = "flash_attention_2"
+    asked: list[Any] = []
+    mixes = packing._mixes
+    monkeypatch.setattr(packing, "_mixes", lambda model: asked.append(model) or mixes(model))
+    drawn = torch.get_rng_state()
+    with pytest.raises(UserError, match="would read each other's state"):
+        check_packing(model, SimpleNamespace(padding_free=True, packing=False))
+    (shallow,) = asked
+    kinds = [layer.kind for layer in decoder_layers(shallow)]
+    assert kinds == ["Gated DeltaNet", "attention"] * (len(kinds) // 2) and 2 <= len(kinds) < 8
+    assert type(shallow) is type(model) and shallow.dtype == torch.bfloat16
+    assert attention_kind(shallow) == "eager" and attention_kind(model) == "flash_attention_2"
+    assert torch.equal(torch.get_rng_state(), drawn)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.gradcheck import GradcheckError
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -115,3 +116,19 @@ def assert_tiled_is_untiled(
 ) -> None:
     """The checker of most tests: ``model`` in tiles against itself untiled."""
     assert_same(gradients(Tiled(model, tile), inputs, upstream), gradients(model, inputs, upstream))
+
+
+def check_gradcheck(net: nn.Module) -> None:
+    """Finite differences of input and weights, in float64 and to the last bit the same in every run."""
+    net.double()
+    names = [name for name, _ in net.named_parameters()]
+    weights = [weight.detach().requires_grad_() for weight in net.parameters()]
+
+    def of_everything(x: Tensor, *values: Tensor) -> Tensor:
+        return functional_call(net, dict(zip(names, values, strict=True)), (x,))
+
+    x = random(2, 5, HIDDEN, dtype=torch.float64)
+    try:
+        assert torch.autograd.gradcheck(of_everything, [x, *weights], nondet_tol=0.0)
+    except GradcheckError as error:
+        raise AssertionError(str(error)) from error

@@ -77,3 +77,25 @@ def in_float64(module: nn.Module) -> nn.Module:
                     if tensor.grad is not None:
                         tensor.grad = None
     return module
+
+
+class Autocast(nn.Module):
+    """The forward under autocast and the backward outside it, as a trainer runs them."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.block = inner
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype):
+            return self.block(x)
+
+
+def assert_as_good(ours: dict[str, Tensor], twin: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    """``err(ours) <= 2 err(twin) + 1e-5 scale`` in maximum and L2 norm, for the output and every gradient."""
+    assert ours.keys() == twin.keys() == truth.keys()
+    for name, true in truth.items():
+        for norm in (lambda t: t.abs().max(), torch.linalg.vector_norm):
+            error, allowed = norm(ours[name].to(true.dtype) - true), norm(twin[name].to(true.dtype) - true)
+            assert error <= 2 * allowed + 1e-5 * norm(true), f"{name}: {error:.3g}, untiled {allowed:.3g}"

@@ -102,6 +102,31 @@ class Between(nn.Module):
         return x if self.after is None else self.after(x)
 
 
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "gated": GatedMLP,
+    "gated without bias": lambda: GatedMLP(bias=False),
+    "gate_up": GateUpMLP,
+    "gate_up without bias": lambda: GateUpMLP(bias=False),
+    "up_gate": lambda: GateUpMLP(up_first=True),
+    "plain": PlainMLP,
+    "plain without bias": lambda: PlainMLP(bias=False),
+    "plain transposed": lambda: PlainMLP(transposed=True),
+}
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "norm before": lambda: Between(GatedMLP(), nn.RMSNorm(HIDDEN), None),
+    "norm after": lambda: Between(GatedMLP(), None, nn.LayerNorm(HIDDEN)),
+    "norms around": lambda: Between(GateUpMLP(), nn.LayerNorm(HIDDEN), nn.RMSNorm(HIDDEN)),
+    "norms around plain": lambda: Between(PlainMLP(transposed=True), nn.RMSNorm(HIDDEN), nn.LayerNorm(HIDDEN)),
+}
+ALL = {**KINDS, **NORMS}
+
+
+def make(kind: str) -> nn.Module:
+    """One of :data:`ALL`, with the same random weights each time."""
+    torch.manual_seed(0)
+    return ALL[kind]()
+
+
 class Fused(nn.Module):
     """``block`` through the fused operator, in tiles of ``tile`` tokens or of the sizes given."""
 

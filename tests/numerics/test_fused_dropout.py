@@ -88,14 +88,14 @@ def scale_missing_in_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
     _backward_with_scale(monkeypatch, 1.0, 1 / 0.7)
 
 
-def masks_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def masks_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward draws from wherever the stream stands."""
     monkeypatch.setattr(RandomState, "_set", lambda self, state: None)
 
 
 @pytest.mark.parametrize(
     ("mutant", "kind"),
-    [(mutant, kind) for mutant in (scale_missing_in_backward, masks_drawn_anew) for kind in KINDS]
+    [(mutant, kind) for mutant in (scale_missing_in_backward, masks_drawn_again) for kind in KINDS]
     + [(scale_missing_in_recompute, "dropout, then a norm")],
 )
 def test_a_backward_with_another_dropout_is_noticed(

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from numerics._blocks import assert_same, cut, gradients, random, shards
+from numerics._errors import Autocast, assert_as_good
 from numerics._fused import COARSE, Fused, GatedMLP, GateUpMLP, PlainMLP, low_precision_sums, weights_of
-from numerics.test_generic_precision import Autocast, assert_as_good
 from seqtile.counting import count_products
 from seqtile.ops import linear
 from seqtile.ops import mlp as fused
@@ -289,7 +289,7 @@ def test_dropout_of_adapters(kind: str, checkpointed: bool, keep: float, monkeyp
     assert_same(ours, gradients(model, [x], upstream))
 
 
-def test_masks_drawn_anew_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_drawn_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RandomState, "_set", lambda self, state: None)
     with pytest.raises(AssertionError):
         test_dropout_of_adapters("all three", False, 0.0, monkeypatch)

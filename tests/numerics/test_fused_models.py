@@ -308,7 +308,7 @@ def test_a_tiled_model_is_traced_once(traced: list[object]) -> None:
     assert len(traced) == 1
 
 
-def test_an_activation_made_anew_for_each_block_is_the_same(traced: list[object]) -> None:
+def test_an_activation_made_for_each_block_is_the_same(traced: list[object]) -> None:
     for number in range(2):
         weights = fused_weights(GatedMLP(act=functools.partial(F.gelu, approximate="tanh")))
         assert not isinstance(weights, str) and weights.activation.name == "gelu_tanh"
@@ -350,13 +350,13 @@ HOOKS: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("child", ["gate", "up", "down"])
-def test_someone_who_listens_to_a_linear_layer(child: str, hook: str) -> None:
+def test_hooks_on_a_linear_layer(child: str, hook: str) -> None:
     mlp = GatedMLP()
     HOOKS[hook](getattr(mlp, child))
     assert reason(mlp) == f"{child} has hooks"
 
 
-def test_someone_who_listens_to_the_activation() -> None:
+def test_hooks_on_the_activation() -> None:
     mlp = GatedMLP(act=nn.SiLU())
     mlp.act.register_forward_hook(lambda *_: None)
     assert reason(mlp) == "act has hooks"
@@ -492,7 +492,7 @@ class TestAdapters:
         mlp = self.peft.inject_adapter_in_model(config, Root()).mlp
         assert reason(mlp) == "up is a peft.tuners.ia3.layer.Linear"
 
-    def test_someone_who_listens_inside_an_adapter(self) -> None:
+    def test_hooks_inside_an_adapter(self) -> None:
         mlp = self.adapted()
         mlp.down.lora_B["default"].register_forward_hook(lambda *_: None)
         assert reason(mlp) == "down's adapter has hooks"

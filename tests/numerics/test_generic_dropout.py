@@ -74,7 +74,7 @@ def test_recorded_masks_on_the_device() -> None:
     check_recorded_masks("cuda")
 
 
-def test_masks_drawn_anew_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_drawn_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_checkpoint, "checkpoint", partial(checkpoint, preserve_rng_state=False))
     with pytest.raises(AssertionError, match="another mask"):
         check_recorded_masks()

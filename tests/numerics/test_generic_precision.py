@@ -1,93 +1,16 @@
-"""In low precision the tiled gradients are as good as the untiled ones, judged against fp32 on the rounded inputs."""
+"""The generic operator's recompute under autocast, and blocks of several precisions."""
 
 from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from numerics._blocks import Gated, Tiled, block, gradients, random, shards
-from numerics._mutants import COARSE, Mutant, low_precision_sums
+from numerics._blocks import Tiled, block, gradients, random, shards
+from numerics._errors import Autocast, assert_as_good
 
-HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 1024
-
-
-class Autocast(nn.Module):
-    """The forward under autocast and the backward outside it, as a trainer runs them."""
-
-    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.block = inner
-        self.dtype = dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", self.dtype):
-            return self.block(x)
-
-
-def assert_as_good(ours: dict[str, Tensor], twin: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-    """``err(ours) <= 2 err(twin) + 1e-5 scale`` in maximum and L2 norm, for the output and every gradient."""
-    assert ours.keys() == twin.keys() == truth.keys()
-    for name, true in truth.items():
-        for norm in (lambda t: t.abs().max(), torch.linalg.vector_norm):
-            error, allowed = norm(ours[name].to(true.dtype) - true), norm(twin[name].to(true.dtype) - true)
-            assert error <= 2 * allowed + 1e-5 * norm(true), f"{name}: {error:.3g}, untiled {allowed:.3g}"
-
-
-def _low(dtype: torch.dtype) -> tuple[Gated, Gated, Tensor, Tensor]:
-    """A block in low precision, the same block in fp32, an input, and a gradient that does not cancel over tokens."""
-    model = block(hidden=HIDDEN, intermediate=INTERMEDIATE).to(dtype)
-    true = block(hidden=HIDDEN, intermediate=INTERMEDIATE)
-    true.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
-    upstream = (1 + random(2, TOKENS // 2, HIDDEN, seed=2, grad=False)).to(dtype)
-    return model, true, random(2, TOKENS // 2, HIDDEN, dtype=dtype), upstream
-
-
-def check_low_precision(dtype: torch.dtype, count: int) -> None:
-    model, true, x, upstream = _low(dtype)
-    truth = gradients(true, [x.detach().float().requires_grad_()], upstream.float())
-    twin = gradients(model, [x], upstream)
-    ours = gradients(Tiled(model, shards(TOKENS, count)), [x], upstream)
-    assert {value.dtype for value in ours.values()} == {dtype}
-    assert_as_good(ours, twin, truth)
-
-
-@pytest.mark.parametrize("count", [1, 16, 64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_weights(dtype: torch.dtype, count: int) -> None:
-    check_low_precision(dtype, count)
-
-
-@pytest.mark.parametrize("count", [16, 64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sums_in_the_weights_precision_are_noticed(
-    dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    low_precision_sums(monkeypatch)
-    with pytest.raises(AssertionError, match="untiled"):
-        check_low_precision(dtype, count)
-
-
-@pytest.mark.parametrize("mutant", COARSE.values(), ids=lambda mutant: mutant.__name__)
-def test_the_checker_notices_a_broken_operator(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError):
-        check_low_precision(torch.bfloat16, 16)
-
-
-@pytest.mark.parametrize("count", [1, 16, 64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(dtype: torch.dtype, count: int) -> None:
-    model = block(hidden=HIDDEN, intermediate=INTERMEDIATE)
-    x = random(2, TOKENS // 2, HIDDEN)
-    upstream = 1 + random(2, TOKENS // 2, HIDDEN, seed=2, grad=False)
-    truth = gradients(model, [x], upstream)
-    twin = gradients(Autocast(model, dtype), [x], upstream.to(dtype))
-    ours = gradients(Autocast(Tiled(model, shards(TOKENS, count)), dtype), [x], upstream.to(dtype))
-    assert ours["output.0"].dtype == dtype and ours["gate.weight"].dtype == torch.float32
-    assert_as_good(ours, twin, truth)
+HIDDEN, INTERMEDIATE = 32, 48
 
 
 def test_autocast_reaches_the_recompute() -> None:

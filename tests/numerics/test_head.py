@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from numerics._blocks import random
+from numerics._errors import assert_as_good
 from numerics._heads import (
     HIDDEN,
     IGNORE,
@@ -24,7 +25,6 @@ from numerics._heads import (
     run,
     twin,
 )
-from numerics.test_generic_precision import assert_as_good
 from seqtile.ops.lm_loss import logits_tile
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ def test_all_ignored() -> None:
         assert all((value == 0).all() for value in ours.values())
 
 
-def test_a_mean_over_nothing_is_nan_and_pushes_nothing() -> None:
+def test_a_mean_over_nothing_is_nan_and_has_a_zero_gradient() -> None:
     """As PyTorch's: the loss says that it means nothing, and no weight is spoilt."""
     given = inputs()
     given["labels"].fill_(IGNORE)

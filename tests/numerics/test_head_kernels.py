@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import seqtile
+from numerics._errors import assert_as_good
 from numerics._heads import IGNORE, SCALINGS, TILED, assert_same, inputs, run, twin
-from numerics.test_generic_precision import assert_as_good
 from seqtile.ops.lm_loss import loss_kernels
 from seqtile.ops.lm_loss.logits_tile import LogitScaling
 from zoo import causal_lm, tokens

@@ -640,19 +640,30 @@ def _through_an_object(self: Any, x: Tensor) -> Tensor:
     return x + self.mlp(h)
 
 
+def _sets_an_entry(self: Any, x: Tensor) -> Tensor:
+    h = self.norm(x)
+    self.meter.state["scale"] = 3.0
+    return x + self.mlp(h)
+
+
 class Meter:
     def double(self) -> None:
         STATE["scale"] *= 2
 
 
 @pytest.mark.parametrize(
-    "forward", [_between, _calls_what_it_is_given, _by_identity, _through_an_object], ids=lambda one: one.__name__
+    "forward",
+    [_between, _calls_what_it_is_given, _by_identity, _through_an_object, _sets_an_entry],
+    ids=lambda one: one.__name__,
 )
 def test_what_runs_between_norm_and_mlp_is_not_silent(forward: Any, caplog: pytest.LogCaptureFixture) -> None:
     def build() -> nn.Module:
         STATE["scale"] = 1.0
         layer: Any = Layer(Mlp(), forward)
         layer.norm, layer.meter = ScaledNorm(), Meter()
+        if forward is _sets_an_entry:
+            layer.meter = nn.Identity()
+            layer.meter.state = STATE  # a child, whose attributes may be read
         layer.other = nn.Identity() if forward is _by_identity else Resetting()
         return layer  # type: ignore[no-any-return]
 

@@ -284,7 +284,7 @@ def test_a_gradient_that_is_all_noise_may_be_other_noise() -> None:
     assert judge.difference("w", noise, -11 * noise, truth, torch.float32).score > 1
 
 
-def test_gradients_of_nought_are_equal() -> None:
+def test_gradients_of_zero_are_equal() -> None:
     zero = torch.zeros(4)
     assert judge.difference("w", zero, zero, zero, torch.float32) == Difference("w", 0.0, 0.0, 0.0, 0.0, 0.0)
     assert judge.difference("w", None, None, None, torch.float32).score == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -98,7 +99,15 @@ def test_the_page_of_names_has_them_all() -> None:
         home = import_module(f"seqtile.{module}")
         own = {name for name, value in vars(home).items() if getattr(value, "__module__", "") == home.__name__}
         assert listed.keys() == {name for name in own if name[0] != "_" and callable(getattr(home, name))}
-        assert all(listed.values())
+
+
+@pytest.mark.parametrize("made", [site_hooks.names, site_hooks.tree])
+def test_every_module_and_public_name_has_a_line(made: Callable[[Path], str]) -> None:
+    shown = made(ROOT / "src" / "seqtile")
+    rows = re.findall(r"^\| `([\w.]+)` \| ?(.*?) ?\|$", shown, re.M)
+    headings = re.findall(r"^## (\S+)\n\n(.*)$", shown, re.M)
+    assert len(rows) > 100
+    assert [name for name, line in (*rows, *headings) if not line] == []
 
 
 def test_the_page_of_names_follows_the_source(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_fake_and_real_run_the_same_operators_and_hold_the_same_bytes(case: str)
     }
 
 
-def test_without_the_mending_transformers_takes_another_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_fix_transformers_takes_another_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it does not, this fix can go."""
     config, how = config_of("llama"), setup(**UNTILED)
     monkeypatch.setattr(fake, "_no_tensor_is_fake", nullcontext)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import seqtile
 import tiny_run
@@ -40,6 +42,43 @@ def test_a_model_that_mixes_documents_is_refused(architecture: str) -> None:
             check_packing(model, asked)
     for allowed in (arguments(packing=False), arguments(packing_strategy="wrapped")):
         check_packing(model, allowed)
+
+
+class ShortConv(nn.Module):
+    """A layer with a state: a token reads the one before it, and that of the document before unless it is told."""
+
+    def __init__(self, restarts: bool) -> None:
+        super().__init__()
+        self.restarts, self.proj = restarts, nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor, seq_idx: Tensor) -> Tensor:
+        before = F.pad(hidden, (0, 0, 1, -1))
+        if self.restarts:
+            before = before.masked_fill((seq_idx != F.pad(seq_idx, (1, -1)))[..., None], 0.0)
+        return hidden + self.proj(before)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, restarts: bool) -> None:
+        super().__init__()
+        self.embed_tokens, self.lm_head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(nn.ModuleDict({"conv": ShortConv(restarts)}) for _ in range(2))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def forward(self, input_ids: Tensor, use_cache: bool, seq_idx: Tensor | None = None, **_: Any) -> Any:
+        hidden = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            hidden = layer["conv"](hidden, torch.zeros_like(input_ids) if seq_idx is None else seq_idx)
+        return SimpleNamespace(logits=self.lm_head(hidden))
+
+
+@pytest.mark.parametrize("asked", [{}, {"packing": False, "padding_free": True}], ids=["packing", "padding_free"])
+def test_a_state_that_starts_again_at_every_document_may_be_packed(asked: dict[str, Any]) -> None:
+    check_packing(Recurrent(restarts=True), arguments(**asked))
+    with pytest.raises(UserError, match=r"read each other's state \(short convolution, in layers.0 and others\)"):
+        check_packing(Recurrent(restarts=False), arguments(**asked))
 
 
 def test_a_model_without_position_ids_is_refused() -> None:

@@ -33,7 +33,8 @@ INSTEAD = {
 
 
 def found_in(text: str) -> list[str]:
-    """What stands in ``text``, and what to write instead."""
+    """What stands in ``text``, in names too, and what to write instead."""
+    text = text.replace("_", " ")
     return [
         f"line {text.count(chr(10), 0, match.start()) + 1}: {match.group()!r}, write {better!r}"
         for pattern, better in INSTEAD.items()
@@ -56,3 +57,4 @@ def test_the_standard_terms_are_used() -> None:
 def test_each_word_is_seen(pattern: str) -> None:
     word = re.sub(r"\\b|\(s\|ed\|ing\)\?|s\?", "", pattern)
     assert len(found_in(f"a line\n{word}")) == 1
+    assert len(found_in(f"def test_{word.replace(' ', '_')}_in_a_name(): ...")) == 1

@@ -127,7 +127,7 @@ class Checkpointing(StandIn):
             own.pop(name, None)
         if self.switched_on:
             self.module.gradient_checkpointing_disable()
-            if own.get(INPUT_HOOKS[0]) == self.hooks:  # else somebody has asked for the same since
+            if own.get(INPUT_HOOKS[0]) == self.hooks:  # else other code has registered its own since then
                 for name in INPUT_HOOKS:
                     own.pop(name, None)
                 own.update(self.before)
@@ -149,7 +149,7 @@ class Checkpointing(StandIn):
         self, activation_checkpointing_kwargs: Any = None, every_n_layers: int = 1, offload: bool = True
     ) -> Any:
         """Transformers' own offload, switched on whoever asks for checkpointing."""
-        self.switched_on = False  # somebody else asked for it
+        self.switched_on = False  # other code enabled checkpointing: it stays when we are removed
         original = getattr(type(self.module), ENABLE_CHECKPOINTING)
         return original(self.module, activation_checkpointing_kwargs, every_n_layers, True)
 
@@ -157,7 +157,7 @@ class Checkpointing(StandIn):
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **rest: Any
     ) -> Any:
         """What transformers calls to hand its checkpoint function to the layers."""
-        self.switched_on = False  # somebody else asked, for it or against it
+        self.switched_on = False  # other code enabled or disabled checkpointing: it stays so when we are removed
         original = getattr(type(self.module), SET_CHECKPOINTING)
         function = self.around(gradient_checkpointing_func) if enable else gradient_checkpointing_func
         return original(self.module, enable=enable, gradient_checkpointing_func=function, **rest)

@@ -12,6 +12,7 @@ import typer
 
 from seqtile import __version__
 from seqtile._errors import RunError, UserError
+from seqtile._log import process_rank
 
 COMMANDS = ("train", "plan", "probe", "verify", "bench", "doctor")
 """Commands in the order of ``--help``. Each is a module ``seqtile.cli.NAME`` with a function ``command``, or with an
@@ -77,11 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _rank() -> str:
     """Under a launcher the first process speaks; another one only if the launcher has not ended it by then."""
-    rank = os.environ.get("RANK", "0")
-    if rank == "0" or "LOCAL_RANK" not in os.environ:
+    if process_rank() == 0 or "LOCAL_RANK" not in os.environ:
         return ""
     time.sleep(OTHER_RANKS_WAIT)
-    return f"rank {rank}: "
+    return f"rank {process_rank()}: "
 
 
 def _dashes(name: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import typer
 
 from seqtile._errors import UserError
+from seqtile._log import process_rank
 
 app = typer.Typer(help="Measure time, memory and gradient error, tiled and untiled, with others beside.")
 
@@ -70,7 +71,6 @@ def step(
     out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
 ) -> None:
     """A whole training step of a model; under accelerate launch or torchrun on that engine."""
-    import os
 
     from seqtile.bench import training_step as steps
     from seqtile.bench.cell import DTYPES, METHODS
@@ -81,7 +81,7 @@ def step(
         parse_words("--dtype", dtype, DTYPES)
     chosen = parse_words("--methods", methods, METHODS)
     wanted = steps.Step(model, tokens, tile, checkpoint, dtype or "", loss_tokens, repeats)
-    if os.environ.get("RANK", "0") != "0":
+    if process_rank() != 0:
         steps.run_steps(wanted, chosen, None)
         return
     directory, stem = show.fresh(out, "step")
@@ -121,13 +121,12 @@ def ladder(
     from seqtile.bench import technique_ladder as ladders
     from seqtile.bench.environment import environment, stamp
     from seqtile.cli import bench_show as show
-    from seqtile.cli.plan_command import host_bytes, parse_adapters
+    from seqtile.cli.plan_command import host_bytes, read_adapters
     from seqtile.planner.accelerators import find_device
     from seqtile.planner.model_shapes import read_config
     from seqtile.planner.request import Request, split_offload
 
-    if full and lora is not None:
-        raise UserError("--full trains every weight and --lora does not; give one of them")
+    adapters = read_adapters(full=full, lora=lora)
     if not 0 < efficiency <= 1:
         raise UserError(f"got --efficiency {efficiency}, expected a share above 0 and at most 1")
     on_host, moved = split_offload(offload)
@@ -135,7 +134,7 @@ def ladder(
     logging.getLogger("transformers").setLevel(logging.ERROR)
     request = Request(
         model=model, config=read_config(model), device=target, gpus=gpus, host_memory=host_bytes(host_memory),
-        engine=engine, sp_size=sp_size, lora=None if lora is None else parse_adapters(lora), optimizer=optimizer,
+        engine=engine, sp_size=sp_size, lora=adapters, optimizer=optimizer,
         precision=precision, engine_offload=moved, attention=attention,
         options=replace(Request.options, offload=on_host),
     )  # fmt: skip

@@ -105,6 +105,13 @@ def parse_adapters(text: str) -> Lora:
     return Lora(found.r, found.target_modules, found.alpha, found.dropout)
 
 
+def read_adapters(*, full: bool, lora: str | None) -> Lora | None:
+    """What ``--full`` and ``--lora`` ask for: adapters, or None to train every weight."""
+    if full and lora is not None:
+        raise UserError("--full trains every weight and --lora does not; give one of them")
+    return None if lora is None else parse_adapters(lora)
+
+
 def host_bytes(text: str | None) -> int | None:
     """The bytes that ``--host-memory`` gives."""
     from seqtile.tiling import parse_bytes

@@ -29,13 +29,12 @@ def command(
     import logging
     from pathlib import Path
 
-    from seqtile.cli.plan_command import parse_adapters
+    from seqtile.cli.plan_command import read_adapters
     from seqtile.planner.accelerators import this_device
     from seqtile.planner.model_shapes import read_config
     from seqtile.planner.request import Request, check_request
 
-    if full and lora is not None:
-        raise UserError("--full trains every weight and --lora does not; give one of them")
+    adapters = read_adapters(full=full, lora=lora)
     asked = options_of(options)
     if asked.checkpoint == "auto":
         raise UserError("checkpoint 'auto' is chosen by seqtile plan; probe layer, attention-saved or none")
@@ -49,7 +48,7 @@ def command(
     config = read_config(model)
     here = this_device()
     request = Request(
-        model=model, config=config, device=here, lora=None if lora is None else parse_adapters(lora),
+        model=model, config=config, device=here, lora=adapters,
         optimizer=optimizer, precision=precision, attention=attention, options=asked, batch=batch_size,
         device_type=here.name,
     )  # fmt: skip

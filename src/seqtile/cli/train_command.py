@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from seqtile._errors import UserError
+from seqtile._log import log_to_stderr
 from seqtile.cli.option_flags import takes_options
 
 PEERS = "Other trainers' spellings"
@@ -144,9 +145,7 @@ def run(recipe: Any, **how: Any) -> None:
 
 def quiet() -> None:
     """Our own messages on stderr; of the libraries below only what the user can act on."""
-    own = logging.getLogger("seqtile")
-    own.setLevel(logging.INFO)
-    own.handlers = [logging.StreamHandler(sys.stderr)]
+    log_to_stderr()
     # What these say about a bad dataset or a slow import, our own sentence says better.
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import sys
 import traceback
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from seqtile._errors import RunError, UserError
+from seqtile._log import log_to_stderr
 from seqtile.cli.option_flags import takes_options
 
 if TYPE_CHECKING:
@@ -188,9 +188,7 @@ def _number(value: float | None, form: str = ".1e") -> str:
 
 def quiet() -> None:
     """Our own messages on stderr; of the libraries below only errors."""
-    own = logging.getLogger("seqtile")
-    own.setLevel(logging.INFO)
-    own.handlers = [logging.StreamHandler(sys.stderr)]
+    log_to_stderr()
     warnings.filterwarnings("ignore", category=FutureWarning)
     from transformers.utils import logging as theirs
 

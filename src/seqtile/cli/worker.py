@@ -21,6 +21,7 @@ import typer
 
 from seqtile._compat import run_exit_functions
 from seqtile._errors import RunError, UserError
+from seqtile._log import process_rank
 from seqtile.train.atomic_files import write_whole
 
 if TYPE_CHECKING:
@@ -36,9 +37,8 @@ class _Terminated(BaseException):
 
 def main(folder: Path) -> int:
     """Train, and write how it ended: exit code, what is to be said, and whether all ranks end together."""
-    rank = os.environ.get("RANK", "0")
     signal.signal(signal.SIGTERM, _terminate)
-    write_whole(folder / f"{rank}.pid", str(os.getpid()))
+    write_whole(folder / f"{process_rank()}.pid", str(os.getpid()))
     code, message, together, more = 0, "", True, dict[str, Any]()
     try:
         _train(folder)
@@ -53,7 +53,9 @@ def main(folder: Path) -> int:
         code, together = 130, False
     except _Terminated:
         code, together = 143, False
-    write_whole(folder / f"{rank}.end", json.dumps({"code": code, "message": message, "together": together, **more}))
+    write_whole(
+        folder / f"{process_rank()}.end", json.dumps({"code": code, "message": message, "together": together, **more})
+    )
     # A run that all ranks stopped in order has succeeded, as the launcher sees it; else it has to end the others.
     return 0 if together else code
 
@@ -89,7 +91,7 @@ def _check(recipe: Recipe, folder: Path) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # DeepSpeed talks on stdout, which is the result's
     quiet()
     result = check_rank(recipe)
-    if os.environ.get("RANK", "0") == "0":
+    if process_rank() == 0:
         (folder / RESULT_FILE).write_bytes(pickle.dumps(result))
 
 

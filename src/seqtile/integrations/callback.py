@@ -177,7 +177,8 @@ def _refuse_split_states(trainer: Trainer | None, model: nn.Module) -> None:
     """Raise if accelerate splits sequences over ranks for a model with layers that carry a state along them."""
     parallelism = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
     for setting in ("sp_size", "cp_size"):
-        refuse_split_states(type(model).__name__, states_of(model), getattr(parallelism, setting, 1), setting)
+        if (ranks := getattr(parallelism, setting, 1)) > 1:
+            refuse_split_states(type(model).__name__, states_of(model), ranks, setting)
 
 
 def _go_first(callback: TrainerCallback) -> Trainer | None:

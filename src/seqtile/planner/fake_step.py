@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
+from seqtile._log import log_level
 from seqtile.activation_checkpointing.policies import standing_checkpointing
 from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.models.apply import apply, apply_options, undo
@@ -78,7 +79,7 @@ def build(config: Any, setup: Setup, device: str) -> Built:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if setup.liger:
         use_liger_shapes(model, tiled=options.tiled)
-    with _quiet():
+    with log_level("seqtile.models", logging.ERROR):  # what was tiled is the plan's to say
         if options.checkpoint == "full":
             options = replace(options, checkpoint=None)  # what the model has now
         if options.loss is None:
@@ -236,15 +237,3 @@ def _sized_for(device_type: str) -> Iterator[None]:
     finally:
         if before is not None:
             BLOCK_ELEMENTS["cpu"] = before
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What was tiled is the plan's to say, not the log's."""
-    logger = logging.getLogger("seqtile.models")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from statistics import median
 from types import FrameType
 from typing import Any
@@ -16,6 +14,7 @@ from transformers import TrainerCallback
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.train.ranks import largest_on_any
+from seqtile.train.signals import handle_signals
 from seqtile.verification import check_gradients
 
 logger = first_rank_logger(__name__)
@@ -35,21 +34,9 @@ class StopOnSignal(TrainerCallback):
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle both signals inside the ``with``, then put the former handlers back.
-
-        Outside the main thread, where Python allows no handlers, signals keep their former meaning.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        former = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
+    def listening(self) -> AbstractContextManager[None]:
+        """Handle both signals inside the ``with``."""
+        return handle_signals(SIGNALS, self._handle)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.received is not None:

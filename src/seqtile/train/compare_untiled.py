@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from seqtile._log import log_level
 from seqtile.counting import LiveBytes, Sample, count_live_bytes
 from seqtile.models.apply import apply_options, undo
 from seqtile.planner.phases import label_phases, run_step
@@ -86,7 +86,7 @@ def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Compa
     """
     inputs = dict(batch)
     tokens = inputs["input_ids"].numel()
-    with _silent():
+    with log_level("seqtile.models", logging.WARNING):  # the tiling was reported when training began
         blocks = apply_options(model, recipe.tiling).blocks
         verdict = verify(model, inputs, reference=None)
         tiled_live = _watch_step(model, inputs, blocks)
@@ -111,18 +111,6 @@ def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Compa
         f"above the model's own; seconds: median of {TIMED_PAIRS}",
         notes=verdict.notes,
     )
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """The tiling was reported when training began; switching it on and off here is nobody's news."""
-    logger = logging.getLogger("seqtile.models")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _watch_step(model: nn.Module, inputs: dict[str, Any], blocks: Iterable[Block]) -> LiveBytes:

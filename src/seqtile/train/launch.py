@@ -18,8 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -28,6 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 from seqtile._errors import RunError, UserError
 from seqtile.devices import cpu_cores
 from seqtile.train.recipe import RECIPE_FILE, Recipe, resolve, save_recipe
+from seqtile.train.signals import handle_signals
 
 if TYPE_CHECKING:
     from seqtile.verification import VerifyResult
@@ -200,7 +200,7 @@ class _Launch:
 
     def wait(self) -> int:
         """Start it and return the exit code when all processes have ended."""
-        with self._listening():
+        with handle_signals(SIGNALS, self._handle):
             launcher = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -219,18 +219,6 @@ class _Launch:
                 self._kill(launcher)
             reader.join(timeout=5)
         return self._result(launcher.returncode)
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        former = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         """Tell every worker; before there are any, or at the third signal, end everything."""

@@ -4,13 +4,12 @@ Packing (TRL's "bfd") puts documents side by side in one row, and ``position_ids
 attention keeps them apart is decided in Transformers' code of each architecture: most masks are made from
 ``position_ids``; OPT, Falcon and gpt-oss (transformers 5.0 to 5.23) leave them out and let documents mix in silence.
 Layers with a state know nothing of ``position_ids``. Transformers' kernels for some of them take the boundaries that
-TRL hands over without padding (``cu_seq_lens_q``, ``seq_idx``), its PyTorch paths do not
+TRL's collator hands over (``cu_seq_lens_q``, ``seq_idx``), its PyTorch paths do not
 (https://github.com/huggingface/transformers/issues/46093).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +54,7 @@ def check_packing(model: Any, arguments: Any) -> None:
         logger.warning("the weights are not in this process yet: not checked that packed documents stay apart")
         return
     asked = _shallow(model) if states and ("flash" in attention or _on_cpu_for_now(model)) else model
-    mixes = _mixes(asked, _boundaries() if _hands_boundaries_over(arguments) else {})
+    mixes = _mixes(asked)
     if mixes and states:
         kind, layers = next(iter(states.items()))
         raise UserError(
@@ -93,46 +92,38 @@ def _shallow(model: Any) -> Any:
         return type(model)(config).to(model.dtype)
 
 
-def _hands_boundaries_over(arguments: Any) -> bool:
-    """Whether TRL's batches say where documents end besides in ``position_ids``: without padding, from 1.15 on."""
-    from trl.trainer import sft_trainer
-
-    collator = inspect.getsource(sft_trainer.DataCollatorForLanguageModeling)
-    return bool(arguments.padding_free) and "seq_idx" in collator
-
-
-def _boundaries() -> dict[str, Any]:
-    """What TRL's collator hands over for two documents in one row."""
+def _packed(ids: Tensor) -> dict[str, Any]:
+    """A row of two documents, ``[1, 2 * _DOCUMENT]``, as TRL's collator hands it to the model."""
     import torch
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    ends = torch.tensor([0, _DOCUMENT, 2 * _DOCUMENT], dtype=torch.int32)
-    documents = torch.arange(2, dtype=torch.int32).repeat_interleave(_DOCUMENT)[None]
-    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": _DOCUMENT, "max_length_k": _DOCUMENT}
-    return {**lengths, "seq_idx": documents}
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)  # as SFTTrainer's, packing or not
+    batch = collate([{"input_ids": ids[0].tolist(), "seq_lengths": [_DOCUMENT, _DOCUMENT]}])
+    del batch["labels"]
+    return {name: value.to(ids.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-def _mixes(model: Any, boundaries: Mapping[str, Any]) -> bool:
+def _mixes(model: Any) -> bool:
     """Whether the second of two packed documents changes when the first one does."""
     import torch
 
     device = model.get_input_embeddings().weight.device
     one = torch.arange(2 * _DOCUMENT, device=device)[None]
     other = torch.cat([one[:, :_DOCUMENT].flip(1), one[:, _DOCUMENT:]], dim=1)
-    packed = one % _DOCUMENT
-    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in boundaries.items()}
 
-    def change(position_ids: Tensor, words: Mapping[str, Any]) -> float:
-        second = [
-            model(input_ids=ids, position_ids=position_ids, use_cache=False, **words).logits[:, _DOCUMENT:].float()
-            for ids in (one, other)
-        ]
-        return (second[0] - second[1]).abs().max().item()  # type: ignore[no-any-return]
+    def change(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
+        """The largest change of the second document's logits between two batches."""
+        logits = [model(**batch, use_cache=False).logits[:, _DOCUMENT:].float() for batch in (first, second)]
+        return (logits[0] - logits[1]).abs().max().item()  # type: ignore[no-any-return]
+
+    def whole(ids: Tensor) -> dict[str, Any]:
+        return {"input_ids": ids, "position_ids": torch.arange(2 * _DOCUMENT, device=device)[None]}
 
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            return change(packed, given) > _LEAK * change(one, {})
+            return change(_packed(one), _packed(other)) > _LEAK * change(whole(one), whole(other))
     except (TypeError, ValueError):  # it takes no position_ids, or no boundaries without a kernel of its own
         return True
     finally:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from seqtile._errors import UserError
+from seqtile._log import process_rank
 from seqtile.train.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def world_size() -> int:
 
 def is_first() -> bool:
     """Whether this process speaks and writes for all."""
-    return not is_launched() or os.environ.get("RANK", "0") == "0"
+    return not is_launched() or process_rank() == 0
 
 
 def join_launch(recipe: Recipe) -> Recipe:
@@ -58,7 +59,7 @@ def join_launch(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"nproc": world})
 
 
-def mend_on_cpu(recipe: Recipe) -> None:
+def prepare_on_cpu(recipe: Recipe) -> None:
     """What accelerate arranges on accelerators only; call it between the trainer's arguments and the trainer.
 
     ``AcceleratorState`` turns several processes into FSDP on accelerators, and on the CPU trains plain DDP without a

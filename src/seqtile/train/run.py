@@ -219,7 +219,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     from seqtile.train.data import check_ids, load_rows
     from seqtile.train.load import causal_model, load_model, tile, tile_head
     from seqtile.train.packing import check_packing
-    from seqtile.train.ranks import mend_on_cpu
+    from seqtile.train.ranks import prepare_on_cpu
 
     documents = False
     rows = None
@@ -236,7 +236,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     tiling = tile(model, recipe)
     if recipe.loss_tile:
         find_causal_lm(model)  # before the trainer is built, which takes longer
-    mend_on_cpu(recipe)
+    prepare_on_cpu(recipe)
     trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora))
     if recipe.loss_tile:
         tile_head(causal_model(trainer.model), recipe.loss_tile)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
+from seqtile._log import process_rank
 from seqtile.train.arguments import adapter_config
 from seqtile.train.load import load_bare
 from seqtile.train.recipe import DEMO, Recipe, build_recipe
@@ -72,7 +73,7 @@ def check_rank(recipe: Recipe) -> VerifyResult:
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     model = build_model(recipe)
-    batch = build_batch(recipe, model, int(os.environ["RANK"]))
+    batch = build_batch(recipe, model, process_rank())
     dist.init_process_group()
     if recipe.engine.startswith("zero"):
         if not torch.accelerator.is_available():

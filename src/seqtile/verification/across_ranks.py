@@ -109,6 +109,8 @@ class Zero(Engine):
 
 
 class Zero3(Zero):
+    """DeepSpeed's ZeRO-3: as ZeRO-2, the weights sharded too."""
+
     stage = 3
 
 

@@ -13,7 +13,7 @@ from seqtile._compat import children_of, parameters_of
 from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.models.discover.chain import Chain, inputs_of
-from seqtile.models.discover.decoder_layers import NOT_LANGUAGE, STATES, kind_of, looks_like_attention
+from seqtile.models.discover.decoder_layers import NOT_LANGUAGE, looks_like_attention, named_state
 from seqtile.models.discover.layer_parts import (
     LayerSteps,
     Neighbours,
@@ -236,7 +236,7 @@ def _variants(near: Neighbours) -> Iterator[Neighbours]:
 
 
 def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | None:
-    if looks_like_attention(name, module) or kind_of(name.rpartition(".")[2], module) in STATES:
+    if looks_like_attention(name, module) or named_state(module):
         return None
     layer, _, child = name.rpartition(".")
     parent = traces.modules.get(layer)

@@ -35,6 +35,7 @@ class Arguments(Protocol):
 
 
 def itself(module: nn.Module) -> Any:
+    """The module: what runs a chain on the model itself and not on a copy."""
     return module
 
 

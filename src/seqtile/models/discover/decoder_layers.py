@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,7 @@ STATES: dict[str, str] = {
 """Kinds of layers with a state, by the names of transformers' classes."""
 
 _STATE_PARAMETERS = frozenset(("A_log", "dt_bias", "time_decay", "recurrent_param"))
+_ATTENTION_WORD = re.compile(r"attn|attention", re.IGNORECASE)
 _ATTENTION_NAME = re.compile(r"(^|[._])(attn|attention)$", re.IGNORECASE)
 _ATTENTION_CLASS = re.compile(r"Attention|Attn")
 _LAYER_CLASS = re.compile(r"(Layer|Block)$")
@@ -109,24 +111,38 @@ def states_of(model: nn.Module) -> dict[str, list[str]]:
 
 
 def looks_like_attention(name: str, module: nn.Module) -> bool:
-    """Whether the last part of its name or its class says so."""
-    return bool(re.search(r"attn|attention", f"{name.rpartition('.')[2]} {type(module).__name__}", re.IGNORECASE))
+    """Whether the last part of its name, or its class's name, contains the word.
+
+    Wider than :func:`kind_of` on purpose. A match here keeps a module from being taken for an MLP, or has it examined
+    as attention: one too many leaves something untiled. A match of :func:`kind_of` ends the search inside a module,
+    so one too many, such as a decoder layer called ``AttentionBlock``, would hide the states in it.
+    """
+    return bool(_ATTENTION_WORD.search(f"{name.rpartition('.')[2]} {type(module).__name__}"))
 
 
 def kind_of(name: str, module: nn.Module) -> str:
     """What kind of mixer a module is itself, "" if it is none."""
-    class_name = _plain_class(module)
-    for kind, pattern in STATES.items():
-        if re.search(pattern, class_name):
-            return kind
+    if state := named_state(module):
+        return state
     if any(_is_over_the_sequence(child) for child in module.children()) or not _STATE_PARAMETERS.isdisjoint(
         parameters_of(module)
     ):
         return UNKNOWN_STATE
     if isinstance(module, nn.ModuleList) or not any(_is_linear(part) for part in module.modules()):
         return ""
+    class_name = _plain_class(module)
     called_so = _ATTENTION_NAME.search(name) or _ATTENTION_CLASS.search(class_name)
     return ATTENTION if called_so and not _LAYER_CLASS.search(class_name) else ""
+
+
+def named_state(module: nn.Module) -> str:
+    """The kind of state, a key of :data:`STATES`, that the name of a module's class tells; "" if it tells none."""
+    return _named_state(_plain_class(module))
+
+
+@cache
+def _named_state(class_name: str) -> str:
+    return next((kind for kind, pattern in STATES.items() if re.search(pattern, class_name)), "")
 
 
 def _in_lists(prefix: str, module: nn.Module) -> Iterator[DecoderLayer]:

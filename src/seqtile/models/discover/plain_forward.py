@@ -12,7 +12,7 @@ import builtins
 import dis
 import re
 import types
-from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -64,42 +64,38 @@ def _is_plain_function(function: Any, layer: nn.Module | None, seen: set[types.C
     if code.co_cellvars or any(map(_SETTERS.search, code.co_names)) or not all(map(_is_constant, defaults)):
         return False
     instructions = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PRECALL")]
-    value: Any = None  # of a global, and of what is read of it
-    for number, one in enumerate(instructions):
-        before = instructions[number - 1] if number else None
-        following = [later for later in instructions[number + 1 : number + 3] if later.opname != "PUSH_NULL"]
-        beside = (before, instructions[number + 1] if number + 1 < len(instructions) else None)
+    place = 0
+    while place < len(instructions):
+        one, before, rest = instructions[place], instructions[place - 1 : place], instructions[place + 1 :]
+        chain = [str(read.argval) for read in takewhile(_reads_attribute, rest)]  # ["b", "c"] of a.b.c
+        place += 1 + len(chain)
+        loaded = one.argval if isinstance(one.argval, tuple) else (one.argval,)  # Python 3.13 loads two locals at once
         if one.opname.startswith(_FORBIDDEN):
             return False
-        if one.opname == "IS_OP" and not (before is not None and _loads_constant(before)):
+        if one.opname == "IS_OP" and not any(map(_loads_constant, before)):
             return False
-        loaded = one.argval if isinstance(one.argval, tuple) else (one.argval,)
-        if itself in loaded and "FAST" in one.opname:
-            names = list(_attributes_of(following))
-            if one.opname.startswith("STORE") or loaded[-1] != itself or loaded.count(itself) > 1 or not names:
+        if layer is not None and itself in loaded and "FAST" in one.opname:
+            if not one.opname.startswith("LOAD") or loaded.index(itself) < len(loaded) - 1 or not chain:
+                return False  # handed on whole
+            if not _is_plain_attribute(layer, chain[:2], seen):
                 return False
-            assert layer is not None
-            if not _is_plain_attribute(layer, names, seen):
-                return False
-        elif one.opname.startswith("LOAD_FAST") and any(near and near.opname == "PUSH_NULL" for near in beside):
-            return False  # a local variable is called
-        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            name = str(one.argval)
-            if isinstance(value, types.ModuleType):
-                value = getattr(value, name, NotImplemented)
-                if not _is_plain_value(value, seen):
-                    return False
-                continue
-            of_itself = before is not None and itself is not None and before.argval in (itself, (itself,))
-            behind = number > 1 and itself is not None and instructions[number - 2].argval == itself
-            if not (of_itself or behind or hasattr(Tensor, name)):
-                return False
-        value = None
-        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF"):
+            chain = chain[2:]
+        elif one.opname.startswith("LOAD_FAST"):
+            if any(near.opname == "PUSH_NULL" for near in (*before, *rest[:1])):
+                return False  # a local variable is called
+        elif one.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF"):
             value = _value_of(function, one.argval)
+            while isinstance(value, types.ModuleType) and _is_plain_value(value, seen) and chain:
+                value = getattr(value, chain.pop(0), NotImplemented)
             if not _is_constant(value) and not _is_plain_value(value, seen):
                 return False
+        if not all(hasattr(Tensor, name) for name in chain):
+            return False
     return True
+
+
+def _reads_attribute(one: dis.Instruction) -> bool:
+    return one.opname in ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def _is_constant(value: Any) -> bool:
@@ -108,13 +104,6 @@ def _is_constant(value: Any) -> bool:
 
 def _loads_constant(one: dis.Instruction) -> bool:
     return one.opname == "LOAD_CONST" and (one.argval is None or isinstance(one.argval, bool))
-
-
-def _attributes_of(instructions: list[dis.Instruction]) -> Iterator[str]:
-    for one in instructions:
-        if one.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-            return
-        yield str(one.argval)
 
 
 def _is_plain_attribute(layer: nn.Module, names: list[str], seen: set[types.CodeType]) -> bool:

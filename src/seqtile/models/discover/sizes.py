@@ -241,4 +241,5 @@ def plain(value: Any) -> Any:
 
 
 def has_count(values: Sequence[Any]) -> bool:
+    """Whether one of the values is a number of tokens."""
     return any(isinstance(one, TokenCount) for one in values)

@@ -169,6 +169,7 @@ class Call:
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among the values, and in lists and tuples among them, in order."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -24,6 +24,7 @@ _ALL = ("add", "sub", "where", "rsub")
 
 
 def pointwise(call: Call) -> list[Flow]:
+    """Operators that compute each element from the elements at the same place."""
     args, number = call.args, call.expressions
     gradients = [name for name in args if name.startswith("grad")] if call.name.endswith("_backward") else []
     operands = (
@@ -110,6 +111,7 @@ def numbers_in(values: Tensor) -> Any:
 
 
 def reshaped(call: Call) -> list[Flow]:
+    """Views of other sizes: every dimension of tokens must stay one, or be joined whole to its neighbours."""
     tensor, out, given = call.first, call.out[0], call.flow(call.first)
     if tensor.dtype != out.dtype:  # other numbers of the same bits
         if given.summed:
@@ -139,6 +141,7 @@ def reshaped(call: Call) -> list[Flow]:
 
 
 def permuted(call: Call) -> list[Flow]:
+    """Dimensions in another order."""
     tensor, count = call.first, call.first.dim()
     given, order = call.flow(tensor), list(range(count))
     if call.name == "permute":
@@ -157,6 +160,7 @@ def permuted(call: Call) -> list[Flow]:
 
 
 def expanded(call: Call) -> list[Flow]:
+    """Dimensions of size 1 repeated: never a sum over tokens along them."""
     tensor, given = call.first, call.flow(call.first)
     flow = call.flow_of(call.out[0], given.expr, given.summed)
     if given.summed and len(flow.axes) > len(given.axes):
@@ -262,6 +266,7 @@ _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "mv": ("self", "vec
 
 
 def product(call: Call) -> list[Flow]:
+    """Matrix products: with weights per token, or the sum over tokens that is a gradient of a weight."""
     args, number = call.args, call.expressions
     left, right = (args[name] for name in _FACTORS[call.name])
     one, two = call.flow(left), call.flow(right)
@@ -338,6 +343,7 @@ def made(call: Call) -> list[Flow]:
 
 
 def counted_up(call: Call) -> list[Flow]:
+    """Tensors that count: none may be as long as there are tokens."""
     if call.flow_of(call.out[0], 0).axes:
         raise NotPerToken("its forward depends on the position of a token")
     return [call.flow_of(call.out[0], call.expr())]
@@ -355,6 +361,7 @@ def dropped(call: Call) -> list[Flow]:
 
 
 def copied(call: Call) -> list[Flow]:
+    """``copy_``: what was there before is gone."""
     tensor, source = call.args["self"], call.flow(call.args["src"])
     flow = call.flow_of(tensor, source.expr, source.summed)
     if source.summed and flow.axes:
@@ -368,6 +375,8 @@ def copied(call: Call) -> list[Flow]:
 
 
 def refusing(why: str) -> Rule:
+    """The rule of operators that refuse tokens: ``why`` completes the sentence."""
+
     def rule(call: Call) -> list[Flow]:
         if any(flow.axes or flow.summed for flow in call.flows()):
             raise call.mixes(why)
@@ -377,6 +386,7 @@ def refusing(why: str) -> Rule:
 
 
 def drawn(call: Call) -> list[Flow]:
+    """Random numbers other than dropout's: refused."""
     raise NotPerToken(f"it draws random numbers that are no dropout's ({call.name})")
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import FakeTensorMode, run_backward, tree_flatten
+from seqtile._log import log_level
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.python_code import Code, is_raised_by_user
 from seqtile.models.discover.recorder import Recorder, Sizes
@@ -48,9 +49,6 @@ class Graph:
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """What a function may return besides tensors."""
 
-_LOUD = logging.getLogger("torch._subclasses.fake_tensor")
-
-
 _here = threading.local()
 
 
@@ -65,14 +63,11 @@ def in_a_thread(function: Callable[[], Any]) -> Any:
 
     def call() -> None:
         _here.traces = True
-        level = _LOUD.level
-        _LOUD.setLevel(logging.CRITICAL + 1)  # it writes a traceback for everything that cannot run on fake tensors
-        try:
-            answer.append((function(), None))
-        except BaseException as error:  # noqa: BLE001 - handed to the caller below
-            answer.append((None, error))
-        finally:
-            _LOUD.setLevel(level)
+        with log_level(FakeTensorMode.__module__, logging.CRITICAL + 1):  # it writes a traceback for each failure
+            try:
+                answer.append((function(), None))
+            except BaseException as error:  # noqa: BLE001 - handed to the caller below
+                answer.append((None, error))
 
     thread = threading.Thread(target=call, name="seqtile-trace")
     thread.start()
