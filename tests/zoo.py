@@ -61,6 +61,20 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     ),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8),
 }
+_MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=4)
+HYBRIDS: dict[str, dict[str, object]] = {
+    "qwen3_5_text": dict(
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "bamba": dict(attn_layer_indices=[1], **_MAMBA),
+    "lfm2": dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
+}
+"""Models with a layer that carries a state and one with attention."""
 TILED_BLOCKS = {name: 3 if name == "deepseek_v3" else 2 for name in ARCHITECTURES}
 """Blocks of each tiny model: one per layer, and DeepSeek-V3's dense MLP, experts and shared experts."""
 
@@ -75,7 +89,7 @@ def exact_dtype(architecture: str) -> torch.dtype:
 
 def causal_lm(architecture: str, dtype: torch.dtype = torch.float32, **config: object) -> nn.Module:
     """A tiny causal language model in training mode, without dropout unless ``config`` asks for it."""
-    settings = {**_BASE, **ARCHITECTURES.get(architecture, {}), **config}
+    settings = {**_BASE, **ARCHITECTURES.get(architecture, {}), **HYBRIDS.get(architecture, {}), **config}
     for name in ("attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         settings.setdefault(name, 0.0)
     torch.manual_seed(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import get_peft_model
 from torch import nn
 
 import seqtile
@@ -16,7 +19,12 @@ from seqtile._errors import UserError
 from seqtile.cli import main
 from seqtile.engines.sequence_parallel import SUPPORT, Support, refuse_split_states
 from seqtile.integrations.callback import _refuse_split_states as refuse_in_trainer
+from seqtile.models.adapters import lora_config, without_adapters
 from seqtile.models.discover.decoder_layers import STATES, UNKNOWN_STATE, decoder_layers, states_of
+from seqtile.planner.accelerators import find_device
+from seqtile.planner.memory_plan import Planner
+from seqtile.planner.request import Request
+from seqtile.planner.step_config import Lora
 from seqtile.train.load import check_split
 from seqtile.train.packing import check_packing
 from seqtile.train.recipe import build_recipe
@@ -44,6 +52,16 @@ KINDS: dict[str, set[str]] = {
 WITHOUT_MLP = {"zamba2"}
 """Families whose MLPs take an adapter per layer, and stay untiled."""
 TOKENS = 19
+
+
+def adapted(model: Any) -> Any:
+    """``model`` with adapters on every linear layer that may have one, the second factor not zero."""
+    config = lora_config(model, r=4, alpha=None, dropout=0.0, target_modules="all-linear")
+    config.init_lora_weights = False
+    torch.manual_seed(3)
+    model = get_peft_model(model, config)
+    model.enable_input_require_grads()
+    return model
 
 
 def model_of(family: str) -> Any:
@@ -82,10 +100,10 @@ def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
     return max(float((got[name] - value).norm()) / max(float(value.norm()), least) for name, value in expected.items())
 
 
-def check(model: Any, family: str, what: str) -> None:
+def check(model: Any, family: str, what: str, make: Callable[[str], Any] = model_of) -> None:
     """The tiled gradients must be as near to those in float64 as the untiled ones, and 1e-5 more."""
-    exact = gradients(model_of(family).double())
-    own, got = difference(gradients(model_of(family)), exact), difference(gradients(model), exact)
+    exact = gradients(make(family).double())
+    own, got = difference(gradients(make(family)), exact), difference(gradients(model), exact)
     assert got < own + 1e-5, f"{what}: {got:.1e} off, untiled {own:.1e}"
 
 
@@ -133,6 +151,43 @@ def test_every_technique_gives_the_untiled_gradients(family: str) -> None:
             model.train()
         seqtile.apply(model, **settings)
         check(model, family, name)
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # PEFT's, of experts
+@pytest.mark.parametrize("family", KINDS)
+def test_adapters_get_the_untiled_gradients(family: str) -> None:
+    """Everything at once, with activation checkpoints."""
+    known(family)
+    settings = SETTINGS["all"]
+    if family in WITHOUT_MLP:
+        settings = {**{key: value for key, value in settings.items() if key != "tile"}, "blocks": "none"}
+    model = adapted(model_of(family))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    seqtile.apply(model.train(), **settings)
+    check(model, family, "adapters", lambda name: adapted(model_of(name)))
+
+
+@pytest.mark.parametrize(
+    ("family", "left_out"),
+    [("falcon_h1", {"out_proj"}), ("nemotron_h", {"out_proj"}), ("bamba", {"mamba.out_proj"}), ("lfm2_moe", None)],
+)
+def test_no_adapter_where_a_fused_kernel_would_pass_it_by(family: str, left_out: set[str] | None) -> None:
+    known(family)
+    model = model_of(family)
+    config = lora_config(model, r=4, alpha=None, dropout=0.0, target_modules="all-linear")
+    assert config.exclude_modules == (sorted(left_out) if left_out else None)
+    said = without_adapters(config)
+    assert said is None if left_out is None else f"no adapters on {', '.join(left_out)}: PEFT refuses them" in str(said)
+    names = [name for name, part in get_peft_model(model, config).named_modules() if hasattr(part, "lora_A")]
+    assert names and (left_out is None) == any(name.endswith("out_proj") for name in names)
+
+
+def test_what_is_named_is_peft_s_to_refuse() -> None:
+    known("falcon_h1")
+    model = model_of("falcon_h1")
+    config = lora_config(model, r=4, alpha=None, dropout=0.0, target_modules=["out_proj"])
+    with pytest.raises(ValueError, match="'out_proj' is incompatible"):
+        get_peft_model(model, config)
 
 
 HEADWISE = ("qwen3_next", "qwen3_5_text", "bamba", "nemotron_h", "jamba", "lfm2_moe", "minimax", "recurrent_gemma")
@@ -183,8 +238,20 @@ def test_a_hybrid_model_is_planned(hybrid: Path, capsys: pytest.CaptureFixture[s
     assert main([*asked, "--max-length", "2048", "--lora", "4"]) == 0
     printed = capsys.readouterr().out
     assert "Longest sequence that fits: 4,096 tokens" in printed
+    assert "Note: 1 layer with a state (Gated DeltaNet): a model of what flash-linear-attention" in printed
     assert main([*asked, "--gpus", "2", "--engine", "zero3", "--sp-size", "2"]) == 2
     assert "sp-size 2 would train" in capsys.readouterr().err
+
+
+def test_a_plan_says_where_there_are_no_adapters() -> None:
+    known("falcon_h1")
+    config = tiny_config("falcon_h1")
+    request = Request("falcon", config, find_device("h200"), lora=Lora(4))
+    no_adapters, model = Planner(request).notes()
+    assert no_adapters.startswith("no adapters on out_proj: PEFT refuses them")
+    assert model.startswith("2 layers with a state (Mamba-2): a model of what mamba-ssm")
+    *_, plain = Planner(replace(request, scans="pytorch")).notes()
+    assert plain.startswith("2 layers with a state (Mamba-2): transformers' PyTorch path")
 
 
 def test_a_run_over_several_ranks_is_refused_before_it_starts(hybrid: Path) -> None:
