@@ -134,13 +134,18 @@ def with_encoder(architecture: str, dtype: torch.dtype = torch.float32, **config
 
 
 def vision_language_model(dtype: torch.dtype = torch.float32, architecture: str = "qwen2_vl") -> nn.Module:
-    """A tiny Qwen2-VL or Qwen2.5-VL: a vision tower with MLPs of its own beside the language model."""
-    text = {**_BASE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    """A tiny Qwen2-VL, Qwen2.5-VL or Qwen3.5: a vision tower with MLPs of its own beside the language model."""
+    text = {
+        **_BASE,
+        **HYBRIDS.get(f"{architecture}_text", {}),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    }
     vision = dict(depth=1, hidden_size=HIDDEN, num_heads=4, patch_size=4)
     if architecture == "qwen2_vl":
         vision |= dict(embed_dim=HIDDEN, mlp_ratio=2)
     else:
-        vision |= dict(out_hidden_size=HIDDEN, intermediate_size=48, window_size=16)
+        vision |= dict(out_hidden_size=HIDDEN, intermediate_size=48)
+        vision |= dict(window_size=16) if architecture == "qwen2_5_vl" else {}
     marks = dict(image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
     config = AutoConfig.for_model(architecture, text_config=text, vision_config=vision, **marks)
     torch.manual_seed(0)
