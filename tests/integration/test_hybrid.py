@@ -272,4 +272,4 @@ def test_the_page_says_what_becomes_of_a_family(family: str) -> None:
     found = describe(family)
     row = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {family} |"))
     for cell in (found.layers, found.in_tiles, found.adapters, found.refused):
-        assert f"| {cell} |" in row, "written anew by: python benchmarks/hybrid.py --write"
+        assert f"| {cell} |" in row, "write it again by: python benchmarks/hybrid.py --write"
