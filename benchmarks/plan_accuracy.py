@@ -3,6 +3,7 @@
 Run it from the repository::
 
     python benchmarks/plan_accuracy.py                     # all cells, docs/planning.md's table
+    python benchmarks/plan_accuracy.py --hybrid            # models whose layers carry a state, printed only
     python benchmarks/plan_accuracy.py --only llama        # some, printed only
 
 Measured is what PyTorch's allocator reports through ``torch.profiler`` (``profile_memory=True``), from before the model
@@ -52,7 +53,46 @@ MODELS: dict[str, dict[str, Any]] = {
              "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
-EXPERTS = ("mixtral",)
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"head_dim": 32, "layer_types": ["linear_attention", "full_attention"] * 4, **_LINEAR},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 4, **_LINEAR},
+    "bamba": {"attn_layer_indices": [1, 3, 5, 7], **_MAMBA},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 4, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": 352, **_MAMBA,
+    },
+    "falcon_h1": {"head_dim": 32, "mamba_d_ssm": 256, **_MAMBA},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "mlp", "attention", "mlp"] * 2, "head_dim": 32, "mamba_num_heads": 8,
+        "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 4, "block_auto_adjust_ff_dim": False},
+    "minimax": {
+        "layer_types": ["linear_attention", "full_attention"] * 4, "head_dim": 32, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"] * 4, "mlp_layer_types": ["dense"] * 8, "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "head_dim": 32, "num_key_value_heads": 4,
+        "linear_num_heads": 4, "linear_head_dim": 32,
+    },
+    "recurrent_gemma": {
+        "lru_width": 128, "head_dim": 32, "attention_window_size": 16384, "layer_types": None,
+        "block_types": ["recurrent", "attention"],
+    },
+}  # fmt: skip
+"""Models whose layers carry a state, or every other one does."""
+HYBRID_TOKENS = {"recurrent_gemma": 768, "jamba": 768, "kimi_linear": 1536}
+"""Shorter rows where the PyTorch path is slow on real tensors; all are whole chunks of a scan, up to which it pads."""
+EXPERTS = ("mixtral", "minimax")
 LENGTHS = (3000, 4096, 6144)
 TILE, LOSS_TILE = 512, 256
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
@@ -79,7 +119,8 @@ class Cell:
         )  # fmt: skip
 
     def config(self) -> Any:
-        return AutoConfig.for_model(self.model, **{**COMMON, **MODELS[self.model]})
+        known = {"num_hidden_layers": 8, **HYBRIDS[self.model]} if self.model in HYBRIDS else MODELS[self.model]
+        return AutoConfig.for_model(self.model, **{**COMMON, **known})
 
 
 def all_cells() -> list[Cell]:
@@ -92,6 +133,15 @@ def all_cells() -> list[Cell]:
             cells.append(Cell(model, LENGTHS[turn % 3], tiled, checkpoint, lora, OPTIMIZERS[turn // 2 % 3]))
     extra = [Cell("llama", length, True, True, False, "adamw") for length in (2000, 8192)]
     return cells + extra
+
+
+def hybrid_cells() -> list[Cell]:
+    """Each hybrid model trained whole, with checkpoints, tiled and untiled; and its adapters, without checkpoints."""
+    return [
+        Cell(model, HYBRID_TOKENS.get(model, 3072), tiled, checkpoint, lora, "adamw")
+        for model in HYBRIDS
+        for tiled, checkpoint, lora in ((True, True, False), (False, True, False), (True, False, True))
+    ]
 
 
 def measure(config: Any, setup: Setup, tokens: int) -> int:
@@ -162,17 +212,19 @@ def main() -> int:
     """Run the cells; write results and the page's table when all of them ran."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cells whose description holds this word; nothing is written")
-    chosen = parser.parse_args().only
+    parser.add_argument("--hybrid", action="store_true", help="models whose layers carry a state; nothing is written")
+    options = parser.parse_args()
+    chosen = options.only
     torch.set_num_threads(1)
     about = stamp(environment(), ["python", *sys.argv])
     rows = []
-    for cell in all_cells():
+    for cell in hybrid_cells() if options.hybrid else all_cells():
         if chosen and chosen not in str(cell):
             continue
         row = {**about, **run_cell(cell)}
         rows.append(row)
         print(f"{row['error']:+.3%}  {row['predicted_bytes']:>12,} {row['measured_bytes']:>12,}  {cell}", flush=True)
-    if not chosen:
+    if not chosen and not options.hybrid:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)

@@ -61,6 +61,20 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     ),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8),
 }
+_MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=4)
+HYBRIDS: dict[str, dict[str, object]] = {
+    "qwen3_5_text": dict(
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "bamba": dict(attn_layer_indices=[1], **_MAMBA),
+    "lfm2": dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
+}
+"""Models with a layer that carries a state and one with attention."""
 TILED_BLOCKS = {name: 3 if name == "deepseek_v3" else 2 for name in ARCHITECTURES}
 """Blocks of each tiny model: one per layer, and DeepSeek-V3's dense MLP, experts and shared experts."""
 
@@ -75,7 +89,7 @@ def exact_dtype(architecture: str) -> torch.dtype:
 
 def causal_lm(architecture: str, dtype: torch.dtype = torch.float32, **config: object) -> nn.Module:
     """A tiny causal language model in training mode, without dropout unless ``config`` asks for it."""
-    settings = {**_BASE, **ARCHITECTURES.get(architecture, {}), **config}
+    settings = {**_BASE, **ARCHITECTURES.get(architecture, {}), **HYBRIDS.get(architecture, {}), **config}
     for name in ("attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         settings.setdefault(name, 0.0)
     torch.manual_seed(0)
@@ -120,13 +134,18 @@ def with_encoder(architecture: str, dtype: torch.dtype = torch.float32, **config
 
 
 def vision_language_model(dtype: torch.dtype = torch.float32, architecture: str = "qwen2_vl") -> nn.Module:
-    """A tiny Qwen2-VL or Qwen2.5-VL: a vision tower with MLPs of its own beside the language model."""
-    text = {**_BASE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    """A tiny Qwen2-VL, Qwen2.5-VL or Qwen3.5: a vision tower with MLPs of its own beside the language model."""
+    text = {
+        **_BASE,
+        **HYBRIDS.get(f"{architecture}_text", {}),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    }
     vision = dict(depth=1, hidden_size=HIDDEN, num_heads=4, patch_size=4)
     if architecture == "qwen2_vl":
         vision |= dict(embed_dim=HIDDEN, mlp_ratio=2)
     else:
-        vision |= dict(out_hidden_size=HIDDEN, intermediate_size=48, window_size=16)
+        vision |= dict(out_hidden_size=HIDDEN, intermediate_size=48)
+        vision |= dict(window_size=16) if architecture == "qwen2_5_vl" else {}
     marks = dict(image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
     config = AutoConfig.for_model(architecture, text_config=text, vision_config=vision, **marks)
     torch.manual_seed(0)

@@ -991,6 +991,23 @@ LOSS_FUNCTION = "_loss_function"
 """Where a model keeps a loss that was set; it has another if nothing is there."""
 
 
+RG_LRU_SCAN = "_rnn_scan"
+"""RecurrentGemma's loop over tokens, a method of its RG-LRU."""
+
+
+@_contract(
+    "transformers.models.recurrent_gemma.RecurrentGemmaRglru._rnn_scan",
+    "src/transformers/models/recurrent_gemma/modeling_recurrent_gemma.py",
+    "the loop is a function of its own, as in other models",
+)
+def _check_rg_lru() -> None:
+    module = importlib.import_module("transformers.models.recurrent_gemma.modeling_recurrent_gemma")
+    wanted = {"hidden_states", "recurrent_gate", "reset"}
+    _expect(
+        wanted <= inspect.signature(getattr(module.RecurrentGemmaRglru, RG_LRU_SCAN)).parameters.keys(), f"{wanted}"
+    )
+
+
 def attention_kind(owner: Any) -> str | None:
     """Name of the attention implementation of a model, a module or a config; None where none is known."""
     config = getattr(owner, "config", owner)
@@ -1130,6 +1147,29 @@ def _check_per_sequence() -> None:
     ):
         _expect(word in inspect.signature(getattr(module, name)).parameters, f"{name} to take {word}")
     _expect("partial" in _names_in(module.LoraModel._enable_peft_forward_hooks), "a partial to be registered")
+
+
+def refuses_adapter(config: Any, model_type: str, name: str) -> bool:
+    """Whether PEFT refuses an adapter of ``config`` on a layer called ``name`` in a model of that type."""
+    module = importlib.import_module("peft.tuners.tuners_utils")
+    model = types.SimpleNamespace(config=types.SimpleNamespace(model_type=model_type))
+    try:
+        module._check_lora_target_modules_mamba(config, model, name)
+    except ValueError:
+        return True
+    return False
+
+
+@_contract(
+    "peft.tuners.tuners_utils._check_lora_target_modules_mamba",
+    "src/peft/tuners/tuners_utils.py",
+    "PEFT leaves out of 'all-linear' what it refuses",
+)
+def _check_refused_adapters() -> None:
+    config = types.SimpleNamespace(peft_type="LORA")
+    _expect(refuses_adapter(config, "mamba2", "out_proj"), "out_proj to be refused in mamba2")
+    _expect(not refuses_adapter(config, "mamba2", "in_proj"), "in_proj to be taken in mamba2")
+    _expect(not refuses_adapter(config, "llama", "out_proj"), "out_proj to be taken in llama")
 
 
 # ---- TRL ----

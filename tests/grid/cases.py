@@ -125,6 +125,20 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEADS = "head-wise attention"
 """Row of the table."""
 SAVED = {"heads": 1, "checkpoint": "attention-saved"}
+HYBRID = "hybrid models"
+"""Row of the table."""
+
+
+def hybrids(**more: Any) -> list[Case]:
+    """Models with a layer that carries a state and one with attention, everything in tiles; ``more`` for the engine."""
+    words: dict[str, Any] = {"checkpoint": "non-reentrant", "tiled_loss": True, "steps": 2, **more}
+    saved = {"config": SDPA, "more": SAVED}
+    return [
+        Case("qwen3.5", HYBRID, "qwen3_5_text", **saved, **words),
+        Case("qwen3.5-lora", HYBRID, "qwen3_5_text", adapters=("in_proj_qkv", "q_proj", "gate_proj"), **words),
+        Case("bamba", HYBRID, "bamba", **saved, **words),
+        Case("lfm2", HYBRID, "lfm2", **saved, **words),
+    ]
 
 
 @dataclass

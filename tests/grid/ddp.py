@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from grid.cases import ALL, HEADS, REST, SAVED, SDPA, WORLD, Case
+from grid.cases import ALL, HEADS, REST, SAVED, SDPA, WORLD, Case, hybrids
 from grid.training import Parallel
 
 CASES = [
@@ -65,6 +65,7 @@ CASES = [
     Case("apply-late", "apply after wrapping", options={"apply": "wrapped"}),
     Case("tiled-loss", "tiled loss", tiled_loss=True, steps=2),
     Case("tiled-loss-tied", "tiled loss", "qwen3", {"tie_word_embeddings": True}, tiled_loss=True, micro_steps=2),
+    *hybrids(),
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from grid.cases import ALL, HEADS, REST, SAVED, SDPA, WORLD, Case, named
+from grid.cases import ALL, HEADS, REST, SAVED, SDPA, WORLD, Case, hybrids, named
 from grid.training import Parallel
 
 LAYER, BLOCK, LINEAR, ROOT = ({"unit": unit} for unit in ("layer", "block", "linear", "root"))
@@ -110,6 +110,7 @@ CASES = [
         "scores-head-lora", "token scores (TRL)", tiled_loss=True, scored=True, options={**LAYER, "head": True},
         dtype=torch.float32, adapters=("lm_head", "q_proj"),
     ),
+    *hybrids(options=LAYER),
 ]  # fmt: skip
 
 

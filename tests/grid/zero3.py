@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from grid import zero12
-from grid.cases import ALL, HEADS, REST, SAVED, SDPA, WORLD, Case
+from grid.cases import ALL, HEADS, REST, SAVED, SDPA, WORLD, Case, hybrids
 from seqtile.engines.zero3 import is_marked, is_registered
 
 STINGY = {
@@ -73,6 +73,7 @@ _CASES = [
     Case("scores", "token scores (TRL)", tiled_loss=True, scored=True, steps=2),
     Case("scores-checkpoint", "token scores (TRL)", tiled_loss=True, scored=True, checkpoint="non-reentrant"),
     Case("scores-lora", "token scores (TRL)", tiled_loss=True, scored=True, adapters=("lm_head", "q_proj")),
+    *hybrids(),
 ]  # fmt: skip
 CASES = [replace(case, dtype=torch.float32, options=case.options or STINGY) for case in _CASES]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,57 +12,40 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import get_peft_model
 from torch import nn
 
+import hybrid
 import seqtile
+from hybrid import KINDS, PAGE, SETTINGS, adapted, describe, difference, gradients, settings_of, tiled
 from seqtile._compat import attention_kind
 from seqtile._errors import UserError
 from seqtile.cli import main
 from seqtile.engines.sequence_parallel import SUPPORT, Support, refuse_split_states
 from seqtile.integrations.callback import _refuse_split_states as refuse_in_trainer
+from seqtile.models.adapters import lora_config, without_adapters
 from seqtile.models.discover.decoder_layers import STATES, UNKNOWN_STATE, decoder_layers, states_of
+from seqtile.options import TilingOptions
 from seqtile.planner import memory_plan
+from seqtile.planner.accelerators import find_device
+from seqtile.planner.fake_step import fake_step
+from seqtile.planner.memory_plan import Planner
+from seqtile.planner.request import Request
+from seqtile.planner.step_config import Lora, Setup
 from seqtile.train import packing
 from seqtile.train.load import check_split
 from seqtile.train.packing import check_packing
 from seqtile.train.recipe import build_recipe
 from tiny_models import build, tiny_config
-
-KINDS: dict[str, set[str]] = {
-    "qwen3_next": {"Gated DeltaNet", "attention"},
-    "qwen3_5_text": {"Gated DeltaNet", "attention"},
-    "qwen3_5_moe_text": {"Gated DeltaNet", "attention"},
-    "olmo_hybrid": {"Gated DeltaNet", "attention"},
-    "kimi_linear": {"KDA", "attention"},
-    "bailing_hybrid": {"KDA", "attention"},
-    "bamba": {"Mamba-2", "attention"},
-    "nemotron_h": {"Mamba-2", "attention", "MLP"},
-    "falcon_h1": {"attention and Mamba-2"},
-    "granitemoehybrid": {"Mamba-2", "attention"},
-    "zamba2": {"Mamba-2", "attention and Mamba-2"},
-    "jamba": {"Mamba", "attention"},
-    "lfm2_moe": {"short convolution", "attention"},
-    "minimax": {"lightning attention", "attention"},
-    "recurrent_gemma": {"RG-LRU", "attention"},
-}
-"""The kinds of decoder layers of each family."""
-
-WITHOUT_MLP = {"zamba2"}
-"""Families whose MLPs take an adapter per layer, and stay untiled."""
-TOKENS = 19
+from zoo import assert_same_gradients, picture_and_text, vision_language_model
+from zoo import gradients as zoo_gradients
 
 
 def model_of(family: str) -> Any:
-    torch.manual_seed(0)
-    config = tiny_config(family)
-    config.use_cache = False
     try:
-        model: Any = build(transformers.AutoModelForCausalLM, config).eval()
+        return hybrid.model_of(family)
     except ImportError as error:
         pytest.skip(f"{family} needs a package: {error}")
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped products have no float64
-    return model
 
 
 def known(family: str) -> None:
@@ -67,28 +53,10 @@ def known(family: str) -> None:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    ids = torch.randint(
-        5, model.config.get_text_config().vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(1)
-    )
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    return {"loss": loss.detach(), **found}
-
-
-def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest error (L2) of any gradient, relative to it, or to a thousandth of the largest where it is smaller."""
-    assert got.keys() == expected.keys()
-    least = 1e-3 * max(float(value.norm()) for value in expected.values())
-    return max(float((got[name] - value).norm()) / max(float(value.norm()), least) for name, value in expected.items())
-
-
-def check(model: Any, family: str, what: str) -> None:
+def check(model: Any, family: str, what: str, make: Callable[[str], Any] = model_of) -> None:
     """The tiled gradients must be as near to those in float64 as the untiled ones, and 1e-5 more."""
-    exact = gradients(model_of(family).double())
-    own, got = difference(gradients(model_of(family)), exact), difference(gradients(model), exact)
+    exact = gradients(make(family).double())
+    own, got = difference(gradients(make(family)), exact), difference(gradients(model), exact)
     assert got < own + 1e-5, f"{what}: {got:.1e} off, untiled {own:.1e}"
 
 
@@ -120,30 +88,49 @@ def test_a_layer_with_a_state_is_no_candidate() -> None:
     assert [one.name for one in report.left] == []
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "MLP": {"tile": 5},
-    "loss": {"tile": 5, "loss": "tiled", "loss_tile": 7},
-    "offload": {"tile": 5, "offload": True},
-    "attention saved": {"tile": 5, "checkpoint": "attention-saved"},
-    "all": {"tile": 5, "loss": "tiled", "loss_tile": 7, "offload": True, "checkpoint": "attention-saved"},
-}
-
-
 @pytest.mark.parametrize("family", KINDS)
 def test_every_technique_gives_the_untiled_gradients(family: str) -> None:
     known(family)
-    for name, settings in SETTINGS.items():
-        if family in WITHOUT_MLP:
-            settings = {**settings, "blocks": "none"}
-            settings.pop("tile")
-            if len(settings) == 1:
-                continue
-        model = model_of(family)
-        if "checkpoint" in settings or "offload" in settings:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.train()
-        seqtile.apply(model, **settings)
-        check(model, family, name)
+    for name in SETTINGS:
+        if settings := settings_of(family, name):
+            model = model_of(family)
+            report = tiled(model, settings)
+            again = "layers with a state" in str(report) and "their scan runs again" in str(report)
+            assert again == (settings.get("checkpoint") == "attention-saved"), str(report)
+            check(model, family, name)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_adapters_get_the_untiled_gradients(family: str) -> None:
+    """Everything at once, with activation checkpoints."""
+    known(family)
+    model_of(family)  # skips where a package is missing
+    model = adapted(family)
+    tiled(model, settings_of(family, "all"))
+    check(model, family, "adapters", adapted)
+
+
+@pytest.mark.parametrize(
+    ("family", "left_out"),
+    [("falcon_h1", {"out_proj"}), ("nemotron_h", {"out_proj"}), ("bamba", {"mamba.out_proj"}), ("lfm2_moe", None)],
+)
+def test_no_adapter_where_a_fused_kernel_would_pass_it_by(family: str, left_out: set[str] | None) -> None:
+    known(family)
+    model = model_of(family)
+    config = lora_config(model, r=4, alpha=None, dropout=0.0, target_modules="all-linear")
+    assert config.exclude_modules == (sorted(left_out) if left_out else None)
+    said = without_adapters(config)
+    assert said is None if left_out is None else f"no adapters on {', '.join(left_out)}: PEFT refuses them" in str(said)
+    names = [name for name, part in get_peft_model(model, config).named_modules() if hasattr(part, "lora_A")]
+    assert names and (left_out is None) == any(name.endswith("out_proj") for name in names)
+
+
+def test_what_is_named_is_peft_s_to_refuse() -> None:
+    known("falcon_h1")
+    model = model_of("falcon_h1")
+    config = lora_config(model, r=4, alpha=None, dropout=0.0, target_modules=["out_proj"])
+    with pytest.raises(ValueError, match="'out_proj' is incompatible"):
+        get_peft_model(model, config)
 
 
 HEADWISE = ("qwen3_next", "qwen3_5_text", "bamba", "nemotron_h", "jamba", "lfm2_moe", "minimax", "recurrent_gemma")
@@ -181,7 +168,7 @@ def test_a_version_that_exchanges_the_state_is_let_through(monkeypatch: pytest.M
 
 
 @pytest.fixture
-def hybrid(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     """A directory with the configuration of a hybrid model."""
     config = tiny_config("qwen3_5_text")
     config.max_position_embeddings = 4096
@@ -189,25 +176,94 @@ def hybrid(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_hybrid_model_is_planned(hybrid: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "--model", str(hybrid), "--device", "h200"]
+def test_a_hybrid_model_is_planned(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", str(directory), "--device", "h200"]
     assert main([*asked, "--max-length", "2048", "--lora", "4"]) == 0
     printed = capsys.readouterr().out
     assert "Longest sequence that fits: 4,096 tokens" in printed
+    assert "Note: 1 layer with a state (Gated DeltaNet): a model of what flash-linear-attention" in printed
 
 
 def test_a_hybrid_model_over_several_ranks_is_not_planned(
-    hybrid: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_plan, "check_split", lambda *_: pytest.fail("it was let through"))
-    asked = ["plan", "--model", str(hybrid), "--device", "h200", "--gpus", "2", "--engine", "zero3"]
+    asked = ["plan", "--model", str(directory), "--device", "h200", "--gpus", "2", "--engine", "zero3"]
     assert main([*asked, "--sp-size", "2"]) == 2
     assert "sp-size 2 would train" in capsys.readouterr().err
 
 
-def test_a_run_over_several_ranks_is_refused_before_it_starts(hybrid: Path) -> None:
+def test_a_plan_says_where_there_are_no_adapters() -> None:
+    known("falcon_h1")
+    config = tiny_config("falcon_h1")
+    request = Request("falcon", config, find_device("h200"), lora=Lora(4))
+    no_adapters, model = Planner(request).notes()
+    assert no_adapters.startswith("no adapters on out_proj: PEFT refuses them")
+    assert model.startswith("2 layers with a state (Mamba-2): a model of what mamba-ssm")
+    *_, plain = Planner(replace(request, scans="pytorch")).notes()
+    assert plain.startswith("2 layers with a state (Mamba-2): transformers' PyTorch path")
+
+
+def test_a_language_part_beside_a_vision_tower() -> None:
+    known("qwen3_5")
+    batch = picture_and_text(torch.float64)
+    model = vision_language_model(torch.float64, "qwen3_5")
+    loss, expected = zoo_gradients(model, batch)
+    assert {layer.kind for layer in decoder_layers(model)} == {"Gated DeltaNet", "attention"}
+    model.zero_grad()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    report = seqtile.apply(model, heads=1, **SETTINGS["all"])
+    assert "tiled 2 of 2 MLPs" in str(report) and "1 layers with a state (Gated DeltaNet) run whole" in str(report)
+    tiled, got = zoo_gradients(model, batch)
+    torch.testing.assert_close(tiled, loss, check_dtype=False, rtol=1e-6, atol=0.0)  # transformers' own is in fp32
+    assert_same_gradients(got, expected)
+    assert seqtile.verify(vision_language_model(architecture="qwen3_5"), picture_and_text(), tile=5).ok
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens"),
+    [
+        ("recurrent_gemma", 96),
+        pytest.param("jamba", 96, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", 576, marks=pytest.mark.slow),
+    ],
+)
+def test_a_scan_that_is_not_run_holds_what_its_loop_holds(
+    family: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known(family)
+    config = tiny_config(family)
+    config.max_position_embeddings = 1024
+    setup = Setup(dtype=torch.float32, options=TilingOptions(tile=32, loss="tiled", loss_tile=32, checkpoint="full"))
+    planned = fake_step(config, setup, tokens)
+    monkeypatch.setattr("seqtile.planner.fake_step.planned_scans", lambda model, scans: nullcontext())
+    looped = fake_step(config, setup, tokens)
+    assert len(planned.operators) < len(looped.operators)
+    assert planned.peak == pytest.approx(looped.peak, rel=2e-3)
+    for phase, part in looped.peaks.items():
+        assert planned.peaks[phase].total == pytest.approx(part.total, rel=2e-2), phase
+
+
+def test_kernels_hold_less_than_pytorch_s_paths() -> None:
+    config = tiny_config("bamba")
+    config.max_position_embeddings = 1024
+    options = TilingOptions(tile=128, loss="tiled", loss_tile=128, checkpoint="full")
+    runs = {name: fake_step(config, Setup(options=options, scans=name), 512) for name in ("kernels", "pytorch")}
+    assert runs["kernels"].peak < 0.8 * runs["pytorch"].peak
+
+
+def test_a_language_part_beside_a_vision_tower_is_planned() -> None:
+    known("qwen3_5")
+    config = vision_language_model(architecture="qwen3_5").config
+    planner = Planner(Request("qwen", config, find_device("h200")), 128)
+    assert [layer.partition(".layers.")[2] for layer in planner.states["Gated DeltaNet"]] == ["0"]
+    assert planner.counts.attentions == 1
+    assert planner.fits(planner.estimate(128))
+
+
+def test_a_run_over_several_ranks_is_refused_before_it_starts(directory: Path) -> None:
     ranks = {"engine": "zero3", "nproc": 2, "sp_size": 2}
-    recipe, _ = build_recipe({}, {"model": str(hybrid), "dataset": "x", "max_length": 2048, **ranks})
+    recipe, _ = build_recipe({}, {"model": str(directory), "dataset": "x", "max_length": 2048, **ranks})
     with pytest.raises(UserError, match="carries a state along the sequence"):
         check_split(recipe)
 
@@ -247,3 +303,12 @@ def test_beside_flash_attention_a_model_of_few_layers_is_asked(monkeypatch: pyte
     assert type(shallow) is type(model) and shallow.dtype == torch.bfloat16
     assert attention_kind(shallow) == "eager" and attention_kind(model) == "flash_attention_2"
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("family", ["lfm2_moe", "bamba"])
+def test_the_page_says_what_becomes_of_a_family(family: str) -> None:
+    known(family)
+    found = describe(family)
+    row = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {family} |"))
+    for cell in (found.layers, found.in_tiles, found.adapters, found.refused):
+        assert f"| {cell} |" in row, "write it again by: python benchmarks/hybrid.py --write"

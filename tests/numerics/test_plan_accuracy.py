@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from plan_anchors import count_anchor, leave_one_out, read_anchors
 
@@ -54,6 +55,19 @@ def test_predicted_is_measured(cell: Any) -> None:
     assert -0.005 * bound <= row["error"] <= 0.01 * bound
     assert row["tokens"] not in row["fake_lengths"]
     assert row["layers"] not in row["fake_layers"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["lfm2", pytest.param("bamba", marks=pytest.mark.slow), pytest.param("qwen3_5_text", marks=pytest.mark.slow)],
+)
+def test_layers_with_a_state_are_predicted(model: str) -> None:
+    """Within 2 %, on transformers' PyTorch paths."""
+    if model not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {model}")
+    row = plan_accuracy.run_cell(next(cell for cell in plan_accuracy.hybrid_cells() if cell.model == model))
+    assert abs(row["error"]) <= 0.02
+    assert row["layers"] not in row["fake_layers"] and row["tokens"] not in row["fake_lengths"]
 
 
 def test_published_runs_are_predicted_without_their_own_constant() -> None:

@@ -34,6 +34,7 @@ def command(
     offload: str = typer.Option("", help="To the host: checkpoints, optimizer, weights.", metavar="WHAT,.."),
     host_memory: str = typer.Option(None, help="Host memory of the node, 1TiB.", metavar="SIZE"),
     attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),
+    scans: str = typer.Option("kernels", help="Layers with a state: kernels, pytorch or installed."),
     options: Any = None,
     batch_size: int = typer.Option(1, help="Rows per rank.", metavar="N"),
     explain: bool = typer.Option(False, "--explain", help="Why each setting."),
@@ -67,7 +68,8 @@ def command(
     request = Request(
         model=model, config=read_config(model), device=target, gpus=gpus, host_memory=host_bytes(host_memory),
         engine=engine, sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
-        engine_offload=moved, attention=attention, options=replace(asked, offload=on_host), batch=batch_size,
+        engine_offload=moved, attention=attention, scans=scans, batch=batch_size,
+        options=replace(asked, offload=on_host),
     )  # fmt: skip
     from seqtile.cli import plan_show as show
     from seqtile.planner.memory_plan import plan as make_plan

@@ -60,6 +60,8 @@ def show_plan(
     _print_verdict(console, planner, estimate, longest, limit, asked)
     if saving is not None:
         console.print(f"attention-saved: {saving.why}.")
+    for note in planner.notes():
+        console.print(f"Note: {note}.")
     if reasons:
         for line in explain(planner, estimate):
             console.print(f"  {line}")
@@ -167,6 +169,7 @@ def _object(
         "flops": work.total,
         "step_seconds": None if tflops is None else work.seconds(tflops, request.sp_size),
         "efficiency": EFFICIENCY,
+        "notes": planner.notes(),
         "not_modelled": not_modelled(request, estimate),
     }
 

@@ -50,7 +50,7 @@ def command(
     request = Request(
         model=model, config=config, device=here, lora=adapters,
         optimizer=optimizer, precision=precision, attention=attention, options=asked, batch=batch_size,
-        device_type=here.name,
+        device_type=here.name, scans="installed",
     )  # fmt: skip
     check_request(request, max_length)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from seqtile.activation_checkpointing.policies import (
     remove_checkpointing,
     standing_checkpointing,
 )
+from seqtile.models.discover.decoder_layers import states_of
 from seqtile.models.lm_loss.tiled_loss import check_kernel, find_causal_lm, install_loss, remove_loss, standing_losses
 from seqtile.options import DEFAULTS, TilingOptions, unknown_checkpoint
 
@@ -68,7 +69,16 @@ class Rest:
             loss = install_loss(model, options.loss_rule, options.loss_impl)
         if options.checkpoint is None and not options.offload:
             return loss, ""
-        return loss, install_checkpointing(model, options.checkpoint, self._room).describe()
+        done = install_checkpointing(model, options.checkpoint, self._room).describe()
+        return loss, f"{done}{recomputed(states_of(model))}" if options.checkpoint == "attention-saved" else done
+
+
+def recomputed(states: Mapping[str, Sequence[str]]) -> str:
+    """What "attention-saved" computes again beside MLPs, norms and projections, by kind of state; "" without any."""
+    return "".join(
+        f"; {len(layers)} layers with a state ({kind}) keep their input alone, and their scan runs again"
+        for kind, layers in states.items()
+    )
 
 
 def remove_rest(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from seqtile._errors import UserError
 from seqtile.models.attention.headwise import runs_on_some_heads
+from seqtile.models.loss_and_checkpoints import recomputed
 from seqtile.options import DEFAULTS, WRITTEN
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.extrapolate import KEPT_TILES
@@ -157,7 +158,7 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
             outputs = terms.get(KEPT, 0.0) / 2**30
             lines.append(
                 f"attention-saved: each layer keeps attention's output and log-sum-exp, {outputs:,.1f} GiB {place}; "
-                "attention's kernel runs forward once, not twice."
+                f"attention's kernel runs forward once, not twice{recomputed(planner.states)}."
             )
     if request.attention in ("flash", "flash3"):
         lines.append("flash attention: nothing of [tokens, tokens] is built.")

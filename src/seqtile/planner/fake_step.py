@@ -17,6 +17,7 @@ from seqtile._errors import UserError
 from seqtile._log import log_level
 from seqtile.activation_checkpointing.policies import standing_checkpointing
 from seqtile.counting.fake import fake_tensors, make_fake
+from seqtile.models.adapters import lora_config, without_adapters
 from seqtile.models.apply import apply, apply_options, undo
 from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.ops.attention.kernel_calls import is_attention
@@ -36,6 +37,7 @@ from seqtile.planner.live_at_peaks import (
     track,
 )
 from seqtile.planner.phases import OPTIMIZER_STEP, label_phases
+from seqtile.planner.scans import planned_scans
 from seqtile.planner.step_config import Built, Setup, make_optimizer
 
 
@@ -69,9 +71,9 @@ def build(config: Any, setup: Setup, device: str) -> Built:
     Raises:
         UserError: Transformers cannot build it, or it has nothing to tile.
     """
-    model = build_bare(config, setup, device)
+    model, notes = build_bare(config, setup, device), list[str]()
     if setup.lora is not None:
-        model = _add_lora(model, setup, device)
+        model, notes = _add_lora(model, setup, device)
     options = setup.options
     if options.checkpoint is not None:
         with warnings.catch_warnings():
@@ -91,7 +93,7 @@ def build(config: Any, setup: Setup, device: str) -> Built:
             undo(model)
             if options.beside_blocks:
                 apply_options(model, options.without_blocks())
-    return Built(model, report.blocks, report.left, list(report.notes))
+    return Built(model, report.blocks, report.left, notes)
 
 
 def build_bare(config: Any, setup: Setup, device: str) -> Any:
@@ -116,25 +118,24 @@ def build_bare(config: Any, setup: Setup, device: str) -> Any:
     return model
 
 
-def _add_lora(model: Any, setup: Setup, device: str) -> Any:
-    from peft import LoraConfig, get_peft_model
+def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
+    """The model with adapters, and what is to be said of them."""
+    from peft import get_peft_model
 
     assert setup.lora is not None
-    targets = setup.lora.target_modules
+    lora = setup.lora
     model.enable_input_require_grads()
     with torch.device(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adapters = LoraConfig(
-            r=setup.lora.r,
-            lora_alpha=setup.lora.alpha or 2 * setup.lora.r,  # type: ignore[arg-type]
-            lora_dropout=setup.lora.dropout,
-            target_modules=targets if isinstance(targets, str) else list(targets),
-            task_type="CAUSAL_LM",
+        adapters = lora_config(
+            model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=lora.target_modules
         )
         try:
-            return get_peft_model(model, adapters)
+            adapted = get_peft_model(model, adapters)
         except ValueError as error:
             raise UserError(f"the adapters cannot be made: {str(error).splitlines()[0]}") from None
+    left_out = without_adapters(adapters)
+    return adapted, [] if left_out is None else [left_out]
 
 
 def fake_step(config: Any, setup: Setup, tokens: int, workspace: Workspace | None = None) -> StepRun:
@@ -148,7 +149,8 @@ def fake_step(config: Any, setup: Setup, tokens: int, workspace: Workspace | Non
     with _sized_for(setup.device_type), fake_tensors(), track("cpu", workspace, tokens) as live:
         with live.phase(WEIGHTS):
             make_fake(built.model)
-        return tracked_step(built, setup, tokens, live)
+        with planned_scans(built.model, setup.scans):
+            return tracked_step(built, setup, tokens, live)
 
 
 def real_step(config: Any, setup: Setup, tokens: int) -> StepRun:

@@ -38,7 +38,8 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     Each weight costs 2 a token forward, 2 for the input's gradient, 2 for its own where it trains; a checkpoint
     computes decoder layers once more but for their last product, and attention's kernel once more unless its output
     is kept. A causal attention costs ``2 * tokens**2 * heads * width`` forward and 2.5 times that backward
-    (FlashAttention recomputes its scores).
+    (FlashAttention recomputes its scores). The scan of a layer with a state is not counted: it is linear in the tokens,
+    and small beside the layer's products.
     """
     rows = request.batch * tokens
     inside = counts.active - counts.vocabulary * counts.hidden
@@ -48,5 +49,5 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     spared = again * counts.largest_product if request.lora is None else 0
     head = counts.vocabulary * counts.hidden
     products = rows * (inside * (4 + own + again) - spared * counts.layers + head * (4 + own))
-    one = 2.0 * request.batch * tokens**2 * counts.heads * counts.head_width * counts.layers
+    one = 2.0 * request.batch * tokens**2 * counts.heads * counts.head_width * counts.attentions
     return Work(products, one * (1 + 2.5 + (1 if request.options.checkpoint == "full" else 0)))

@@ -78,6 +78,7 @@ class Counts:
         largest_product: weights of the last product of a decoder layer, the down projection of a dense MLP.
         root: everything outside the decoder layers.
         layers, hidden, heads, key_heads, head_width, vocabulary: of the model.
+        attentions: decoder layers with attention; the others carry a state, or are an MLP alone.
     """
 
     weights: int
@@ -94,6 +95,7 @@ class Counts:
     key_heads: int
     head_width: int
     vocabulary: int
+    attentions: int
 
 
 def count_layers(depths: Depths, low: Counts, high: Counts) -> Counts:
@@ -104,14 +106,15 @@ def count_layers(depths: Depths, low: Counts, high: Counts) -> Counts:
     repeats = (depths.layers - first) // (second - first)
     return replace(low, layers=depths.layers, **{
         name: getattr(low, name) + repeats * (getattr(high, name) - getattr(low, name))
-        for name in ("weights", "trained", "matrices", "active")
+        for name in ("weights", "trained", "matrices", "active", "attentions")
     })  # fmt: skip
 
 
 def count_weights(config: Any, model: nn.Module) -> Counts:
     """Count the parameters of ``model``, which may be on the meta device."""
     text = config.get_text_config()
-    layers = [model.get_submodule(layer.name) for layer in decoder_layers(model)]
+    found = decoder_layers(model)
+    layers = [model.get_submodule(layer.name) for layer in found]
     own = {id(weight) for layer in layers for weight in layer.parameters()}
     matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() >= 2]
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
@@ -136,6 +139,7 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
         key_heads=int(getattr(text, "num_key_value_heads", None) or heads),
         head_width=int(getattr(text, "head_dim", None) or hidden // heads),
         vocabulary=int(text.vocab_size),
+        attentions=sum(any(not mixer.has_state for mixer in layer.mixers) for layer in found),
     )
 
 

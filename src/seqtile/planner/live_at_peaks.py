@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from seqtile._compat import storage_key, tree_iter
-from seqtile.counting.live import LiveBytes, LiveTensor
+from seqtile.counting.live import LiveBytes
 from seqtile.counting.watch import Watch, name_of
 from seqtile.planner.phases import REST, Phase
 
@@ -83,13 +84,14 @@ class Tracker(LiveBytes):
             terms = Counter({KERNELS: inside}) if inside else Counter()
             for known in self._live.values():
                 if known.counted and known.tensor.nbytes:
-                    terms[_what(known.tensor)] += known.tensor.nbytes
+                    terms[_what(known.tensor.phase)] += known.tensor.nbytes
             self.peaks[self._phase] = PartPeak(self._now + inside, terms)
 
 
-def _what(tensor: LiveTensor) -> str:
-    """What a tensor is for: ``"attention"`` of ``"attention#3, backward"``."""
-    return Phase.read(tensor.phase).part or REST
+@cache
+def _what(phase: str) -> str:
+    """What a tensor of that phase is for: ``"attention"`` of ``"attention#3, backward"``."""
+    return Phase.read(phase).part or REST
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS,
 from seqtile.planner.model_shapes import max_positions
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE, Phase
 from seqtile.planner.request import Request, attention_cannot_be_saved, check_request, check_split
+from seqtile.planner.scan_kernels import SOURCES
 from seqtile.planner.sharding_terms import (
     BUFFERS,
     CONSTANTS,
@@ -93,6 +94,13 @@ class Planner:
     def share(self, other: Planner) -> None:
         """Take the fake runs of a planner of the same model; runs are found by their settings."""
         self._lines.update(other._lines)
+
+    def notes(self) -> list[str]:
+        """What else is to be said of this plan, in sentences."""
+        return [
+            *self.built.notes,
+            *(_scan_note(kind, layers, self.setup.scans) for kind, layers in self.states.items()),
+        ]
 
     def local(self, tokens: int) -> int:
         """Tokens of each row that one rank holds."""
@@ -255,7 +263,7 @@ class Planner:
         counts, setup = self.counts, self.setup
         itemsize = 2 if setup.autocast else setup.dtype.itemsize
         each = counts.heads * (counts.head_width * itemsize + 4)  # the output and its log-sum-exp
-        return float(counts.layers * each * self.local(tokens) * self.request.batch)
+        return float(counts.attentions * each * self.local(tokens) * self.request.batch)
 
     def at_least(self, tokens: int) -> float:
         """Bytes on the device that no step of ``tokens`` tokens per row is below, without a fake run."""
@@ -272,6 +280,16 @@ class Planner:
     def work(self, tokens: int) -> Work:
         """Operations of a step of ``tokens`` tokens per row."""
         return count_work(self.request, self.counts, tokens)
+
+
+def _scan_note(kind: str, layers: list[str], scans: str) -> str:
+    """What the working set of a kind of layers with a state was worked out from."""
+    which = f"{len(layers)} layer{'s' if len(layers) > 1 else ''} with a state ({kind})"
+    source = SOURCES.get(kind)
+    if scans == "pytorch" or source is None:
+        return f"{which}: transformers' PyTorch path" + (f", as without {source}" if source else ", there is no other")
+    where = "" if scans == "kernels" else ", as far as they are installed"
+    return f"{which}: a model of what {source} allocate{where}, read from their sources, not measured"
 
 
 def _alike(one: Setup, other: Setup, within: float = 0.05) -> bool:

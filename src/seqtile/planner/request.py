@@ -12,6 +12,7 @@ from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.model_shapes import max_positions
+from seqtile.planner.scans import SCANS
 from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup
 
 ENGINES = ("single", "ddp", "fsdp2", "zero3")
@@ -39,6 +40,8 @@ class Request:
         optimizer: one of the optimisers of :mod:`seqtile.planner.step_config`.
         engine_offload: what the engine keeps on the host, of :data:`ENGINE_OFFLOADS`.
         attention: one of :data:`ATTENTIONS`.
+        scans: of layers with a state: in the fast ``"kernels"``, in transformers' ``"pytorch"`` paths, or in the
+            kernels that are ``"installed"`` here.
         options: what :func:`seqtile.apply` is told. ``checkpoint`` None is no activation checkpoints; ``"auto"``
             chooses between ``"full"`` and ``"attention-saved"`` at the planned length.
         precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
@@ -58,6 +61,7 @@ class Request:
     optimizer: str = "adamw"
     engine_offload: tuple[str, ...] = ()
     attention: str = "flash"
+    scans: str = "kernels"
     options: TilingOptions = replace(PLANNED, loss_tile="auto")
     precision: str = "mixed"
     batch: int = 1
@@ -82,6 +86,7 @@ class Request:
             attention=self.attention if self.attention in ("sdpa", "eager") else "flash",
             batch=self.batch,
             device_type=self.device_type,
+            scans="pytorch" if self.device_type == "cpu" else self.scans,
         )
 
 
@@ -109,7 +114,8 @@ def check_request(request: Request, max_length: int | None) -> None:
     options = request.options
     for name, value, known in (
         ("engine", request.engine, ENGINES), ("attention", request.attention, ATTENTIONS),
-        ("precision", request.precision, PRECISIONS), ("optimizer", request.optimizer, tuple(OPTIMIZERS)),
+        ("precision", request.precision, PRECISIONS), ("scans", request.scans, SCANS),
+        ("optimizer", request.optimizer, tuple(OPTIMIZERS)),
     ):  # fmt: skip
         if value not in known:
             raise UserError(f"{name} {value!r} is not known here; use one of {', '.join(known)}")

@@ -41,6 +41,7 @@ class Setup:
         optimizer: one of :data:`OPTIMIZERS`.
         attention: ``"flash"``, the shapes of FlashAttention, or Transformers' name of an attention function.
         batch: rows.
+        scans: of layers with a state, one of :data:`seqtile.planner.scans.SCANS`.
         liger: the shapes of Liger's norm and SwiGLU kernels, on fake tensors only.
         device_type: of the device that the step is sized for; fake tensors themselves are on the CPU.
     """
@@ -53,6 +54,7 @@ class Setup:
     attention: str = "sdpa"
     batch: int = 1
     device_type: str = "cpu"
+    scans: str = "pytorch"
     liger: bool = False
 
     @property
@@ -122,6 +124,7 @@ class Built:
         model: on the meta device or a real one, with adapters, checkpoints and tiles.
         blocks: its position-wise blocks, tiled or not.
         left: what was left alone.
+        notes: what the plan says of them, in sentences.
     """
 
     model: nn.Module

@@ -14,10 +14,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
+from seqtile.models.adapters import lora_config, without_adapters
 from seqtile.train.recipe import LoraRecipe, Recipe, alternatives, shown
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from torch import nn
     from trl import SFTConfig  # type: ignore[attr-defined]
 
 logger = first_rank_logger(__name__)
@@ -107,20 +109,15 @@ def checked_trainer_values(values: dict[str, Any], schema: type) -> dict[str, An
     return checked
 
 
-def adapter_config(lora: LoraRecipe | None) -> LoraConfig | None:
-    """PEFT's configuration of the adapters, or None to train every weight."""
+def adapter_config(lora: LoraRecipe | None, model: nn.Module) -> LoraConfig | None:
+    """PEFT's configuration of the adapters on ``model``, or None to train every weight."""
     if lora is None:
         return None
-    from peft import LoraConfig
-
-    modules = lora.target_modules
-    return LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha or 2 * lora.r,  # type: ignore[arg-type]
-        lora_dropout=lora.dropout,
-        target_modules=modules if isinstance(modules, str) else list(modules),
-        task_type="CAUSAL_LM",
-    )
+    config = lora_config(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=lora.target_modules)
+    left_out = without_adapters(config)
+    if left_out is not None:
+        logger.warning(left_out)
+    return config
 
 
 def _precision() -> dict[str, Any]:

@@ -119,7 +119,7 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
         model=recipe.model, config=config, device=find_memory(recipe, memory), gpus=recipe.nproc or 1,
         engine=recipe.engine, sp_size=recipe.sp_size, qlora=four_bit, optimizer=optimizer, attention=attention,
         lora=None if recipe.lora is None else _adapters(recipe.lora), options=settings_of(recipe),
-        precision=_precision(recipe, config), batch=recipe.batch_size,
+        precision=_precision(recipe, config), batch=recipe.batch_size, scans="installed",
         device_type=device_type(), host_memory=(available_host_bytes() or None) if can_offload() else None,
     )  # fmt: skip
 

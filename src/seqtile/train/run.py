@@ -237,7 +237,7 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     if recipe.loss_tile:
         find_causal_lm(model)  # before the trainer is built, which takes longer
     prepare_on_cpu(recipe)
-    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora))
+    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora, model))
     if recipe.loss_tile:
         tile_head(causal_model(trainer.model), recipe.loss_tile)
     return trainer, tiling

@@ -106,7 +106,7 @@ def build_model(recipe: Recipe) -> nn.Module:
     import torch
 
     model: Any = load_bare(recipe)
-    adapters = adapter_config(recipe.lora)
+    adapters = adapter_config(recipe.lora, model)
     if adapters is not None:
         from peft import get_peft_model
 

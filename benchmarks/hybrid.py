@@ -1,0 +1,274 @@
+"""Hybrid models family by family: what is tiled, what it buys, what is refused and why; docs/hybrid.md's table.
+
+    python benchmarks/hybrid.py [--only FAMILY ...] [--grid] [--buys] [--write]
+
+Each family of the installed transformers is built tiny, without a network. One training step with everything in tiles,
+offloaded and with "attention-saved" checkpoints, all weights and adapters alone, is compared with the untiled model's
+(``--grid``: each technique by itself too). What tiles buy (``--buys``, a minute a family) is a fake step of 16,384
+tokens at the default widths with one layer of each kind: the most that activations hold, untiled and tiled, both with
+activation checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from peft import get_peft_model
+
+import seqtile
+from seqtile._errors import UserError
+from seqtile.bench.environment import environment, stamp
+from seqtile.engines.sequence_parallel import refuse_split_states
+from seqtile.models.adapters import lora_config
+from seqtile.models.discover.decoder_layers import decoder_layers, states_of
+from seqtile.options import TilingOptions
+from seqtile.planner.fake_step import fake_step
+from seqtile.planner.live_at_peaks import GRADIENTS, OPTIMIZER, WEIGHTS
+from seqtile.planner.step_config import Setup
+from seqtile.train.packing import check_packing
+from tiny_models import build, tiny_config
+
+KINDS: dict[str, set[str]] = {
+    "qwen3_next": {"Gated DeltaNet", "attention"},
+    "qwen3_5_text": {"Gated DeltaNet", "attention"},
+    "qwen3_5_moe_text": {"Gated DeltaNet", "attention"},
+    "olmo_hybrid": {"Gated DeltaNet", "attention"},
+    "kimi_linear": {"KDA", "attention"},
+    "bailing_hybrid": {"KDA", "attention"},
+    "bamba": {"Mamba-2", "attention"},
+    "nemotron_h": {"Mamba-2", "attention", "MLP"},
+    "falcon_h1": {"attention and Mamba-2"},
+    "granitemoehybrid": {"Mamba-2", "attention"},
+    "zamba2": {"Mamba-2", "attention and Mamba-2"},
+    "jamba": {"Mamba", "attention"},
+    "lfm2_moe": {"short convolution", "attention"},
+    "minimax": {"lightning attention", "attention"},
+    "recurrent_gemma": {"RG-LRU", "attention"},
+}
+"""The kinds of decoder layers of each family."""
+
+WITHOUT_MLP = {"zamba2"}
+"""Families whose MLPs take an adapter per layer, and stay untiled."""
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "MLP": {"tile": 5},
+    "loss": {"tile": 5, "loss": "tiled", "loss_tile": 7},
+    "offload": {"tile": 5, "offload": True},
+    "attention saved": {"tile": 5, "checkpoint": "attention-saved"},
+    "all": {"tile": 5, "loss": "tiled", "loss_tile": 7, "offload": True, "checkpoint": "attention-saved"},
+}
+TOKENS = 19
+PLANNED = 16384
+PAGE = Path(__file__).parents[1] / "docs" / "hybrid.md"
+BEGIN, END = "<!-- families: written by benchmarks/hybrid.py -->", "<!-- families: end -->"
+
+
+def settings_of(family: str, name: str) -> dict[str, Any]:
+    """What ``seqtile.apply`` is told; empty where the family has nothing of it."""
+    settings = dict(SETTINGS[name])
+    if family in WITHOUT_MLP:
+        settings.pop("tile")
+        return {**settings, "blocks": "none"} if settings else {}
+    return settings
+
+
+def model_of(family: str) -> Any:
+    """A tiny model of the family.
+
+    Raises:
+        ImportError: it needs a package.
+    """
+    torch.manual_seed(0)
+    config = tiny_config(family)
+    config.use_cache = False
+    model: Any = build(transformers.AutoModelForCausalLM, config).eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products have no float64
+    return model
+
+
+def adapted(family: str) -> Any:
+    """The same with adapters on every linear layer that may have one, the second factor not zero."""
+    model = model_of(family)
+    config = lora_config(model, r=4, alpha=None, dropout=0.0, target_modules="all-linear")
+    config.init_lora_weights = False
+    torch.manual_seed(3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)  # of experts
+        model = get_peft_model(model, config)
+    model.enable_input_require_grads()
+    return model
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Loss and gradients of one step."""
+    model.zero_grad(set_to_none=True)
+    ids = torch.randint(
+        5, model.config.get_text_config().vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(1)
+    )
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest error (L2) of any gradient, relative to it, or to a thousandth of the largest where it is smaller."""
+    assert got.keys() == expected.keys()
+    least = 1e-3 * max(float(value.norm()) for value in expected.values())
+    return max(float((got[name] - value).norm()) / max(float(value.norm()), least) for name, value in expected.items())
+
+
+def tiled(model: Any, settings: dict[str, Any]) -> Any:
+    """``model`` in tiles, with activation checkpoints where the settings need them or it has adapters."""
+    if "checkpoint" in settings or "offload" in settings:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    return seqtile.apply(model, **settings)
+
+
+def errors(family: str, make: Callable[[str], Any], names: tuple[str, ...]) -> tuple[float, float]:
+    """The untiled model's largest error against float64, and that of the tiled ones."""
+    exact = gradients(make(family).double())
+    own, worst = difference(gradients(make(family)), exact), 0.0
+    for name in names:
+        if settings := settings_of(family, name):
+            model = make(family)
+            tiled(model, settings)
+            worst = max(worst, difference(gradients(model), exact))
+    return own, worst
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table, in words."""
+
+    name: str
+    layers: str
+    in_tiles: str
+    buys: str
+    adapters: str
+    refused: str
+
+
+def describe(family: str, *, planned: bool = False) -> Family:
+    """What becomes of a family, but for its gradients; what tiles buy only where ``planned``."""
+    model = model_of(family)
+    kinds = Counter(layer.kind for layer in decoder_layers(model))
+    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    settings = {**(settings_of(family, "MLP") or {"blocks": "none"}), "heads": 1}
+    try:
+        report = seqtile.apply(model, **settings)
+    except UserError:  # attention of no known form
+        report = seqtile.apply(model, **{**settings, "heads": None, "loss": "tiled"})
+    blocks = ", ".join(dict.fromkeys(block.class_name for block in report.blocks)) or "no MLP"
+    heads = "attention by heads" if "head-wise attention in" in str(report) else "attention whole"
+    excluded = lora_config(model_of(family), r=4, alpha=None, dropout=0.0, target_modules="all-linear").exclude_modules
+    return Family(
+        family, layers, f"{blocks}; {heads}", _buys(family) if planned else "", _words(excluded), _refused(family)
+    )
+
+
+def _words(excluded: Any) -> str:
+    return f"not on {', '.join(sorted(excluded))}" if excluded else "on all linear layers"
+
+
+def _buys(family: str) -> str:
+    config = tiny_config(family, narrow=False, random=False)
+    config.get_text_config().max_position_embeddings = 2 * PLANNED
+    options = TilingOptions(tile=2048, loss="tiled", loss_tile=2048, checkpoint="full")
+    try:
+        tile, untiled = (_activations(config, one) for one in (options, options.without_blocks()))
+    except (UserError, RuntimeError):  # the default sizes do not fit each other, with fewer layers or heads
+        return "not run"
+    return f"{untiled / 2**30:.1f} to {tile / 2**30:.1f} GiB"
+
+
+def _activations(config: Any, options: TilingOptions) -> int:
+    """Most bytes of activations of a fake step."""
+    setup = Setup(options=options, attention="flash", device_type="cuda", scans="kernels", optimizer="sgd")
+    run = fake_step(config, setup, PLANNED)
+    standing = (WEIGHTS, GRADIENTS, OPTIMIZER)
+    return max(part.total - sum(part.terms.get(name, 0) for name in standing) for part in run.peaks.values())
+
+
+def _refused(family: str) -> str:
+    """Sequence parallelism and packing: asked, not assumed."""
+    model, found = model_of(family), []
+    try:
+        refuse_split_states(family, states_of(model), 2)
+    except UserError:
+        found.append("sequence parallelism (its state would begin empty on every rank)")
+    try:
+        check_packing(model, SimpleNamespace(padding_free=False, packing=True, packing_strategy="bfd"))
+    except UserError:
+        found.append("packing (documents would read each other's state)")
+    return ", ".join(found) or "nothing"
+
+
+def row(found: Family, equal: str) -> str:
+    """A line of the table."""
+    buys = [found.buys] if found.buys else []
+    cells = (found.name, found.layers, found.in_tiles, *buys, found.adapters, found.refused, equal)
+    return f"| {' | '.join(cells)} |"
+
+
+HEAD = (
+    "family (tiny: one layer of each kind)", "layers", "in tiles", "adapters", "refused",
+    "error of gradients: untiled, tiled; adapters: untiled, tiled",
+)  # fmt: skip
+BUYS = "activations at 16,384 tokens, untiled to tiled MLPs"
+
+
+def page(rows: list[str], about: dict[str, Any], *, buys: bool) -> str:
+    """The table, with what it was made with."""
+    versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "transformers", "peft"))
+    made = f"{about['date'][:10]}, {about['device_name']}, {versions}; `{about['command']}`."
+    head = [*HEAD[:3], BUYS, *HEAD[3:]] if buys else HEAD
+    return "\n".join([made, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows])
+
+
+def main() -> int:
+    """Examine the families, print their rows, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="FAMILY", help="these families")
+    parser.add_argument("--grid", action="store_true", help="each technique by itself too")
+    parser.add_argument("--buys", action="store_true", help="plan what tiles buy at the default widths")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/hybrid.md")
+    options = parser.parse_args()
+    if options.write and options.only:
+        parser.error("--write needs all families: leave out --only")
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    names = tuple(SETTINGS) if options.grid else ("all",)
+    rows = []
+    for family in options.only or KINDS:
+        full, lora = errors(family, model_of, names), errors(family, adapted, names)
+        equal = f"{full[0]:.0e}, {full[1]:.0e}; {lora[0]:.0e}, {lora[1]:.0e}"
+        rows.append(row(describe(family, planned=options.buys), equal))
+        print(rows[-1], flush=True)
+    if options.write:
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition(END)[2]
+        table = page(rows, stamp(environment(), ["python", *sys.argv]), buys=options.buys)
+        PAGE.write_text("\n".join([before + BEGIN, "", table, "", END + after]), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,295 @@
+"""What the scan of a layer with a state holds, without running it turn by turn.
+
+Transformers' PyTorch paths of Gated DeltaNet, KDA, Mamba and RG-LRU loop over chunks or tokens: a fake step of 16,384
+tokens would be minutes of Python. Each loop is run on fake tensors at three short lengths instead. Where what it holds
+is a line in the tokens, an operator of those bytes stands for it in the fake step; where not, the loop itself runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._compat import RG_LRU_SCAN, disable_current_modes, storage_key
+from seqtile.counting.fake import fake_tensors
+from seqtile.counting.live import count_live_bytes
+from seqtile.planner.scan_kernels import KERNELS
+
+SCANS = ("kernels", "pytorch", "installed")
+"""Scans run in the fast kernels, in transformers' PyTorch paths, or in the kernels that are installed here."""
+
+LOOPS: dict[str, dict[str, int]] = {
+    "torch_chunk_gated_delta_rule": {"query": 1, "key": 1, "value": 1, "g": 1, "beta": 1},
+    "chunk_kimi_delta_attention": {"query": 1, "key": 1, "value": 1, "g": 1, "beta": 1},
+    "mamba_selective_scan": {"hidden_states": 2, "dt": 2, "B": 2, "C": 2, "z": 2},
+    RG_LRU_SCAN: {"hidden_states": 1, "recurrent_gate": 1, "reset": 1},
+}
+"""Functions of transformers' modeling files that loop over the sequence: the dimension of the tokens by argument."""
+
+TURNS = (4, 6, 8)
+"""Lengths at which a loop is run, in chunks."""
+_TOKENS_A_TURN = 8
+"""The same for a loop over tokens, whose every token is a turn."""
+_STRAIGHT = 1e-3
+"""Largest error of the line at the middle length, relative."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one call beside its inputs and its output.
+
+    Attributes:
+        saved: for the backward.
+        passing: at the forward's peak where nothing is saved, under an activation checkpoint.
+        forward: at the forward's peak beside what is saved.
+        backward: at the backward's peak beside what is saved, gradients of the inputs included.
+    """
+
+    saved: int
+    passing: int
+    forward: int
+    backward: int
+
+
+_BYTES = tuple(Held.__dataclass_fields__)
+
+
+@contextmanager
+def planned_scans(model: nn.Module, scans: str) -> Iterator[None]:
+    """While the ``with`` lasts, scans in the modeling files of ``model`` hold their bytes and compute nothing.
+
+    Args:
+        model: on fake tensors.
+        scans: one of :data:`SCANS`.
+    """
+    undo: list[Callable[[], None]] = []
+    try:
+        for file in {type(part).__module__ for part in model.modules() if "transformers" in type(part).__module__}:
+            module = sys.modules[file]
+            for name in (LOOPS.keys() | KERNELS.keys()) & vars(module).keys():
+                before = getattr(module, name)
+                undo.append(partial(setattr, module, name, before))
+                setattr(module, name, _planned(name, before, scans))
+        for part in model.modules():
+            if hasattr(part, RG_LRU_SCAN):
+                undo.append(partial(delattr, part, RG_LRU_SCAN))
+                setattr(part, RG_LRU_SCAN, _stand_in(getattr(part, RG_LRU_SCAN), LOOPS[RG_LRU_SCAN]))
+        yield
+    finally:
+        for one in undo:
+            one()
+
+
+def _planned(name: str, function: Callable[..., Any], scans: str) -> Callable[..., Any]:
+    """What stands for ``function``, which calls a kernel where transformers found one."""
+    package, kernel = KERNELS.get(name, ("", None))
+    if kernel is not None and (scans == "kernels" or (scans == "installed" and find_spec(package) is not None)):
+        return kernel
+    plain = inspect.unwrap(function)
+    return _stand_in(plain, LOOPS[name]) if name in LOOPS else plain
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tensor argument but for its number of tokens: ``dim`` is their dimension, None where it has none."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    dim: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, dim: int | None) -> _Given:
+        shape = tuple(0 if place == dim else size for place, size in enumerate(tensor.shape))
+        order = tuple(sorted(range(tensor.dim()), key=lambda place: (-tensor.stride()[place], place)))
+        return cls(shape, order, tensor.dtype, tensor.requires_grad, dim)
+
+    def make(self, tokens: int) -> Tensor:
+        """One of ``tokens`` tokens, strided as the one that was given."""
+        shape = [tokens if place == self.dim else size for place, size in enumerate(self.shape)]
+        dense = torch.empty([shape[place] for place in self.order], dtype=self.dtype)
+        back = sorted(range(len(shape)), key=self.order.__getitem__)
+        return dense.permute(back).requires_grad_(self.requires_grad)
+
+
+def _stand_in(loop: Callable[..., Any], dims: Mapping[str, int]) -> Callable[..., Any]:
+    signature = inspect.signature(loop)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        more = bound.arguments.pop("kwargs", {})
+        tensors = {name: one for name, one in bound.arguments.items() if isinstance(one, Tensor)}
+        chunk = int(bound.arguments.get("chunk_size", _TOKENS_A_TURN))
+        first = next(iter(dims))
+        tokens = tensors[first].shape[dims[first]]
+        if tokens <= TURNS[-1] * chunk or any(isinstance(one, Tensor) for one in more.values()):
+            return loop(*args, **kwargs)
+        given = tuple((name, _Given.of(one, dims.get(name))) for name, one in tensors.items())
+        others = tuple((name, one) for name, one in bound.arguments.items() if name not in tensors)
+        line = _line(loop, given, others, chunk, torch.is_autocast_enabled("cpu"))
+        if line is None:
+            return loop(*args, **kwargs)
+        outputs = _Holding.apply(line.results, tokens, line.at(tokens), line.kept, _keeping(), *tensors.values())  # type: ignore[no-untyped-call]
+        if line.single:
+            return outputs[0]
+        left = iter(outputs)
+        return tuple(None if one is None else next(left) for one in line.results)
+
+    return call
+
+
+class _Holding(torch.autograd.Function):
+    """An operator that holds the given bytes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, results: tuple[_Given | None, ...], tokens: int, held: Held, kept: tuple[bool, ...], keeping: bool,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        made = tuple(one.make(tokens).requires_grad_(False) for one in results if one is not None)
+        # Where nothing stays, it has the size only, by which a checkpoint compares forward and recompute.
+        saved = _bytes(held.saved) if keeping else _bytes(1).expand(held.saved)
+        _bytes(held.forward if keeping else held.passing)
+        ctx.save_for_backward(saved, *(one for one, stays in zip(inputs, kept, strict=True) if stays))
+        ctx.inside = held.backward
+        ctx.like = [(one.shape, one.dtype) if one.requires_grad else None for one in inputs]
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        _bytes(ctx.inside)
+        del saved
+        return (
+            None,
+            None,
+            None,
+            None,
+            None,
+            *(None if one is None else torch.empty(one[0], dtype=one[1]) for one in ctx.like),
+        )
+
+
+class _Probe(torch.autograd.Function):
+    """Saves a tensor that nobody else holds, and tells ``seen`` of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[Any]) -> Tensor:
+        saved = torch.empty(1)
+        seen.append(weakref.ref(saved.untyped_storage()))
+        ctx.save_for_backward(saved)
+        return x.new_empty(1)
+
+
+def _keeping() -> bool:
+    """Whether what an operator saves now stays; in the forward of an activation checkpoint it does not."""
+    seen: list[Any] = []
+    found = _Probe.apply(torch.empty(1, requires_grad=True), seen)  # type: ignore[no-untyped-call]
+    stays = seen[0]() is not None
+    del found
+    return stays
+
+
+def _bytes(count: int) -> Tensor:
+    return torch.empty(max(0, count), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """What a loop holds by its tokens, from its runs at the outer two of :data:`TURNS`."""
+
+    lengths: tuple[int, int]
+    ends: tuple[Held, Held]
+    results: tuple[_Given | None, ...]
+    kept: tuple[bool, ...]
+    single: bool
+
+    def at(self, tokens: int) -> Held:
+        """The bytes at ``tokens`` tokens."""
+        share = (tokens - self.lengths[0]) / (self.lengths[1] - self.lengths[0])
+        low, high = self.ends
+        return Held(*(
+            round(getattr(low, name) + share * (getattr(high, name) - getattr(low, name)))
+            for name in _BYTES
+        ))  # fmt: skip
+
+
+@cache
+def _line(
+    loop: Callable[..., Any], given: tuple[tuple[str, _Given], ...], others: tuple[tuple[str, Any], ...], chunk: int,
+    autocast: bool,
+) -> _Line | None:  # fmt: skip
+    """The line of ``loop``, None where it is none; runs under the autocast that is on, by which results are kept."""
+    lengths = [turns * chunk for turns in TURNS]
+    runs = [_run(loop, given, others, length) for length in lengths]
+    held = [run[0] for run in runs]
+    line = _Line((lengths[0], lengths[-1]), (held[0], held[-1]), *runs[0][1:])
+    middle = line.at(lengths[1])
+    for name in _BYTES:
+        expected = getattr(held[1], name)
+        if abs(getattr(middle, name) - expected) > _STRAIGHT * max(1, expected):
+            return None
+    return line
+
+
+def _run(
+    loop: Callable[..., Any], given: tuple[tuple[str, _Given], ...], others: tuple[tuple[str, Any], ...], tokens: int
+) -> tuple[Held, tuple[_Given | None, ...], tuple[bool, ...], bool]:
+    """One call of ``tokens`` tokens on fake tensors: its bytes, its results, and which inputs it keeps."""
+    with disable_current_modes(), fake_tensors(), torch.enable_grad():
+        inputs = {name: one.make(tokens) for name, one in given}
+        keys: set[int] = set()
+
+        def pack(tensor: Tensor) -> Tensor:
+            keys.add(storage_key(tensor.untyped_storage()))
+            return tensor
+
+        with count_live_bytes("cpu") as live, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with live.phase("forward"):
+                found = loop(**inputs, **dict(others))
+            single = isinstance(found, Tensor)
+            found = (found,) if single else tuple(found)
+            results = tuple(None if one is None else _Given.of(one, _tokens_in(one, tokens)) for one in found)
+            sizes = [one.numel() * one.element_size() for one in found if one is not None]
+            kept = tuple(storage_key(one.untyped_storage()) in keys for one in inputs.values())
+            total = _Begin.apply(found[0])  # type: ignore[no-untyped-call]
+            saved = max(0, live.timeline()[-1].live - sum(sizes))
+            with live.phase("backward"):
+                del found
+                total.backward()
+        peaks = {name: live.phases[name].peak for name in ("forward", "backward")}
+        with count_live_bytes("cpu") as live, torch.no_grad():
+            loop(**inputs, **dict(others))
+    # The gradient of the output is as large as the output.
+    forward, backward = peaks["forward"] - saved - sum(sizes), peaks["backward"] - saved - sizes[0]
+    return Held(saved, max(0, live.peak - sum(sizes)), max(0, forward), max(0, backward)), results, kept, single
+
+
+def _tokens_in(tensor: Tensor, tokens: int) -> int | None:
+    """The dimension of the tokens in a result, None where it has none."""
+    return next((place for place, size in enumerate(tensor.shape) if size == tokens), None)
+
+
+class _Begin(torch.autograd.Function):
+    """Begins a backward with a gradient that nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = output.shape, output.dtype
+        return output.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        return torch.empty(ctx.shape, dtype=ctx.dtype)
