@@ -73,6 +73,16 @@ _CASES = [
     Case("scores", "token scores (TRL)", tiled_loss=True, scored=True, steps=2),
     Case("scores-checkpoint", "token scores (TRL)", tiled_loss=True, scored=True, checkpoint="non-reentrant"),
     Case("scores-lora", "token scores (TRL)", tiled_loss=True, scored=True, adapters=("lm_head", "q_proj")),
+    Case("tiled-loss-idle", "tiled loss", tiled_loss=True, trained=(0.3, 0.0), steps=2),
+    Case(
+        "tiled-loss-idle-lora", "tiled loss + LoRA", tiled_loss=True, trained=(0.3, 0.0),
+        adapters=("lm_head", "q_proj"),
+    ),
+    Case("scores-idle", "token scores (TRL)", tiled_loss=True, scored=True, trained=(0.3, 0.0), steps=2),
+    Case(
+        "scores-idle-lora", "token scores (TRL)", tiled_loss=True, scored=True, trained=(0.3, 0.0),
+        adapters=("lm_head", "q_proj"),
+    ),
 ]  # fmt: skip
 CASES = [replace(case, dtype=torch.float32, options=case.options or STINGY) for case in _CASES]
 

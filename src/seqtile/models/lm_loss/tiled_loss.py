@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -273,7 +274,7 @@ class TiledLoss(ForwardStandIn):
         def module(hidden: Tensor, call: Any, weights: Any, sizes: Any) -> Tensor:
             check_kernel(head, self.impl)  # again: the adapter may have come after seqtile.apply
             aim = Objective(scaling, ignore_index)
-            return module_cross_entropy(call, hidden, targets, weights(), sizes, aim, count)
+            return module_cross_entropy(call, hidden, targets, weights(), sizes, head_width(head), aim, count)
 
         return self.inside(head, later.hidden, plain, module)  # type: ignore[no-any-return]
 
@@ -299,7 +300,8 @@ class TiledLoss(ForwardStandIn):
             )  # fmt: skip
 
         def module(rows: Tensor, call: Any, weights: Any, sizes: Any) -> tuple[Tensor, ...]:
-            return tensors(module_logprobs(call, rows, targets, weights, sizes, Objective(scaling, ignore_index)))
+            aim = Objective(scaling, ignore_index)
+            return tensors(module_logprobs(call, rows, targets, weights, sizes, head_width(head), aim))
 
         found = self.inside(head, hidden, plain, module)
         return TokenScores(**dict(zip(names, found, strict=True)))
@@ -323,7 +325,7 @@ class TiledLoss(ForwardStandIn):
             def call(tile: Tensor, aliases: Mapping[str, Tensor]) -> Tensor:
                 return call_with_weights(Bare([head]), aliases, (lambda tiles: own(tiles[0]), [tile]))  # type: ignore[no-any-return]
 
-            return module(rows, call, weights, self._sizes(rows, head))
+            return module(rows, call, weights, partial(self._sizes, rows, head))
 
         head.__dict__[name] = instead
         try:
@@ -334,12 +336,12 @@ class TiledLoss(ForwardStandIn):
             else:
                 head.__dict__[name] = had
 
-    def _sizes(self, hidden: Tensor, head: nn.Module) -> tuple[int, ...]:
+    def _sizes(self, hidden: Tensor, head: nn.Module, tokens: int) -> tuple[int, ...]:
         shape = BlockShape(
             hidden=hidden.shape[-1], intermediate=max(1, head_width(head)), itemsize=hidden.element_size(),
             weight_numel=0, weight_itemsize=4, device_type=hidden.device.type, live_widths=2,
         )  # fmt: skip
-        return head_sizes(hidden.shape[:-1].numel(), self.rule, shape)
+        return head_sizes(tokens, self.rule, shape)
 
 
 _NOTHING: Any = object()
