@@ -190,6 +190,7 @@ class HeadCall:
         aim: what is summed per token.
         rule: of the tiles.
         kept: what is known of the labels already, from another call with the same ones.
+        vocabulary: ``V``, where ``weight`` has some of its rows.
 
     Raises:
         ValueError: shapes that do not fit, labels outside the vocabulary.
@@ -197,7 +198,7 @@ class HeadCall:
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, aim: Objective, rule: TileRule,
-        kept: KeptTokens | None = None,
+        kept: KeptTokens | None = None, vocabulary: int | None = None,
     ) -> None:  # fmt: skip
         if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
             raise ValueError(
@@ -215,7 +216,9 @@ class HeadCall:
                 f"class_weights have shape {tuple(aim.class_weights.shape)}, expected {tuple(weight.shape[:1])}"
             )
         self.hidden, self.weight, self.bias = hidden.reshape(-1, hidden.shape[-1]), weight, bias
-        self.kept = kept or KeptTokens.of(labels.reshape(-1).to(hidden.device), aim.ignore_index, weight.shape[0])
+        if kept is None:
+            kept = KeptTokens.of(labels.reshape(-1).to(hidden.device), aim.ignore_index, vocabulary or weight.shape[0])
+        self.kept = kept
         casts = Autocast.of(hidden)
         trains = weight.requires_grad
         shape = BlockShape(
@@ -361,12 +364,12 @@ class _PerToken(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         cut: Cut = ctx.cut
         needs = ctx.needs_input_grad[7:]
-        hidden, weight, *rest, index, ids, temperature, candidates = ctx.save.saved_tensors
+        hidden, weight, *rest, index, ids, temperature, candidates, here = ctx.save.saved_tensors
         kept = KeptTokens(hidden.shape[0], ids, index)
         upstream, entropy_upstream, candidates_upstream = (
             None if each is None else kept.take(each) for each in (upstream, entropy_upstream, candidates_upstream)
         )
-        targets, bias = TileTargets(ids, temperature, candidates), rest[0] if rest else None
+        targets, bias = TileTargets(ids, temperature, candidates, here), rest[0] if rest else None
         with cut.casts.off():
             work = cut.work(weight, bias)
             factor = torch.zeros_like(ctx.lse) if upstream is None else upstream

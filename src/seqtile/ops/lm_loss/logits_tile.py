@@ -87,17 +87,19 @@ class TileTargets:
         ids: its target.
         temperature: divides its logits after everything else, or None.
         candidates: ``[n, k]``, other tokens whose log-probabilities are wanted, or None.
+        here: whether the target is among the rows of this rank's weight, or None where the weight is whole.
     """
 
     ids: Tensor
     temperature: Tensor | None = None
     candidates: Tensor | None = None
+    here: Tensor | None = None
 
     def __getitem__(self, part: slice) -> TileTargets:
         return TileTargets(*(None if tensor is None else tensor[part] for tensor in self.tensors()))  # type: ignore[arg-type]
 
-    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self.ids, self.temperature, self.candidates
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return self.ids, self.temperature, self.candidates, self.here
 
 
 @dataclass
@@ -246,7 +248,8 @@ class HeadRows:
         if smoothing:
             weights = p.new_ones(self.vocabulary) if self.class_weights is None else self.class_weights
             p.addr_(factor, weights, alpha=-smoothing)
-        p.scatter_add_(-1, targets.ids.unsqueeze(-1), -own.unsqueeze(-1))
+        at_target = own if targets.here is None else own * targets.here
+        p.scatter_add_(-1, targets.ids.unsqueeze(-1), -at_target.unsqueeze(-1))
         if of_candidates is not None and targets.candidates is not None:
             p.scatter_add_(-1, targets.candidates, of_candidates)
         if extra is not None:
