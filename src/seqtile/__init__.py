@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from seqtile.models.apply import applied as applied
     from seqtile.models.apply import apply as apply
     from seqtile.models.apply import undo as undo
+    from seqtile.models.lm_loss.tiled_loss import deferred_logits as deferred_logits
     from seqtile.models.module import tile_module as tile_module
     from seqtile.models.report import Block as Block
     from seqtile.models.report import Report as Report
@@ -46,6 +47,7 @@ _HOMES = {
     "check_gradients": "seqtile.verification",
     "count_live_bytes": "seqtile.counting",
     "count_products": "seqtile.counting",
+    "deferred_logits": "seqtile.models.lm_loss.tiled_loss",
     "importance_ratios": "seqtile.ops.lm_loss.policy",
     "linear_cross_entropy": "seqtile.ops.lm_loss.cross_entropy",
     "linear_divergence": "seqtile.ops.lm_loss.divergence",

@@ -123,7 +123,7 @@ class TiledLoss(ForwardStandIn):
         from seqtile.models.lm_loss.trl_head import TrlHead
 
         super().__init__(module)
-        self.rule, self.impl, self.active = rule, impl, True
+        self.rule, self.impl, self.active, self.deferring = rule, impl, True, False
         self.trl = TrlHead.of(module.__dict__.get("forward"))
 
     @property
@@ -186,6 +186,8 @@ class TiledLoss(ForwardStandIn):
             labels = dict(zip(names, args, strict=False)).get("labels")
         asked = not model.training if return_logits is None else return_logits
         keep = kwargs.get("logits_to_keep", 0)
+        if self.deferring and self.active and labels is None and not self._cannot():
+            return self.run(self.original, args, kwargs, self._loss, keep_logits=True)
         if labels is None or asked or not self.active or isinstance(keep, Tensor) or keep or self._cannot():
             return self.original(*args, **kwargs)
         return self.run(self.original, args, kwargs, self._loss)
@@ -209,10 +211,18 @@ class TiledLoss(ForwardStandIn):
         if self.is_news(text):
             logger.warning(text)
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, compute: Callable[..., Tensor]) -> Any:
-        """``forward`` with ``compute(head, later_logits, targets, num_items, ignore_index)`` as its loss; no logits."""
+    def run(
+        self, forward: Callable[..., Any], args: Any, kwargs: Any, compute: Callable[..., Tensor],
+        keep_logits: bool = False,
+    ) -> Any:  # fmt: skip
+        """``forward`` with ``compute(head, later_logits, targets, num_items, ignore_index)`` as its loss.
+
+        Without logits, or with those that are not there yet.
+        """
         with self._replaced(compute):
             output = forward(*args, **kwargs)
+        if keep_logits:
+            return output
         if isinstance(output, tuple):
             return tuple(value for value in output if not isinstance(value, LaterLogits))
         if is_dataclass(output):
@@ -251,7 +261,7 @@ class TiledLoss(ForwardStandIn):
             return compute(head, logits, targets.to(logits.device), num_items_in_batch, ignore_index)
 
         had = model.__dict__.get(LOSS_FUNCTION, _NOTHING)
-        children_of(parent)[attribute] = LaterHead(head, make)
+        children_of(parent)[attribute] = LaterHead(head, make, HeadOf(self, head))
         model.__dict__[LOSS_FUNCTION] = loss
         try:
             yield
@@ -342,6 +352,53 @@ class TiledLoss(ForwardStandIn):
             weight_numel=0, weight_itemsize=4, device_type=hidden.device.type, live_widths=2,
         )  # fmt: skip
         return head_sizes(tokens, self.rule, shape)
+
+
+class HeadOf:
+    """The head of a model with a tiled loss, behind its deferred logits."""
+
+    def __init__(self, installed: TiledLoss, head: nn.Module) -> None:
+        self.installed, self.head = installed, head
+
+    def scores(self, logits: LaterLogits, targets: Tensor, temperature: float, **wanted: Any) -> TokenScores:
+        scaling = logits.scaling
+        asked = LogitScaling(scaling.scale, scaling.softcap, scaling.temperature * temperature)
+        ignore_index = wanted.pop("ignore_index", -100)
+        return self.installed.score(self.head, logits.hidden, targets, asked, ignore_index, **wanted)
+
+
+@contextmanager
+def deferred_logits(*models: nn.Module) -> Iterator[None]:
+    """Inside, a model with a tiled loss that is called without labels returns logits that are not there yet.
+
+    Their scales, slices of tokens and ``log_softmax`` are written down; ``gather`` of it scores those tokens in tiles,
+    as :func:`seqtile.token_logprobs` does. Whatever else is asked of them makes the real ones, which is said once.
+
+    Args:
+        *models: each with ``seqtile.apply(model, loss="tiled")``, wrapped or not.
+
+    Raises:
+        UserError: one without a tiled loss, or with another library's forward over it.
+    """
+    installed = []
+    for model in models:
+        standing = standing_losses(model)
+        if not standing:
+            raise UserError(
+                f"{type(model).__name__} has no tiled loss whose logits could be deferred; call "
+                "seqtile.apply(model, loss='tiled') first"
+            )
+        if covered := next((one.covered_by for one in standing if one.covered_by), ""):
+            raise UserError(f"{covered} stands over the tiled loss; call seqtile.apply after it was put on the model")
+        installed += standing
+    before = [one.deferring for one in installed]
+    try:
+        for one in installed:
+            one.deferring = True
+        yield
+    finally:
+        for one, former in zip(installed, before, strict=True):
+            one.deferring = former
 
 
 _NOTHING: Any = object()
