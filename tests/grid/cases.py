@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import seqtile
+from seqtile.models.lm_loss.tiled_loss import standing_losses
 from zoo import causal_lm, exact_dtype, tokens
 
 WORLD = 2
@@ -39,6 +41,7 @@ class Case:
         blocks: as ``seqtile.apply`` takes it.
         tiled_loss: head and loss in tiles too, cut by the same rule.
         scored: the loss is made of log-probabilities and entropies that TRL's trainers ask for.
+        deferred: the loss is made of logits, which the tiled model hands out before they are there.
         trained: share of the positions that have a label, the last ones, on each rank.
         more: further arguments of ``seqtile.apply``.
         checkpoint: ``""``, ``"non-reentrant"`` or ``"reentrant"``: activation checkpointing of the decoder layers.
@@ -65,6 +68,7 @@ class Case:
     blocks: str = "auto"
     tiled_loss: bool = False
     scored: bool = False
+    deferred: bool = False
     trained: tuple[float, float] = (1.0, 1.0)
     more: dict[str, Any] = field(default_factory=dict)
     checkpoint: str = ""
@@ -117,6 +121,14 @@ class Case:
             return model(input_ids=ids).logits.square().sum() * self.lengths[rank]
         labels = ids.clone()
         labels[:, : ids.shape[1] - int(self.trained[rank] * ids.shape[1])] = -100
+        if self.deferred:
+            tiled = isinstance(model, nn.Module) and bool(standing_losses(model))
+            with seqtile.deferred_logits(model) if tiled else nullcontext():
+                logits = model(input_ids=ids).logits
+                assert isinstance(logits, Tensor) != tiled
+                log_p = (logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+                found = torch.gather(log_p, -1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+            return -(found * (1.0 + torch.arange(found.shape[1]) % 3)).mean()
         if self.scored:
             scores = model(input_ids=ids, labels=labels, fused_lm_head=True)
             weight = 1.0 + torch.arange(scores.log_probs.shape[1]) % 3  # each token has an upstream gradient of its own

@@ -83,6 +83,8 @@ _CASES = [
         "scores-idle-lora", "token scores (TRL)", tiled_loss=True, scored=True, trained=(0.3, 0.0),
         adapters=("lm_head", "q_proj"),
     ),
+    Case("deferred", "deferred logits", tiled_loss=True, deferred=True, steps=2),
+    Case("deferred-lora", "deferred logits", tiled_loss=True, deferred=True, adapters=("lm_head", "q_proj")),
 ]  # fmt: skip
 CASES = [replace(case, dtype=torch.float32, options=case.options or STINGY) for case in _CASES]
 

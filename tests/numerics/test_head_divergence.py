@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import seqtile
 from numerics._births import births
@@ -224,6 +225,50 @@ def test_backward_twice() -> None:
         with pytest.raises(NotImplementedError, match="create_graph"):
             again = linear_divergence(**given, teacher=teacher(dtype=torch.float32), reduction=reduction).sum()
             torch.autograd.grad(again, given["weight"], create_graph=True)
+
+
+@BETAS
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_activation_checkpoint_around_it_computes_nothing_again(reduction: str, beta: float) -> None:
+    given, own = inputs(bias=False), teacher(dtype=torch.float32)
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return linear_divergence(hidden * 1.5, weight, labels, own, beta=beta, reduction=reduction, tile=10)
+
+    counted = []
+    for function in (loss, lambda **each: checkpoint(loss, **each, use_reentrant=False)):
+        with seqtile.count_products() as products:
+            function(**given).sum().backward()
+        counted.append(products.flops)
+    assert counted[0] == counted[1]
+
+
+def test_autocast_and_a_teacher_in_another_dtype() -> None:
+    given, exact = inputs(), teacher(dtype=torch.float32)
+    coarse = HeadInput(exact.hidden.bfloat16(), exact.weight.bfloat16(), exact.bias.bfloat16(), exact.scaling)  # type: ignore[union-attr]
+    for own in (exact, coarse):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = run(linear_divergence, given, own, beta=0.5, tile=10)
+        assert {name: value.dtype for name, value in found.items()} == dict.fromkeys(found, torch.float32)
+        expected = run(twin, given, exact, beta=0.5)
+        for name, value in expected.items():  # as far off as bf16 is
+            torch.testing.assert_close(found[name], value, rtol=3e-2, atol=3e-2 * float(value.abs().max()))
+    found = run(linear_divergence, given, coarse, beta=0.5, tile=10)
+    assert found["hidden"].dtype == torch.float32
+
+
+def test_strides_and_frozen_leading_dimensions() -> None:
+    given, own = inputs(24, dtype=torch.float64), teacher(24)
+    expected = run(twin, given, own, beta=0.5, reduction="none")
+    given["hidden"] = given["hidden"].detach().view(2, 12, -1).transpose(0, 1).contiguous().transpose(0, 1)
+    given["hidden"].requires_grad_()
+    given["weight"] = given["weight"].detach().t().contiguous().t().requires_grad_()
+    given["labels"] = given["labels"].view(2, 12)
+    shaped = HeadInput(own.hidden.view(2, 12, -1), own.weight, own.bias, own.scaling)
+    found = run(linear_divergence, given, shaped, beta=0.5, reduction="none", tile=5)
+    assert not given["hidden"].is_contiguous()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].reshape(value.shape), value)
 
 
 def of_classes(log_s: Tensor, log_t: Tensor, tokens: Tensor, beta: float) -> Tensor:
