@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE = "<!-- tree -->"
@@ -75,7 +75,7 @@ def names(package: Path) -> str:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package.name}."):
             lines += [f"| `{package.name}.{name.asname}` | {_public(package, node, name)} |" for name in node.names]
     for file, module in modules.items():
-        defined = [node for node in module.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+        defined = [node for node in module.body if _is_definition(node)]
         shown = [node for node in defined if not node.name.startswith("_")]
         if not shown:
             continue
@@ -90,11 +90,18 @@ def _public(package: Path, origin: ast.ImportFrom, name: ast.alias) -> str:
     file = package.parent.joinpath(*str(origin.module).split("."))
     file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name.name:
+        if _is_definition(node) and node.name == name.name:
             return summary(ast.get_docstring(node))
         if isinstance(node, ast.ImportFrom) and any(name.name == other.name for other in node.names):
             return _public(package, node, name)
     raise ValueError(f"{package.name}.{name.name} is not defined in {file}: import it from where it is")
+
+
+def _is_definition(node: ast.stmt) -> TypeGuard[ast.ClassDef | ast.FunctionDef]:
+    """A class or a function, but not one of the signatures that an overloaded function has besides."""
+    if not isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+        return False
+    return not any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
 
 
 def first_line(file: Path) -> str:

@@ -13,11 +13,17 @@ if TYPE_CHECKING:
     from seqtile.models.apply import applied as applied
     from seqtile.models.apply import apply as apply
     from seqtile.models.apply import undo as undo
+    from seqtile.models.lm_loss.tiled_loss import deferred_logits as deferred_logits
     from seqtile.models.module import tile_module as tile_module
     from seqtile.models.report import Block as Block
     from seqtile.models.report import Report as Report
     from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from seqtile.ops.lm_loss.divergence import TeacherTopK as TeacherTopK
+    from seqtile.ops.lm_loss.divergence import linear_divergence as linear_divergence
     from seqtile.ops.lm_loss.logits_tile import LogitScaling as LogitScaling
+    from seqtile.ops.lm_loss.policy import importance_ratios as importance_ratios
+    from seqtile.ops.lm_loss.policy import sequence_logprobs as sequence_logprobs
+    from seqtile.ops.lm_loss.token_logprobs import HeadInput as HeadInput
     from seqtile.ops.lm_loss.token_logprobs import TokenScores as TokenScores
     from seqtile.ops.lm_loss.token_logprobs import token_logprobs as token_logprobs
     from seqtile.verification import VerifyResult as VerifyResult
@@ -28,8 +34,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Block": "seqtile.models.report",
+    "HeadInput": "seqtile.ops.lm_loss.token_logprobs",
     "LogitScaling": "seqtile.ops.lm_loss.logits_tile",
     "Report": "seqtile.models.report",
+    "TeacherTopK": "seqtile.ops.lm_loss.divergence",
     "TilingCallback": "seqtile.integrations.callback",
     "TokenScores": "seqtile.ops.lm_loss.token_logprobs",
     "UserError": "seqtile._errors",
@@ -39,7 +47,11 @@ _HOMES = {
     "check_gradients": "seqtile.verification",
     "count_live_bytes": "seqtile.counting",
     "count_products": "seqtile.counting",
+    "deferred_logits": "seqtile.models.lm_loss.tiled_loss",
+    "importance_ratios": "seqtile.ops.lm_loss.policy",
     "linear_cross_entropy": "seqtile.ops.lm_loss.cross_entropy",
+    "linear_divergence": "seqtile.ops.lm_loss.divergence",
+    "sequence_logprobs": "seqtile.ops.lm_loss.policy",
     "token_logprobs": "seqtile.ops.lm_loss.token_logprobs",
     "tile_module": "seqtile.models.module",
     "undo": "seqtile.models.apply",

@@ -1214,6 +1214,34 @@ def restore_step_sums(trainer: Any, sums: dict[str, dict[str, list[Any]]], token
     trainer._total_train_tokens = tokens
 
 
+ONLINE_DPO_FORWARD = "_forward"
+"""The method of TRL's online DPO trainer that turns logits into log-probabilities."""
+
+
+@_contract(
+    "trl.experimental.online_dpo.OnlineDPOTrainer._forward", "trl/experimental/online_dpo/online_dpo_trainer.py",
+    "online DPO asks TRL's fused head for log-probabilities",
+)  # fmt: skip
+def _check_online_dpo_forward() -> None:
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+
+    forward = getattr(OnlineDPOTrainer, ONLINE_DPO_FORWARD, None)
+    _expect(callable(forward) and "take_along_dim" in _names_in(forward), "a method that gathers of a log_softmax")
+
+
+@_contract(
+    "trl.experimental.gkd.GKDTrainer.generalized_jsd_loss", "trl/experimental/gkd/gkd_trainer.py",
+    "GKD takes a divergence of its user's",
+)  # fmt: skip
+def _check_gkd_loss() -> None:
+    from trl.experimental.gkd import GKDTrainer
+
+    names = list(inspect.signature(GKDTrainer.generalized_jsd_loss).parameters)
+    expected = ["student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction", "num_items_in_batch"]
+    _expect(names == expected, f"the arguments {', '.join(expected)}")
+    _expect("generalized_jsd_loss" in _names_in(GKDTrainer.compute_loss), "compute_loss to call it")
+
+
 @_contract("trl.trainer.utils._fused_forward", "trl/trainer/utils.py", "TRL's fused head says its settings")
 def _check_fused_head() -> None:
     from trl.trainer.utils import add_fused_lm_head  # type: ignore[attr-defined, unused-ignore]

@@ -24,7 +24,7 @@ Only = str | Sequence[str] | Callable[[str, Any], bool]
 WHOLE_LAYER = "mlp+norm+projections"
 BLOCKS = ("auto", "mlp", "mlp+norm", WHOLE_LAYER, "none")
 PATHS = ("auto", "fused", "generic")
-LOSS_KERNELS = ("torch", "liger", "cce", "auto")
+LOSS_KERNELS = ("torch", "native", "liger", "cce", "auto")
 CHECKPOINTS = ("full", "attention-saved")
 """What activation checkpoints keep. ``"auto"`` is for a plan to choose; None leaves them as they are."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import seqtile
+from seqtile.models.lm_loss.tiled_loss import standing_losses
 from zoo import causal_lm, exact_dtype, tokens
 
 WORLD = 2
@@ -39,6 +41,8 @@ class Case:
         blocks: as ``seqtile.apply`` takes it.
         tiled_loss: head and loss in tiles too, cut by the same rule.
         scored: the loss is made of log-probabilities and entropies that TRL's trainers ask for.
+        deferred: the loss is made of logits, which the tiled model hands out before they are there.
+        trained: share of the positions that have a label, the last ones, on each rank.
         more: further arguments of ``seqtile.apply``.
         checkpoint: ``""``, ``"non-reentrant"`` or ``"reentrant"``: activation checkpointing of the decoder layers.
         steps: optimiser steps.
@@ -64,6 +68,8 @@ class Case:
     blocks: str = "auto"
     tiled_loss: bool = False
     scored: bool = False
+    deferred: bool = False
+    trained: tuple[float, float] = (1.0, 1.0)
     more: dict[str, Any] = field(default_factory=dict)
     checkpoint: str = ""
     steps: int = 1
@@ -113,11 +119,23 @@ class Case:
         ids = self.batch(rank, number)
         if self.lengths[rank] < 2:
             return model(input_ids=ids).logits.square().sum() * self.lengths[rank]
+        labels = ids.clone()
+        labels[:, : ids.shape[1] - int(self.trained[rank] * ids.shape[1])] = -100
+        if self.deferred:
+            tiled = isinstance(model, nn.Module) and bool(standing_losses(model))
+            with seqtile.deferred_logits(model) if tiled else nullcontext():
+                logits = model(input_ids=ids).logits
+                assert isinstance(logits, Tensor) != tiled
+                log_p = (logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+                found = torch.gather(log_p, -1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+            return -(found * (1.0 + torch.arange(found.shape[1]) % 3)).mean()
         if self.scored:
-            scores = model(input_ids=ids, labels=ids, fused_lm_head=True)
+            scores = model(input_ids=ids, labels=labels, fused_lm_head=True)
             weight = 1.0 + torch.arange(scores.log_probs.shape[1]) % 3  # each token has an upstream gradient of its own
             return (0.1 * scores.entropy - weight * scores.log_probs).mean()
-        return model(input_ids=ids, labels=ids).loss
+        if min(self.trained) < 1.0:  # a mean over no token is no number
+            return model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(10)).loss
+        return model(input_ids=ids, labels=labels).loss
 
 
 SDPA = {"attn_implementation": "sdpa"}
@@ -162,8 +180,9 @@ def _scored_from_logits(model: nn.Module) -> Callable[..., Any]:
 
     def call(input_ids: Tensor, labels: Tensor, fused_lm_head: bool) -> Any:
         log_p = (model(input_ids=input_ids).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
-        found = log_p.gather(-1, labels[:, 1:].unsqueeze(-1)).squeeze(-1)
-        return SimpleNamespace(log_probs=found, entropy=-(log_p.exp() * log_p).sum(-1))
+        valid = labels[:, 1:] != -100
+        found = log_p.gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return SimpleNamespace(log_probs=found * valid, entropy=-(log_p.exp() * log_p).sum(-1) * valid)
 
     return call
 

@@ -66,6 +66,8 @@ CASES = [
     Case("tiled-loss", "tiled loss", tiled_loss=True, steps=2),
     Case("tiled-loss-tied", "tiled loss", "qwen3", {"tie_word_embeddings": True}, tiled_loss=True, micro_steps=2),
     *hybrids(),
+    Case("tiled-loss-idle", "tiled loss", tiled_loss=True, trained=(0.3, 0.0), steps=2),
+    Case("deferred", "deferred logits", tiled_loss=True, deferred=True, steps=2),
 ]  # fmt: skip
 
 

@@ -111,6 +111,16 @@ CASES = [
         dtype=torch.float32, adapters=("lm_head", "q_proj"),
     ),
     *hybrids(options=LAYER),
+    Case(
+        "tiled-loss-idle", "tiled loss", tiled_loss=True, trained=(0.3, 0.0), options={**LAYER, "head": True},
+        steps=2,
+    ),
+    Case(
+        "scores-idle", "token scores (TRL)", tiled_loss=True, scored=True, trained=(0.3, 0.0),
+        options={**LAYER, "head": True}, dtype=torch.float32, steps=2,
+    ),
+    Case("deferred", "deferred logits", tiled_loss=True, deferred=True, options=LAYER, steps=2),
+    Case("deferred-head", "deferred logits", tiled_loss=True, deferred=True, options={**LAYER, "head": True}, steps=2),
 ]  # fmt: skip
 
 

@@ -74,6 +74,18 @@ _CASES = [
     Case("scores-checkpoint", "token scores (TRL)", tiled_loss=True, scored=True, checkpoint="non-reentrant"),
     Case("scores-lora", "token scores (TRL)", tiled_loss=True, scored=True, adapters=("lm_head", "q_proj")),
     *hybrids(),
+    Case("tiled-loss-idle", "tiled loss", tiled_loss=True, trained=(0.3, 0.0), steps=2),
+    Case(
+        "tiled-loss-idle-lora", "tiled loss + LoRA", tiled_loss=True, trained=(0.3, 0.0),
+        adapters=("lm_head", "q_proj"),
+    ),
+    Case("scores-idle", "token scores (TRL)", tiled_loss=True, scored=True, trained=(0.3, 0.0), steps=2),
+    Case(
+        "scores-idle-lora", "token scores (TRL)", tiled_loss=True, scored=True, trained=(0.3, 0.0),
+        adapters=("lm_head", "q_proj"),
+    ),
+    Case("deferred", "deferred logits", tiled_loss=True, deferred=True, steps=2),
+    Case("deferred-lora", "deferred logits", tiled_loss=True, deferred=True, adapters=("lm_head", "q_proj")),
 ]  # fmt: skip
 CASES = [replace(case, dtype=torch.float32, options=case.options or STINGY) for case in _CASES]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,23 @@ def test_dpo(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     script("dpo.py", model, dataset, "--output", tmp_path / "out", "--max-length", 64, "--steps", 2)
     assert "tiled 2 of 2 MLPs (LlamaMLP)" in capsys.readouterr().out
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_distill(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = tiny_run.SENTENCES
+    rows = [
+        {"messages": [{"role": "user", "content": words[i]}, {"role": "assistant", "content": words[i + 3]}]}
+        for i in range(4)
+    ]
+    folder = shutil.copytree(model, tmp_path / "model")
+    template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    dataset = tiny_run.write_jsonl(tmp_path / "rows.jsonl", rows)
+    more = ["--length", 64, "--max-completion", 8, "--steps", 2]
+    script("distill.py", folder, model, dataset, "--output", tmp_path / "out", *more)
+    said = capsys.readouterr().out
+    assert "tiled 2 of 2 MLPs" in said and "divergence from the two heads" in said
+    assert list((tmp_path / "out").glob("*.safetensors"))
 
 
 def test_grpo(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

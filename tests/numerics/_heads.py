@@ -14,6 +14,7 @@ from numerics._blocks import random
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.lm_loss import cross_entropy
 from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
+from seqtile.ops.lm_loss.kept_tokens import KeptTokens
 from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling
 
 HIDDEN, VOCABULARY = 8, 19
@@ -86,8 +87,8 @@ def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def last_tile_dropped(monkeypatch: MonkeyPatch) -> None:
     """The last tile is never computed."""
-    starts = cross_entropy.Cut.starts
-    monkeypatch.setattr(cross_entropy.Cut, "starts", lambda self: iter(list(starts(self))[:-1]))
+    parts = cross_entropy.Cut.parts
+    monkeypatch.setattr(cross_entropy.Cut, "parts", lambda self: iter(list(parts(self))[:-1]))
 
 
 def upstream_ignored(monkeypatch: MonkeyPatch) -> None:
@@ -95,8 +96,8 @@ def upstream_ignored(monkeypatch: MonkeyPatch) -> None:
     result, gradient = Sum.result, HeadPass.gradient
     monkeypatch.setattr(Sum, "scaled", lambda self, factor, keep: result(self))
 
-    def mutated(self: HeadPass, y: Any, target: Any, valid: Any, factor: Any, lse: Any, *rest: Any) -> None:
-        gradient(self, y, target, valid, torch.ones_like(factor), lse, *rest)
+    def mutated(self: HeadPass, y: Any, targets: Any, factor: Any, lse: Any, *rest: Any) -> None:
+        gradient(self, y, targets, torch.ones_like(factor), lse, *rest)
 
     monkeypatch.setattr(HeadPass, "gradient", mutated)
 
@@ -106,14 +107,24 @@ def bias_skipped(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(Sum, "add", lambda self, part: None)
 
 
-def ignored_rows_count(monkeypatch: MonkeyPatch) -> None:
-    """Ignored tokens push like any other."""
-    gradient = HeadPass._gradient
+def ignored_tokens_count(monkeypatch: MonkeyPatch) -> None:
+    """Ignored tokens are trained like any other, towards token 0."""
 
-    def mutated(self: HeadPass, p: Any, y: Any, target: Any, valid: Tensor, factor: Any, *rest: Any) -> None:
-        gradient(self, p, y, target, torch.ones_like(valid), torch.ones_like(factor), *rest)
+    def mutated(labels: Tensor, ignore_index: int, vocabulary: int) -> KeptTokens:
+        return KeptTokens(labels.numel(), torch.where(labels == ignore_index, 0, labels), None)
 
-    monkeypatch.setattr(HeadPass, "_gradient", mutated)
+    monkeypatch.setattr(KeptTokens, "of", mutated)
+
+
+def kept_tokens_shifted(monkeypatch: MonkeyPatch) -> None:
+    """The states of other tokens than those that count are read."""
+    of = KeptTokens.of
+
+    def mutated(labels: Tensor, ignore_index: int, vocabulary: int) -> KeptTokens:
+        kept = of(labels, ignore_index, vocabulary)
+        return KeptTokens(kept.total, kept.targets, None if kept.index is None else (kept.index + 1) % kept.total)
+
+    monkeypatch.setattr(KeptTokens, "of", mutated)
 
 
 def low_precision_sums(monkeypatch: MonkeyPatch) -> None:
@@ -127,5 +138,5 @@ def low_precision_sums(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(Sum, "__init__", mutated)
 
 
-MUTANTS = (last_tile_dropped, upstream_ignored, bias_skipped, ignored_rows_count)
+MUTANTS = (last_tile_dropped, upstream_ignored, bias_skipped, ignored_tokens_count, kept_tokens_shifted)
 TILED = linear_cross_entropy

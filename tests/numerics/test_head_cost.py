@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from numerics._births import births
-from numerics._heads import TILED, inputs, twin
+from numerics._heads import IGNORE, TILED, inputs, twin
 from seqtile.counting import count_live_bytes, count_products
 from seqtile.ops.lm_loss import logits_tile
 from seqtile.ops.lm_loss.token_logprobs import token_logprobs
 
-TOKENS, HIDDEN, VOCABULARY = 200, 24, 160
+TOKENS, HIDDEN, VOCABULARY = 200, 24, 168
+TRAINED = 160
+"""Of the tokens of ``inputs``, every fifth is ignored."""
 MIB = 2**20
 
 
@@ -25,7 +29,7 @@ def _units(function: Callable[..., Tensor], given: dict[str, Tensor], **kwargs: 
         loss = function(**given, **kwargs)
         if loss.requires_grad:
             loss.sum().backward()
-    return products.units(TOKENS, HIDDEN, VOCABULARY)
+    return products.units(TRAINED, HIDDEN, VOCABULARY)
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 16])
@@ -39,7 +43,7 @@ def test_matrix_products(count: int) -> None:
         assert _units(TILED, given, tile=tile) == units
     with torch.no_grad():
         assert _units(TILED, inputs(TOKENS, HIDDEN, VOCABULARY), tile=tile) == 1
-    assert _units(twin, inputs(TOKENS, HIDDEN, VOCABULARY)) == 3
+    assert _units(twin, inputs(TOKENS, HIDDEN, VOCABULARY)) == 3 * TOKENS / TRAINED
 
 
 @pytest.mark.parametrize("count", [1, 8])
@@ -65,7 +69,7 @@ def test_no_tensor_has_the_tokens_and_the_vocabulary() -> None:
         with births() as born:
             TILED(**given, tile=32, reduction=reduction).sum().backward()
         assert not [shape for shape in born.shapes if TOKENS in shape and VOCABULARY in shape]
-        assert (29, VOCABULARY) in born.shapes  # the tiles
+        assert (32, VOCABULARY) in born.shapes  # the tiles
     with births() as born:
         twin(**inputs(TOKENS, HIDDEN, VOCABULARY)).backward()
     assert (TOKENS, VOCABULARY) in born.shapes
@@ -80,7 +84,8 @@ def test_the_peak_is_one_tile_of_logits_and_the_gradients(
     monkeypatch.setitem(logits_tile.BLOCK_ELEMENTS, "cpu", 16 * vocabulary)
     given = inputs(tokens, hidden, vocabulary, dtype=dtype, bias=False)
     size = dtype.itemsize
-    tile = tokens // count * vocabulary * size
+    trained = int((given["labels"] != IGNORE).sum())
+    tile = trained // count * vocabulary * size
     # the states' gradient; the head's, and where it is of low precision its fp32 sum beside it
     gradients = tokens * hidden * size + vocabulary * hidden * (size + (4 if size == 2 else 0))
     blocks = 3 * 16 * vocabulary * 4
@@ -107,16 +112,75 @@ def test_nothing_but_gradients_is_left_between_forward_and_backward() -> None:
     assert all(len(shape) <= 1 for shape in left), left  # a log-normaliser per token
 
 
-def test_the_number_of_tiles_depends_on_lengths_alone() -> None:
-    """Ranks whose labels differ, all ignored on one of them, run the same products."""
-    seen = []
-    for ignored in (0, 100, TOKENS):
-        given = inputs(TOKENS, HIDDEN, VOCABULARY)
-        given["labels"][:ignored] = -100
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("trained", [0, 1, 31, 32, 33, 100, TOKENS])
+def test_only_tokens_that_count_are_computed(trained: int, reduction: str) -> None:
+    """In tiles of equal work, whichever tokens they are."""
+    given = inputs(TOKENS, HIDDEN, VOCABULARY, bias=False)
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1))
+    labels = torch.full((TOKENS,), IGNORE)
+    labels[order[:trained]] = torch.arange(trained) % VOCABULARY
+    given["labels"] = labels
+    with count_products() as products:
+        TILED(**given, tile=32, reduction=reduction).sum().backward()
+    units = 3 if reduction == "mean" else 4
+    if trained:
+        assert products.flops == units * 2 * trained * HIDDEN * VOCABULARY
+    else:
+        with pytest.raises(RuntimeError, match="no matrix product"):
+            _ = products.flops
+    assert all(given[name].grad is not None for name in ("hidden", "weight"))  # nothing to train is still a gradient
+    with births() as born:
+        TILED(**given, tile=32, reduction=reduction)
+    tiles = {shape[0] for shape in born.shapes if len(shape) == 2 and shape[1] == VOCABULARY and shape[0] != HIDDEN}
+    assert max(tiles, default=0) <= 32 and (trained != 33 or 17 in tiles)
+
+
+class _HostReads(TorchFunctionMode):
+    """Notes every call that waits for a device to hand numbers or sizes over."""
+
+    WAITS = ("item", "tolist", "__bool__", "__int__", "__float__", "cpu", "numpy", "nonzero", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.WAITS or name == "__getitem__" and _is_mask(args[1]):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_mask(key: Any) -> bool:
+    return any(
+        isinstance(one, Tensor) and one.dtype == torch.bool for one in (key if isinstance(key, tuple) else (key,))
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"num_items": 7}, {"z_loss": 0.1}, {"impl": "native"}])
+def test_the_host_waits_once(options: dict[str, Any]) -> None:
+    given = inputs(TOKENS, HIDDEN, VOCABULARY)
+    with _HostReads() as reads:
+        TILED(**given, tile=32, **options).sum().backward()
+    assert reads.seen == ["cpu", "tolist"]  # the second one of a tensor that is on the host
+    given["targets"] = given.pop("labels")
+    with _HostReads() as reads:
+        token_logprobs(
+            **given, tile=32, entropy=True, argmax=True, top_k=3, top_log_probs=2, temperature=0.7,
+            candidates=torch.zeros(TOKENS, 2, dtype=torch.long), reference=given["hidden"],
+        ).log_probs.sum().backward()  # fmt: skip
+    assert reads.seen == ["cpu", "tolist"]  # the second one of a tensor that is on the host
+
+
+def test_fake_tensors_count_every_token() -> None:
+    """They have no labels to look at: the upper bound."""
+    given = inputs(TOKENS, HIDDEN, VOCABULARY, bias=False)
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(tensor) for name, tensor in given.items()}
         with count_products() as products:
-            TILED(**given, tile=32).backward()
-        seen.append(products.records)
-    assert seen[0] == seen[1] == seen[2]
+            TILED(**fake, tile=32).backward()
+    assert products.units(TOKENS, HIDDEN, VOCABULARY) == 3
 
 
 def test_scores_cost_four_products_whatever_is_asked() -> None:
@@ -125,7 +189,7 @@ def test_scores_cost_four_products_whatever_is_asked() -> None:
     with count_products() as products:
         scores = token_logprobs(**given, tile=32, entropy=True, argmax=True, top_k=5)
         (scores.log_probs.sum() + scores.entropy.sum()).backward()  # type: ignore[union-attr]
-    assert products.units(TOKENS, HIDDEN, VOCABULARY) == 4
+    assert products.units(TOKENS, HIDDEN, VOCABULARY) == 4 * TRAINED / TOKENS
     with torch.no_grad(), count_products() as products:
         token_logprobs(**given, tile=32, entropy=True, argmax=True, top_k=5)
-    assert products.units(TOKENS, HIDDEN, VOCABULARY) == 1
+    assert products.units(TRAINED, HIDDEN, VOCABULARY) == 1

@@ -197,7 +197,7 @@ def test_a_head_that_is_more_than_its_weight() -> None:
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(ValueError, match="expected one of 'torch', 'liger', 'cce', 'auto'"):
+    with pytest.raises(ValueError, match="expected one of 'torch', 'native', 'liger', 'cce', 'auto'"):
         TILED(**inputs(), impl="triton")
     for settings in ({"loss": "tiled", "loss_impl": "triton"}, {"loss_impl": "auto"}):
         with pytest.raises(seqtile.UserError, match="expected one of|give both or neither"):

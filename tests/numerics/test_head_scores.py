@@ -97,8 +97,9 @@ def test_a_head_that_runs_as_a_module_finds_the_same() -> None:
     hidden, weight, labels = call["hidden"], call["weight"], call["labels"]
     wanted: dict[str, Any] = {name: True for name in ("entropy", "argmax", "log_sum_squares", "mean_logit")}
     expected = token_logprobs(hidden, weight, labels, ignore_index=IGNORE, **wanted)
-    sizes = (20, hidden.shape[0] - 20)
     aim = Objective(ignore_index=IGNORE)
-    got = module_logprobs(lambda x, _: x @ weight.detach().t(), hidden, labels, dict, sizes, aim)
+    got = module_logprobs(
+        lambda x, _: x @ weight.detach().t(), hidden, labels, dict, lambda n: (20, n - 20), VOCABULARY, aim
+    )
     for name in ("log_probs", *wanted):
         torch.testing.assert_close(getattr(got, name), getattr(expected, name))

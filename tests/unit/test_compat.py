@@ -117,6 +117,8 @@ BREAKS: dict[str, Any] = {
     "peft.tuners.lora.model._adapter_names_pre_forward_hook": "peft.tuners.lora.model._adapter_names_pre_forward_hook",
     "peft.tuners.tuners_utils._check_lora_target_modules_mamba": ("refuses_adapter", lambda config, kind, name: False),
     "trl.trainer.utils._fused_forward": ("_FUSED_HEAD", ("original_forward", "gone")),
+    "trl.experimental.online_dpo.OnlineDPOTrainer._forward": ("ONLINE_DPO_FORWARD", "_gone"),
+    "trl.experimental.gkd.GKDTrainer.generalized_jsd_loss": "trl.experimental.gkd.GKDTrainer.generalized_jsd_loss",
     "trl.SFTTrainer._metrics": "trl.SFTTrainer.compute_loss",
     "trl.SFTTrainer._get_grad_norm": "transformers.Trainer._get_grad_norm",
     "trl.SFTTrainer._save_checkpoint": "transformers.Trainer._maybe_log_save_evaluate",

@@ -274,7 +274,7 @@ def test_a_bad_value_is_one_sentence(words: str, sentence: str, capsys: pytest.C
         ({"path": "best"}, "path='best': expected one of 'auto', 'fused', 'generic'"),
         ({"loss": "full"}, "loss='full': expected 'tiled', or None"),
         ({"loss_tile": 0}, "loss_tile=0: got 0 tokens per tile, expected at least 1"),
-        ({"loss_impl": "best"}, "loss_impl='best': expected one of 'torch', 'liger'"),
+        ({"loss_impl": "best"}, "loss_impl='best': expected one of 'torch', 'native'"),
         ({"checkpoint": "layer"}, "checkpoint='layer': expected one of 'full', 'attention-saved', or None"),
         ({"offload": "all"}, "offload='all': expected True, False or a bound such as 'memory:64GiB'"),
         ({"offload": 1}, "offload=1: expected True, False or a bound"),

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 import zoo
 from seqtile.counting import fake
+from seqtile.ops.lm_loss.kept_tokens import KeptTokens
 from seqtile.options import changed
 from seqtile.planner.extrapolate import fit_lines
 from seqtile.planner.fake_step import build, fake_step, real_step
@@ -42,8 +44,16 @@ CASES = {
 }
 
 
+def every_token_counts(labels: Tensor, ignore_index: int, vocabulary: int) -> KeptTokens:
+    """As for fake labels, which have no values to look at."""
+    return KeptTokens(labels.numel(), labels.clamp(min=0), None)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_fake_and_real_run_the_same_operators_and_hold_the_same_bytes(case: str) -> None:
+def test_fake_and_real_run_the_same_operators_and_hold_the_same_bytes(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KeptTokens, "of", every_token_counts)
     config = config_of(case.partition(",")[0])
     made_up, real = fake_step(config, CASES[case], LENGTH), real_step(config, CASES[case], LENGTH)
     assert made_up.operators == real.operators
@@ -51,6 +61,14 @@ def test_fake_and_real_run_the_same_operators_and_hold_the_same_bytes(case: str)
     assert {name: part.total for name, part in made_up.peaks.items()} == {
         name: part.total for name, part in real.peaks.items()
     }
+
+
+def test_a_step_whose_last_token_is_not_trained_holds_no_more_than_planned() -> None:
+    """But for which tokens are trained, some 8-byte numbers for each, and a copy of one tile's hidden states."""
+    config = config_of("llama")
+    made_up, real = fake_step(config, CASES["llama"], LENGTH), real_step(config, CASES["llama"], LENGTH)
+    for name, part in made_up.peaks.items():
+        assert real.peaks[name].total <= part.total + 5 * 8 * LENGTH + 64 * config.hidden_size * 4, name
 
 
 def test_without_the_fix_transformers_takes_another_branch(monkeypatch: pytest.MonkeyPatch) -> None:

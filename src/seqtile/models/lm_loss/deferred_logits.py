@@ -7,12 +7,21 @@ down; whatever else is done to it makes the real logits, so that a model that do
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from seqtile.ops.lm_loss.logits_tile import LogitScaling
+from seqtile.ops.lm_loss.token_logprobs import TokenScores
+
+
+class ScoreSource(Protocol):
+    """The head behind logits that are not there yet."""
+
+    def scores(self, logits: LaterLogits, targets: Tensor, temperature: float, **wanted: Any) -> TokenScores:
+        """What :func:`seqtile.token_logprobs` finds."""
 
 
 class LaterLogits:
@@ -22,22 +31,23 @@ class LaterLogits:
         hidden: ``[..., D]``, the input of the head.
         vocabulary: ``V``.
         make: computes the product, and is told by what it was forced.
+        source: scores tokens under the head, for whoever asks for their log-probabilities; None where nobody may.
     """
 
     def __init__(
         self, hidden: Tensor, vocabulary: int, make: Callable[[Tensor, str], Tensor], before: float = 1.0,
-        after: float | None = None,
+        after: float | None = None, source: ScoreSource | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        self.hidden, self.vocabulary = hidden, vocabulary
-        self._make, self._before, self._after = make, before, after
+        self.hidden, self.vocabulary, self.source = hidden, vocabulary, source
+        self._make, self.before, self.after, self._dtype = make, before, after, dtype or hidden.dtype
         self.written: Tensor | None = None  # the real logits, once something was written into them
 
     @property
     def scaling(self) -> LogitScaling:
         """What the model did: a factor, a tanh, another factor."""
-        if self._after is None:
-            return LogitScaling(self._before)
-        return LogitScaling(self._before * self._after, softcap=self._after)
+        if self.after is None:
+            return LogitScaling(self.before)
+        return LogitScaling(self.before * self.after, softcap=self.after)
 
     @property
     def shape(self) -> torch.Size:
@@ -52,28 +62,45 @@ class LaterLogits:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.hidden.dtype
+        return self._dtype
+
+    def scores(self, targets: Tensor, *, temperature: float = 1.0, **wanted: Any) -> TokenScores:
+        """Score tokens, ``[...]``, without the logits, as :func:`seqtile.token_logprobs` does.
+
+        Raises:
+            RuntimeError: something was written into the logits, so that they are there; or no head is behind them.
+        """
+        if self.source is None or self.written is not None:
+            raise RuntimeError("these logits were written to, or belong to a forward that has ended; read them as real")
+        return self.source.scores(self, targets, temperature, **wanted)
 
     def real(self, why: str) -> Tensor:
         """The logits themselves, for something that this class does not know."""
         if self.written is not None:
             return self.written
         product = self._make(self.hidden, why)
-        if self._after is None:
-            return product if self._before == 1.0 else product * self._before
-        return torch.tanh(product * self._before) * self._after
+        if self.after is None:
+            return product if self.before == 1.0 else product * self.before
+        return torch.tanh(product * self.before) * self.after
 
     def _times(self, factor: Any) -> Any:
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or self.written is not None:
             return self.real("multiplied by a tensor") * factor
-        if self._after is None:
-            return self._with(self._before * factor, None)
-        if self._after * factor <= 0:
+        if self.after is None:
+            return self._with(self.before * factor, None)
+        if self.after * factor <= 0:
             return self.real("negated") * factor
-        return self._with(self._before, self._after * factor)
+        return self._with(self.before, self.after * factor)
 
-    def _with(self, before: float, after: float | None) -> LaterLogits:
-        return LaterLogits(self.hidden, self.vocabulary, self._make, before, after)
+    def _with(
+        self, before: float, after: float | None, hidden: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> LaterLogits:
+        rows = self.hidden if hidden is None else hidden
+        return LaterLogits(rows, self.vocabulary, self._make, before, after, self.source, dtype or self._dtype)
+
+    def _of(self, hidden: Tensor, dtype: torch.dtype | None = None) -> LaterLogits:
+        """The same of other tokens, or said to be of another dtype."""
+        return self._with(self.before, self.after, hidden, dtype)
 
     def __mul__(self, factor: Any) -> Any:
         return self._times(factor)
@@ -86,19 +113,43 @@ class LaterLogits:
         return self.real("divided by a tensor") / divisor
 
     def tanh(self) -> Any:
-        if self._after is None and self.written is None:
-            return self._with(self._before, 1.0)
+        if self.after is None and self.written is None:
+            return self._with(self.before, 1.0)
         return self.real("a second tanh").tanh()
+
+    def div_(self, divisor: Any) -> Any:
+        """In place, as a statement: by a number it is written down too."""
+        scaled = self / divisor
+        if isinstance(scaled, LaterLogits):
+            self.before, self.after = scaled.before, scaled.after
+        else:
+            self.written = scaled
+        return self
 
     def float(self) -> LaterLogits:
         """The loss is computed in fp32 in any case."""
-        return self
+        return self.to(torch.float32)
 
     def contiguous(self, *_: Any, **__: Any) -> LaterLogits:
         return self
 
-    def to(self, *_: Any, **__: Any) -> LaterLogits:
-        return self
+    def to(self, *args: Any, **kwargs: Any) -> LaterLogits:
+        asked = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+        return self._of(self.hidden, asked[0]) if asked and self.written is None else self
+
+    def squeeze(self, dim: int) -> Any:
+        """Without a leading dimension of one."""
+        dim = dim % (self.hidden.dim())
+        if dim == self.hidden.dim() - 1 or self.written is not None:
+            return self.real("squeezed").squeeze(dim)
+        return self._of(self.hidden.squeeze(dim))
+
+    def log_softmax(self, dim: int = -1, dtype: torch.dtype | None = None) -> Any:
+        """Log-probabilities that are not there yet either, until some tokens' are asked for."""
+        last = dim in (-1, self.hidden.dim() - 1)
+        if self.source is None or self.written is not None or not last or dtype not in (None, torch.float32):
+            return self.real("log_softmax").log_softmax(dim, dtype=dtype)
+        return LaterLogProbs(self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,6 +157,8 @@ class LaterLogits:
         if isinstance(first, LaterLogits) and not kwargs:
             if func is torch.tanh:
                 return first.tanh()
+            if func in (torch.log_softmax, F.log_softmax) and len(args) == 2:
+                return first.log_softmax(args[1])
             if func in (torch.mul, torch.div, torch.true_divide) and len(args) == 2:
                 return first * args[1] if func is torch.mul else first / args[1]
         why = getattr(func, "__name__", str(func))
@@ -121,8 +174,13 @@ class LaterLogits:
             self.written = real
         return getattr(real, name)
 
-    def __getitem__(self, key: Any) -> Tensor:
-        return self.real("indexed")[key]
+    def __getitem__(self, key: Any) -> Any:
+        keys = key if isinstance(key, tuple) else (key,)
+        # Slices of leading dimensions alone, and the whole vocabulary.
+        whole = len(keys) < self.hidden.dim() or len(keys) == self.hidden.dim() and keys[-1] == slice(None)
+        if self.source is None or self.written is not None or not whole or any(type(k) is not slice for k in keys):
+            return self.real("indexed")[key]
+        return self._of(self.hidden[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.written = self.real("written to")
@@ -140,15 +198,60 @@ class LaterLogits:
         return -self.real("negated")
 
 
+class LaterLogProbs:
+    """``log_softmax`` of logits that are not there yet, for whoever gathers some tokens' of it."""
+
+    def __init__(self, logits: LaterLogits) -> None:
+        self.logits = logits
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.logits.shape
+
+    def real(self, why: str) -> Tensor:
+        return self.logits.real(why).log_softmax(-1)
+
+    def gather(self, dim: int, index: Tensor) -> Tensor:
+        """``[..., k]`` log-probabilities of the tokens ``index`` ``[..., k]``."""
+        if dim not in (-1, len(self.shape) - 1) or index.shape[:-1] != self.shape[:-1]:
+            return self.real("gather").gather(dim, index)
+        first = index[..., 0]
+        if index.shape[-1] == 1:
+            return self.logits.scores(first).log_probs.unsqueeze(-1)
+        found = self.logits.scores(first, candidates=index).candidates
+        assert found is not None
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.gather, torch.take_along_dim) and args and isinstance(args[0], LaterLogProbs):
+            rest = dict(zip(("dim", "index") if func is torch.gather else ("indices", "dim"), args[1:], strict=False))
+            rest |= kwargs
+            index = rest.pop("index", rest.pop("indices", None))
+            if rest.keys() == {"dim"} and index is not None:
+                return args[0].gather(rest["dim"], index)
+        why = getattr(func, "__name__", str(func))
+        real = [one.real(why) if isinstance(one, LaterLogProbs) else one for one in args]
+        return func(*real, **{k: v.real(why) if isinstance(v, LaterLogProbs) else v for k, v in kwargs.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.real(name), name)
+
+
 class LaterHead(nn.Module):
     """Takes the head's place while the model's forward runs."""
 
-    def __init__(self, head: nn.Module, make: Callable[[Tensor, str], Tensor]) -> None:
+    def __init__(
+        self, head: nn.Module, make: Callable[[Tensor, str], Tensor], source: ScoreSource | None = None
+    ) -> None:
         super().__init__()
-        self.__dict__["_head"], self.__dict__["_make"] = head, make  # not a submodule: it is not ours
+        self.__dict__.update(_head=head, _make=make, _source=source)  # not submodules: they are not ours
 
     def forward(self, hidden: Tensor) -> LaterLogits:
-        return LaterLogits(hidden, head_width(self._head), self._make)
+        return LaterLogits(hidden, head_width(self._head), self._make, source=self._source)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_head"], name)  # its weight, for a model that looks

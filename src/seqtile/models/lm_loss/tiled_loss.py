@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class TiledLoss(ForwardStandIn):
         from seqtile.models.lm_loss.trl_head import TrlHead
 
         super().__init__(module)
-        self.rule, self.impl, self.active = rule, impl, True
+        self.rule, self.impl, self.active, self.deferring = rule, impl, True, False
         self.trl = TrlHead.of(module.__dict__.get("forward"))
 
     @property
@@ -185,6 +186,8 @@ class TiledLoss(ForwardStandIn):
             labels = dict(zip(names, args, strict=False)).get("labels")
         asked = not model.training if return_logits is None else return_logits
         keep = kwargs.get("logits_to_keep", 0)
+        if self.deferring and self.active and labels is None and not self._cannot():
+            return self.run(self.original, args, kwargs, self._loss, keep_logits=True)
         if labels is None or asked or not self.active or isinstance(keep, Tensor) or keep or self._cannot():
             return self.original(*args, **kwargs)
         return self.run(self.original, args, kwargs, self._loss)
@@ -208,10 +211,18 @@ class TiledLoss(ForwardStandIn):
         if self.is_news(text):
             logger.warning(text)
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, compute: Callable[..., Tensor]) -> Any:
-        """``forward`` with ``compute(head, later_logits, targets, num_items, ignore_index)`` as its loss; no logits."""
+    def run(
+        self, forward: Callable[..., Any], args: Any, kwargs: Any, compute: Callable[..., Tensor],
+        keep_logits: bool = False,
+    ) -> Any:  # fmt: skip
+        """``forward`` with ``compute(head, later_logits, targets, num_items, ignore_index)`` as its loss.
+
+        Without logits, or with those that are not there yet.
+        """
         with self._replaced(compute):
             output = forward(*args, **kwargs)
+        if keep_logits:
+            return output
         if isinstance(output, tuple):
             return tuple(value for value in output if not isinstance(value, LaterLogits))
         if is_dataclass(output):
@@ -250,7 +261,7 @@ class TiledLoss(ForwardStandIn):
             return compute(head, logits, targets.to(logits.device), num_items_in_batch, ignore_index)
 
         had = model.__dict__.get(LOSS_FUNCTION, _NOTHING)
-        children_of(parent)[attribute] = LaterHead(head, make)
+        children_of(parent)[attribute] = LaterHead(head, make, HeadOf(self, head))
         model.__dict__[LOSS_FUNCTION] = loss
         try:
             yield
@@ -273,7 +284,7 @@ class TiledLoss(ForwardStandIn):
         def module(hidden: Tensor, call: Any, weights: Any, sizes: Any) -> Tensor:
             check_kernel(head, self.impl)  # again: the adapter may have come after seqtile.apply
             aim = Objective(scaling, ignore_index)
-            return module_cross_entropy(call, hidden, targets, weights(), sizes, aim, count)
+            return module_cross_entropy(call, hidden, targets, weights(), sizes, head_width(head), aim, count)
 
         return self.inside(head, later.hidden, plain, module)  # type: ignore[no-any-return]
 
@@ -299,7 +310,8 @@ class TiledLoss(ForwardStandIn):
             )  # fmt: skip
 
         def module(rows: Tensor, call: Any, weights: Any, sizes: Any) -> tuple[Tensor, ...]:
-            return tensors(module_logprobs(call, rows, targets, weights, sizes, Objective(scaling, ignore_index)))
+            aim = Objective(scaling, ignore_index)
+            return tensors(module_logprobs(call, rows, targets, weights, sizes, head_width(head), aim))
 
         found = self.inside(head, hidden, plain, module)
         return TokenScores(**dict(zip(names, found, strict=True)))
@@ -323,7 +335,7 @@ class TiledLoss(ForwardStandIn):
             def call(tile: Tensor, aliases: Mapping[str, Tensor]) -> Tensor:
                 return call_with_weights(Bare([head]), aliases, (lambda tiles: own(tiles[0]), [tile]))  # type: ignore[no-any-return]
 
-            return module(rows, call, weights, self._sizes(rows, head))
+            return module(rows, call, weights, partial(self._sizes, rows, head))
 
         head.__dict__[name] = instead
         try:
@@ -334,12 +346,59 @@ class TiledLoss(ForwardStandIn):
             else:
                 head.__dict__[name] = had
 
-    def _sizes(self, hidden: Tensor, head: nn.Module) -> tuple[int, ...]:
+    def _sizes(self, hidden: Tensor, head: nn.Module, tokens: int) -> tuple[int, ...]:
         shape = BlockShape(
             hidden=hidden.shape[-1], intermediate=max(1, head_width(head)), itemsize=hidden.element_size(),
             weight_numel=0, weight_itemsize=4, device_type=hidden.device.type, live_widths=2,
         )  # fmt: skip
-        return head_sizes(hidden.shape[:-1].numel(), self.rule, shape)
+        return head_sizes(tokens, self.rule, shape)
+
+
+class HeadOf:
+    """The head of a model with a tiled loss, behind its deferred logits."""
+
+    def __init__(self, installed: TiledLoss, head: nn.Module) -> None:
+        self.installed, self.head = installed, head
+
+    def scores(self, logits: LaterLogits, targets: Tensor, temperature: float, **wanted: Any) -> TokenScores:
+        scaling = logits.scaling
+        asked = LogitScaling(scaling.scale, scaling.softcap, scaling.temperature * temperature)
+        ignore_index = wanted.pop("ignore_index", -100)
+        return self.installed.score(self.head, logits.hidden, targets, asked, ignore_index, **wanted)
+
+
+@contextmanager
+def deferred_logits(*models: nn.Module) -> Iterator[None]:
+    """Inside, a model with a tiled loss that is called without labels returns logits that are not there yet.
+
+    Their scales, slices of tokens and ``log_softmax`` are written down; ``gather`` of it scores those tokens in tiles,
+    as :func:`seqtile.token_logprobs` does. Whatever else is asked of them makes the real ones, which is said once.
+
+    Args:
+        *models: each with ``seqtile.apply(model, loss="tiled")``, wrapped or not.
+
+    Raises:
+        UserError: one without a tiled loss, or with another library's forward over it.
+    """
+    installed = []
+    for model in models:
+        standing = standing_losses(model)
+        if not standing:
+            raise UserError(
+                f"{type(model).__name__} has no tiled loss whose logits could be deferred; call "
+                "seqtile.apply(model, loss='tiled') first"
+            )
+        if covered := next((one.covered_by for one in standing if one.covered_by), ""):
+            raise UserError(f"{covered} stands over the tiled loss; call seqtile.apply after it was put on the model")
+        installed += standing
+    before = [one.deferring for one in installed]
+    try:
+        for one in installed:
+            one.deferring = True
+        yield
+    finally:
+        for one, former in zip(installed, before, strict=True):
+            one.deferring = former
 
 
 _NOTHING: Any = object()

@@ -1,4 +1,4 @@
-"""The language-model head and its loss over tiles of tokens: no ``[tokens, V]`` tensor ever.
+"""The language-model head and its loss over tiles of the tokens that count: no ``[tokens, V]`` tensor ever.
 
 Two nodes, chosen by what the upstream gradient can be:
 
@@ -19,14 +19,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from seqtile._compat import keeps_graph
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective, Wanted
+from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows, write_rows
+from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective, TileTargets, Wanted
 from seqtile.ops.lm_loss.loss_kernels import choose_kernel, kernel_sum
 from seqtile.ops.mlp import _Save
 from seqtile.ops.rng import Autocast
@@ -36,6 +37,31 @@ from seqtile.tiling import BlockShape, TileRule, head_sizes, parse_tile
 REDUCTIONS = ("mean", "sum", "none")
 
 
+class LossOptions(TypedDict, total=False):
+    """Every option of :func:`linear_cross_entropy` but ``return_z_loss``, for type checkers."""
+
+    bias: Tensor | None
+    scaling: LogitScaling | None
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    class_weights: Tensor | None
+    token_weights: Tensor | None
+    reduction: str
+    num_items: Tensor | int | float | None
+    tile: int | str | TileRule
+    impl: str
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, return_z_loss: Literal[False] = False,
+    **options: Unpack[LossOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, return_z_loss: Literal[True], **options: Unpack[LossOptions]
+) -> tuple[Tensor, Tensor]: ...
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -46,54 +72,63 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    class_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
     reduction: str = "mean",
     num_items: Tensor | int | float | None = None,
+    return_z_loss: bool = False,
     tile: int | str | TileRule = "auto",
     impl: str = "torch",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Cross-entropy of a linear head, one tile of tokens at a time.
 
     Replaces ``F.cross_entropy(scaling.on(F.linear(hidden, weight, bias)).float(), labels)``. Labels are the targets of
     their own positions: shift them before.
 
     Args:
-        hidden: ``[..., D]``, ``N`` tokens.
+        hidden: ``[..., D]``, ``N`` tokens of which ``n`` count.
         weight: ``[V, D]``.
         labels: ``[...]``, the target of each token.
         bias: ``[V]``.
         scaling: what the model does to the product (scale, soft-cap, temperature).
-        ignore_index: label of tokens that count nothing.
+        ignore_index: label of tokens that count nothing; nothing is computed for them.
         label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
         z_loss: weight of ``logsumexp(logits)**2`` in each token's loss.
+        class_weights: ``[V]``, a constant factor for each target, as ``weight=`` of
+            :func:`torch.nn.functional.cross_entropy`; it does not weight the z-loss.
         token_weights: ``[...]``, a constant factor for each token's loss.
-        reduction: ``"mean"`` over the tokens that count (weighted: over their weights), ``"sum"`` or ``"none"``.
+        reduction: ``"mean"`` over the tokens that count (weighted: over the weights of tokens and of their targets),
+            ``"sum"`` or ``"none"``.
         num_items: divides the sum instead of this batch's own count: the tokens of a whole optimiser step, over all
             micro-batches and ranks. With ``"mean"`` only.
-        tile: tokens per tile, or a rule of :func:`seqtile.apply`. Depends on lengths alone, so that ranks agree.
-        impl: ``"torch"``: what is described here; ``"liger"`` or ``"cce"``: that kernel, an error with the reason where
-            it cannot compute the same; ``"auto"``: the fastest one that is installed and can, else ``"torch"``. A
-            kernel has a memory and a tile size of its own.
+        return_z_loss: return the part of the loss that is z-loss too, reduced as the loss is, without a gradient.
+        tile: tokens per tile, or a rule of :func:`seqtile.apply`; tiles are of equal work, in tokens that count.
+        impl: ``"torch"``: what is described here; ``"native"``: PyTorch's own chunked operator, fp32 and float64, where
+            the installed PyTorch has one; ``"liger"`` or ``"cce"``: that kernel; an error with the reason where one
+            cannot compute the same; ``"auto"``: the fastest kernel that is installed and can, else ``"torch"``. Another
+            operator has a memory and a tile size of its own.
 
     Returns:
-        A scalar in fp32 (float64 for float64 states), or ``[...]`` for ``"none"``.
+        A scalar in fp32 (float64 for float64 states), or ``[...]`` for ``"none"``; with ``return_z_loss`` a pair.
 
     Cost:
-        Matrix products in units of ``2 * N * D * V``: 3 for a scalar (2 if either the head or the states need no
+        Matrix products in units of ``2 * n * D * V``: 3 for a scalar (2 if either the head or the states need no
         gradient), 4 for ``"none"``; without a gradient 1. Memory: one tile of logits in the compute dtype and a few
-        fp32 blocks of rows; the gradients of states and head (fp32 sums for low precision), from the forward on.
+        fp32 blocks of rows; the gradients of states and head (fp32 sums for low precision), from the forward on. One
+        synchronisation with the host, for ``n``.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown reduction, weights that need a gradient (use ``"none"``), or a
-            kernel that cannot compute this.
+        ValueError: shapes that do not fit, labels outside the vocabulary, an unknown reduction, weights that need a
+            gradient (use ``"none"``), or another operator that cannot compute this.
         NotImplementedError: ``create_graph=True``.
     """
-    aim = Objective(scaling or LogitScaling(), ignore_index, label_smoothing, z_loss)
+    aim = Objective(scaling or LogitScaling(), ignore_index, label_smoothing, z_loss, class_weights)
     call = HeadCall(hidden, weight, bias, labels, aim, parse_tile(tile))
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: expected one of {', '.join(map(repr, REDUCTIONS))}")
     if num_items is not None and reduction != "mean":
         raise ValueError(f"num_items goes with reduction='mean', got reduction={reduction!r}")
+    factors = None
     if token_weights is not None:
         if token_weights.shape != labels.shape:
             raise ValueError(
@@ -102,42 +137,46 @@ def linear_cross_entropy(
             )
         if token_weights.requires_grad and reduction != "none":
             raise ValueError("token_weights need a gradient; use reduction='none' and multiply by them yourself")
-    kernel = choose_kernel(impl, call, weighted=token_weights is not None, per_token=reduction == "none")
+        factors = call.kept.take(token_weights.reshape(-1).to(call.hidden.device))
+    kernel = choose_kernel(
+        impl, call, weighted=factors is not None, per_token=reduction == "none", returns_z_loss=return_z_loss
+    )
     if reduction == "none":
-        loss = call.per_token().loss.view(labels.shape)
-        if token_weights is None:
-            return loss
-        return loss * torch.where(call.valid.view(labels.shape), token_weights.to(loss.device), 0)
-    factors = None if token_weights is None else token_weights.detach().reshape(-1).to(call.hidden.device)
+        found = call.per_token()
+        factor = 1 if factors is None else call.kept.spread(factors)
+        loss, squares = ((each * factor).view(labels.shape) for each in (found.loss, found.squares))
+        return (loss, z_loss * squares) if return_z_loss else loss
     divisor = 1 if reduction == "sum" else call.count(factors) if num_items is None else num_items
-    if kernel == "torch":
-        return call.total(factors, divisor)
-    total, any_valid = kernel_sum(kernel, call), call.valid.any()
-    divisor = torch.as_tensor(divisor, device=total.device)
-    # As in the node of this module: a mean over no token is no number, and has a zero gradient.
-    return torch.where(any_valid, total / torch.where(any_valid, divisor, 1), total.detach() / divisor)
+    if kernel == "torch" or not len(call.kept):
+        loss, squares = call.total(factors, divisor)
+        return (loss, z_loss * squares) if return_z_loss else loss
+    total = kernel_sum(kernel, call)
+    return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
 
 
 @dataclass
 class Scores:
-    """Results of one pass, ``[N]`` each; None where not asked for, 0 where the target is ignored."""
+    """Results of one pass, ``[N]`` each; None where not asked for, 0 where a token does not count."""
 
     loss: Tensor
+    squares: Tensor
     entropy: Tensor | None
-    extra: Wanted
+    candidates: Tensor | None
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What a node has to know of a call, without a tensor."""
+    """What a node has to know of a call, without a tensor that has a gradient."""
 
     objective: Objective
     sizes: tuple[int, ...]
     dtype: torch.dtype
     casts: Autocast
 
-    def starts(self) -> Iterator[tuple[int, int]]:
-        return zip(accumulate(self.sizes[:-1], initial=0), self.sizes, strict=True) if self.sizes else iter(())
+    def parts(self) -> Iterator[slice]:
+        """The tiles, as slices of the tokens that count."""
+        for start, size in zip(accumulate(self.sizes, initial=0), self.sizes, strict=False):
+            yield slice(start, start + size)
 
     def work(self, weight: Tensor, bias: Tensor | None) -> HeadPass:
         return HeadPass(self.objective, weight, bias, self.dtype, max(self.sizes, default=0))
@@ -146,13 +185,21 @@ class Cut:
 class HeadCall:
     """One call of a plain head: checked, flattened, cut.
 
+    Args:
+        hidden, weight, bias, labels: as :func:`linear_cross_entropy` takes them.
+        aim: what is summed per token.
+        rule: of the tiles.
+        kept: what is known of the labels already, from another call with the same ones.
+        vocabulary: ``V``, where ``weight`` has some of its rows.
+
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, labels outside the vocabulary.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, aim: Objective, rule: TileRule
-    ) -> None:
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, aim: Objective, rule: TileRule,
+        kept: KeptTokens | None = None, vocabulary: int | None = None,
+    ) -> None:  # fmt: skip
         if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
             raise ValueError(
                 f"hidden states {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit, expected [..., D] "
@@ -164,8 +211,14 @@ class HeadCall:
             )
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}")
+        if aim.class_weights is not None and aim.class_weights.shape != weight.shape[:1]:
+            raise ValueError(
+                f"class_weights have shape {tuple(aim.class_weights.shape)}, expected {tuple(weight.shape[:1])}"
+            )
         self.hidden, self.weight, self.bias = hidden.reshape(-1, hidden.shape[-1]), weight, bias
-        self.valid, self.target = aim.targets(labels.reshape(-1).to(hidden.device))
+        if kept is None:
+            kept = KeptTokens.of(labels.reshape(-1).to(hidden.device), aim.ignore_index, vocabulary or weight.shape[0])
+        self.kept = kept
         casts = Autocast.of(hidden)
         trains = weight.requires_grad
         shape = BlockShape(
@@ -173,55 +226,76 @@ class HeadCall:
             weight_numel=weight.numel() if trains else 0, weight_itemsize=weight.element_size(),
             device_type=hidden.device.type, live_widths=1,
         )  # fmt: skip
-        self.cut = Cut(aim, head_sizes(self.hidden.shape[0], rule, shape), casts.dtype, casts)
+        self.cut = Cut(aim, head_sizes(len(self.kept), rule, shape), casts.dtype, casts)
 
     @property
     def _needs_gradient(self) -> bool:
         tensors = (self.hidden, self.weight, self.bias)
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
-    def count(self, factors: Tensor | None) -> Tensor:
-        """Divisor of a mean: the tokens that count, or the sum of their weights."""
-        return self.valid.sum() if factors is None else torch.where(self.valid, factors, 0).sum()
+    def count(self, factors: Tensor | None) -> Tensor | int:
+        """Divisor of a mean: the tokens that count, or the sum of their weights and their targets'."""
+        weights = self.cut.objective.class_weights
+        if weights is not None:
+            own = weights.detach().to(self.hidden.device)[self.kept.targets]
+            return (own if factors is None else own * factors).sum()
+        return len(self.kept) if factors is None else factors.sum()
 
-    def total(self, factors: Tensor | None = None, divisor: Tensor | int | float = 1) -> Tensor:
-        """Sum of the tokens' losses times ``factors``, over ``divisor``."""
+    def total(self, factors: Tensor | None = None, divisor: Tensor | int | float = 1) -> tuple[Tensor, Tensor]:
+        """Sums of the tokens' losses and squared log-normalisers times ``factors``, over ``divisor``."""
+        factors = None if factors is None else factors.detach()
         if isinstance(divisor, Tensor):
             divisor = divisor.to(self.hidden.device)
         if not self._needs_gradient:
-            loss = self.per_token().loss
-            return (loss if factors is None else loss * torch.where(self.valid, factors, 0)).sum() / divisor
-        return _Total.apply(self.cut, self.hidden, self.weight, self.bias, self.target, self.valid, factors, divisor)  # type: ignore[no-any-return, no-untyped-call]
+            found = self.per_token()
+            factor = 1 if factors is None else self.kept.spread(factors)
+            return (found.loss * factor).sum() / divisor, (found.squares * factor).sum() / divisor
+        return _Total.apply(  # type: ignore[no-any-return, no-untyped-call]
+            self.cut, self.kept.index, TileTargets(self.kept.targets), factors, divisor, self.hidden, self.weight,
+            self.bias,
+        )  # fmt: skip
 
-    def per_token(self, entropy: bool = False, extra: Wanted | None = None) -> Scores:
-        """Each token's loss, and whatever else is wanted."""
+    def per_token(
+        self, entropy: bool = False, extra: Wanted | None = None, temperature: Tensor | None = None,
+        candidates: Tensor | None = None,
+    ) -> Scores:  # fmt: skip
+        """Each token's loss, and whatever else is wanted; ``temperature`` and ``candidates`` as :class:`TileTargets`.
+
+        What has no gradient is left in ``extra``, ``[n]``.
+        """
         extra = extra or Wanted()
-        if not self._needs_gradient:
-            loss, _, found = _score(
-                self.cut, self.hidden, self.weight, self.bias, self.target, self.valid, entropy, extra
-            )
-            return Scores(loss, found, extra)
+        kept, targets = self.kept, TileTargets(self.kept.targets, temperature, candidates)
         given = (self.hidden, self.weight, *(() if self.bias is None else (self.bias,)))
-        token = _Save.apply(*given, self.target, self.valid)  # type: ignore[no-untyped-call]
-        loss, found = _PerToken.apply(self.cut, token.grad_fn, token, entropy, extra, self.target, self.valid, *given)  # type: ignore[no-untyped-call]
-        return Scores(loss, found if entropy else None, extra)
+        if self._needs_gradient:
+            token = _Save.apply(*given, kept.index, *targets.tensors())  # type: ignore[no-untyped-call]
+            found = _PerToken.apply(self.cut, token.grad_fn, token, entropy, extra, kept, targets, *given)  # type: ignore[no-untyped-call]
+        else:
+            found = _spread(kept, _score(self.cut, kept.index, targets, entropy, extra, *given))
+        loss, lse, entropies, scored = found
+        return Scores(loss, lse.square(), entropies, scored)
 
 
 def _score(
-    cut: Cut, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, valid: Tensor, entropy: bool,
-    extra: Wanted,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Loss, log-normaliser and entropy of each token."""
+    cut: Cut, index: Tensor | None, targets: TileTargets, entropy: bool, extra: Wanted, hidden: Tensor, weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Loss, log-normaliser, entropy and candidates of each token that counts."""
     with torch.no_grad(), cut.casts.off():
         work = cut.work(weight, bias)
-        loss, lse = (hidden.new_empty(hidden.shape[0], dtype=work.wide) for _ in range(2))
+        loss, lse = (hidden.new_empty(len(targets.ids), dtype=work.wide) for _ in range(2))
         extra.entropy = torch.empty_like(loss) if entropy else None
-        for start, size in cut.starts():
-            rows = slice(start, start + size)
-            y = work.product(hidden[rows])
-            work.losses(y, target[rows], valid[rows], loss[rows], lse[rows], extra.narrow(rows))
-        found, extra.entropy = extra.entropy, None
-    return loss, lse, found
+        if targets.candidates is not None:
+            extra.candidates = loss.new_empty(targets.candidates.shape)
+        for part in cut.parts():
+            y = work.product(read_rows(hidden, index, part))
+            work.losses(y, targets[part], loss[part], lse[part], extra.narrow(part))
+        found = loss, lse, extra.entropy, extra.candidates
+        extra.entropy = extra.candidates = None
+    return found
+
+
+def _spread(kept: KeptTokens, found: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return tuple(None if value is None else kept.spread(value) for value in found)
 
 
 class _Total(torch.autograd.Function):
@@ -229,81 +303,97 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, cut: Cut, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, valid: Tensor,
-        factors: Tensor | None, divisor: Tensor | int | float,
-    ) -> Tensor:  # fmt: skip
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
+        ctx: Any, cut: Cut, index: Tensor | None, targets: TileTargets, factors: Tensor | None,
+        divisor: Tensor | int | float, hidden: Tensor, weight: Tensor, bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[5:]
         ctx.set_materialize_grads(False)
         with cut.casts.off():
             work = cut.work(weight, bias)
-            loss = hidden.new_empty(hidden.shape[0], dtype=work.wide)
-            factor = torch.ones_like(loss) if factors is None else factors.to(loss.dtype)
-            factor = torch.where(valid, factor, 0)
-            dx = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_x else None
+            loss, lse = (hidden.new_empty(len(targets.ids), dtype=work.wide) for _ in range(2))
+            factor = None if factors is None else factors.to(loss.dtype)
+            dx = empty_gradient(hidden, index) if needs_x else None
             totals = [Sum(weight) if needs_weight else None, Sum(bias) if bias is not None and needs_bias else None]
-            for start, size in cut.starts():
-                rows = slice(start, start + size)
-                y = work.product(hidden[rows])
-                lse = torch.empty_like(loss[rows])
-                work.losses_and_gradient(y, target[rows], valid[rows], factor[rows], loss[rows], lse)
-                _gradients(work, y, hidden[rows], None if dx is None else dx[rows], totals)
+            for part in cut.parts():
+                x = read_rows(hidden, index, part)
+                y = work.product(x)
+                of_tile = None if factor is None else factor[part]
+                work.losses_and_gradient(y, targets[part], of_tile, loss[part], lse[part])
+                add_gradients(work, y, x, index, part, dx, totals)
             # On the node and not saved through autograd, and the division here and not after it: what is saved this
             # late, the divisor too, an activation checkpoint gets back only by running the whole head again.
-            ctx.left, ctx.any, ctx.divisor = (dx, *totals), valid.any(), divisor
-            return (loss * factor).sum() / divisor
+            ctx.left, ctx.any, ctx.divisor = (dx, *totals), len(loss) > 0, divisor
+            sums = [(each if factor is None else each * factor).sum() / divisor for each in (loss, lse.square_())]
+            ctx.mark_non_differentiable(sums[1])
+            return sums[0], sums[1]
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None) -> Any:
+    def backward(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> Any:
         refuse_second_derivative(REFUSED)
         if upstream is None:
             return (None,) * 8
-        dx, *sums = hand_out(ctx, upstream)
-        return None, dx, *sums, None, None, None, None
+        return None, None, None, None, None, *hand_out(ctx, upstream)
 
 
 class _PerToken(torch.autograd.Function):
-    """One loss per token (and entropy); the logits are computed again in the backward."""
+    """One loss per token (and log-normaliser, entropy, candidates); the logits are computed again in the backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, cut: Cut, save: Any, token: Tensor, entropy: bool, extra: Wanted, target: Tensor, valid: Tensor,
-        hidden: Tensor, weight: Tensor, bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        loss, lse, found = _score(cut, hidden, weight, bias, target, valid, entropy, extra)
-        ctx.cut, ctx.save, ctx.lse, ctx.entropy = cut, save, lse, found
+        ctx: Any, cut: Cut, save: Any, token: Tensor, entropy: bool, extra: Wanted, kept: KeptTokens,
+        targets: TileTargets, *given: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        found = _score(cut, kept.index, targets, entropy, extra, *given)
+        ctx.cut, ctx.save, ctx.lse, ctx.entropy = cut, save, found[1], found[2]
         ctx.set_materialize_grads(False)
-        return loss, loss.new_empty(0) if found is None else found.clone()
+        # [N] here and not by an operator after it: that one would save the positions too late, as above. Copies, since
+        # what the backward needs is not to be changed from outside.
+        loss, lse, entropies, scored = _spread(kept, found)
+        lse, entropies = lse.clone(), None if entropies is None else entropies.clone()
+        ctx.mark_non_differentiable(lse)
+        return loss, lse, entropies, scored
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, entropy_upstream: Tensor | None) -> Any:
+    def backward(
+        ctx: Any, upstream: Tensor | None, _: Tensor | None, entropy_upstream: Tensor | None,
+        candidates_upstream: Tensor | None,
+    ) -> Any:  # fmt: skip
         refuse_second_derivative(REFUSED)
         none = (None,) * 7
-        if upstream is None and entropy_upstream is None:
+        if upstream is None and entropy_upstream is None and candidates_upstream is None:
             return (None,) * len(ctx.needs_input_grad)
         cut: Cut = ctx.cut
         needs = ctx.needs_input_grad[7:]
-        hidden, weight, *rest, target, valid = ctx.save.saved_tensors
-        bias = rest[0] if rest else None
+        hidden, weight, *rest, index, ids, temperature, candidates, here = ctx.save.saved_tensors
+        kept = KeptTokens(hidden.shape[0], ids, index)
+        upstream, entropy_upstream, candidates_upstream = (
+            None if each is None else kept.take(each) for each in (upstream, entropy_upstream, candidates_upstream)
+        )
+        targets, bias = TileTargets(ids, temperature, candidates, here), rest[0] if rest else None
         with cut.casts.off():
             work = cut.work(weight, bias)
-            dx = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
+            factor = torch.zeros_like(ctx.lse) if upstream is None else upstream
+            dx = empty_gradient(hidden, index) if needs[0] else None
             totals = [Sum(tensor) if need else None for tensor, need in zip((weight, *rest), needs[1:], strict=True)]
-            for start, size in cut.starts():
-                rows = slice(start, start + size)
-                y = work.product(hidden[rows])
-                factors = [None if f is None else f[rows] for f in (upstream, ctx.entropy, entropy_upstream)]
-                work.gradient(y, target[rows], valid[rows], factors[0], ctx.lse[rows], *factors[1:])
-                _gradients(work, y, hidden[rows], None if dx is None else dx[rows], totals)
+            for part in cut.parts():
+                x = read_rows(hidden, index, part)
+                y = work.product(x)
+                others = [None if t is None else t[part] for t in (ctx.entropy, entropy_upstream, candidates_upstream)]
+                work.gradient(y, targets[part], factor[part], ctx.lse[part], *others)
+                add_gradients(work, y, x, index, part, dx, totals)
         return *none, dx, *(None if total is None else total.result() for total in totals)
 
 
-def _gradients(work: HeadPass, dy: Tensor, x: Tensor, dx: Tensor | None, totals: Sequence[Sum | None]) -> None:
-    """The two products of one tile's gradient, and the bias's sum."""
+def add_gradients(
+    work: HeadPass, dy: Tensor, x: Tensor, index: Tensor | None, part: slice, dx: Tensor | None,
+    totals: Sequence[Sum | None],
+) -> None:  # fmt: skip
+    """The two products of one tile's gradient, and the bias's sum; ``x`` ``[t, D]`` are the tile's states."""
     if dx is not None:
-        if dx.dtype == work.dtype:
-            torch.mm(dy, work.matrix, out=dx)
+        if index is None and dx.dtype == work.dtype:
+            torch.mm(dy, work.matrix, out=dx[part])
         else:
-            dx.copy_(torch.mm(dy, work.matrix))
+            write_rows(dx, index, part, torch.mm(dy, work.matrix))
     if totals[0] is not None:
         totals[0].add_product(dy.t(), x.to(work.dtype))
     if len(totals) > 1 and totals[1] is not None:
@@ -326,7 +416,7 @@ def hand_out(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
     if not keep:
         ctx.left = None
     # A mean over no token has an infinite upstream gradient; nothing counts, so nothing flows.
-    factor = torch.where(ctx.any, upstream / ctx.divisor, 0)
+    factor = upstream / ctx.divisor if ctx.any else torch.zeros_like(upstream)
     if dx is not None:
         # With a dimension: a device rounds a factor that has none to the states' dtype first (8 bits in bf16).
         dx = torch.mul(dx, factor.reshape(1), out=torch.empty_like(dx) if keep else dx)

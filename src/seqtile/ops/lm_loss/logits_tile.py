@@ -52,21 +52,25 @@ class LogitScaling:
         return torch.tanh(z) * self.after if self.softcap else z
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Objective:
-    """What is summed per token: ``lse - (1 - s) * z[target] - s * mean(z) + z_loss * lse**2``.
+    """What is summed per token; with ``w`` the class weights and ``W`` their sum (all 1 without them),
+
+    ``(1 - s) * w[target] * (lse - z[target]) + s / V * (W * lse - sum(w * z)) + z_loss * lse**2``.
 
     Attributes:
         scaling: from product to logits.
         ignore_index: target of tokens that count nothing.
         label_smoothing: share ``s`` of the target that is spread over the vocabulary.
         z_loss: weight of the squared log-normaliser (arXiv 2202.08906).
+        class_weights: ``[V]``, a constant factor for each target, or None.
     """
 
     scaling: LogitScaling = field(default_factory=LogitScaling)
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    class_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing <= 1.0:
@@ -74,15 +78,33 @@ class Objective:
         if not self.z_loss >= 0.0:
             raise ValueError(f"z_loss={self.z_loss}: expected a weight of at least 0.0")
 
-    def targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens count, and a target inside the vocabulary for each."""
-        valid = labels != self.ignore_index
-        return valid, torch.where(valid, labels, 0)
+
+@dataclass(frozen=True)
+class TileTargets:
+    """What is known of each token that counts, ``[n]``.
+
+    Attributes:
+        ids: its target.
+        temperature: divides its logits after everything else, or None.
+        candidates: ``[n, k]``, other tokens whose log-probabilities are wanted, or None.
+        here: whether the target is among the rows of this rank's weight, or None where the weight is whole.
+    """
+
+    ids: Tensor
+    temperature: Tensor | None = None
+    candidates: Tensor | None = None
+    here: Tensor | None = None
+
+    def __getitem__(self, part: slice) -> TileTargets:
+        return TileTargets(*(None if tensor is None else tensor[part] for tensor in self.tensors()))  # type: ignore[arg-type]
+
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return self.ids, self.temperature, self.candidates, self.here
 
 
 @dataclass
 class Wanted:
-    """What one pass is to find besides the loss of each token; the results, ``[N]`` each, are written here.
+    """What one pass is to find besides the loss of each token; the results, ``[n]`` each, are written here.
 
     Attributes:
         entropy: entropy of the next-token distribution, or None.
@@ -90,6 +112,9 @@ class Wanted:
         hit: whether the target is among the ``top_k`` most likely, or None. Ties count for the target.
         log_sum_squares: ``log(sum(p**2))``, or None.
         mean_logit: mean of the logits over the vocabulary, or None.
+        candidates: ``[n, k]``, log-probabilities of the targets' candidates, or None.
+        top_log_probs: ``[n, k]``, the ``k`` largest log-probabilities, or None.
+        top_tokens: ``[n, k]``, their tokens; None without ``top_log_probs``.
         top_k: ``k`` of ``hit``.
     """
 
@@ -98,12 +123,14 @@ class Wanted:
     hit: Tensor | None = None
     log_sum_squares: Tensor | None = None
     mean_logit: Tensor | None = None
+    candidates: Tensor | None = None
+    top_log_probs: Tensor | None = None
+    top_tokens: Tensor | None = None
     top_k: int = 1
 
     def narrow(self, part: slice) -> Wanted:
         """The same for some of the tokens."""
-        names = ("entropy", "argmax", "hit", "log_sum_squares", "mean_logit")
-        cut = {name: None if getattr(self, name) is None else getattr(self, name)[part] for name in names}
+        cut = {name: value[part] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return Wanted(**cut, top_k=self.top_k)
 
 
@@ -120,6 +147,9 @@ class HeadRows:
     def __init__(self, objective: Objective, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
         self.objective, self.vocabulary, self.dtype, self.device = objective, vocabulary, dtype, device
         self.wide = torch.promote_types(dtype, torch.float32)
+        weights = objective.class_weights
+        self.class_weights = None if weights is None else weights.detach().to(device, self.wide)
+        self.weight_sum = float(vocabulary) if self.class_weights is None else self.class_weights.sum()
 
     def blocks(self, rows: int) -> Iterator[slice]:
         """Blocks of rows for what runs in fp32."""
@@ -127,7 +157,7 @@ class HeadRows:
         for start in range(0, rows, step):
             yield slice(start, min(start + step, rows))
 
-    def logits(self, y: Tensor) -> Tensor:
+    def logits(self, y: Tensor, temperature: Tensor | None = None) -> Tensor:
         """One block's logits in fp32, a new tensor."""
         scaling = self.objective.scaling
         z = y.to(self.wide, copy=True)
@@ -135,84 +165,113 @@ class HeadRows:
             z.mul_(scaling.before)
         if scaling.softcap:
             z.tanh_().mul_(scaling.after)
-        return z
+        return z if temperature is None else z.div_(temperature.unsqueeze(-1))
 
-    def losses(self, y: Tensor, target: Tensor, valid: Tensor, loss: Tensor, lse: Tensor, wanted: Wanted) -> None:
+    def losses(self, y: Tensor, targets: TileTargets, loss: Tensor, lse: Tensor, wanted: Wanted) -> None:
         """Write each row's loss, log-normaliser and whatever else is wanted; ``y`` stays."""
         for part in self.blocks(y.shape[0]):
-            z = self.logits(y[part])
+            z = self.logits(y[part], targets[part].temperature)
             found = wanted.narrow(part)
-            self._loss(z, target[part], valid[part], loss[part], lse[part], found)
+            self._loss(z, targets[part], loss[part], lse[part], found)
             if found.entropy is not None or found.log_sum_squares is not None:
                 _spread(z, lse[part], found)
-            for name in ("entropy", "mean_logit", "log_sum_squares", "argmax", "hit"):
-                tensor = getattr(found, name)
-                if tensor is not None:
-                    tensor.masked_fill_(~valid[part], 0)
 
     def losses_and_gradient(
-        self, y: Tensor, target: Tensor, valid: Tensor, factor: Tensor, loss: Tensor, lse: Tensor
+        self, y: Tensor, targets: TileTargets, factor: Tensor | None, loss: Tensor, lse: Tensor
     ) -> None:
-        """Write each row's loss, and over its products their gradient times ``factor``."""
+        """Write each row's loss, and over its products their gradient times ``factor`` (None: 1)."""
         for part in self.blocks(y.shape[0]):
-            z = self.logits(y[part])
-            self._loss(z, target[part], valid[part], loss[part], lse[part], Wanted())
+            z = self.logits(y[part], targets[part].temperature)
+            self._loss(z, targets[part], loss[part], lse[part], Wanted())
             z.sub_(lse[part].unsqueeze(-1)).exp_()
-            self._gradient(z, y[part], target[part], valid[part], factor[part], lse[part])
+            self._gradient(z, y[part], targets[part], _part(factor, part, lse), lse[part])
 
     def gradient(
-        self, y: Tensor, target: Tensor, valid: Tensor, factor: Tensor | None, lse: Tensor,
-        entropy: Tensor | None = None, entropy_factor: Tensor | None = None,
+        self, y: Tensor, targets: TileTargets, factor: Tensor, lse: Tensor, entropy: Tensor | None = None,
+        entropy_factor: Tensor | None = None, candidates_factor: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """The same when log-normalisers are known; ``entropy_factor`` is the upstream gradient of the entropy."""
+        """The same when log-normalisers are known; the other factors are upstream gradients of those results."""
         for part in self.blocks(y.shape[0]):
-            z = self.logits(y[part]).sub_(lse[part].unsqueeze(-1))
+            z = self.logits(y[part], targets[part].temperature).sub_(lse[part].unsqueeze(-1))
             extra = None
             if entropy is not None and entropy_factor is not None:
                 extra = z.exp().mul_(z + entropy[part].unsqueeze(-1)).mul_(-entropy_factor[part].unsqueeze(-1))
             z.exp_()
-            none = lse.new_zeros(()).expand(lse.shape)[part] if factor is None else factor[part]
-            self._gradient(z, y[part], target[part], valid[part], none, lse[part], extra)
+            of_candidates = None if candidates_factor is None else candidates_factor[part]
+            self._gradient(z, y[part], targets[part], factor[part], lse[part], extra, of_candidates)
 
-    def _loss(self, z: Tensor, target: Tensor, valid: Tensor, loss: Tensor, lse: Tensor, found: Wanted) -> None:
+    def _loss(self, z: Tensor, targets: TileTargets, loss: Tensor, lse: Tensor, found: Wanted) -> None:
         """Write loss and log-normaliser of one block of logits."""
         aim = self.objective
         top, best = z.max(-1) if found.argmax is not None else (z.amax(-1), None)
-        at_target = z.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        at_target = z.gather(-1, targets.ids.unsqueeze(-1)).squeeze(-1)
         lse.copy_((z - top.unsqueeze(-1)).exp_().sum(-1).log_().add_(top))
-        value = lse - (1 - aim.label_smoothing) * at_target
+        value = (lse - at_target).mul_(self._own(targets.ids))
         if aim.label_smoothing:
-            value -= aim.label_smoothing * z.mean(-1)
+            mean = z.sum(-1) if self.class_weights is None else torch.mv(z, self.class_weights)
+            value += (self.weight_sum * lse - mean) * (aim.label_smoothing / self.vocabulary)
         if aim.z_loss:
             value += aim.z_loss * lse.square()
-        loss.copy_(value.masked_fill_(~valid, 0))
+        loss.copy_(value)
         if found.argmax is not None and best is not None:
             found.argmax.copy_(best)
         if found.hit is not None:
             found.hit.copy_((z > at_target.unsqueeze(-1)).sum(-1) < found.top_k)
         if found.mean_logit is not None:
             found.mean_logit.copy_(z.mean(-1))
+        if found.candidates is not None and targets.candidates is not None:
+            found.candidates.copy_(z.gather(-1, targets.candidates) - lse.unsqueeze(-1))
+        if found.top_log_probs is not None and found.top_tokens is not None:
+            values, tokens = z.topk(found.top_tokens.shape[-1], -1)
+            found.top_log_probs.copy_(values - lse.unsqueeze(-1))
+            found.top_tokens.copy_(tokens)
+
+    def _own(self, ids: Tensor) -> Tensor | float:
+        """Factor of the target's own term in the loss."""
+        share = 1 - self.objective.label_smoothing
+        return share if self.class_weights is None else share * self.class_weights[ids]
 
     def _gradient(
-        self, p: Tensor, y: Tensor, target: Tensor, valid: Tensor, factor: Tensor, lse: Tensor,
-        extra: Tensor | None = None,
+        self, p: Tensor, y: Tensor, targets: TileTargets, factor: Tensor, lse: Tensor, extra: Tensor | None = None,
+        of_candidates: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Turn probabilities into the gradient of the products, times ``factor``, and write it over ``y``."""
-        aim, scaling = self.objective, self.objective.scaling
-        every = factor * (1 + 2 * aim.z_loss * lse) if aim.z_loss else factor
+        aim = self.objective
+        smoothing = aim.label_smoothing / self.vocabulary
+        own = factor * self._own(targets.ids)
+        every = own if not smoothing else own + factor * (smoothing * self.weight_sum)
+        if aim.z_loss:
+            every = every + factor * (2 * aim.z_loss * lse)
+        if of_candidates is not None:
+            every = every - of_candidates.sum(-1)
         p.mul_(every.unsqueeze(-1))
-        if aim.label_smoothing:
-            p.sub_((factor * (aim.label_smoothing / self.vocabulary)).unsqueeze(-1))
-        p.scatter_add_(-1, target.unsqueeze(-1), ((aim.label_smoothing - 1) * factor).unsqueeze(-1))
+        if smoothing:
+            weights = p.new_ones(self.vocabulary) if self.class_weights is None else self.class_weights
+            p.addr_(factor, weights, alpha=-smoothing)
+        at_target = own if targets.here is None else own * targets.here
+        p.scatter_add_(-1, targets.ids.unsqueeze(-1), -at_target.unsqueeze(-1))
+        if of_candidates is not None and targets.candidates is not None:
+            p.scatter_add_(-1, targets.candidates, of_candidates)
         if extra is not None:
             p.add_(extra)
+        self.through_scaling(p, y, targets.temperature)
+        y.copy_(p)
+
+    def through_scaling(self, dz: Tensor, y: Tensor, temperature: Tensor | None = None) -> None:
+        """Turn the gradient of logits into that of the products ``y`` they were made of, in place."""
+        scaling = self.objective.scaling
         if scaling.softcap:
             bent = y.to(self.wide, copy=True).mul_(scaling.before).tanh_().square_()
-            p.sub_(bent.mul_(p))
+            dz.sub_(bent.mul_(dz))
         through = scaling.before * scaling.after
         if through != 1.0:
-            p.mul_(through)
-        y.copy_(p.masked_fill_(~valid.unsqueeze(-1), 0))  # whatever an ignored row holds, infinities too
+            dz.mul_(through)
+        if temperature is not None:
+            dz.div_(temperature.unsqueeze(-1))
+
+
+def _part(factor: Tensor | None, part: slice, like: Tensor) -> Tensor:
+    return like.new_ones(()).expand(like.shape)[part] if factor is None else factor[part]
 
 
 class HeadPass(HeadRows):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.lm_loss.cross_entropy import REFUSED, hand_out
-from seqtile.ops.lm_loss.logits_tile import HeadRows, Objective, Wanted
+from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows, write_rows
+from seqtile.ops.lm_loss.logits_tile import HeadRows, Objective, TileTargets, Wanted
 from seqtile.ops.lm_loss.token_logprobs import TokenScores
 from seqtile.ops.tile_checkpoint import run_in_tiles
 from seqtile.ops.token_tiles import refuse_second_derivative
@@ -24,10 +25,13 @@ from seqtile.ops.token_tiles import refuse_second_derivative
 Run = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """The head on one tile, with other weights in the place of its own: ``(x [t, D], {name: weight}) -> [t, V]``."""
 
+Sizes = Callable[[int], Sequence[int]]
+"""The sizes of the tiles of so many tokens."""
+
 
 def module_cross_entropy(
-    run: Run, hidden: Tensor, labels: Tensor, weights: Mapping[str, Tensor], sizes: Sequence[int], aim: Objective,
-    divisor: Tensor | int | float | None = None,
+    run: Run, hidden: Tensor, labels: Tensor, weights: Mapping[str, Tensor], sizes: Sizes, vocabulary: int,
+    aim: Objective, divisor: Tensor | int | float | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of any position-wise head, divided by ``divisor`` (None: by the tokens that count).
 
@@ -36,7 +40,8 @@ def module_cross_entropy(
         hidden: ``[..., D]``, ``N`` tokens.
         labels: ``[...]``.
         weights: what trains in it, by name.
-        sizes: tokens of each tile.
+        sizes: tokens of each tile, from the tokens that count.
+        vocabulary: ``V``.
         aim: what is summed per token.
         divisor: as above.
 
@@ -45,44 +50,48 @@ def module_cross_entropy(
         where the head adds to its product, and what :func:`seqtile.linear_cross_entropy` names.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
-    valid, target = aim.targets(labels.reshape(-1).to(hidden.device))
+    kept = KeptTokens.of(labels.reshape(-1).to(hidden.device), aim.ignore_index, vocabulary)
     if divisor is None:
-        divisor = valid.sum()
+        divisor = len(kept)
     elif isinstance(divisor, Tensor):
         divisor = divisor.to(hidden.device)
     if not torch.is_grad_enabled():
         rows, weights = rows.detach(), {name: weight.detach() for name, weight in weights.items()}
-    plan = _Plan(run, tuple(weights), tuple(size for size in sizes if size), aim)
-    return _Total.apply(plan, target, valid, divisor, rows, *weights.values())  # type: ignore[no-any-return, no-untyped-call]
+    plan = _Plan(run, tuple(weights), sizes(len(kept)), aim)
+    return _Total.apply(plan, kept, divisor, rows, *weights.values())  # type: ignore[no-any-return, no-untyped-call]
 
 
 def module_logprobs(
-    run: Run, hidden: Tensor, targets: Tensor, weights: Callable[[], Mapping[str, Tensor]], sizes: Sequence[int],
-    aim: Objective,
+    run: Run, hidden: Tensor, targets: Tensor, weights: Callable[[], Mapping[str, Tensor]], sizes: Sizes,
+    vocabulary: int, aim: Objective,
 ) -> TokenScores:  # fmt: skip
-    """Everything but ``top_k`` of :class:`TokenScores` under any head; each tile is recomputed in the backward."""
+    """Everything but candidates and the ``top_`` fields of :class:`TokenScores` under any head, without a reference.
+
+    Each tile is recomputed in the backward.
+    """
+    kept = KeptTokens.of(targets.reshape(-1).to(hidden.device), aim.ignore_index, vocabulary)
 
     def score(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        y, labels = run(tiles[0], aliases), tiles[1].squeeze(-1)
-        valid, target = aim.targets(labels)
+        y, target = run(tiles[0], aliases), tiles[1]
         wide = torch.promote_types(y.dtype, torch.float32)
         z = aim.scaling.on(y.to(wide))
         log_p = z.log_softmax(-1)
-        log_probs = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        log_probs = log_p.gather(-1, target).squeeze(-1)
         entropy = -(log_p.exp() * log_p).sum(-1)
         fixed = log_p.detach()
         found = (log_probs, entropy, fixed.argmax(-1), (2 * fixed).logsumexp(-1), z.detach().mean(-1))
-        return tuple(torch.where(valid, value, 0).unsqueeze(-1) for value in found)
+        return tuple(value.unsqueeze(-1) for value in found)
 
-    parts = run_in_tiles(score, (hidden, targets.to(hidden.device).unsqueeze(-1)), sizes, weights)
-    log_probs, entropy, argmax, squares, mean = (part.squeeze(-1) for part in parts)
-    return TokenScores(log_probs, entropy, argmax, log_sum_squares=squares, mean_logit=mean)
+    rows = kept.take(hidden.reshape(-1, hidden.shape[-1]))
+    parts = run_in_tiles(score, (rows, kept.targets.unsqueeze(-1)), sizes(len(kept)), weights)
+    log_probs, entropy, argmax, squares, mean = (kept.spread(part.squeeze(-1)).view(targets.shape) for part in parts)
+    return TokenScores(log_probs, entropy, argmax=argmax, log_sum_squares=squares, mean_logit=mean)
 
 
 class _Plan:
     """What the node has to know besides tensors."""
 
-    def __init__(self, run: Run, names: tuple[str, ...], sizes: tuple[int, ...], aim: Objective) -> None:
+    def __init__(self, run: Run, names: tuple[str, ...], sizes: Sequence[int], aim: Objective) -> None:
         self.run, self.names, self.sizes, self.aim = run, names, sizes, aim
 
     def tile(self, x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
@@ -114,34 +123,32 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, target: Tensor, valid: Tensor, divisor: Tensor | int | float, hidden: Tensor,
-        *weights: Tensor,
+        ctx: Any, plan: _Plan, kept: KeptTokens, divisor: Tensor | int | float, hidden: Tensor, *weights: Tensor
     ) -> Tensor:  # fmt: skip
-        needs = ctx.needs_input_grad[4:]
+        needs = ctx.needs_input_grad[3:]
         ctx.set_materialize_grads(False)
-        dx = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
+        dx = empty_gradient(hidden, kept.index) if needs[0] else None
         sums = [Sum(weight) if need else None for weight, need in zip(weights, needs[1:], strict=True)]
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for start, size in zip(accumulate(plan.sizes[:-1], initial=0), plan.sizes, strict=False):
+        for start, size in zip(accumulate(plan.sizes, initial=0), plan.sizes, strict=False):
             part = slice(start, start + size)
-            y, leaves = plan.tile(hidden[part], weights, needs)
+            y, leaves = plan.tile(read_rows(hidden, kept.index, part), weights, needs)
             dy = y.detach()  # the gradient replaces the logits where they are; PyTorch notices a head that needs them
-            rows = HeadRows(plan.aim, y.shape[-1], y.dtype, y.device)
+            rows, targets = HeadRows(plan.aim, y.shape[-1], y.dtype, y.device), TileTargets(kept.targets[part])
             loss, lse = (dy.new_empty(size, dtype=rows.wide) for _ in range(2))
             if not leaves:
-                rows.losses(dy, target[part], valid[part], loss, lse, Wanted())
+                rows.losses(dy, targets, loss, lse, Wanted())
             else:
-                factor = valid[part].to(rows.wide)
-                rows.losses_and_gradient(dy, target[part], valid[part], factor, loss, lse)
+                rows.losses_and_gradient(dy, targets, None, loss, lse)
                 found = iter(torch.autograd.grad(y, leaves, dy, allow_unused=True))
                 if dx is not None:
                     gradient = next(found)
-                    dx[part] = 0 if gradient is None else gradient
+                    write_rows(dx, kept.index, part, torch.zeros_like(dy[:, :1]) if gradient is None else gradient)
                 for one, gradient in zip([one for one in sums if one is not None], found, strict=True):
                     if gradient is not None:
                         one.add(gradient)
             total += loss.sum()
-        ctx.left, ctx.any, ctx.divisor = (dx, *sums), valid.any(), divisor
+        ctx.left, ctx.any, ctx.divisor = (dx, *sums), len(kept) > 0, divisor
         return total / divisor
 
     @staticmethod
@@ -149,4 +156,4 @@ class _Total(torch.autograd.Function):
         refuse_second_derivative(REFUSED)
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
-        return None, None, None, None, *hand_out(ctx, upstream)
+        return None, None, None, *hand_out(ctx, upstream)

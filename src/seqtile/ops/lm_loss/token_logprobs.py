@@ -1,15 +1,34 @@
-"""Log-probabilities of given tokens, with entropy and accuracy from the same pass over tiles."""
+"""Log-probabilities of given tokens, and what else RL and distillation ask of the same pass over tiles."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from seqtile.ops.lm_loss.cross_entropy import HeadCall
 from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective, Wanted
+from seqtile.ops.lm_loss.vocabulary_shards import own_rows, sharded_scores
 from seqtile.tiling import TileRule, parse_tile
+
+
+@dataclass(frozen=True, eq=False)
+class HeadInput:
+    """Hidden states and the head that they go into: another policy's, or a teacher's.
+
+    Attributes:
+        hidden: ``[..., D]``, of any width ``D``.
+        weight: ``[V, D]``.
+        bias: ``[V]``.
+        scaling: what that model does to the product.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    scaling: LogitScaling = field(default_factory=LogitScaling)
 
 
 @dataclass(frozen=True)
@@ -19,16 +38,24 @@ class TokenScores:
     Attributes:
         log_probs: log-probability of each target; 0 where it is ignored, as in every other field.
         entropy: entropy of the next-token distribution.
+        candidates: ``[..., k]``, log-probabilities of the candidates.
+        reference: log-probability of each target under the reference.
         argmax: the most likely token.
         top_k: whether the target is among the ``k`` most likely tokens (a tie counts for it).
+        top_log_probs: ``[..., k]``, the ``k`` largest log-probabilities, descending.
+        top_tokens: ``[..., k]``, their tokens.
         log_sum_squares: ``log(sum(p**2))``.
         mean_logit: mean of the logits over the vocabulary.
     """
 
     log_probs: Tensor
     entropy: Tensor | None = None
+    candidates: Tensor | None = None
+    reference: Tensor | None = None
     argmax: Tensor | None = None
     top_k: Tensor | None = None
+    top_log_probs: Tensor | None = None
+    top_tokens: Tensor | None = None
     log_sum_squares: Tensor | None = None
     mean_logit: Tensor | None = None
 
@@ -40,54 +67,139 @@ def token_logprobs(
     *,
     bias: Tensor | None = None,
     scaling: LogitScaling | None = None,
+    temperature: Tensor | float = 1.0,
     ignore_index: int = -100,
     entropy: bool = False,
+    candidates: Tensor | None = None,
+    reference: Tensor | HeadInput | None = None,
     argmax: bool = False,
     top_k: int | None = None,
+    top_log_probs: int | None = None,
     log_sum_squares: bool = False,
     mean_logit: bool = False,
     tile: int | str | TileRule = "auto",
+    vocabulary_group: dist.ProcessGroup | None = None,
 ) -> TokenScores:
     """Score given tokens under a linear head: what DPO, GRPO, distillation and evaluation need.
 
-    Replaces ``scaling.on(F.linear(hidden, weight, bias)).float().log_softmax(-1).gather(-1, targets)``. Targets are
-    those of their own positions: shift them before.
+    Replaces ``(scaling.on(F.linear(hidden, weight, bias)) / temperature).float().log_softmax(-1).gather(-1, targets)``.
+    Targets are those of their own positions: shift them before.
 
     Args:
-        hidden: ``[..., D]``, ``N`` tokens.
+        hidden: ``[..., D]``, ``N`` tokens of which ``n`` count.
         weight: ``[V, D]``.
         targets: ``[...]``.
         bias: ``[V]``.
-        scaling: what the model does to the product; a temperature goes here.
-        ignore_index: target of tokens that are not scored.
-        entropy: find the entropy too; it has a gradient, like the log-probabilities. The rest has none.
+        scaling: what the model does to the product.
+        temperature: divides the logits last, the reference's too: a number, or one for each token, ``[...]``.
+        ignore_index: target of tokens that are not scored; nothing is computed for them.
+        entropy: find the entropy too; it has a gradient, like the log-probabilities of targets and candidates. The rest
+            has none.
+        candidates: ``[..., k]``, more tokens to score at each position: a teacher's most likely ones.
+        reference: score the targets under a frozen model too: its hidden states ``[..., D]`` where it has the same head
+            (the policy with its adapter off), else states and head.
         argmax: find the most likely token.
         top_k: find whether the target is among this many most likely tokens.
+        top_log_probs: find this many of the most likely tokens and their log-probabilities.
         log_sum_squares: find ``log(sum(p**2))``.
         mean_logit: find the mean logit.
         tile: tokens per tile, or a rule of :func:`seqtile.apply`.
+        vocabulary_group: ranks that share the head's rows out evenly, in their order, and have the same tokens;
+            ``weight`` and ``bias`` are then this rank's rows. A ``DTensor`` weight with ``Shard(0)`` brings its own.
+            Log-probabilities and entropies only. The group reduces ``4 * n`` numbers in the forward and the hidden
+            states' gradient in the backward, in their dtype, whatever the number of tiles.
 
     Cost:
-        Matrix products in units of ``2 * N * D * V``: 4 with a gradient (the backward computes the logits again, since
-        each token has an upstream gradient of its own), 1 without. Memory: as
-        :func:`seqtile.ops.lm_loss.cross_entropy.linear_cross_entropy`, and one number per token and result.
+        Matrix products in units of ``2 * n * D * V``: 4 with a gradient (the backward computes the logits again, since
+        each token has an upstream gradient of its own), 1 without; the reference 1 more. Memory: as
+        :func:`seqtile.ops.lm_loss.cross_entropy.linear_cross_entropy`, and one number per token and result. One
+        synchronisation with the host, for ``n``.
 
     Raises:
-        ValueError: shapes that do not fit, or ``top_k`` below 1.
+        ValueError: shapes that do not fit, targets outside the vocabulary, a temperature that is not above 0, or a
+            number of tokens below 1 or above the vocabulary.
     """
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k}: expected at least 1")
-    call = HeadCall(hidden, weight, bias, targets, Objective(scaling or LogitScaling(), ignore_index), parse_tile(tile))
-    numbers = {"log_sum_squares": log_sum_squares, "mean_logit": mean_logit}
+    weight, shard = own_rows(weight, vocabulary_group)
+    vocabulary = weight.shape[0]
+    if shard is not None:
+        vocabulary = shard.vocabulary
+        bias = None if bias is None else own_rows(bias, shard.group)[0]
+        options = {"candidates": candidates is not None, "reference": reference is not None, "argmax": argmax,
+                   "top_k": top_k, "top_log_probs": top_log_probs, "log_sum_squares": log_sum_squares,
+                   "mean_logit": mean_logit}  # fmt: skip
+        if refused := [name for name, asked in options.items() if asked]:
+            raise ValueError(
+                f"a head whose vocabulary is shared out computes log-probabilities and entropies, got {refused[0]}; "
+                "gather the weight for it"
+            )
+    for name, asked in (("top_k", top_k), ("top_log_probs", top_log_probs)):
+        if asked is not None and not 1 <= asked <= vocabulary:
+            raise ValueError(f"{name}={asked}: expected at least 1 and at most the vocabulary, {vocabulary}")
+    rule, aim = parse_tile(tile), Objective(scaling or LogitScaling(), ignore_index)
+    call = HeadCall(hidden, weight, bias, targets, aim, rule, vocabulary=vocabulary)
+    kept, shape = call.kept, targets.shape
     wide = torch.promote_types(call.cut.dtype, torch.float32)
-    made = {name: call.hidden.new_empty(call.hidden.shape[0], dtype=wide) for name, asked in numbers.items() if asked}
+    divisors = _temperatures(temperature, call, shape, wide)
+    if shard is not None:
+        log_probs, entropies = sharded_scores(call, shard, divisors)
+        return TokenScores(log_probs.view(shape), entropies.view(shape) if entropy else None)
+    if candidates is not None:
+        if candidates.shape[:-1] != shape or candidates.is_floating_point():
+            raise ValueError(
+                f"candidates are {candidates.dtype} of shape {tuple(candidates.shape)}, expected integers of "
+                f"{(*shape, 'k')}".replace("'", "")
+            )
+        candidates = kept.take(candidates.reshape(-1, candidates.shape[-1]).to(call.hidden.device).long())
+
+    def empty(dtype: torch.dtype, *rest: int) -> Tensor:
+        return call.hidden.new_empty(len(kept), *rest, dtype=dtype)
+
+    numbers = {"log_sum_squares": log_sum_squares, "mean_logit": mean_logit}
+    made: dict[str, Tensor] = {name: empty(wide) for name, asked in numbers.items() if asked}
     if argmax:
-        made["argmax"] = torch.empty_like(call.target)
+        made["argmax"] = empty(torch.long)
     if top_k is not None:
-        made["hit"] = torch.empty_like(call.valid)
-    scores = call.per_token(entropy, Wanted(**made, top_k=top_k or 1))
-    shape = targets.shape
-    found = {("top_k" if name == "hit" else name): tensor.view(shape) for name, tensor in made.items()}
-    if scores.entropy is not None:
-        found["entropy"] = scores.entropy.view(shape)
-    return TokenScores(log_probs=-scores.loss.view(shape), **found)
+        made["hit"] = empty(torch.bool)
+    if top_log_probs is not None:
+        made["top_log_probs"], made["top_tokens"] = empty(wide, top_log_probs), empty(torch.long, top_log_probs)
+    wanted = Wanted(**made, top_k=top_k or 1)
+    scores = call.per_token(entropy, wanted, divisors, candidates)
+    found: dict[str, Tensor | None] = {
+        ("top_k" if name == "hit" else name): kept.spread(value) for name, value in made.items()
+    }
+    found |= {"log_probs": -scores.loss, "entropy": scores.entropy, "candidates": scores.candidates}
+    if reference is not None:
+        found["reference"] = _reference(reference, call, targets, divisors, rule)
+    return TokenScores(
+        **{name: value.view(*shape, *value.shape[1:]) for name, value in found.items() if value is not None}
+    )
+
+
+def _temperatures(temperature: Tensor | float, call: HeadCall, shape: torch.Size, wide: torch.dtype) -> Tensor | None:
+    """The temperature of each token that counts, or None where it is 1."""
+    if not isinstance(temperature, Tensor):
+        LogitScaling(temperature=temperature)  # refuses what is not above 0
+        return None if temperature == 1.0 else call.hidden.new_full((len(call.kept),), temperature, dtype=wide)
+    if temperature.shape != shape:
+        raise ValueError(
+            f"temperature has shape {tuple(temperature.shape)}, expected a number or that of the targets, "
+            f"{tuple(shape)}"
+        )
+    return call.kept.take(temperature.detach().reshape(-1).to(call.hidden.device, wide))
+
+
+def _reference(
+    reference: Tensor | HeadInput, call: HeadCall, targets: Tensor, divisors: Tensor | None, rule: TileRule
+) -> Tensor:
+    """Log-probability of each target that counts under a frozen model."""
+    if isinstance(reference, Tensor):
+        reference = HeadInput(reference, call.weight, call.bias, call.cut.objective.scaling)
+    if reference.weight.shape[0] != call.weight.shape[0]:
+        raise ValueError(
+            f"the reference's head has {reference.weight.shape[0]} rows, expected the same vocabulary, "
+            f"{call.weight.shape[0]}"
+        )
+    aim = Objective(reference.scaling, call.cut.objective.ignore_index)
+    with torch.no_grad():
+        other = HeadCall(reference.hidden, reference.weight, reference.bias, targets, aim, rule, call.kept)
+        return -other.per_token(temperature=divisors).loss

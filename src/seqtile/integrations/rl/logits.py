@@ -1,0 +1,76 @@
+"""Deferred logits of hidden states and a weight, and scores of whatever kind of logits a stack hands over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from seqtile.models.lm_loss.deferred_logits import LaterLogits
+from seqtile.ops.lm_loss.logits_tile import LogitScaling
+from seqtile.ops.lm_loss.token_logprobs import HeadInput, TokenScores, token_logprobs
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def logits_of(
+    source: HeadInput, *, vocabulary_group: dist.ProcessGroup | None = None, tile: int | str = "auto"
+) -> LaterLogits:
+    """Deferred logits ``[..., V]`` of ``source.hidden`` ``[..., D]``: to be scaled, sliced and scored, never made.
+
+    Args:
+        source: hidden states and head; with a group, this rank's rows of it.
+        vocabulary_group: as :func:`seqtile.token_logprobs` takes it.
+        tile: as there.
+    """
+
+    def make(hidden: Tensor, why: str) -> Tensor:
+        return F.linear(hidden, source.weight, source.bias)
+
+    scaling = source.scaling
+    made = LaterLogits(
+        source.hidden, source.weight.shape[0], make, source=_Plain(source, vocabulary_group, tile)
+    )  # fmt: skip
+    if scaling != LogitScaling():
+        made = made * scaling.before
+        made = made.tanh() * scaling.after if scaling.softcap else made
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class _Plain:
+    source: HeadInput
+    group: Any
+    tile: int | str
+
+    def scores(self, logits: LaterLogits, targets: Tensor, temperature: float, **wanted: Any) -> TokenScores:
+        return token_logprobs(
+            logits.hidden, self.source.weight, targets, bias=self.source.bias, scaling=logits.scaling,
+            temperature=temperature, tile=self.tile, vocabulary_group=self.group, **wanted,
+        )  # fmt: skip
+
+
+def scores_of(
+    logits: Tensor | LaterLogits, targets: Tensor, temperature: float = 1.0, entropy: bool = False
+) -> TokenScores:
+    """Log-probabilities, and entropies, of deferred logits in tiles and of real ones as they are, ``[...]``."""
+    if isinstance(logits, LaterLogits):
+        if logits.written is None:
+            return logits.scores(targets, temperature=temperature, entropy=entropy)
+        logits = logits.written
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    log_p = wide.log_softmax(-1)
+    log_probs = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return TokenScores(log_probs, -(log_p.exp() * log_p).sum(-1) if entropy else None)
+
+
+def entropy_of(logits: Tensor | LaterLogits) -> Tensor:
+    """Entropy of each position, ``[...]``, whatever the target."""
+    targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+    found = scores_of(logits, targets, entropy=True).entropy
+    assert found is not None
+    return found

@@ -1,0 +1,40 @@
+"""slime: what its Megatron backend computes log-probabilities with.
+
+Put it in the place of ``slime.utils.ppo_utils.calculate_log_probs_and_entropy``, as
+``slime.backends.megatron_utils.loss`` imports it, and have the model's output layer return
+``logits_of(HeadInput(hidden, weight), vocabulary_group=tp_group).float()``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from seqtile.integrations.rl.logits import scores_of
+from seqtile.models.lm_loss.deferred_logits import LaterLogits
+
+
+def calculate_log_probs_and_entropy(
+    logits: LaterLogits, tokens: Tensor, tp_group: Any, with_entropy: bool = False, chunk_size: int = -1,
+    log_prob_keep_mask: Tensor | None = None, with_entropy_grad: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Log-probabilities ``[T, 1]`` and entropies ``[T]`` (or None) of deferred logits ``[T, V]``.
+
+    ``tp_group`` and ``chunk_size`` are settings of the deferred logits' own and not looked at.
+
+    Raises:
+        ValueError: real logits, of which nothing can be saved any more; or the mask of a replayed nucleus.
+    """
+    if not isinstance(logits, LaterLogits):
+        raise ValueError(
+            f"got real logits of shape {tuple(logits.shape)}, expected deferred ones; return "
+            "seqtile.integrations.rl.logits.logits_of(...) from the output layer"
+        )
+    if log_prob_keep_mask is not None:
+        raise ValueError("log_prob_keep_mask has one entry per token and vocabulary entry; use rollout_top_p=1.0")
+    found = scores_of(logits, tokens, entropy=with_entropy)
+    entropy = found.entropy
+    if entropy is not None and not with_entropy_grad:
+        entropy = entropy.detach()
+    return found.log_probs.unsqueeze(-1), entropy

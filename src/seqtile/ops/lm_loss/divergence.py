@@ -1,0 +1,296 @@
+"""Divergence between a student's and a teacher's next-token distributions, over tiles of the tokens that count.
+
+The nodes are those of :mod:`seqtile.ops.lm_loss.cross_entropy` with two heads in the place of one: a scalar leaves its
+gradients behind in the forward, a number per token computes both products again in the backward. The plain twin is
+``F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)``.
+
+Source: generalised Jensen-Shannon divergence as in on-policy distillation, arXiv 2306.13649.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqtile.ops.grad_accumulator import Sum
+from seqtile.ops.lm_loss.cross_entropy import REDUCTIONS, REFUSED, Cut, HeadCall, add_gradients, hand_out
+from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows
+from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective
+from seqtile.ops.lm_loss.token_logprobs import HeadInput, token_logprobs
+from seqtile.ops.mlp import _Save
+from seqtile.ops.token_tiles import refuse_second_derivative
+from seqtile.tiling import TileRule, parse_tile
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherTopK:
+    """What a teacher elsewhere says of its most likely tokens.
+
+    Attributes:
+        log_probs: ``[..., k]``, under the temperature of the divergence; below 0 and summing to less than 1.
+        tokens: ``[..., k]``, all different.
+    """
+
+    log_probs: Tensor
+    tokens: Tensor
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    teacher: HeadInput | TeacherTopK,
+    *,
+    beta: float = 0.0,
+    bias: Tensor | None = None,
+    scaling: LogitScaling | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: Tensor | int | float | None = None,
+    tile: int | str | TileRule = "auto",
+) -> Tensor:
+    """Divergence of a student's linear head from a teacher, one tile of tokens at a time; neither's logits are kept.
+
+    With ``s`` and ``t`` the two distributions and ``m = (1 - beta) * s + beta * t``: ``KL(t || s)`` for ``beta=0``,
+    ``KL(s || t)`` for ``beta=1``, between them ``beta * KL(t || m) + (1 - beta) * KL(s || m)``. Natural logarithms; not
+    multiplied by ``temperature**2``. The gradient goes to the student alone.
+
+    Args:
+        hidden: ``[..., D]``, the student's ``N`` tokens of which ``n`` count.
+        weight: ``[V, D]``.
+        labels: ``[...]``, which say by ``ignore_index`` what does not count; shifted as the hidden states are.
+        teacher: its hidden states and head, of any width and the same vocabulary; or its most likely tokens, then the
+            divergence is that of ``k + 1`` classes, the last one being every other token.
+        beta: from 0 to 1, as above.
+        bias: ``[V]``.
+        scaling: what the student does to its product.
+        temperature: divides the logits of both.
+        ignore_index: label of tokens that count nothing; nothing is computed for them.
+        reduction: ``"mean"`` over the tokens that count, ``"sum"`` or ``"none"``.
+        num_items: divides the sum instead of this batch's own count. With ``"mean"`` only.
+        tile: tokens per tile, or a rule of :func:`seqtile.apply`.
+
+    Returns:
+        A scalar in fp32 (float64 for float64 states), or ``[...]`` for ``"none"``.
+
+    Cost:
+        Matrix products in units of ``2 * n * D * V`` with the student's ``D``: 3 for a scalar, 4 for ``"none"`` and for
+        a teacher's most likely tokens; beside them 1 of the teacher's width, 2 for ``"none"``. Memory: one tile of each
+        one's logits in the compute dtype, a few fp32 blocks of rows, and the student's gradients. One synchronisation
+        with the host, for ``n``.
+
+    Raises:
+        ValueError: shapes that do not fit, another vocabulary, labels outside it, ``beta`` outside 0 to 1, a
+            temperature that is not above 0, or an unknown reduction.
+        NotImplementedError: ``create_graph=True``.
+    """
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"beta={beta}: expected a number from 0.0 (KL(teacher || student)) to 1.0 (the reverse)")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r}: expected one of {', '.join(map(repr, REDUCTIONS))}")
+    if num_items is not None and reduction != "mean":
+        raise ValueError(f"num_items goes with reduction='mean', got reduction={reduction!r}")
+    LogitScaling(temperature=temperature)  # refuses what is not above 0
+    scaling, rule = scaling or LogitScaling(), parse_tile(tile)
+    if isinstance(teacher, TeacherTopK):
+        scored = token_logprobs(
+            hidden, weight, labels, bias=bias, scaling=scaling, temperature=temperature, ignore_index=ignore_index,
+            candidates=teacher.tokens, tile=rule,
+        )  # fmt: skip
+        assert scored.candidates is not None
+        valid = labels.to(hidden.device) != ignore_index
+        of_top_k = torch.where(valid, _of_top_k(scored.candidates, teacher, valid, beta), 0)
+        if reduction == "none":
+            return of_top_k
+        return of_top_k.sum() / divided_by(reduction, num_items, valid.sum(), of_top_k)
+    call = HeadCall(hidden, weight, bias, labels, Objective(scaling, ignore_index), rule)
+    if teacher.weight.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"the teacher's head has {teacher.weight.shape[0]} rows, expected the student's vocabulary, "
+            f"{weight.shape[0]}; distillation across vocabularies is not computed here"
+        )
+    aim = Objective(teacher.scaling, ignore_index)
+    other = HeadCall(teacher.hidden, teacher.weight, teacher.bias, labels, aim, rule, call.kept)
+    pair, constants = _Pair(call.cut, other.cut, beta, temperature), _tensors(other)
+    given = _tensors(call)
+    each: Tensor
+    trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
+    if reduction == "none" or not trains:
+        if trains:
+            token = _Save.apply(*given, *constants, call.kept.index, call.kept.targets)  # type: ignore[no-untyped-call]
+            each = _PerToken.apply(pair, token.grad_fn, token, call.kept, constants, *given)  # type: ignore[no-untyped-call]
+        else:
+            each = call.kept.spread(pair.divergences(call.kept, given, constants))
+        if reduction == "none":
+            return each.view(labels.shape)
+        return each.sum() / divided_by(reduction, num_items, len(call.kept), each)
+    divisor = divided_by(reduction, num_items, len(call.kept), hidden)
+    return _Total.apply(pair, call.kept, divisor, constants, *given)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _tensors(call: HeadCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    return call.hidden, call.weight, call.bias
+
+
+def divided_by(
+    reduction: str, num_items: Tensor | int | float | None, count: Tensor | int, like: Tensor
+) -> Tensor | int | float:
+    """What a sum is divided by."""
+    divisor = 1 if reduction == "sum" else count if num_items is None else num_items
+    return divisor.to(like.device) if isinstance(divisor, Tensor) else divisor
+
+
+def _of_top_k(student: Tensor, teacher: TeacherTopK, valid: Tensor, beta: float) -> Tensor:
+    """Divergence of ``k + 1`` classes, ``[...]``, from the student's log-probabilities ``[..., k]``."""
+    if teacher.log_probs.shape != teacher.tokens.shape:
+        raise ValueError(
+            f"the teacher's log_probs have shape {tuple(teacher.log_probs.shape)}, expected that of its tokens, "
+            f"{tuple(teacher.tokens.shape)}"
+        )
+    given = teacher.log_probs.detach().to(student.device, student.dtype)
+    aside = -math.log(2 * student.shape[-1])  # any distribution, for tokens that do not count
+    log_s, log_t = (_with_rest(torch.where(valid.unsqueeze(-1), each, aside)) for each in (student, given))
+    if beta == 0.0:
+        return (log_t.exp() * (log_t - log_s)).sum(-1)
+    if beta == 1.0:
+        return (log_s.exp() * (log_s - log_t)).sum(-1)
+    log_m = torch.logaddexp(log_s + math.log1p(-beta), log_t + math.log(beta))
+    return (beta * log_t.exp() * (log_t - log_m) + (1 - beta) * log_s.exp() * (log_s - log_m)).sum(-1)
+
+
+def _with_rest(log_p: Tensor) -> Tensor:
+    """``[..., k]`` and the logarithm of what they leave over."""
+    taken = log_p.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(log_p.dtype).eps)  # all of it, after rounding
+    return torch.cat([log_p, (-torch.expm1(taken)).log()], -1)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The two heads of a call, without a tensor."""
+
+    student: Cut
+    teacher: Cut
+    beta: float
+    temperature: float
+
+    def passes(self, given: Sequence[Any], constants: Sequence[Any]) -> tuple[HeadPass, HeadPass]:
+        tile = max(self.student.sizes, default=0)
+        student, teacher = (
+            HeadPass(cut.objective, weight, bias, cut.dtype, tile)
+            for cut, (_, weight, bias) in ((self.student, given), (self.teacher, constants))
+        )
+        return student, teacher
+
+    def divergences(self, kept: KeptTokens, given: Sequence[Any], constants: Sequence[Any]) -> Tensor:
+        """Of each token that counts."""
+        with torch.no_grad(), self.student.casts.off():
+            passes = self.passes(given, constants)
+            found: Tensor = given[0].new_empty(len(kept), dtype=passes[0].wide)
+            for part in self.student.parts():
+                y, y_teacher = (
+                    work.product(read_rows(x[0], kept.index, part))
+                    for work, x in zip(passes, (given, constants), strict=True)
+                )
+                self.of_rows(*passes, y, y_teacher, found[part])
+        return found
+
+    def of_rows(
+        self, student: HeadPass, teacher: HeadPass, y: Tensor, y_teacher: Tensor, found: Tensor,
+        factor: Tensor | None = None, gradient: bool = False,
+    ) -> None:  # fmt: skip
+        """Write each row's divergence; with ``gradient``, write that over ``y``, times ``factor`` (None: 1)."""
+        beta = self.beta
+        for part in student.blocks(y.shape[0]):
+            log_s, log_t = (  # [rows, V]
+                work.logits(each[part]).div_(self.temperature).log_softmax(-1)
+                for work, each in ((student, y), (teacher, y_teacher))
+            )
+            t = log_t.exp()
+            if beta == 0.0:
+                found[part] = (log_t - log_s).mul_(t).masked_fill_(t == 0, 0).sum(-1)
+                dz = log_s.exp_().sub_(t) if gradient else None
+            else:
+                s = log_s.exp()
+                mixed = log_t
+                if beta < 1.0:
+                    mixed = torch.logaddexp(log_s + math.log1p(-beta), log_t + math.log(beta))
+                gap = log_s.sub_(mixed)
+                own = (s * gap).masked_fill_(s == 0, 0).sum(-1)  # KL(s || m), or KL(s || t)
+                found[part] = own
+                if beta < 1.0:
+                    other = log_t.sub_(mixed).mul_(t).masked_fill_(t == 0, 0).sum(-1)
+                    found[part] = beta * other + (1 - beta) * own
+                share = 1.0 if beta == 1.0 else 1 - beta
+                dz = gap.sub_(own.unsqueeze(-1)).mul_(s).masked_fill_(s == 0, 0).mul_(share) if gradient else None
+            if dz is not None:
+                if factor is not None:
+                    dz.mul_(factor[part].unsqueeze(-1))
+                student.through_scaling(dz.div_(self.temperature), y[part])
+                y[part] = dz
+
+    def gradients(
+        self, kept: KeptTokens, given: Sequence[Any], constants: Sequence[Any], needs: Sequence[bool],
+        factor: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, list[Sum | None]]:  # fmt: skip
+        """Divergences ``[n]``, the gradient of the student's states, and the sums of its weight's and bias's."""
+        hidden, weight, bias = given
+        with torch.no_grad(), self.student.casts.off():
+            student, teacher = self.passes(given, constants)
+            found = hidden.new_empty(len(kept), dtype=student.wide)
+            dx = empty_gradient(hidden, kept.index) if needs[0] else None
+            needed = zip((weight, bias), needs[1:], strict=True)
+            totals = [Sum(each) if each is not None and need else None for each, need in needed]
+            for part in self.student.parts():
+                x = read_rows(hidden, kept.index, part)
+                y, y_teacher = student.product(x), teacher.product(read_rows(constants[0], kept.index, part))
+                of_tile = None if factor is None else factor[part]
+                self.of_rows(student, teacher, y, y_teacher, found[part], of_tile, gradient=True)
+                add_gradients(student, y, x, kept.index, part, dx, totals)
+        return found, dx, totals
+
+
+class _Total(torch.autograd.Function):
+    """Sum over tokens, divided; the gradients are there when the forward ends, and stand on the node."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: _Pair, kept: KeptTokens, divisor: Any, constants: Any, *given: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        found, dx, totals = pair.gradients(kept, given, constants, ctx.needs_input_grad[4:], None)
+        ctx.left, ctx.any, ctx.divisor = (dx, *totals), len(kept) > 0, divisor
+        return found.sum() / divisor  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None) -> Any:
+        refuse_second_derivative(REFUSED)
+        if upstream is None:
+            return (None,) * 7
+        return None, None, None, None, *hand_out(ctx, upstream)
+
+
+class _PerToken(torch.autograd.Function):
+    """One divergence per token; both heads' logits are computed again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pair: _Pair, save: Any, token: Tensor, kept: KeptTokens, constants: Any, *given: Tensor | None
+    ) -> Tensor:
+        ctx.pair, ctx.save = pair, save
+        ctx.set_materialize_grads(False)
+        return kept.spread(pair.divergences(kept, given, constants))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None) -> Any:
+        refuse_second_derivative(REFUSED)
+        if upstream is None:
+            return (None,) * 8
+        *tensors, index, targets = ctx.save.saved_tensors
+        kept = KeptTokens(tensors[0].shape[0], targets, index)
+        needs = ctx.needs_input_grad[5:]
+        _, dx, totals = ctx.pair.gradients(kept, tensors[:3], tensors[3:], needs, kept.take(upstream))
+        return None, None, None, None, None, dx, *(None if total is None else total.result() for total in totals)

@@ -1,0 +1,88 @@
+"""Which tokens count, so that nothing is computed for the others: a prompt, padding, whatever has no target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from seqtile._compat import FakeTensor
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """The ``n`` of ``N`` tokens whose target counts.
+
+    Attributes:
+        total: ``N``.
+        targets: ``[n]``, their targets.
+        index: ``[n]``, their positions, ascending; None where all of them count.
+    """
+
+    total: int
+    targets: Tensor
+    index: Tensor | None
+
+    @classmethod
+    def of(cls, labels: Tensor, ignore_index: int, vocabulary: int) -> KeptTokens:
+        """Find them among ``labels`` ``[N]``.
+
+        Cost:
+            One synchronisation with the host, for the number of tokens that a shape depends on. Fake tensors have no
+            values to count: for them every token counts, the upper bound.
+
+        Raises:
+            ValueError: labels that are no integers, or outside the vocabulary.
+        """
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+            raise ValueError(f"labels are of dtype {labels.dtype}, expected the integers of a vocabulary; pass .long()")
+        labels, total = labels.long(), labels.numel()
+        if total == 0 or labels.is_meta or isinstance(labels, FakeTensor):
+            return cls(total, labels, None)
+        valid = labels != ignore_index
+        inside = torch.where(valid, labels, 0)
+        count, low, high = torch.stack([valid.sum(), inside.amin(), inside.amax()]).cpu().tolist()
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"labels from {low} to {high}, expected 0 to {vocabulary - 1}, the rows of the head's weight; give "
+                f"tokens that do not count ignore_index={ignore_index}"
+            )
+        if count == total:
+            return cls(total, labels, None)
+        # Positions of those that count first, in their order; unlike nonzero it does not ask the device how many.
+        index = valid.to(torch.uint8).argsort(descending=True, stable=True)[:count]
+        return cls(total, labels.index_select(0, index), index)
+
+    def __len__(self) -> int:
+        return self.targets.shape[0]
+
+    def take(self, values: Tensor) -> Tensor:
+        """``[N, ...] -> [n, ...]``."""
+        return values if self.index is None else values.index_select(0, self.index)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """``[n, ...] -> [N, ...]``, 0 for the tokens that do not count."""
+        if self.index is None:
+            return values
+        return values.new_zeros(self.total, *values.shape[1:]).index_copy(0, self.index, values)
+
+
+def read_rows(x: Tensor, index: Tensor | None, part: slice) -> Tensor:
+    """Some of the rows that count, of ``[N, ...]``; a copy where not all of them do."""
+    return x[part] if index is None else x.index_select(0, index[part])
+
+
+def empty_gradient(x: Tensor, index: Tensor | None) -> Tensor:
+    """A buffer for the gradient of ``x``: zero where no row will be written."""
+    if index is None:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+def write_rows(out: Tensor, index: Tensor | None, part: slice, rows: Tensor) -> None:
+    """Write some of the rows that count into ``[N, ...]``."""
+    if index is None:
+        out[part] = rows
+    else:
+        out.index_copy_(0, index[part], rows.to(out.dtype))

@@ -1,0 +1,140 @@
+"""A head whose rows are shared out over ranks: each computes its own, and a few numbers per token travel.
+
+Tiles run without a collective inside. The forward reduces twice, ``[n]`` and ``[n, 3]`` numbers, once all tiles are
+through; the backward reduces the gradient of the hidden states once. No rank has another's rows, nor logits of them.
+
+Source: the vocabulary-parallel cross-entropy of Megatron-LM, arXiv 1909.08053.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqtile.ops.grad_accumulator import Sum
+from seqtile.ops.lm_loss.cross_entropy import REFUSED, Cut, HeadCall, add_gradients
+from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows
+from seqtile.ops.lm_loss.logits_tile import TileTargets
+from seqtile.ops.mlp import _Save
+from seqtile.ops.token_tiles import refuse_second_derivative
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Which rows of a head this rank has.
+
+    Attributes:
+        group: the ranks that share the rows out, in their order.
+        start: number of this rank's first row.
+        vocabulary: rows of all.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    vocabulary: int
+
+
+def own_rows(weight: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, VocabularyShard | None]:
+    """This rank's rows of a weight, and where they lie; None where it has them all.
+
+    Args:
+        weight: a ``DTensor`` with ``Shard(0)``; or this rank's rows, as many as every other rank of ``group`` has.
+        group: the ranks, for a weight that is no ``DTensor``.
+
+    Raises:
+        ValueError: a tensor that is shared out in another way.
+    """
+    if type(weight).__name__ != "DTensor":
+        if group is None:
+            return weight, None
+        rows = weight.shape[0]
+        return weight, VocabularyShard(group, rows * dist.get_rank(group), rows * dist.get_world_size(group))
+    sharded: Any = weight
+    if len(sharded.placements) != 1 or not sharded.placements[0].is_shard(0):
+        raise ValueError(
+            f"the head's weight is a DTensor placed as {sharded.placements}, expected (Shard(dim=0),), its rows over "
+            "one mesh dimension; redistribute it, or gather it with full_tensor()"
+        )
+    mesh, vocabulary = sharded.device_mesh, weight.shape[0]
+    chunk = -(-vocabulary // mesh.size())  # as torch.chunk cuts
+    start = min(vocabulary, chunk * mesh.get_local_rank())
+    return sharded.to_local(), VocabularyShard(mesh.get_group(), start, vocabulary)
+
+
+def sharded_scores(call: HeadCall, shard: VocabularyShard, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of each token, ``[N]`` each, on every rank of the group.
+
+    Args:
+        call: of this rank's rows, with the same tokens and targets on every rank.
+        shard: which rows these are.
+        temperature: ``[n]`` or None.
+    """
+    given = (call.hidden, call.weight, *(() if call.bias is None else (call.bias,)))
+    local = call.kept.targets - shard.start
+    here = (local >= 0) & (local < call.weight.shape[0])
+    targets = TileTargets(torch.where(here, local, 0), temperature, None, here)
+    token = _Save.apply(*given, call.kept.index, *targets.tensors())  # type: ignore[no-untyped-call]
+    return _Sharded.apply(call.cut, token.grad_fn, token, call.kept, targets, shard.group, *given)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Sharded(torch.autograd.Function):
+    """As the per-token node of a whole head; the logits are computed again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cut: Cut, save: Any, token: Tensor, kept: KeptTokens, targets: TileTargets, group: Any,
+        hidden: Tensor, weight: Tensor, bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        here = targets.tensors()[3]
+        assert here is not None
+        with torch.no_grad(), cut.casts.off():
+            work = cut.work(weight, bias)
+            lse = hidden.new_empty(len(kept), dtype=work.wide)
+            found = hidden.new_empty(len(kept), 3, dtype=work.wide)  # weight of this rank, target's logit, mean logit
+            for part in cut.parts():
+                y = work.product(read_rows(hidden, kept.index, part))
+                for block in work.blocks(y.shape[0]):
+                    rows, own = slice(part.start + block.start, part.start + block.stop), targets[part][block]
+                    z = work.logits(y[block], own.temperature)
+                    lse[rows] = z.logsumexp(-1)
+                    found[rows, 1] = z.gather(-1, own.ids.unsqueeze(-1)).squeeze(-1).mul_(here[rows])
+                    found[rows, 2] = ((z - lse[rows].unsqueeze(-1)).exp_() * z).sum(-1)
+            top = lse.clone()
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+            found[:, 0] = (lse - top).exp_()
+            found[:, 2] *= found[:, 0]
+            dist.all_reduce(found, group=group)
+            total, at_target, weighted = found.unbind(-1)
+            lse = total.log().add_(top)
+            entropy = lse - weighted / total
+        ctx.cut, ctx.save, ctx.group, ctx.lse, ctx.entropy = cut, save, group, lse, entropy
+        ctx.set_materialize_grads(False)
+        return kept.spread(at_target - lse), kept.spread(entropy).clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None, entropy_upstream: Tensor | None) -> Any:
+        refuse_second_derivative(REFUSED)
+        cut: Cut = ctx.cut
+        needs = ctx.needs_input_grad[6:]
+        hidden, weight, *rest, index, ids, temperature, _, here = ctx.save.saved_tensors
+        targets, kept = TileTargets(ids, temperature, None, here), KeptTokens(hidden.shape[0], ids, index)
+        # Every rank runs this with what it was handed, or the reduction would wait for one that was handed nothing.
+        factor = torch.zeros_like(ctx.lse) if upstream is None else -kept.take(upstream)
+        of_entropy = None if entropy_upstream is None else kept.take(entropy_upstream)
+        with cut.casts.off():
+            work = cut.work(weight, rest[0] if rest else None)
+            dx = empty_gradient(hidden, index) if needs[0] else None
+            totals = [Sum(tensor) if need else None for tensor, need in zip((weight, *rest), needs[1:], strict=True)]
+            for part in cut.parts():
+                x = read_rows(hidden, index, part)
+                y = work.product(x)
+                others = (None, None) if of_entropy is None else (ctx.entropy[part], of_entropy[part])
+                work.gradient(y, targets[part], factor[part], ctx.lse[part], *others)
+                add_gradients(work, y, x, index, part, dx, totals)
+            if dx is not None:
+                dist.all_reduce(dx, group=ctx.group)
+        return *(None,) * 6, dx, *(None if total is None else total.result() for total in totals)
