@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import pkgutil
 import re
@@ -108,6 +109,8 @@ BREAKS: dict[str, Any] = {
     "transformers.PreTrainedModel._require_grads_hooks": ("INPUT_HOOKS", ("_gone",)),
     "transformers.PreTrainedModel._loss_function": ("LOSS_FUNCTION", "_gone"),
     "transformers.PretrainedConfig._attn_implementation": ("compute_attention_plainly", lambda config: None),
+    "transformers.modeling_layers.GradientCheckpointingLayer.forward": ("checkpoints_in_forward", lambda layer: None),
+    "transformers.utils.output_capturing._active_collector": ("captures_nothing", lambda hook: False),
     "accelerate.hooks._old_forward": ("HOOKED_FORWARD", "_gone"),
     "accelerate.Accelerator._original_forward": ("PREPARED_FORWARD", "_gone"),
     "peft.tuners.lora.model._adapter_names_pre_forward_hook": "peft.tuners.lora.model._adapter_names_pre_forward_hook",
@@ -143,6 +146,8 @@ def test_a_name_that_moves_fails_its_contract(name: str, monkeypatch: pytest.Mon
         pkgutil.resolve_name("transformers.PreTrainedModel"), _compat.ENABLE_CHECKPOINTING
     ):
         pytest.skip("this transformers has the former name alone, which is public")
+    if "output_capturing" in name and importlib.util.find_spec("transformers.utils.output_capturing") is None:
+        pytest.skip("this transformers captures outputs without hooks")
     if isinstance(BREAKS[name], str):
         owner, _, attribute = BREAKS[name].rpartition(".")
         monkeypatch.delattr(pkgutil.resolve_name(owner), attribute)
