@@ -11,7 +11,7 @@ from torch import nn
 
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.models.carried_state.state_cache import cache_argument
-from seqtile.models.carried_state.state_proof import StateProofs, is_here
+from seqtile.models.carried_state.state_proof import StateProofs, has_values, is_here
 from seqtile.models.carried_state.tiled_state import StateForward, StateSetting
 from seqtile.models.discover.candidates import Left
 from seqtile.models.discover.decoder_layers import DecoderLayer, Mixer, decoder_layers
@@ -95,9 +95,10 @@ def _choose(model: nn.Module, one: Carrier, proofs: StateProofs) -> tuple[str, s
             why = f"{type(module).__name__} takes no cache, so it cannot be handed a state"
         else:
             ready = is_here(module)
-            why = proofs.why_not(module, _like_its_input(module)) if ready else ""
+            tried = module if has_values(module) else model.get_submodule(one.mixer)  # routing has no shapes alone
+            why = proofs.why_not(tried, _like_its_input(tried)) if ready else ""
             if not why:
-                return name, "", ready
+                return name, "", ready and tried is module
     return "", why, ready
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import tree_leaves
+from seqtile._compat import FakeTensor, tree_leaves
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.models.carried_state.state_cache import CACHES, cache_argument
 from seqtile.models.carried_state.tile_call import TileCall, forward_of, in_tiles
@@ -67,14 +67,19 @@ class StateProofs:
 
 
 def is_here(module: nn.Module) -> bool:
-    """Whether the weights of ``module`` can be computed with now; else it is tried when it is first called."""
-    return all(weight.device.type != "meta" and weight.numel() for weight in module.parameters())
+    """Whether no weight of ``module`` is in shards; else it is tried when it is first called."""
+    return all(weight.numel() for weight in module.parameters())
+
+
+def has_values(module: nn.Module) -> bool:
+    """Whether its weights are numbers; on the meta device and as fake tensors they are shapes alone."""
+    return not any(weight.is_meta or isinstance(weight, FakeTensor) for weight in module.parameters())
 
 
 def _try(module: nn.Module, x: Tensor) -> str:
     try:
         with _without_dropout(module), torch.enable_grad():
-            return _compare(_Trial(module, x))
+            return (_compare if has_values(module) else _connect)(_Trial(module, x))
     except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises
         first = (str(error).splitlines() or [""])[0][:200]
         return f"in tiles it raises {type(error).__name__}: {first}"
@@ -95,6 +100,24 @@ def _compare(trial: _Trial) -> str:
         if not error > TELLS * trial.tolerance:
             return f"a trial cannot tell whether its state{' has a gradient' * (left_out == 'gradient')} is handed on"
     return ""
+
+
+def _connect(trial: _Trial) -> str:
+    """What can be told of shapes: whether a tile reads the state before it, and both have a gradient."""
+    assert trial.cache is not None
+    call = TileCall((trial.x.detach().requires_grad_(),), trial.others, trial.cache)
+    first, second = call.tensors[0].split(TILES[0], dim=1)
+    _, state = call.run(trial.module, [first], ())
+    given = [one.detach().requires_grad_() for one in state]
+    result, _ = call.run(trial.module, [second], tuple(given))
+    read = torch.autograd.grad(_output_of(result).sum(), given, allow_unused=True)
+    if not state or not all(one.requires_grad for one in state) or any(one is None for one in read):
+        return "the state or its gradient is not handed on"
+    return ""
+
+
+def _output_of(result: Any) -> Tensor:
+    return next(one for one in tree_leaves(result) if isinstance(one, Tensor))
 
 
 class _Trial:
@@ -141,7 +164,7 @@ class _Trial:
     def gradients(self, run: Callable[[Tensor], Any]) -> dict[str, Tensor]:
         """Output, and the gradients of the input and of every weight that trains."""
         x = self.x.detach().requires_grad_()
-        y = next(one for one in tree_leaves(run(x)) if isinstance(one, Tensor))
+        y = _output_of(run(x))
         found = torch.autograd.grad(y, [x, *self.weights.values()], self.upstream.to(y.dtype), allow_unused=True)
         names = ["its input's gradient", *(f"the gradient of {name}" for name in self.weights)]
         gradients = {name: one for name, one in zip(names, found, strict=True) if one is not None}
