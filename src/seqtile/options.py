@@ -112,8 +112,8 @@ class TilingOptions:
         flag=int, file=int | Literal["auto"] | None,
     )  # fmt: skip
     state: int | str | None = option(
-        None, "Tokens per tile of layers with a state: auto or a number; whole without it", commands=(), plan=False,
-        metavar="N", least=2, file=int | Literal["auto"] | None,
+        None, "Layers with a state in tiles: auto or tokens per tile; whole without it", commands=("train", "plan"),
+        file=int | Literal["auto"] | None,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -141,6 +141,8 @@ class TilingOptions:
         heads = self.heads
         if heads not in (None, "auto") and (isinstance(heads, bool) or not isinstance(heads, int) or heads < 1):
             raise UserError(f"heads={heads!r}: expected 'auto', a number of key-value heads per pass from 1, or None")
+        if isinstance(self.state, str) and self.state.isdecimal():  # a flag's
+            object.__setattr__(self, "state", int(self.state))
         state = self.state
         if state not in (None, "auto") and (isinstance(state, bool) or not isinstance(state, int) or state < 2):
             raise UserError(f"state={state!r}: expected 'auto', a number of tokens per tile from 2, or None")

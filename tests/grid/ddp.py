@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from grid.cases import ALL, Case, GATED_DELTANET, HEADS, REST, SAVED, SDPA, SHORT_CONVOLUTION, STATES, WORLD
+from grid.cases import ALL, GATED_DELTANET, HEADS, REST, SAVED, SDPA, SHORT_CONVOLUTION, STATES, WORLD, Case
 from grid.training import Parallel
 
 CASES = [

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from grid.cases import Case, GATED_DELTANET, HEADS, REST, SAVED, SDPA, SHORT_CONVOLUTION, STATES, WORLD, named
+from grid.cases import GATED_DELTANET, HEADS, REST, SAVED, SDPA, SHORT_CONVOLUTION, STATES, WORLD, Case, named
 from grid.training import Parallel
 
 ORIGINAL, FLAT = {"use_orig_params": True}, {"use_orig_params": False}

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from grid.cases import ALL, Case, GATED_DELTANET, HEADS, REST, SAVED, SDPA, SHORT_CONVOLUTION, STATES, WORLD, named
+from grid.cases import ALL, GATED_DELTANET, HEADS, REST, SAVED, SDPA, SHORT_CONVOLUTION, STATES, WORLD, Case, named
 from grid.training import Parallel
 
 LAYER, BLOCK, LINEAR, ROOT = ({"unit": unit} for unit in ("layer", "block", "linear", "root"))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grid.cases import Case, HEADS, RATE, REST, SAVED, SDPA, SHORT_CONVOLUTION, STATES, WORLD, named
+from grid.cases import HEADS, RATE, REST, SAVED, SDPA, SHORT_CONVOLUTION, STATES, WORLD, Case, named
 from grid.training import Parallel
 
 ONE, TWO = ({"stage": stage} for stage in (1, 2))

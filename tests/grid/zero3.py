@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from grid import zero12
-from grid.cases import ALL, Case, GATED_DELTANET, HEADS, REST, SAVED, SDPA, SHORT_CONVOLUTION, STATES, WORLD
+from grid.cases import ALL, GATED_DELTANET, HEADS, REST, SAVED, SDPA, SHORT_CONVOLUTION, STATES, WORLD, Case
 from seqtile.engines.zero3 import is_marked, is_registered
 
 STINGY = {

@@ -16,7 +16,6 @@ from seqtile.models.carried_state.tiled_state import StateForward, StateSetting
 from seqtile.models.discover.candidates import Left
 from seqtile.models.discover.decoder_layers import DecoderLayer, Mixer, decoder_layers
 from seqtile.models.discover.proof import for_training
-from seqtile.models.instance import Installed
 from seqtile.models.layer import TiledLayer
 from seqtile.tiling import STATE_TOKENS
 
@@ -124,11 +123,8 @@ def _words(done: Counter[tuple[str, str]], found: int, tile: int | str, later: b
     return f"layers with a state in tiles of {size} tokens: {sum(done.values())} of {found} ({what}){proven}"
 
 
-def standing_states(model: nn.Module) -> list[StateForward]:
-    """What :func:`install_state` put on the modules of ``model``."""
-    return [one for one in map(_own, model.modules()) if isinstance(one, StateForward)]
-
-
-def _own(module: nn.Module) -> Installed | None:
-    own = module.__dict__.get("forward")
-    return own if isinstance(own, Installed) else None
+def can_carry(model: nn.Module) -> bool:
+    """Whether :func:`install_state` could have some layer of ``model`` run in tiles."""
+    proofs = StateProofs()
+    with for_training(model):
+        return any(not _choose(model, one, proofs)[1] for one in find_carriers(model))

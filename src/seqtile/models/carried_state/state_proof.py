@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from seqtile._compat import FakeTensor, tree_leaves
 from seqtile.engines.flat import call_with_weights, named_weights
@@ -78,7 +79,8 @@ def has_values(module: nn.Module) -> bool:
 
 def _try(module: nn.Module, x: Tensor) -> str:
     try:
-        with _without_dropout(module), torch.enable_grad():
+        # The hooks keep what the trial saves from a checkpoint around the layer, which counts it.
+        with _without_dropout(module), torch.enable_grad(), saved_tensors_hooks(_same, _same):
             return (_compare if has_values(module) else _connect)(_Trial(module, x))
     except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises
         first = (str(error).splitlines() or [""])[0][:200]
@@ -107,9 +109,10 @@ def _connect(trial: _Trial) -> str:
     assert trial.cache is not None
     call = TileCall((trial.x.detach().requires_grad_(),), trial.others, trial.cache)
     first, second = call.tensors[0].split(TILES[0], dim=1)
-    _, state = call.run(trial.module, [first], ())
-    given = [one.detach().requires_grad_() for one in state]
-    result, _ = call.run(trial.module, [second], tuple(given))
+    with inside():
+        _, state = call.run(trial.module, [first], ())
+        given = [one.detach().requires_grad_() for one in state]
+        result, _ = call.run(trial.module, [second], tuple(given))
     read = torch.autograd.grad(_output_of(result).sum(), given, allow_unused=True)
     if not state or not all(one.requires_grad for one in state) or any(one is None for one in read):
         return "the state or its gradient is not handed on"
@@ -176,6 +179,10 @@ class _Trial:
         if error <= self.tolerance:
             return ""
         return f"in {how} {name} is {error:.1g} off: the state or its gradient is not handed on"
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _Detached(TileCall):
