@@ -1073,6 +1073,63 @@ def _check_checkpoint_function() -> None:
     _expect(layer.gradient_checkpointing and callable(layer.__dict__.get(CHECKPOINT_FUNCTION)), "one on a layer")
 
 
+def checkpoints_in_forward(layer: nn.Module) -> bool:
+    """Whether a layer's forward runs its activation checkpoint; in earlier versions its call does."""
+    return type(layer).__call__ is nn.Module.__call__
+
+
+@_contract(
+    "transformers.modeling_layers.GradientCheckpointingLayer.forward", "src/transformers/modeling_layers.py",
+    "a layer's forward can be had without its checkpoint",
+)  # fmt: skip
+def _check_checkpointed_forward() -> None:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Layer(GradientCheckpointingLayer):
+        def forward(self, x: Any) -> Any:
+            return x
+
+    layer, calls = Layer().train(), []
+
+    def checkpointed(function: Any, *args: Any) -> Any:
+        calls.append(function)
+        return function(*args)
+
+    layer.gradient_checkpointing = True
+    setattr(layer, CHECKPOINT_FUNCTION, checkpointed)
+    type(layer).forward(layer, 1)
+    _expect(len(calls) == checkpoints_in_forward(layer), "the checkpoint in its forward, or else in its call")
+    layer.gradient_checkpointing = False
+    type(layer).forward(layer, 1)
+    _expect(len(calls) == checkpoints_in_forward(layer), "none where gradient_checkpointing is off")
+
+
+def captures_nothing(hook: Any) -> bool:
+    """Whether a hook is transformers' own, which captures outputs for a call that asks for them, and none does now."""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    if module is None or getattr(hook, "__module__", None) != module.__name__:
+        return False
+    return not module._active_collector.get()
+
+
+@_contract(
+    "transformers.utils.output_capturing._active_collector", "src/transformers/utils/output_capturing.py",
+    "a hook can be asked whether it captures anything",
+)  # fmt: skip
+def _check_collector() -> None:
+    if importlib.util.find_spec("transformers.utils.output_capturing") is None:
+        return  # earlier versions capture outputs without hooks
+    capturing = importlib.import_module("transformers.utils.output_capturing")
+    _expect(capturing._active_collector.get() is None, "None outside a call")
+    layer = nn.Linear(1, 1)
+    capturing.install_output_capuring_hook(layer, "router_logits", 0)
+    hook = next(iter(layer._forward_hooks.values()))
+    _expect(captures_nothing(hook), "its hook to be recognised")
+    before = capturing._active_collector.set({"router_logits": []})
+    _expect(not captures_nothing(hook), "its hook to capture in a call")
+    capturing._active_collector.reset(before)
+
+
 @_contract("transformers.PreTrainedModel._require_grads_hooks", _MODELING, "disabling checkpoints takes the hooks off")
 def _check_input_hooks() -> None:
     model = _tiny_llama()

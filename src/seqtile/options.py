@@ -111,6 +111,10 @@ class TilingOptions:
         None, "Key-value heads per pass of attention; all without it", commands=("plan",), metavar="N", least=1,
         flag=int, file=int | Literal["auto"] | None,
     )  # fmt: skip
+    state: int | str | None = option(
+        None, "Layers with a state in tiles: auto or tokens per tile; whole without it", commands=("train", "plan"),
+        file=int | Literal["auto"] | None,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name in ("only", "trust"):
@@ -137,6 +141,11 @@ class TilingOptions:
         heads = self.heads
         if heads not in (None, "auto") and (isinstance(heads, bool) or not isinstance(heads, int) or heads < 1):
             raise UserError(f"heads={heads!r}: expected 'auto', a number of key-value heads per pass from 1, or None")
+        if isinstance(self.state, str) and self.state.isdecimal():  # a flag's
+            object.__setattr__(self, "state", int(self.state))
+        state = self.state
+        if state not in (None, "auto") and (isinstance(state, bool) or not isinstance(state, int) or state < 2):
+            raise UserError(f"state={state!r}: expected 'auto', a number of tokens per tile from 2, or None")
 
     @property
     def tiled(self) -> bool:
@@ -146,7 +155,7 @@ class TilingOptions:
     @property
     def beside_blocks(self) -> bool:
         """Whether anything is asked for that is not about blocks."""
-        return bool(self.loss or self.checkpoint or self.offload or self.heads)
+        return bool(self.loss or self.checkpoint or self.offload or self.heads or self.state)
 
     @cached_property
     def tile_rule(self) -> TileRule:

@@ -329,3 +329,50 @@ def head_passes(tokens: int, per_group: int, groups: int) -> int:
 
 BUSY_QUERIES = 128 * 1024
 """Queries, over all heads, that keep the largest devices busy."""
+
+
+STATE_TOKENS = 2048
+"""Tokens of all rows in one tile of a layer with a state: products are at full speed, and a tile's tensors are small
+beside the hidden states of the sequences that need tiles."""
+
+STATE_MULTIPLE = 256
+"""Tiles of such a layer are multiples of this where they can be: kernels compute in chunks of 64 to 256 tokens."""
+
+
+@dataclass(frozen=True)
+class StateTiles:
+    """Where a layer with a state is cut along its sequence.
+
+    Attributes:
+        sizes: tokens of each tile, in order.
+        begins: numbers of the tiles at which a document begins, besides the first.
+    """
+
+    sizes: tuple[int, ...]
+    begins: frozenset[int] = frozenset()
+
+
+def state_tiles(tokens: int, batch: int, tile: int | str, documents: Sequence[int] = ()) -> StateTiles:
+    """Cut a sequence into tiles that hand a state on; a single tile where that is all of it.
+
+    No tile is one token that is handed a state: layers take that for a step of generation.
+
+    Args:
+        tokens: length of the sequence.
+        batch: rows of the batch, which share each tile.
+        tile: tokens of the sequence per tile, or ``"auto"``: :data:`STATE_TOKENS` over all rows.
+        documents: lengths of the documents that are packed into the sequence, in order.
+    """
+    if isinstance(tile, str):
+        tile = max(STATE_MULTIPLE, STATE_TOKENS // max(1, batch) // STATE_MULTIPLE * STATE_MULTIPLE)
+    sizes: list[int] = []
+    begins = set()
+    for length in documents or (tokens,):
+        if sizes:
+            begins.add(len(sizes))
+        whole, rest = divmod(length, tile)
+        mine = [tile] * whole + [rest] * (rest > 0)
+        if len(mine) > 1 and mine[-1] == 1:  # a tile has two tokens at least, so the one before keeps one
+            mine[-2:] = [tile + 1] if tile == 2 else [tile - 1, 2]
+        sizes += mine
+    return StateTiles(tuple(sizes), frozenset(begins))

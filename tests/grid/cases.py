@@ -159,6 +159,21 @@ def hybrids(**more: Any) -> list[Case]:
     ]
 
 
+STATES = "layers with a state"
+"""Row of the table."""
+SHORT_CONVOLUTION: dict[str, Any] = {
+    "architecture": "lfm2", "config": {"layer_types": ["conv", "full_attention"]}, "more": {"state": 4}, "steps": 2,
+}  # fmt: skip
+GATED_DELTANET: dict[str, Any] = {
+    "architecture": "qwen3_5_text", "more": {"state": 4}, "steps": 2, "dtype": torch.float32,
+    "config": {
+        "layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+}  # fmt: skip
+"""Whose kernel computes in fp32."""
+
+
 @dataclass
 class Trained:
     """Gradients before each step, not yet clipped, and the weights after the last step; trainable ones only.

@@ -10,7 +10,19 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from grid.cases import ALL, HEADS, REST, SAVED, SDPA, WORLD, Case, hybrids
+from grid.cases import (
+    ALL,
+    GATED_DELTANET,
+    HEADS,
+    REST,
+    SAVED,
+    SDPA,
+    SHORT_CONVOLUTION,
+    STATES,
+    WORLD,
+    Case,
+    hybrids,
+)  # fmt: skip
 from grid.training import Parallel
 
 CASES = [
@@ -48,6 +60,10 @@ CASES = [
     Case("heads", HEADS, more={"heads": 1}, micro_steps=2, clip=0.1, steps=2),
     Case("heads-saved", HEADS, config=SDPA, checkpoint="non-reentrant", more=SAVED),
     Case("heads-lora", HEADS, config=SDPA, checkpoint="non-reentrant", more=SAVED, adapters=ALL),
+    Case("states", STATES, **SHORT_CONVOLUTION, micro_steps=2, clip=0.1),
+    Case("states-checkpoint", STATES, **GATED_DELTANET, checkpoint="non-reentrant"),
+    Case("states-reentrant", STATES, **SHORT_CONVOLUTION, checkpoint="reentrant"),
+    Case("states-lora", STATES, **SHORT_CONVOLUTION, checkpoint="non-reentrant", adapters=("in_proj", "w1")),
     Case("one-token", "one rank with a single token", lengths=(9, 1), grow=0),
     Case("no-token", "one rank without data", lengths=(9, 0), grow=0),
     Case("no-token-generic", "one rank without data", lengths=(9, 0), grow=0, path="generic"),

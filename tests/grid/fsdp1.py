@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from grid.cases import HEADS, REST, SAVED, SDPA, WORLD, Case, named
+from grid.cases import GATED_DELTANET, HEADS, REST, SAVED, SDPA, SHORT_CONVOLUTION, STATES, WORLD, Case, named
 from grid.training import Parallel
 
 ORIGINAL, FLAT = {"use_orig_params": True}, {"use_orig_params": False}
@@ -31,6 +31,8 @@ CASES = [
     Case("flat-generic", "use_orig_params=False", options=FLAT, steps=2, path="generic"),
     Case("heads", HEADS, options=ORIGINAL, more={"heads": 1}, steps=2),
     Case("heads-flat", HEADS, options=FLAT, config=SDPA, checkpoint="non-reentrant", more=SAVED),
+    Case("states", STATES, **SHORT_CONVOLUTION, options=ORIGINAL),
+    Case("states-flat", STATES, **GATED_DELTANET, options=FLAT, checkpoint="non-reentrant"),
     Case("original-checkpoint", "activation checkpointing", options=ORIGINAL, checkpoint="non-reentrant"),
     Case(
         "original-checkpoint-generic", "activation checkpointing", options=ORIGINAL, checkpoint="non-reentrant",

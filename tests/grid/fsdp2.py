@@ -13,7 +13,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from grid.cases import ALL, HEADS, REST, SAVED, SDPA, WORLD, Case, hybrids, named
+from grid.cases import (
+    ALL,
+    GATED_DELTANET,
+    HEADS,
+    REST,
+    SAVED,
+    SDPA,
+    SHORT_CONVOLUTION,
+    STATES,
+    WORLD,
+    Case,
+    hybrids,
+    named,
+)  # fmt: skip
 from grid.training import Parallel
 
 LAYER, BLOCK, LINEAR, ROOT = ({"unit": unit} for unit in ("layer", "block", "linear", "root"))
@@ -36,6 +49,8 @@ CASES = [
     Case("heads-saved", HEADS, options=LAYER, config=SDPA, checkpoint="non-reentrant", more=SAVED),
     Case("heads-block", HEADS, options=BLOCK, more={"heads": 1}, checkpoint="non-reentrant"),
     Case("heads-qwen3-lora", HEADS, "qwen3", options=LAYER, config=SDPA, more={"heads": 1}, adapters=ALL),
+    Case("states", STATES, **SHORT_CONVOLUTION, options=LAYER),
+    Case("states-checkpoint", STATES, **GATED_DELTANET, options=LAYER, checkpoint="non-reentrant"),
     Case(
         "heads-mixed", HEADS, options={**LAYER, "mixed": True}, dtype=torch.float32, low_precision=True, config=SDPA,
         checkpoint="non-reentrant", more=SAVED,

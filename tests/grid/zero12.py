@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grid.cases import HEADS, RATE, REST, SAVED, SDPA, WORLD, Case, named
+from grid.cases import HEADS, RATE, REST, SAVED, SDPA, SHORT_CONVOLUTION, STATES, WORLD, Case, named
 from grid.training import Parallel
 
 ONE, TWO = ({"stage": stage} for stage in (1, 2))
@@ -34,6 +34,8 @@ _CASES = [
     Case("zero1-lora", "LoRA", options=ONE, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
     Case("zero1-heads", HEADS, options=ONE, config=SDPA, checkpoint="non-reentrant", more=SAVED),
     Case("zero2-heads", HEADS, options=TWO, more={"heads": 1}, micro_steps=2, steps=2),
+    Case("zero1-states", STATES, **SHORT_CONVOLUTION, options=ONE, checkpoint="non-reentrant"),
+    Case("zero2-states", STATES, **SHORT_CONVOLUTION, options=TWO, micro_steps=2, lengths=(2, 13)),
     Case("zero2", "plain", options=TWO, steps=2),
     Case("zero2-generic", "plain", options=TWO, steps=2, path="generic"),
     Case("zero2-checkpoint", "activation checkpointing", options=TWO, checkpoint="non-reentrant"),

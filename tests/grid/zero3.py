@@ -13,7 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 from grid import zero12
-from grid.cases import ALL, HEADS, REST, SAVED, SDPA, WORLD, Case, hybrids
+from grid.cases import (
+    ALL,
+    GATED_DELTANET,
+    HEADS,
+    REST,
+    SAVED,
+    SDPA,
+    SHORT_CONVOLUTION,
+    STATES,
+    WORLD,
+    Case,
+    hybrids,
+)  # fmt: skip
 from seqtile.engines.zero3 import is_marked, is_registered
 
 STINGY = {
@@ -35,6 +47,8 @@ _CASES = [
     Case("heads", HEADS, more={"heads": 1}, steps=2),
     Case("heads-saved", HEADS, config=SDPA, checkpoint="non-reentrant", more=SAVED, steps=2),
     Case("heads-lora", HEADS, more={"heads": 1}, checkpoint="non-reentrant", adapters=ALL),
+    Case("states", STATES, **SHORT_CONVOLUTION),
+    Case("states-checkpoint", STATES, **GATED_DELTANET, checkpoint="non-reentrant"),
     Case("defaults", "DeepSpeed's own settings", options={"stage": 3}, steps=3),
     Case("offload", "offload to the host", options={**STINGY, "offload_optimizer": zero12.OFFLOAD}, steps=2),
     Case("mixed", "mixed precision", options={**STINGY, "bf16": True}, low_precision=True),

@@ -78,6 +78,7 @@ def _made_up(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     if "folder" not in request.fixturenames:
         monkeypatch.setattr(module, "Planner", Planned)
         monkeypatch.setattr(module, "runs_on_some_heads", lambda _: True)
+        monkeypatch.setattr(module, "can_carry", lambda _: False)
         monkeypatch.setattr(module, "count_work", lambda *_: SimpleNamespace(total=1 - Planned.share_saved))
 
 
@@ -144,6 +145,16 @@ def test_a_model_whose_attention_runs_whole_keeps_it_so(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "runs_on_some_heads", lambda _: False)
     found = ask(49, can_offload=False).settings
     assert found.heads is None and found.blocks == MINIMAL_MEMORY["blocks"]
+
+
+def test_layers_with_a_state_run_in_tiles_on_every_rung(monkeypatch: pytest.MonkeyPatch):
+    plain = [ask(memory).settings for memory in (200, 49)]
+    assert all(one.state is None for one in plain)
+    monkeypatch.setattr(module, "can_carry", lambda _: True)
+    found = [ask(memory) for memory in (200, 49)]
+    assert [one.settings for one in found] == [replace(one, state="auto") for one in plain]
+    assert all("one tile at a time" in one.reasons["state"] for one in found)
+    assert ask(200, given={"state": None}).settings.state is None
 
 
 def test_a_short_row_is_left_untiled():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import pkgutil
 import re
@@ -112,6 +113,8 @@ BREAKS: dict[str, Any] = {
     "transformers.PreTrainedModel._loss_function": ("LOSS_FUNCTION", "_gone"),
     "transformers.models.recurrent_gemma.RecurrentGemmaRglru._rnn_scan": ("RG_LRU_SCAN", "_gone"),
     "transformers.PretrainedConfig._attn_implementation": ("compute_attention_plainly", lambda config: None),
+    "transformers.modeling_layers.GradientCheckpointingLayer.forward": ("checkpoints_in_forward", lambda layer: None),
+    "transformers.utils.output_capturing._active_collector": ("captures_nothing", lambda hook: False),
     "accelerate.hooks._old_forward": ("HOOKED_FORWARD", "_gone"),
     "accelerate.Accelerator._original_forward": ("PREPARED_FORWARD", "_gone"),
     "peft.tuners.lora.model._adapter_names_pre_forward_hook": "peft.tuners.lora.model._adapter_names_pre_forward_hook",
@@ -150,6 +153,8 @@ def test_a_name_that_moves_fails_its_contract(name: str, monkeypatch: pytest.Mon
         pkgutil.resolve_name("transformers.PreTrainedModel"), _compat.ENABLE_CHECKPOINTING
     ):
         pytest.skip("this transformers has the former name alone, which is public")
+    if "output_capturing" in name and importlib.util.find_spec("transformers.utils.output_capturing") is None:
+        pytest.skip("this transformers captures outputs without hooks")
     if isinstance(BREAKS[name], str):
         owner, _, attribute = BREAKS[name].rpartition(".")
         monkeypatch.delattr(pkgutil.resolve_name(owner), attribute)

@@ -251,11 +251,17 @@ def test_the_next_step_is_what_it_promises(planner: Planner) -> None:
             ["nothing kept", "checkpoints on the host", "optimiser on the host", "Ulysses", "8-bit states",
              "minimal memory"],
         ),
+        (
+            "--engine ddp",
+            ["checkpoints of layer inputs", "layers with a state in tiles", "checkpoints on the host", "ZeRO-3",
+             "Ulysses", "8-bit states", "minimal memory"],
+        ),
     ],
 )  # fmt: skip
 def test_the_flags_of_a_proposal_set_what_it_changes(
     flags: str, proposed: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    states = "layers with a state in tiles" in proposed
     asked: list[Request] = []
 
     def plan(request: Request, _: int | None) -> Any:
@@ -264,6 +270,7 @@ def test_the_flags_of_a_proposal_set_what_it_changes(
 
     monkeypatch.setattr("seqtile.planner.memory_plan.plan", plan)
     monkeypatch.setattr("seqtile.planner.explain.runs_on_some_heads", lambda _: True)
+    monkeypatch.setattr("seqtile.planner.explain.can_carry", lambda _: states)
     command = ["plan", "--model", str(folder), "--device", "1.5GiB", "--gpus", "4", *flags.split()]
     assert main(command) == 2
     request = asked[0]

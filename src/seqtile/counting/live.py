@@ -264,7 +264,7 @@ class LiveBytes:
 
     def _refresh(self) -> None:
         """See storages resized outside any operator, as FSDP does when it frees gathered weights."""
-        for key, known in list(self._live.items()):
+        for key, known in self._live.copy().items():
             storage = known.ref()
             if storage is not None and storage.nbytes() != known.tensor.nbytes:
                 self._resize(key, known, storage.nbytes())

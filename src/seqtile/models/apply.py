@@ -19,6 +19,7 @@ from seqtile.devices import device_bytes
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import is_marked, mark_leaf, whole_shape
 from seqtile.models.attention.headwise import find_for, install_heads
+from seqtile.models.carried_state.state_layers import install_state
 from seqtile.models.discover.candidates import LOOKED_FOR, Candidate, Left, chain_of, expected_mode, find_blocks
 from seqtile.models.discover.chain import needed_words
 from seqtile.models.discover.layer_parts import Neighbours
@@ -48,6 +49,7 @@ def apply(
     checkpoint: str | None = None,
     offload: bool | str = False,
     heads: int | str | None = None,
+    state: int | str | None = None,
 ) -> Report:
     """Run every position-wise block of ``model`` over tiles of tokens, in place.
 
@@ -92,6 +94,10 @@ def apply(
             forward and backward, with the norm and the projections before it in tiles of tokens. ``"auto"``: as few
             as keep a device busy at the length of the batch, all at once where that is all of them; None: attention
             is left alone. Attention modules of unknown form are left alone in any case and named in the report.
+        state: tokens per tile of layers that carry a state along the sequence (linear attention, state-space layers,
+            short convolutions), each tile handing its state to the next, the whole layer in it where it holds no
+            attention; ``"auto"``: 2,048 over all rows of the batch; None: they run whole. A layer is tiled only if a
+            trial of it, whole and in tiles, gives the same outputs and gradients; the report names the others.
 
     Returns:
         A :class:`Report`: what was tiled, what was left alone and why.
@@ -107,7 +113,7 @@ def apply(
     """
     options = TilingOptions(
         tile=tile, only=only, trust=trust, blocks=blocks, path=path, keep=keep, loss=loss, loss_tile=loss_tile,
-        loss_impl=loss_impl, checkpoint=checkpoint, offload=offload, heads=heads,
+        loss_impl=loss_impl, checkpoint=checkpoint, offload=offload, heads=heads, state=state,
     )  # fmt: skip
     return apply_options(model, options)
 
@@ -124,7 +130,9 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
     if not options.tiled:
         with rest.replacing(model), replacing(model):
             done = install_heads(model, heads, attention, untouched), *rest.install(model)
-        return _finish(Report((), tuple(untouched), 0, options.keep_rule(1), weakref.ref(model), *done))
+            carried, kept = install_state(model, options.state)
+        kept = [*untouched, *kept]
+        return _finish(Report((), tuple(kept), 0, options.keep_rule(1), weakref.ref(model), *done, state=carried))
     found, left = find_blocks(
         model,
         everything=only is not None,
@@ -146,8 +154,9 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
         head_wise = [*(one.name for one in attention), *norms]
         rows = _tile_rows(model, chosen, rule, options.blocks, head_wise, whole=len(chosen) == len(found))
         done = install_heads(model, heads, attention, untouched), *rest.install(model)
-    left += untouched
-    return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), *done, rows))
+        carried, kept = install_state(model, options.state)
+    left += untouched + kept
+    return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), *done, rows, carried))
 
 
 def _tile_rows(
@@ -168,7 +177,7 @@ def _finish(report: Report) -> Report:
 
 def _check_alone(options: TilingOptions) -> None:
     if not options.beside_blocks:
-        raise UserError("blocks='none' leaves nothing to do; give loss, checkpoint, offload or heads too")
+        raise UserError("blocks='none' leaves nothing to do; give loss, checkpoint, offload, heads or state too")
     if any(getattr(options, name) != DEFAULTS[name] for name in OF_BLOCKS if name != "trust"):
         raise UserError("blocks='none' tiles no block, so tile, only, path and keep would be ignored; leave them out")
 
@@ -210,7 +219,7 @@ def replacing(model: nn.Module, *, own: bool = False) -> Iterator[None]:
     except UserError:
         for one in standing():
             one.remove()
-        for one, was_marked in former:
+        for one, was_marked in reversed(former):
             one.install()
             if was_marked:
                 mark_leaf(one.module)
@@ -228,9 +237,15 @@ def undo(model: nn.Module) -> int:
 
 
 def _standing(model: nn.Module) -> list[Installed]:
-    """The tiled forwards of a model, also where accelerate put a hook's forward around one."""
-    forwards = [module.__dict__.get(name) for module in model.modules() for name in ("forward", HOOKED_FORWARD)]
-    return [one for one in forwards if isinstance(one, Installed)]
+    """The tiled forwards of a model, also where accelerate put a hook's forward around one; the outer one first."""
+    found = []
+    for module in model.modules():
+        for name in ("forward", HOOKED_FORWARD):
+            one = module.__dict__.get(name)
+            while isinstance(one, Installed):
+                found.append(one)
+                one = one.before.get("forward")
+    return found
 
 
 def tiled_names(model: nn.Module) -> set[str]:

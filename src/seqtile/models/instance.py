@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -82,6 +84,24 @@ class Setting:
             device_type=x.device.type,
             live_widths=FUSED_WIDTHS if fused else LIVE_WIDTHS,
         )
+
+
+_thread = threading.local()
+
+
+def inside_a_tile() -> bool:
+    """Whether a layer runs a tile of its sequence in this thread: what is tiled inside it then runs whole."""
+    return getattr(_thread, "inside", False)
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """Around one tile of a layer."""
+    before, _thread.inside = inside_a_tile(), True
+    try:
+        yield
+    finally:
+        _thread.inside = before
 
 
 class Installed(ForwardStandIn):
@@ -168,6 +188,8 @@ class Installed(ForwardStandIn):
             lanes: rows per token.
             mode: how it runs, where that is not to be read from ``tensors``.
         """
+        if inside_a_tile():
+            return call(list(tensors))
         parts = chain.modules
 
         def weights() -> dict[str, Tensor]:

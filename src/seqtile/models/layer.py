@@ -215,7 +215,7 @@ class NormedAttention:
         stand_ins = self.stand_ins(layer)
         if not stand_ins:
             return None
-        view = _view(layer)
+        view = view_of(layer)
         view.__dict__[MODULES] = {**layer.__dict__[MODULES], **stand_ins}
         return view
 
@@ -277,7 +277,7 @@ class TiledLayer(Installed):
         stand_ins = sequence.stand_ins
         if self.attention is not None:
             stand_ins |= self.attention.stand_ins(layer)
-        view = _view(layer)
+        view = view_of(layer)
         view.__dict__[MODULES] = {**layer.__dict__[MODULES], **stand_ins}
         for name in stand_ins.keys() & view.__dict__.keys():
             view.__dict__[name] = stand_ins[name]
@@ -353,8 +353,9 @@ def _forward_of(member: Any) -> Callable[[Tensor], Tensor]:
     return installed.original if isinstance(installed, TiledForward) else member
 
 
-def _view(layer: nn.Module) -> nn.Module:
+def view_of(layer: nn.Module) -> nn.Module:
+    """A shallow copy that shares weights and children with the layer and has its class's forward."""
     view: nn.Module = object.__new__(type(layer))
     view.__dict__.update(layer.__dict__)
-    view.__dict__.pop("forward")
+    view.__dict__.pop("forward", None)
     return view

@@ -61,6 +61,7 @@ class Report:
         loss: what was done to the loss, or "".
         checkpointing: what activation checkpoints keep and where, or "".
         rows: how many norms and projections run in tiles of their own, or "".
+        state: what was done to layers that carry a state, or "".
     """
 
     blocks: tuple[Block, ...]
@@ -72,6 +73,7 @@ class Report:
     loss: str = ""
     checkpointing: str = ""
     rows: str = ""
+    state: str = ""
 
     @property
     def tiled(self) -> int:
@@ -114,7 +116,7 @@ class Report:
         tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))
         paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
         rows = self.rows and f"{self.rows} in tiles of their own"
-        done = [words for words in (rows, self.heads, self.loss, self.checkpointing) if words]
+        done = [words for words in (rows, self.heads, self.state, self.loss, self.checkpointing) if words]
         if not self.blocks:
             return "; ".join([*done, *self.notes])
         return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *self.notes])

@@ -1,4 +1,4 @@
-"""Run any position-wise function over tiles of tokens, and recompute each tile in backward.
+"""Run any function over tiles of tokens, and recompute each tile in backward.
 
 Tiling is checkpointing at the grain of a tile. One small node, ``_Save``, saves the block's inputs *ahead* of the
 tiles and returns an empty token; every tile then runs under PyTorch's own non-reentrant checkpoint and takes its
@@ -11,12 +11,16 @@ rows from those saved inputs when it is recomputed. That order has three consequ
   slices of one buffer, and one gradient per weight, summed over the tiles in fp32. So each parameter receives one
   gradient per backward, through autograd, whatever engine listens.
 
+A tile may also hand a state to the next one (:func:`run_with_state`). It is an output of one tile's checkpoint and an
+input of the next one's, so autograd hands its gradient back; like the rest of a tile's bookkeeping it is hidden from a
+checkpoint around the layer, whose recompute would otherwise be a whole forward.
+
 Source: the tiled MLP of Arctic Long Sequence Training, arXiv 2506.13996, and PyTorch's activation checkpointing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,9 +36,11 @@ from seqtile.ops.plain_tiles import Run, run_compiled
 from seqtile.ops.rng import TileStates
 from seqtile.ops.same_weights import SameWeights
 from seqtile.ops.tile_linear import SumsOfLinears
-from seqtile.ops.token_tiles import Cuts, Outputs, is_differentiable, refuse_second_derivative
+from seqtile.ops.token_tiles import Cuts, Outputs, SequenceCuts, is_differentiable, refuse_second_derivative
 
 Weights = Callable[[], Mapping[str, Tensor]]
+State = tuple[Tensor, ...]
+RunWithState = Callable[[Sequence[Tensor], Mapping[str, Tensor], State], tuple[Any, State]]
 
 
 def run_in_tiles(
@@ -87,25 +93,77 @@ def run_in_tiles(
         return run_compiled(run, tensors, cuts)
     live = weights() if torch.is_grad_enabled() else {}
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
-        return _run_without_gradient(run, tensors, cuts)
-    return _run_with_gradient(run, tensors, cuts, weights, live, check)
+        return _run_without_gradient(_without_state(run), tensors, cuts)
+    return _run_with_gradient(_without_state(run), tensors, cuts, weights, live, check)
 
 
-def _run_without_gradient(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
+def run_with_state(
+    run: RunWithState,
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    begins: Collection[int] = (),
+    weights: Weights = dict,
+    check: Callable[[], None] | None = None,
+) -> Any:
+    """Compute a layer that carries a state along the sequence, one tile of the sequence at a time.
+
+    Replaces a loop over tiles that hands each one the state that the tile before it left. In backward the tiles run in
+    reverse, each recomputed from its slice of the input and the state at its beginning, and the state's gradient is
+    handed back. A tile is recomputed and its weights' gradients are summed as :func:`run_in_tiles` does it.
+
+    Args:
+        run: function of (tile tensors, replaced weights, state) that returns (outputs, state after the tile). The state
+            is a tuple of tensors, empty at the beginning of a sequence; it must not be written in place.
+        tensors: inputs that are split, each ``[B, T, ...]`` or ``[1, T, ...]``; the first is ``[B, T, D]``.
+        sizes: tokens of each tile, in order; they sum to ``T``.
+        begins: numbers of the tiles besides the first at which a sequence begins: they get no state.
+        weights: as for :func:`run_in_tiles`.
+        check: as for :func:`run_in_tiles`.
+
+    Returns:
+        The outputs of ``run``, joined along dimension 1.
+
+    Cost:
+        Matrix products of the layer under PyTorch's non-reentrant checkpoint, whether one is around it or not. Memory
+        between forward and backward: the inputs, and the state at each cut, which no checkpoint around the layer
+        computes again; in backward also the output's and the inputs' gradients, one sum per weight that trains, and
+        one tile's intermediates.
+
+    Raises:
+        ValueError: an output has not the tile's tokens along dimension 1.
+        NotImplementedError, RuntimeError: as :func:`run_in_tiles`.
+    """
+    cuts = SequenceCuts(tensors, sizes)
+    live = weights() if torch.is_grad_enabled() else {}
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
+        return _run_without_gradient(run, tensors, cuts, begins)
+    return _run_with_gradient(run, tensors, cuts, weights, live, check, begins)
+
+
+def _without_state(run: Run) -> RunWithState:
+    return lambda tiles, aliases, _: (run(tiles, aliases), ())
+
+
+def _run_without_gradient(
+    run: RunWithState, tensors: Sequence[Tensor], cuts: Cuts, begins: Collection[int] = ()
+) -> Any:
     rows = cuts.rows(tensors)
     output = Outputs(cuts)
+    state: State = ()
     for index in range(len(cuts)):
-        output.write(index, run(cuts.tiles(rows, index), {}))
+        result, state = run(cuts.tiles(rows, index), {}, () if index in begins else state)
+        output.write(index, result)
     return output.result(output.buffers)
 
 
 def _run_with_gradient(
-    run: Run,
+    run: RunWithState,
     tensors: Sequence[Tensor],
     cuts: Cuts,
     weights: Weights,
     live: Mapping[str, Tensor],
     check: Callable[[], None] | None,
+    begins: Collection[int] = (),
 ) -> Any:
     rows = cuts.rows(tensors)
     trained = {name: weight for name, weight in live.items() if weight.requires_grad}
@@ -118,7 +176,7 @@ def _run_with_gradient(
     anchor = rows[0].new_empty(0)
     random = TileStates(anchor.device)
 
-    def run_tile(index: int, _: Tensor) -> Any:
+    def run_tile(index: int, _: Tensor, *state: Tensor) -> Any:
         tiles = source.tiles(index)
         found = same.check(weights()) if source.recomputes else weights()
         own = [found[name].detach() for name in names]
@@ -131,20 +189,23 @@ def _run_with_gradient(
             if isinstance(found[name], nn.Parameter):
                 call_parameter(alias)
         with random.of(index), SumsOfLinears(aliases, gradients.sum_of):
-            result = run(tiles, aliases)
+            result = run(tiles, aliases, state)
         if not source.recomputes:
             same.settle(found)
         return result
 
+    state: State = ()
     try:
         for index in range(len(cuts)):
             # The identity hooks hide the tile's own bookkeeping from a checkpoint around the layer, which would
             # otherwise have to recompute every tile but the last to get it back. The anchor carries the device.
+            given = () if index in begins else state
             with saved_tensors_hooks(_same, _same), _stopping_early():
-                result = checkpoint(run_tile, index, anchor, use_reentrant=False, early_stop=True)
+                result, state = checkpoint(run_tile, index, anchor, *given, use_reentrant=False, early_stop=True)
             leaves = output.write(index, result)
             source.token = _Put.apply(gradients, source, index, source.token, *leaves)  # type: ignore[no-untyped-call]
-            del result, leaves
+            del result, leaves, given
+        del state
     finally:
         last = source.end_forward()
     joined = _Join.apply(gradients, output, last, check)  # type: ignore[no-untyped-call]
@@ -230,17 +291,13 @@ class _Gradients:
         """Keep the gradients of the whole outputs while the tiles take their slices."""
         self._clear()
         self._pass = backward_pass()
-        tokens = self.cuts.leading.numel()
-        self._outputs = [
-            None if grad is None else grad.reshape(tokens, grad.numel() // max(tokens, 1)) for grad in outputs
-        ]
+        self._outputs = [None if grad is None else self.cuts.of_whole(grad) for grad in outputs]
         self._outputs_left = len(self.cuts)
 
     def of_output(self, index: int) -> Iterator[Tensor | None]:
-        """One tile's slice of each output's gradient, as ``[t, ...]``."""
-        start, size = self.cuts.starts[index], self.cuts.sizes[index]
+        """One tile's slice of each output's gradient."""
         for gradient in self._outputs:
-            yield None if gradient is None else gradient.narrow(0, start, size)
+            yield None if gradient is None else self.cuts.part(gradient, index)
         self._outputs_left -= 1
         if self._outputs_left == 0:
             self._outputs = ()
@@ -257,11 +314,11 @@ class _Gradients:
 
     def write_input(self, number: int, index: int, gradient: Tensor) -> None:
         """Write one tile's input gradient into its slice."""
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        rows = self.cuts.of_tile(gradient)
         whole = self._inputs.get(number)
         if whole is None:
-            whole = self._inputs[number] = rows.new_empty(self.cuts.leading.numel(), rows.shape[-1])
-        whole.narrow(0, self.cuts.starts[index], self.cuts.sizes[index]).copy_(rows)
+            whole = self._inputs[number] = self.cuts.empty_for(rows)
+        self.cuts.part(whole, index).copy_(rows)
         self._written.setdefault(number, set()).add(index)
 
     def take(self, inputs: int) -> list[Tensor | None]:
@@ -271,7 +328,7 @@ class _Gradients:
             whole = self._inputs.pop(number, None)
             if whole is not None:
                 for index in set(range(len(self.cuts))) - self._written[number]:
-                    whole.narrow(0, self.cuts.starts[index], self.cuts.sizes[index]).zero_()
+                    self.cuts.part(whole, index).zero_()
             result.append(whole)
         for name, dtype in self.weights:
             total = self._sums.pop(name, None)

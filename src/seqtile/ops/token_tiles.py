@@ -80,6 +80,23 @@ class Cuts:
             for row, ndim in zip(rows, self.ndims, strict=True)
         ]
 
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """A whole tensor, in the shape of which :meth:`part` takes a tile's slice: ``[N, ...]``."""
+        tokens = self.leading.numel()
+        return whole.reshape(tokens, whole.numel() // max(tokens, 1))
+
+    def of_tile(self, tile: Tensor) -> Tensor:
+        """The gradient of a tile's input in that shape: ``[t, D]``."""
+        return tile.reshape(-1, tile.shape[-1])
+
+    def part(self, whole: Tensor, index: int) -> Tensor:
+        """One tile's slice."""
+        return whole.narrow(0, self.starts[index], self.sizes[index])
+
+    def empty_for(self, part: Tensor) -> Tensor:
+        """A whole tensor for such slices."""
+        return part.new_empty(self.leading.numel(), *part.shape[1:])
+
     def as_rows(self, output: Tensor, index: int) -> Tensor:
         """One tile's output as ``[t, ...]``."""
         size = self.sizes[index]
@@ -97,6 +114,58 @@ class Cuts:
         if output.dim() == self.ndims[0] and output.shape[:-1].numel() == self.sizes[index]:
             return (*self.leading, output.shape[-1])
         return (self.leading.numel(), *output.shape[1:])
+
+
+class SequenceCuts(Cuts):
+    """Cuts along the sequence: a tile holds the same tokens of every row of the batch.
+
+    Inputs are ``[B, T, ...]`` or, the same for the whole batch, ``[1, T, ...]``; a tile of them is a view.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        refuse_trace()
+        self.leading = tensors[0].shape[:2]
+        self.sizes = tuple(sizes)
+        self.starts = tuple(accumulate(self.sizes, initial=0))
+        tokens = self.leading[1]
+        for number, tensor in enumerate(tensors):
+            if tensor.dim() < 2 or tensor.shape[1] != tokens:
+                raise ValueError(
+                    f"cannot tile: input {number} has shape {tuple(tensor.shape)}, expected [B, {tokens:,}, ...]"
+                )
+        if self.starts[-1] != tokens or min(self.sizes, default=0) < 1:
+            raise ValueError(f"cannot tile: sizes are {self.sizes}, expected positive ones that sum to {tokens:,}")
+
+    @staticmethod
+    def rows(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
+    def tiles(self, rows: Sequence[Tensor], index: int) -> list[Tensor]:
+        start, size = self.starts[index], self.sizes[index]
+        return [row.narrow(1, start, size) for row in rows]
+
+    def of_whole(self, whole: Tensor) -> Tensor:
+        return whole
+
+    def of_tile(self, tile: Tensor) -> Tensor:
+        return tile
+
+    def part(self, whole: Tensor, index: int) -> Tensor:
+        return whole.narrow(1, self.starts[index], self.sizes[index])
+
+    def empty_for(self, part: Tensor) -> Tensor:
+        return part.new_empty(part.shape[0], self.leading[1], *part.shape[2:])
+
+    def as_rows(self, output: Tensor, index: int) -> Tensor:
+        if output.dim() < 2 or output.shape[1] != self.sizes[index]:
+            raise ValueError(
+                f"cannot tile: for a tile of {self.sizes[index]:,} tokens the layer returned shape "
+                f"{tuple(output.shape)}, expected [B, {self.sizes[index]:,}, ...]"
+            )
+        return output
+
+    def joined_shape(self, output: Tensor, index: int) -> tuple[int, ...]:
+        return (output.shape[0], self.leading[1], *output.shape[2:])
 
 
 class Outputs:
@@ -119,10 +188,9 @@ class Outputs:
                 self.cuts.as_rows(tensor, index)
             self.buffers = [tensor.new_empty(self.cuts.joined_shape(tensor, index)) for tensor in tensors]
             self.needs_gradient = [False] * len(tensors)
-        start, size = self.cuts.starts[index], self.cuts.sizes[index]
         for number, (buffer, tensor) in enumerate(zip(self.buffers, tensors, strict=True)):
             rows = self.cuts.as_rows(tensor, index)
-            buffer.view(-1, *rows.shape[1:]).narrow(0, start, size).copy_(rows.detach())
+            self.cuts.part(self.cuts.of_whole(buffer), index).view(rows.shape).copy_(rows.detach())
             self.needs_gradient[number] |= tensor.requires_grad
         return tensors
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from seqtile._errors import UserError
 from seqtile.models.attention.headwise import runs_on_some_heads
+from seqtile.models.carried_state.state_layers import can_carry
 from seqtile.models.loss_and_checkpoints import recomputed
 from seqtile.options import DEFAULTS, WRITTEN
 from seqtile.planner.estimate import Estimate
@@ -19,6 +20,7 @@ from seqtile.planner.techniques import (
     CHECKPOINTS_ON_HOST,
     LAYER_CHECKPOINTS,
     MINIMAL_MEMORY,
+    STATE_TILES,
     TILED_LOSS,
     TILED_MLP,
     Technique,
@@ -120,6 +122,7 @@ def proposals(planner: Planner) -> list[Technique]:
         (LAYER_CHECKPOINTS, options.checkpoint != "full"),
         (NOTHING_KEPT, bool(options.keep)),
         (TILED_MLP, not options.tiled),
+        (STATE_TILES, options.state is None and can_carry(planner.built.model)),
         (CHECKPOINTS_ON_HOST, not options.offload and options.checkpoint is not None),
         (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.engine_offload),
         (SHARDED, request.gpus > 1 and request.engine == "ddp"),

@@ -13,6 +13,7 @@ from typing import Any
 
 from seqtile._errors import UserError
 from seqtile.models.attention.headwise import runs_on_some_heads
+from seqtile.models.carried_state.state_layers import can_carry
 from seqtile.options import DEFAULTS, TilingOptions, changed
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.flops import count_work
@@ -38,7 +39,7 @@ KEEPS = (1.0, 0.5)
 """Shares of the tiles that keep gate and up, where memory is left."""
 
 
-CHOSEN = ("tile", "loss_tile", "keep", "checkpoint", "offload", "blocks", "heads")
+CHOSEN = ("tile", "loss_tile", "keep", "checkpoint", "offload", "blocks", "heads", "state")
 """The options that a length decides."""
 
 
@@ -129,6 +130,8 @@ def choose(request: Request, tokens: int, given: Mapping[str, Any], *, can_offlo
     first = Planner(changed(request, checkpoint="full", keep=0.0, **tiles), tokens)
     resolved = first.resolved(tokens).options
     tiles = {"tile": resolved.tile, "loss_tile": resolved.loss_tile}
+    if can_carry(first.built.model):
+        tiles["state"] = "auto"  # at the same products
     top = replace(request.options, **{name: DEFAULTS[name] for name in CHOSEN} | tiles)
     tried: list[_Tried] = []
     possible: Chosen | None = None
@@ -284,6 +287,8 @@ def _reasons(settings: TilingOptions, tried: list[_Tried], given: Mapping[str, A
         "blocks": "norms and projections whole would not fit" if rung.minimal_memory else "more is not needed",
         "heads": "all heads at once would not fit" if settings.heads else "all at once: fewer are not needed",
     }  # fmt: skip
+    if settings.state is not None:
+        found["state"] = "layers with a state hold one tile at a time, at the same products"
     return {name: "as given" if name in given else why for name, why in found.items()} | (
         {"keep": "as given"} if "keep" in given else {}
     )

@@ -56,6 +56,9 @@ ATTENTION_SAVED = Technique(
 )
 CHECKPOINTS_ON_HOST = Technique("checkpoints on the host", {"offload": True}, "layer inputs live on the host")
 REST_OF_LAYER = Technique("rest of the layer in tiles", {"blocks": WHOLE_LAYER}, "norms and projections in parts")
+STATE_TILES = Technique(
+    "layers with a state in tiles", {"state": "auto"}, "layers with a state one tile at a time", "--state auto"
+)
 HEADWISE_ATTENTION = Technique("head-wise attention", {"heads": 1}, "attention one group of heads at a time")
 MINIMAL_MEMORY = Technique(
     "minimal memory",

@@ -77,6 +77,7 @@ def fit(recipe: Recipe) -> Fitted:
         "tile": options.tile if options.tiled else "none", "loss_tile": chosen.loss_tile or "the trainer's",
         "checkpoint": found.settings.checkpoint or "none", "offload": str(options.offload).lower(),
         "keep": options.keep, "blocks": keys_of(options)["blocks"], "heads": options.heads or "all",
+        "state": options.state or "whole",
     }  # fmt: skip
     why += [f"fit: {name} {shown[name]}: {found.reasons[name]}" for name in shown if name in found.reasons]
     return Fitted(chosen, tuple(why))
@@ -169,7 +170,7 @@ def settings_of(recipe: Recipe, tile: int | None = None) -> TilingOptions:
 def updates_of(settings: TilingOptions, recipe: Recipe) -> dict[str, Any]:
     """The keys of ``recipe`` that ``settings`` change."""
     found: dict[str, Any] = {"activation_checkpointing": settings.checkpoint is not None}
-    found["heads"] = settings.heads
+    found |= {"heads": settings.heads, "state": settings.state}
     found["checkpoint"] = "attention-saved" if settings.checkpoint == "attention-saved" else None
     found["loss_tile"] = settings.loss_tile
     if recipe.tiled_mlp:

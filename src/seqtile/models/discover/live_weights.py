@@ -6,7 +6,7 @@ proven by its trace (:mod:`seqtile.models.discover.formula`); what cannot be see
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -30,11 +30,15 @@ def has_hooks(module: nn.Module) -> bool:
 
 def has_foreign_hooks(module: nn.Module) -> bool:
     """The same, but for hooks that only note when it runs: seqtile's own counters."""
+    return any(True for _ in foreign_hooks(module))
+
+
+def foreign_hooks(module: nn.Module) -> Iterator[Any]:
+    """The hooks of a module that are not seqtile's own."""
     for name in HOOKS:
         for hook in getattr(module, name).values():
             if not str(getattr(hook, "__module__", "")).startswith("seqtile."):
-                return True
-    return False
+                yield hook
 
 
 def row_wise(norm: nn.Module) -> RowWise | str:

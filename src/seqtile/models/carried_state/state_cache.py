@@ -1,0 +1,71 @@
+"""The object that a layer takes for its cache while it runs over tiles: it holds the state of one layer, and no more.
+
+Transformers' own cache writes the state in place, so that its gradient is lost or autograd refuses the backward. This
+one keeps what it is given, and what it has been given it never writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+CACHES = ("past_key_values", "cache_params", "past_key_value")
+"""What layers with a state call the argument that takes a cache."""
+
+Key = tuple[str, int]
+"""``"convolution"`` or ``"recurrent"``, and which of them."""
+
+
+def cache_argument(module: nn.Module) -> tuple[str, int] | None:
+    """Name and position of the argument that takes a cache, None where the forward has none."""
+    names = [*inspect.signature(type(module).forward).parameters][1:]
+    return next(((name, names.index(name)) for name in CACHES if name in names), None)
+
+
+class CarriedState:
+    """The state of one layer, handed from tile to tile: what transformers' cache is to a layer, without its writes.
+
+    Attributes:
+        tensors: the state; replaced as the layer updates it.
+    """
+
+    def __init__(self, tensors: Mapping[Key, Tensor]) -> None:
+        self.tensors: dict[Key, Tensor] = dict(tensors)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The inputs of a convolution before the tile, ``[B, channels, kernel]``."""
+        return self.tensors.get(("convolution", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The recurrent state before the tile."""
+        return self.tensors.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """A tile's inputs ``[B, channels, t]`` behind those before it; the last ``conv_kernel_size`` are kept."""
+        before = self.tensors.get(("convolution", state_idx))
+        whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
+        kernel = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        missing = max(0, kernel - whole.shape[-1])
+        # Copied, since a slice would keep the whole tile.
+        self.tensors["convolution", state_idx] = F.pad(whole[..., -kernel:], (missing, 0)).clone()
+        return F.pad(whole, (missing, 0)) if missing else whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Keep the state after the tile."""
+        self.tensors["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether there is a state before the tile."""
+        return bool(self.tensors)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether earlier states are kept to go back to them."""
+        return False

@@ -1,0 +1,130 @@
+"""Find a model's layers with a state, and have those that are proven run over tiles of the sequence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from seqtile.engines.zero3 import mark_leaf
+from seqtile.models.carried_state.state_cache import cache_argument
+from seqtile.models.carried_state.state_proof import StateProofs, has_values, is_here
+from seqtile.models.carried_state.tiled_state import StateForward, StateSetting
+from seqtile.models.discover.candidates import Left
+from seqtile.models.discover.decoder_layers import DecoderLayer, Mixer, decoder_layers
+from seqtile.models.discover.proof import for_training
+from seqtile.models.layer import TiledLayer
+from seqtile.tiling import STATE_TOKENS
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A layer with a state.
+
+    Attributes:
+        layer: qualified name of its decoder layer.
+        mixer: qualified name of what carries the state.
+        whole: qualified name of the outermost module around the mixer with neither attention nor another state in it.
+        kind: kind of the state.
+    """
+
+    layer: str
+    mixer: str
+    whole: str
+    kind: str
+
+
+def find_carriers(model: nn.Module) -> Iterator[Carrier]:
+    """The layers with a state of ``model``, in order."""
+    for layer in decoder_layers(model):
+        for mixer in layer.mixers:
+            if mixer.has_state:
+                yield Carrier(layer.name, _joined(layer.name, mixer.name), _around(layer, mixer), mixer.kind)
+
+
+def _around(layer: DecoderLayer, mixer: Mixer) -> str:
+    others = [one.name for one in layer.mixers if one is not mixer]
+    parts = mixer.name.split(".")
+    for depth in range(len(parts)):
+        inner = ".".join(parts[:depth])
+        if not any(f"{other}.".startswith(f"{inner}." if inner else "") for other in others):
+            return _joined(layer.name, inner)
+    return _joined(layer.name, mixer.name)
+
+
+def _joined(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def install_state(model: nn.Module, tile: int | str | None) -> tuple[str, list[Left]]:
+    """Have every proven layer with a state run over tiles of ``tile`` tokens; what was done, in words, and what not."""
+    if tile is None:
+        return "", []
+    proofs, left, done = StateProofs(), list[Left](), Counter[tuple[str, str]]()
+    carriers = [*find_carriers(model)]
+    later = False
+    with for_training(model):
+        for one in carriers:
+            whole, why, ready = _choose(model, one, proofs)
+            if why:
+                left.append(Left(one.mixer, type(model.get_submodule(one.mixer)).__name__, why))
+                continue
+            later |= not ready
+            for name in dict.fromkeys((one.mixer, whole)):
+                _install(model, name, StateSetting(tile, name, one.layer), proofs)
+            if whole != one.layer and "forward" not in model.get_submodule(one.layer).__dict__:
+                _install(model, one.layer, StateSetting(tile, one.layer, one.layer, runs=False), proofs)
+            mark_leaf(model.get_submodule(one.layer))  # which the layer's stand-in takes off again
+            done[one.kind, "whole layers" if whole != one.mixer else "the mixers alone"] += 1
+    return _words(done, len(carriers), tile, later), left
+
+
+def _choose(model: nn.Module, one: Carrier, proofs: StateProofs) -> tuple[str, str, bool]:
+    """(name of what runs in tiles, why nothing does, whether that is proven already)."""
+    why, ready = "", True
+    for name in dict.fromkeys((one.whole, one.mixer)):
+        module = model.get_submodule(name)
+        own = module.__dict__.get("forward")
+        if own is not None and not isinstance(own, TiledLayer):
+            why = f"the forward of {name} was replaced"
+        elif cache_argument(module) is None:
+            why = f"{type(module).__name__} takes no cache, so it cannot be handed a state"
+        else:
+            ready = is_here(module)
+            tried = module if has_values(module) else model.get_submodule(one.mixer)  # routing has no shapes alone
+            why = proofs.why_not(tried, _like_its_input(tried)) if ready else ""
+            if not why:
+                return name, "", ready and tried is module
+    return "", why, ready
+
+
+def _like_its_input(module: nn.Module) -> torch.Tensor:
+    """An empty tensor of the width, dtype and device of a module's hidden states."""
+    width = next(int(wide) for part in module.modules() if (wide := getattr(part, "in_features", 0)))
+    weight = next(w for w in module.parameters() if w.is_floating_point() and w.element_size() >= 2)
+    return torch.empty(0, width, dtype=weight.dtype, device=weight.device)
+
+
+def _install(model: nn.Module, name: str, setting: StateSetting, proofs: StateProofs) -> None:
+    standing = StateForward(model.get_submodule(name), setting, proofs)
+    standing.install()
+    standing.check()
+
+
+def _words(done: Counter[tuple[str, str]], found: int, tile: int | str, later: bool) -> str:
+    if not found:
+        return "no layer carries a state"
+    size = f"about {STATE_TOKENS:,}" if tile == "auto" else f"{tile:,}"
+    what = ", ".join(f"{count} of {kind}, {how}" for (kind, how), count in done.items()) or "none"
+    proven = ", proven at their first call" if later else ""
+    return f"layers with a state in tiles of {size} tokens: {sum(done.values())} of {found} ({what}){proven}"
+
+
+def can_carry(model: nn.Module) -> bool:
+    """Whether :func:`install_state` could have some layer of ``model`` run in tiles."""
+    proofs = StateProofs()
+    with for_training(model):
+        return any(not _choose(model, one, proofs)[1] for one in find_carriers(model))

@@ -1,0 +1,216 @@
+"""Whether a layer computes the same in tiles that hand its state on: it is run both ways, outputs and gradients.
+
+Kernels and caches differ in what they do with a state that comes in: some take it, some take it and give it no
+gradient, some drop it. So the layer itself is asked, in the mode in which it runs, on a few tokens: whole, and in two
+and in three tiles. The answer counts only if it can tell: the same tiles with the state left out, and with its gradient
+left out, have to be off.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from seqtile._compat import FakeTensor, tree_leaves
+from seqtile.engines.flat import call_with_weights, named_weights
+from seqtile.models.carried_state.state_cache import CACHES, cache_argument
+from seqtile.models.carried_state.tile_call import TileCall, forward_of, in_tiles
+from seqtile.models.instance import Bare, inside
+from seqtile.ops.grad_accumulator import LOW
+from seqtile.ops.rng import Autocast
+from seqtile.ops.tile_checkpoint import State
+from seqtile.tiling import StateTiles
+
+TOKENS, PADDING = 23, 3
+TILES = (2, 21), (9, 8, 6)
+"""Tiles of the trial; the first begins with as few tokens as a tile may have."""
+
+TOLERANCE = {True: 3e-2, False: 1e-3}
+"""Largest error of an output or a gradient, relative to its norm, in low precision and else. Kernels compute in fp32
+whatever the weights are."""
+
+TELLS = 3.0
+"""How many tolerances off a trial without the state has to be."""
+
+SMALL = 1e-3
+"""Gradients smaller than this part of the largest one are judged relative to that part of it."""
+
+
+class StateProofs:
+    """What is known of the layers of one model, by what they are and how they run."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, str] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_known": {}}  # a copy asks again
+
+    def why_not(self, module: nn.Module, x: Tensor) -> str:
+        """Why ``module`` cannot run in tiles on hidden states such as ``x``, or "".
+
+        Cost:
+            Some 10 µs per weight; where nothing is known of such a layer, eight forwards and backwards of 46 tokens,
+            and a gradient of each of its weights at a time.
+        """
+        cast = Autocast.of(x)
+        shapes = [(name, tuple(w.shape), w.dtype, w.requires_grad) for name, w in named_weights(module)]
+        key = (type(module), module.training, x.shape[-1], x.dtype, x.device, cast, *shapes)
+        if key not in self._known:
+            self._known[key] = _try(module, x)
+        return self._known[key]
+
+
+def is_here(module: nn.Module) -> bool:
+    """Whether no weight of ``module`` is in shards; else it is tried when it is first called."""
+    return all(weight.numel() for weight in module.parameters())
+
+
+def has_values(module: nn.Module) -> bool:
+    """Whether its weights are numbers; on the meta device and as fake tensors they are shapes alone."""
+    return not any(weight.is_meta or isinstance(weight, FakeTensor) for weight in module.parameters())
+
+
+def _try(module: nn.Module, x: Tensor) -> str:
+    try:
+        # The hooks keep what the trial saves from a checkpoint around the layer, which counts it.
+        with _without_dropout(module), torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            return (_compare if has_values(module) else _connect)(_Trial(module, x))
+    except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises
+        first = (str(error).splitlines() or [""])[0][:200]
+        return f"in tiles it raises {type(error).__name__}: {first}"
+
+
+def _compare(trial: _Trial) -> str:
+    whole = trial.gradients(trial.whole)
+    for sizes in TILES:
+        if why := trial.differs(trial.gradients(partial(trial.tiled, sizes)), whole, f"{len(sizes)} tiles"):
+            return why
+    if trial.masks:
+        whole_masked = trial.gradients(partial(trial.whole, padded=True))
+        got = trial.gradients(partial(trial.tiled, TILES[0], padded=True))
+        if why := trial.differs(got, whole_masked, "tiles with padding"):
+            return why
+    for left_out in ("state", "gradient"):
+        error, _ = distance(trial.gradients(partial(trial.tiled, TILES[1], left_out=left_out)), whole)
+        if not error > TELLS * trial.tolerance:
+            return f"a trial cannot tell whether its state{' has a gradient' * (left_out == 'gradient')} is handed on"
+    return ""
+
+
+def _connect(trial: _Trial) -> str:
+    """What can be told of shapes: whether a tile reads the state before it, and both have a gradient."""
+    assert trial.cache is not None
+    call = TileCall((trial.x.detach().requires_grad_(),), trial.others, trial.cache)
+    first, second = call.tensors[0].split(TILES[0], dim=1)
+    with inside():
+        _, state = call.run(trial.module, [first], ())
+        given = [one.detach().requires_grad_() for one in state]
+        result, _ = call.run(trial.module, [second], tuple(given))
+    read = torch.autograd.grad(_output_of(result).sum(), given, allow_unused=True)
+    if not state or not all(one.requires_grad for one in state) or any(one is None for one in read):
+        return "the state or its gradient is not handed on"
+    return ""
+
+
+def _output_of(result: Any) -> Tensor:
+    return next(one for one in tree_leaves(result) if isinstance(one, Tensor))
+
+
+class _Trial:
+    """A layer with weights of its own to differentiate by, and inputs."""
+
+    def __init__(self, module: nn.Module, x: Tensor) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.x = torch.randn(2, TOKENS, x.shape[-1], generator=random).to(x.device, x.dtype)
+        self.upstream = torch.randn(2, TOKENS, x.shape[-1], generator=random).to(x.device, x.dtype)
+        self.mask = torch.ones(2, TOKENS, dtype=torch.long, device=x.device)
+        self.mask[1, :PADDING] = 0
+        self.module, self.cache = module, cache_argument(module)
+        self.weights = {
+            name: weight.detach().requires_grad_() for name, weight in named_weights(module) if weight.requires_grad
+        }
+        low = LOW.__contains__
+        self.tolerance = TOLERANCE[low(x.dtype) or (Autocast.of(x).enabled and low(Autocast.of(x).dtype))]
+        parameters = inspect.signature(type(module).forward).parameters
+        self.masks = "attention_mask" in parameters
+        others = [*parameters.values()][2:]
+        required = [one.name for one in others if one.default is one.empty and one.kind != one.VAR_KEYWORD]
+        self.others = dict.fromkeys(name for name in required if name not in CACHES)
+
+    def _words(self, padded: bool) -> dict[str, Any]:
+        return {**self.others, "attention_mask": self.mask} if padded else dict(self.others)
+
+    def whole(self, x: Tensor, padded: bool = False) -> Any:
+        with inside():
+            named = {f"0.{name}": weight for name, weight in self.weights.items()}
+
+            def run(tensors: list[Tensor]) -> Any:
+                return forward_of(self.module)(*tensors, **self._words(padded))
+
+            return call_with_weights(Bare((self.module,)), named, (run, [x]))
+
+    def tiled(self, sizes: Sequence[int], x: Tensor, padded: bool = False, left_out: str = "") -> Any:
+        assert self.cache is not None
+        call = TileCall((x,), self._words(padded), self.cache)
+        if left_out == "gradient":
+            call = _Detached((x,), self._words(padded), self.cache)
+        begins = frozenset(range(len(sizes))) if left_out == "state" else frozenset()
+        return in_tiles(self.module, call, call.tensors, StateTiles(tuple(sizes), begins), lambda: self.weights)
+
+    def gradients(self, run: Callable[[Tensor], Any]) -> dict[str, Tensor]:
+        """Output, and the gradients of the input and of every weight that trains."""
+        x = self.x.detach().requires_grad_()
+        y = _output_of(run(x))
+        found = torch.autograd.grad(y, [x, *self.weights.values()], self.upstream.to(y.dtype), allow_unused=True)
+        names = ["its input's gradient", *(f"the gradient of {name}" for name in self.weights)]
+        gradients = {name: one for name, one in zip(names, found, strict=True) if one is not None}
+        return {"its output": y.detach(), **gradients}
+
+    def differs(self, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], how: str) -> str:
+        """Why they are not the same, or ""."""
+        error, name = distance(got, expected)
+        if error <= self.tolerance:
+            return ""
+        return f"in {how} {name} is {error:.1g} off: the state or its gradient is not handed on"
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Detached(TileCall):
+    def run(self, module: nn.Module, tiles: Sequence[Tensor], state: State) -> tuple[Any, State]:
+        return super().run(module, tiles, tuple(one.detach() for one in state))
+
+
+def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest relative error (L2), and of what; infinite where something is missing or not finite."""
+    if got.keys() != expected.keys():
+        return float("inf"), sorted(got.keys() ^ expected.keys())[0]
+    norms = {name: float(one.float().norm()) for name, one in expected.items()}
+    largest = max(norm for name, norm in norms.items() if name != "its output")
+    worst = 0.0, ""
+    for name, one in expected.items():
+        error = float((got[name].float() - one.float()).norm()) / max(norms[name], SMALL * largest, 1e-30)
+        if not error <= worst[0]:
+            worst = error if error == error else float("inf"), name
+    return worst
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    drops = [part for part in module.modules() if isinstance(part, nn.Dropout) and part.training]
+    for part in drops:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in drops:
+            part.training = True

@@ -1,0 +1,298 @@
+"""``seqtile.apply(model, state=...)``: whole models whose layers with a state run in tiles."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import seqtile
+from numerics._states import WHOLE, carrier_of, error, model_of
+from seqtile._errors import UserError
+from seqtile.models.carried_state.tiled_state import StateForward
+from seqtile.models.discover.live_weights import has_foreign_hooks
+
+LENGTH, TILE = 50, 16
+SETTINGS: dict[str, Any] = {"blocks": "none", "state": TILE}
+THREE = ("qwen3_5_text", "bamba", "lfm2_moe")
+
+
+def ids_of(model: Any, batch: int = 2, length: int = LENGTH) -> Tensor:
+    words = model.config.get_text_config().vocab_size
+    return torch.randint(5, words, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: Any, **words: Any) -> dict[str, Tensor]:
+    """Loss and gradients of one batch."""
+    model.zero_grad(set_to_none=True)
+    ids = words.pop("input_ids", None)
+    ids = ids_of(model) if ids is None else ids
+    loss = model(input_ids=ids, labels=ids, **words).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def tiles_run(model: nn.Module) -> Callable[[], int]:
+    """How many times a mixer has run since, forward and recompute."""
+    runs = []
+    mixer = model.get_submodule(carrier_of(model).mixer)
+    first = next(part for part in mixer.modules() if isinstance(part, nn.Linear))
+    former = first.forward
+    first.forward = lambda x: (runs.append(x.shape), former(x))[1]
+    return lambda: len(runs)
+
+
+@pytest.mark.parametrize("family", THREE)
+def test_a_model_trains_with_the_untiled_gradients(family: str) -> None:
+    model = model_of(family)
+    expected = gradients(model)
+    report = seqtile.apply(model, **SETTINGS)
+    assert "layers with a state in tiles of 16 tokens: 1 of 1" in str(report) and "whole layers" in str(report)
+    assert "state=16" in repr(model)
+    runs = tiles_run(model)
+    assert error(gradients(model), expected) < 1e-4
+    assert runs() == 8, "four tiles, forward and recompute"
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        model.train()
+        assert error(gradients(model), expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", THREE)
+def test_a_layers_checkpoint_costs_no_further_run(family: str) -> None:
+    model = seqtile_model(family)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    runs = tiles_run(model)
+    gradients(model.train())
+    assert runs() == 8
+
+
+def seqtile_model(family: str, **settings: Any) -> Any:
+    model = model_of(family)
+    seqtile.apply(model, **{**SETTINGS, **settings})
+    return model
+
+
+@pytest.mark.parametrize("family", [*THREE, "falcon_h1", "zamba2", "granitemoehybrid"])
+def test_every_technique_at_once(family: str) -> None:
+    model = model_of(family)
+    expected = gradients(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    blocks = {"blocks": "none"} if family == "zamba2" else {"tile": 12, "blocks": "mlp+norm+projections"}
+    heads = {} if family == "zamba2" else {"heads": 1}
+    report = seqtile.apply(
+        model.train(), state=TILE, loss="tiled", loss_tile=7, offload=True, checkpoint="attention-saved",
+        **blocks, **heads,
+    )  # fmt: skip
+    assert report.state.count("of") and not [one for one in report.left if "state" in one.why]
+    assert error(gradients(model), expected) < 1e-4
+    assert seqtile.undo(model) is not None
+    assert not any("forward" in part.__dict__ for part in model.modules())
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_a_layer_that_is_not_proven_stays_whole_and_is_named(family: str) -> None:
+    model = model_of(family)
+    expected = gradients(model)
+    report = seqtile.apply(model, **SETTINGS)
+    assert ": 0 of " in report.state
+    carriers = {one.name for one in report.left}
+    assert carrier_of(model).mixer in carriers and all(one.why for one in report.left)
+    got = gradients(model)
+    assert all(torch.equal(got[name], one) for name, one in expected.items())
+
+
+def test_a_kernel_that_ignores_the_states_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers.models.qwen3_5.modeling_qwen3_5 as qwen
+
+    kernel = qwen.torch_chunk_gated_delta_rule
+
+    def ignoring(*args: Any, initial_state: Any = None, **words: Any) -> Any:
+        return kernel(*args, initial_state=None if initial_state is None else initial_state.detach(), **words)
+
+    def dropping(*args: Any, initial_state: Any = None, **words: Any) -> Any:
+        return kernel(*args, initial_state=None, **words)
+
+    for broken in (ignoring, dropping):
+        monkeypatch.setattr(qwen, "torch_chunk_gated_delta_rule", broken)
+        report = seqtile.apply(model_of("qwen3_5_text"), **SETTINGS)
+        assert ": 0 of 1" in report.state
+        assert "the state or its gradient is not handed on" in report.left[0].why
+
+
+def test_evaluation_and_generation_are_untouched() -> None:
+    model = seqtile_model("qwen3_5_text").eval()
+    plain = model_of("qwen3_5_text").eval()
+    runs, ids = tiles_run(model), ids_of(model, length=40)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, plain(ids).logits) and runs() == 1
+        assert torch.equal(model.generate(ids, max_new_tokens=4, use_cache=True),
+                           plain.generate(ids, max_new_tokens=4, use_cache=True))  # fmt: skip
+
+
+def test_a_call_with_a_cache_runs_whole_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = seqtile_model("lfm2_moe").train()
+    runs = tiles_run(model)
+    with caplog.at_level(logging.WARNING):
+        model(ids_of(model), use_cache=True)
+    assert runs() == 1 and "it was called with a cache; pass use_cache=False" in caplog.text
+
+
+def test_left_padding() -> None:
+    model = model_of("qwen3_5_text")
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :21] = 0
+    expected = gradients(model, attention_mask=mask)
+    seqtile.apply(model, **SETTINGS)
+    assert error(gradients(model, attention_mask=mask), expected) < 1e-4
+
+
+def test_router_logits_are_captured_whole() -> None:
+    """Hooks that watch inside a layer see whole outputs: the mixer alone runs in tiles."""
+    model = model_of("qwen3_5_moe_text")
+    ids = ids_of(model)
+
+    def outputs() -> tuple[Any, ...]:
+        model.zero_grad()
+        found = model(ids, labels=ids, output_router_logits=True)
+        found.loss.backward()
+        return found.router_logits, found.aux_loss, gradients(model)
+
+    routed, auxiliary, expected = outputs()
+    seqtile.apply(model, **SETTINGS)
+    for _ in range(2):
+        tiled, loss, found = outputs()
+        assert [one.shape for one in tiled] == [one.shape for one in routed]
+        torch.testing.assert_close(loss, auxiliary)
+        assert error(found, expected) < 1e-4
+    runs = tiles_run(model)
+    gradients(model)
+    assert runs() == 8, "the hooks stay, and capture nothing"
+
+
+def test_a_hook_inside_sees_whole_tensors(caplog: pytest.LogCaptureFixture) -> None:
+    model = seqtile_model("bamba")
+    seen = []
+    layer = model.get_submodule(carrier_of(model).layer)
+    layer.feed_forward.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    assert has_foreign_hooks(layer.feed_forward)
+    with caplog.at_level(logging.WARNING):
+        gradients(model)  # which tries the mixer alone first
+    seen.clear()
+    runs = tiles_run(model)
+    gradients(model)
+    assert [shape[1] for shape in seen] == [LENGTH] and "feed_forward has hooks" in caplog.text
+    assert runs() == 8, "the mixer alone is tiled then"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("bamba", marks=pytest.mark.slow)])
+def test_lora(family: str) -> None:
+    config = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", init_lora_weights=False)
+
+    def adapted(tiled: bool) -> Any:
+        torch.manual_seed(3)
+        model = get_peft_model(model_of(family), config)
+        if tiled:
+            report = seqtile.apply(model, **SETTINGS)
+            assert ": 1 of 1" in report.state
+        return model.eval()  # dropout draws other masks per tile
+
+    expected = gradients(adapted(False))
+    assert error(gradients(adapted(True)), expected) < 1e-4
+
+
+def test_dropout_in_a_tile_is_the_same_in_its_recompute() -> None:
+    config = LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(3)
+    model = get_peft_model(model_of("qwen3_5_text"), config).train()
+    seqtile.apply(model, **SETTINGS)
+    weight = next(p for n, p in model.named_parameters() if "lora_B" in n and "in_proj_qkv" in n)
+    step = torch.randn(weight.shape, dtype=weight.dtype, generator=torch.Generator().manual_seed(4))
+
+    def loss_at(scale: float) -> dict[str, Tensor]:
+        with torch.no_grad():
+            weight.add_(step, alpha=scale)
+        torch.manual_seed(5)
+        found = gradients(model)
+        found = {"loss": found["loss"], "gradient": weight.grad.clone()}
+        with torch.no_grad():
+            weight.sub_(step, alpha=scale)
+        return found
+
+    small = 2e-4
+    slope = (loss_at(small)["loss"] - loss_at(-small)["loss"]) / (2 * small)
+    assert abs(slope - (loss_at(0.0)["gradient"] * step).sum()) < 0.03 * abs(slope)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
+def test_autocast_is_proven_at_its_first_call(family: str) -> None:
+    """Inside the layer's checkpoint, where a mixer alone runs in tiles."""
+    model = model_of(family).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = gradients(model)
+    truth = gradients(model)
+    seqtile.apply(model, **SETTINGS)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = gradients(model)
+    assert error(got, truth) < 1.5 * error(expected, truth)
+
+
+def test_a_copy_and_a_pickle_run_in_tiles_too() -> None:
+    model = seqtile_model("qwen3_5_text")
+    expected = gradients(model)
+    names = model_of("qwen3_5_text").state_dict().keys()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.state_dict().keys() == names
+        assert error(gradients(other), expected) < 1e-6
+        runs = tiles_run(other)
+        gradients(other)
+        assert runs() == 8
+        own = {part: part.__dict__.get("forward") for part in other.modules()}
+        assert all(one.module is part for part, one in own.items() if isinstance(one, StateForward))
+    seqtile.undo(model)
+    assert not any("forward" in part.__dict__ or "extra_repr" in part.__dict__ for part in model.modules())
+
+
+def test_a_second_apply_replaces_the_first_and_a_refused_one_does_not() -> None:
+    model = seqtile_model("qwen3_5_text", blocks="auto", tile=12)
+    expected = gradients(model)
+    with pytest.raises(UserError):
+        seqtile.apply(model, only="nothing.like.this", state=8)
+    assert "state=16" in repr(model) and error(gradients(model), expected) < 1e-6
+    seqtile.apply(model, tile=12, state=8)
+    assert "state=8" in repr(model) and "state=16" not in repr(model)
+    seqtile.apply(model, tile=12)
+    assert "state=" not in repr(model)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, -3, True, 2.5, "big"])
+def test_a_wrong_tile_is_refused(wrong: Any) -> None:
+    with pytest.raises(UserError, match="expected 'auto', a number of tokens per tile from 2, or None"):
+        seqtile.apply(model_of("qwen3_5_text"), state=wrong)
+
+
+@pytest.mark.slow
+def test_fifty_steps_end_where_the_untiled_ones_do() -> None:
+    ends = []
+    for settings in ({}, SETTINGS):
+        model = model_of("qwen3_5_text").train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if settings:
+            seqtile.apply(model, **settings)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(50):
+            losses.append(gradients(model)["loss"])
+            optimizer.step()
+        ends.append(torch.stack(losses))
+    assert ends[0][-1] < 0.7 * ends[0][0], "nothing was learned"
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=0)

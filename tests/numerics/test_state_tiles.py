@@ -1,0 +1,235 @@
+"""Layers with a state in tiles of the sequence against the same layers whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from numerics._states import FAMILIES, carrier_of, error, model_of, precision, results, tiled, whole
+from seqtile.models.carried_state.state_cache import CarriedState
+from seqtile.models.carried_state.tile_call import TileCall
+from seqtile.tiling import state_tiles
+
+ALL = [family for families in FAMILIES.values() for family in families]
+ONE_EACH = [families[0] for families in FAMILIES.values()]
+FAST = {"qwen3_5_text", "bamba", "lfm2_moe", "kimi_linear"}
+HIDDEN = 64
+
+
+def inputs(batch: int, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(batch, tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def module_of(family: str, part: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Any]]:
+    """The first layer with a state, or its mixer, and the arguments that it wants besides."""
+    model = model_of(family, dtype)
+    name = getattr(carrier_of(model), part)
+    module = model.get_submodule(name)
+    wants = type(module).forward.__code__.co_varnames if part == "mixer" else ("position_embeddings",)
+    return module, {"position_embeddings": None} if "position_embeddings" in wants else {}
+
+
+PARTS = [
+    pytest.param(family, part, marks=[] if part == "whole" and family in FAST else [pytest.mark.slow])
+    for family in ALL
+    for part in ("whole", "mixer")
+]
+
+
+@pytest.mark.parametrize(("family", "part"), PARTS)
+def test_tiles_that_hand_their_state_on_are_the_whole_layer(family: str, part: str) -> None:
+    """Lengths that are no multiple of a kernel's chunk of 64, a first tile of two tokens, one to three rows.
+
+    In float64 equal; in fp32 as near to that as the whole layer, some of whose gradients lose five digits.
+    """
+    exact, words = module_of(family, part, torch.float64)
+    module, _ = module_of(family, part)
+    for batch, sizes in ((1, (2, 67)), (2, (2, 2, 65, 20)), (3, (64, 33))):
+        x = inputs(batch, sum(sizes))
+
+        def both(module: nn.Module, x: Tensor, sizes: Sequence[int] = sizes) -> list[dict[str, Tensor]]:
+            return [results(module, x, run) for run in (partial(whole, module, **words),
+                                                        partial(tiled, module, sizes, **words))]  # fmt: skip
+
+        with precision(torch.float64):
+            truth, in_tiles = both(exact, x.double())
+        assert error(in_tiles, truth) < 1e-12, (batch, sizes)
+        untiled, in_tiles = both(module, x)
+        for name, one in truth.items():
+            own, got = (error({name: found[name].double()}, {name: one}) for found in (untiled, in_tiles))
+            assert got < 2 * own + 1e-5, (batch, sizes, name)
+
+
+@pytest.mark.parametrize("family", ONE_EACH)
+def test_padding_on_the_left_is_left_out(family: str) -> None:
+    module, words = module_of(family, "whole", torch.float64)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :11] = 0
+    with precision(torch.float64):
+        x = inputs(2, 40, torch.float64)
+        expected = results(module, x, lambda x: whole(module, x, attention_mask=mask, **words))
+        got = results(module, x, lambda x: tiled(module, (9, 20, 11), x, attention_mask=mask, **words))
+    assert error(got, expected) < 1e-12
+
+
+@pytest.mark.parametrize("named", ["cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize("family", ONE_EACH)
+def test_a_packed_document_begins_without_a_state(family: str, named: str) -> None:
+    module, words = module_of(family, "whole", torch.float64)
+    lengths = (17, 1, 30, 2)
+    if named == "seq_idx":
+        numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        packed: dict[str, Any] = {"seq_idx": numbers[None]}
+    else:
+        starts = torch.tensor((0, *lengths)).cumsum(0).int()
+        packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 30, "max_length_k": 30}
+    call = TileCall((inputs(1, 50),), {**words, **packed}, ("past_key_values", 9))
+    assert call.documents == lengths
+    cuts = state_tiles(call.tokens, call.batch, 8, call.documents)
+    with precision(torch.float64):
+        x = inputs(1, 50, torch.float64)
+
+        def one_by_one(x: Tensor) -> Tensor:
+            return torch.cat([whole(module, part, **words) for part in x.split(lengths, 1)], 1)
+
+        got = results(module, x, lambda x: tiled(module, cuts.sizes, x, [*cuts.begins], **words, **packed))
+        assert error(got, results(module, x, one_by_one)) < 1e-12
+
+
+def test_no_tile_that_is_handed_a_state_is_one_token() -> None:
+    for tokens in range(1, 40):
+        for tile in range(2, 12):
+            for documents in ((), (tokens, 1), (1, tokens, 3)):
+                total = sum(documents) or tokens
+                cuts = state_tiles(total, 1, tile, documents)
+                assert sum(cuts.sizes) == total and max(cuts.sizes) <= tile + 1
+                begins = {0, *cuts.begins}
+                assert all(size > 1 or number in begins for number, size in enumerate(cuts.sizes))
+                ends = [sum(cuts.sizes[:number]) for number in sorted(begins)]
+                assert ends == [sum(documents[:number]) for number in range(len(documents or (1,)))]
+
+
+# ---- what the comparison must notice ----
+
+
+def not_handed_on(monkeypatch: pytest.MonkeyPatch) -> Sequence[int]:
+    run = TileCall.run
+    monkeypatch.setattr(TileCall, "run", lambda self, module, tiles, state: run(self, module, tiles, ()))
+    return (20, 20)
+
+
+def gradient_dropped(monkeypatch: pytest.MonkeyPatch) -> Sequence[int]:
+    run = TileCall.run
+
+    def detached(self: TileCall, module: nn.Module, tiles: Any, state: Any) -> Any:
+        return run(self, module, tiles, tuple(one.detach() for one in state))
+
+    monkeypatch.setattr(TileCall, "run", detached)
+    return (20, 20)
+
+
+def one_token(monkeypatch: pytest.MonkeyPatch) -> Sequence[int]:
+    return (20, 1, 19)
+
+
+def written_in_place(monkeypatch: pytest.MonkeyPatch) -> Sequence[int]:
+    def update(self: CarriedState, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        before = self.tensors.setdefault(("recurrent", state_idx), recurrent_states)
+        return before.copy_(recurrent_states) if before is not recurrent_states else before
+
+    monkeypatch.setattr(CarriedState, "update_recurrent_state", update)
+    return (13, 13, 14)
+
+
+@pytest.mark.parametrize("mutant", [not_handed_on, gradient_dropped, one_token, written_in_place])
+def test_the_comparison_notices(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("bamba", "kimi_linear"):
+        module, words = module_of(family, "whole")
+        x = inputs(2, 40)
+        expected = results(module, x, lambda x: whole(module, x, **words))  # noqa: B023
+        with monkeypatch.context() as patch:
+            sizes = mutant(patch)
+            try:
+                wrong = error(results(module, x, lambda x: tiled(module, sizes, x, **words)), expected)  # noqa: B023
+            except RuntimeError:  # autograd's, or the checkpoint's
+                wrong = float("inf")
+            assert wrong > 1e-2, family
+        assert error(results(module, x, lambda x: tiled(module, (20, 20), x, **words)), expected) < 1e-5  # noqa: B023
+
+
+# ---- cost ----
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["alone", "in a checkpoint"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2_moe"])
+def test_products_are_those_of_the_checkpointed_layer(family: str, around: bool) -> None:
+    module, words = module_of(family, "whole")
+    x = inputs(1, 2048)
+
+    def products(run: Any) -> int:
+        with FlopCounterMode(display=False) as counter:
+            results(module, x, run)
+        return counter.get_total_flops()
+
+    def tiles(x: Tensor) -> Tensor:
+        return tiled(module, (512,) * 4, x, **words)
+
+    untiled = products(lambda x: checkpoint(lambda x: whole(module, x, **words), x, use_reentrant=False))
+    assert products((lambda x: checkpoint(tiles, x, use_reentrant=False)) if around else tiles) <= 1.01 * untiled
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["alone", "in a checkpoint"])
+def test_only_input_and_states_wait_for_the_backward(around: bool) -> None:
+    module, words = module_of("qwen3_5_text", "whole")
+    x = inputs(1, 512).requires_grad_()
+    waiting: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        waiting.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def tiles(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return tiled(module, (128,) * 4, x, **words)
+
+    tiles(x) if not around else checkpoint(tiles, x, use_reentrant=False)
+    assert {*waiting} == {x.untyped_storage().data_ptr()}
+
+
+# ---- precision ----
+
+
+@pytest.mark.parametrize("low", ["autocast", "bf16"])
+def test_weight_gradients_are_as_near_to_fp32_as_the_whole_layers(low: str) -> None:
+    """At 32 tiles: their sums are in fp32."""
+    module, words = module_of("qwen3_5_text", "whole")
+    x = inputs(1, 32 * 16)
+    truth = results(module, x, lambda x: whole(module, x, **words))
+    if low == "bf16":
+        module, x = copy.deepcopy(module).bfloat16(), x.bfloat16()
+
+    def distance(run: Any) -> dict[str, float]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=low == "autocast"):
+            found = results(module, x, run)
+        return {name: float((found[name].float() - one).norm() / one.norm()) for name, one in truth.items()}
+
+    got = distance(lambda x: tiled(module, (16,) * 32, x, **words))
+    own = distance(lambda x: whole(module, x, **words))
+    for name in truth.keys() - {"output", "input"}:
+        assert got[name] < 1.15 * own[name] + 1e-3, (name, got[name], own[name])
+
+
+def test_a_backward_can_be_run_twice() -> None:
+    module, words = module_of("qwen3_5_text", "whole")
+    x = inputs(2, 48).requires_grad_()
+    y = tiled(module, (16, 16, 16), x, **words)
+    first, second = (torch.autograd.grad(y.sum(), [x, *module.parameters()], retain_graph=True) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
