@@ -23,7 +23,10 @@ _STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 @takes_options("train", shown=False)
 def command(
     model: str = typer.Option(None, help="Model directory or Hub id. Without model and dataset: the embedded demo."),
-    dataset: str = typer.Option(None, help="JSONL, Parquet or text file, a directory of them, or a Hub id."),
+    dataset: str = typer.Option(None, help="JSONL, CSV, Parquet or text file, a directory of them, or a Hub id."),
+    skip_bad_rows: bool = typer.Option(
+        None, "--skip-bad-rows", help="Leave out rows that nothing can be trained on, and count them."
+    ),
     max_length: int = typer.Option(None, help="Tokens per row (default 8192).", metavar="TOKENS"),
     output: str = typer.Option(None, help="Directory of the result (default runs/NAME).", metavar="DIR"),
     lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
@@ -76,6 +79,7 @@ def command(
     given = {
         "model": model,
         "dataset": dataset,
+        "skip_bad_rows": skip_bad_rows,
         "max_length": max_length,
         "output": output,
         "lora": None if lora is None else recipes.parse_lora(lora),

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
+from seqtile.train.check_rows import processes_for
 from seqtile.train.recipe import LoraRecipe, Recipe, alternatives, shown
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ KEPT_CHECKPOINTS = 2
 _SCALARS = {int, float, bool, str, types.NoneType}
 
 
-def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTConfig:
+def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: int = 0) -> SFTConfig:
     """Everything the trainer needs to know.
 
     Args:
@@ -34,6 +35,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTCo
         output: where checkpoints go.
         documents: the rows are whole text files; unless the recipe says otherwise, they are joined and cut into
             rows of ``max_length`` tokens so that no text is dropped.
+        rows: how many there are; many are tokenised by several processes.
 
     Raises:
         UserError: ``trainer:`` holds a key that ``SFTConfig`` does not know, or values that it refuses.
@@ -56,6 +58,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTCo
         "max_steps": recipe.steps or -1,
         "seed": recipe.seed,
         "trust_remote_code": recipe.trust_remote_code,
+        "dataset_num_proc": processes_for(rows),
         "logging_steps": 1,
         "save_total_limit": KEPT_CHECKPOINTS,
         "report_to": "none",

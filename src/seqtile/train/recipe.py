@@ -192,6 +192,7 @@ class Recipe(CheckedModel):
     model: str = DEMO
     dataset: str = DEMO
     dataset_split: str = "train"
+    skip_bad_rows: bool = Field(False, description="leave rows out that nothing can be trained on, and count them")
     output: str | None = None
 
     max_length: int = Field(8192, ge=2)

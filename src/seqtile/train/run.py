@@ -216,17 +216,20 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
     from seqtile.models.lm_loss.tiled_loss import find_causal_lm
     from seqtile.train.arguments import adapter_config, trainer_arguments
+    from seqtile.train.check_rows import check_rows
     from seqtile.train.data import check_ids, load_rows
     from seqtile.train.load import causal_model, load_model, tile, tile_head
     from seqtile.train.packing import check_packing
     from seqtile.train.ranks import mend_on_cpu
 
     documents = False
-    rows = None
+    rows, left_out = None, dict[str, int]()
     if recipe.dataset != DEMO:
         text_field = recipe.trainer.get("dataset_text_field", "text")
-        rows, documents = load_rows(recipe.dataset, split=recipe.dataset_split, text_field=text_field)
-    arguments = trainer_arguments(recipe, output, documents=documents)
+        loaded = load_rows(recipe.dataset, split=recipe.dataset_split, text_field=text_field)
+        documents = loaded.documents
+        rows, left_out = check_rows(loaded, recipe.dataset, text_field=text_field, skip=recipe.skip_bad_rows)
+    arguments = trainer_arguments(recipe, output, documents=documents, rows=0 if rows is None else len(rows))
     model, tokenizer = load_model(recipe)
     check_packing(model, arguments)
     if rows is None:
@@ -237,31 +240,29 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     if recipe.loss_tile:
         find_causal_lm(model)  # before the trainer is built, which takes longer
     mend_on_cpu(recipe)
-    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora))
+    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora), {"train": left_out})
+    logger.info("data: %s", trainer.data["train"])
     if recipe.loss_tile:
         tile_head(causal_model(trainer.model), recipe.loss_tile)
     return trainer, tiling
 
 
-def _trainer(model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: Any) -> Any:
+def _trainer(model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: Any, left_out: Any) -> Any:
     from transformers.trainer_callback import PrinterCallback
 
     from seqtile.train.trainer import Trainer
 
     try:
         trainer = Trainer(
-            model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, peft_config=adapters
-        )
+            model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, peft_config=adapters,
+            left_out=left_out,
+        )  # fmt: skip
+    except UserError:
+        raise
     except (ValueError, TypeError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"the trainer refuses this model, dataset or recipe: {reason}") from error
     trainer.remove_callback(PrinterCallback)
-    prepared: Any = trainer.train_dataset
-    if len(prepared) == 0:
-        raise UserError(
-            "nothing is left to train on after tokenising and cutting to max_length; "
-            "give longer rows or a larger --max-length"
-        )
     return trainer
 
 
