@@ -138,7 +138,7 @@ def test_a_planted_fault_ends_with_1_and_a_name(
         (["--nproc", "2"], "nproc 2"),
         (["--engine", "fsdp3"], "engine"),
         (["--engine", "fsdp2", "--nproc", "1"], "at least 2 processes"),
-        (["--model", "missing/"], "cannot load the configuration"),
+        (["--model", "missing/"], "neither a local path nor"),
         (["--model", "./missing"], "does not exist"),
         (["--model", __file__], "is a file"),
     ],

@@ -73,8 +73,9 @@ def command(
 ) -> None:
     """Train a causal language model with every position-wise block tiled."""
     from seqtile.train import recipe as recipes
+    from seqtile.train.check_early import check_early
     from seqtile.train.output import resumed_recipe
-    from seqtile.train.run import require_packages
+    from seqtile.train.run import locate, require_packages
 
     given = {
         "model": model,
@@ -107,10 +108,13 @@ def command(
         raise UserError(f"--from-checkpoint {resume_from!r} is where --resume continues; give --resume too")
     chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
     require_packages()
+    how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
+    check_early(recipes.resolve(chosen))
+    if not resume:
+        locate(chosen, **how)
     quiet()
     for note in notes:
         logging.getLogger("seqtile").warning(note)
-    how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
     launched = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
     if launched and chosen.on_oom == "retry" and chosen.engine != "single":
         raise UserError(

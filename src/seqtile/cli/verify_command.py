@@ -8,6 +8,7 @@ import math
 import sys
 import traceback
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -63,6 +64,10 @@ def command(
         "trust_remote_code": trust_remote_code,
         **options,
     }
+    from seqtile.train.check_early import check_model
+
+    if not (model.endswith(".json") and Path(model).expanduser().is_file()):
+        check_model(model)
     from seqtile.cli import worker
     from seqtile.train.verify_model import check, check_recipe
 

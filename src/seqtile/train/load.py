@@ -13,6 +13,7 @@ from seqtile.models.discover.decoder_layers import states_of
 from seqtile.planner.model_shapes import max_positions as max_positions
 from seqtile.planner.phases import causal_model as causal_model
 from seqtile.train import demo
+from seqtile.train.check_early import existing_model
 from seqtile.train.recipe import DEMO, Recipe
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         return model, tokenizer
     import transformers
 
-    path = _existing(recipe.model)
+    path = existing_model(recipe.model)
     config = _load("configuration", transformers.AutoConfig, path, recipe, **_revision(recipe))
     _scale_positions(config, recipe)
     check_positions(config, recipe)
@@ -68,7 +69,7 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
 
     file = Path(recipe.model).expanduser()
     is_config = file.suffix == ".json" and file.is_file()
-    path = str(file) if is_config else _existing(recipe.model)
+    path = str(file) if is_config else existing_model(recipe.model)
     config = _load("configuration", transformers.AutoConfig, path, recipe)
     limit = max_positions(config)
     if limit is not None and recipe.max_length > limit:
@@ -157,7 +158,9 @@ def load_config(recipe: Recipe) -> Any:
     else:
         import transformers
 
-        config = _load("configuration", transformers.AutoConfig, _existing(recipe.model), recipe, **_revision(recipe))
+        config = _load(
+            "configuration", transformers.AutoConfig, existing_model(recipe.model), recipe, **_revision(recipe)
+        )
         _scale_positions(config, recipe)
     check_positions(config, recipe)
     return config
@@ -219,22 +222,6 @@ def _scale_positions(config: PretrainedConfig, recipe: Recipe) -> None:
     scaled = {"original_max_position_embeddings": original, **rope, **recipe.rope_scaling}
     text.rope_parameters = scaled
     text.max_position_embeddings = int(original * factor)
-
-
-def _existing(model: str) -> str:
-    """The model's path, or its Hub id as it is."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(
-                f"model directory {model!r} has no config.json; give a directory written by save_pretrained"
-            )
-        return str(path)
-    if path.exists():
-        raise UserError(f"model {model!r} is a file; give the directory that holds its config.json")
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise UserError(f"model {model!r} does not exist; give a model directory or a Hub id")
-    return model
 
 
 def _revision(recipe: Recipe) -> dict[str, Any]:

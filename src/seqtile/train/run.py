@@ -290,9 +290,9 @@ def _run(
     checkpoint: Path | None,
     callbacks: Sequence[TrainerCallback],
 ) -> Outcome:
-    from seqtile.train.callbacks import CheckFirstStep, Clock, StopOnSignal
+    from seqtile.train.callbacks import CheckFirstStep, CheckModel, Clock, StopOnSignal
     from seqtile.train.out_of_memory import is_out_of_memory
-    from seqtile.train.ranks import CheckModel, is_first
+    from seqtile.train.ranks import is_first
     from seqtile.train.result_report import write_report
     from seqtile.train.retry import Step
 
