@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         build_app()(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
     except UserError as error:
         sentence = " ".join(str(error).split())
         print(f"seqtile: {_rank()}{sentence}", file=sys.stderr)
@@ -61,10 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"seqtile: {_rank()}{error}", file=sys.stderr)
         return RUN_ERROR
     except BrokenPipeError:
-        # The reader of our output (head, less) has gone; what is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _reader_left()
     except (SystemExit, KeyboardInterrupt) as error:
+        if _is_broken_pipe(error):
+            return _reader_left()
         # Typer makes an exit of Ctrl-C, and says nothing.
         if isinstance(error, KeyboardInterrupt) or isinstance(
             getattr(error.__context__, "__cause__", None), KeyboardInterrupt
@@ -72,6 +74,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("seqtile: interrupted; nothing more was saved", file=sys.stderr)
             return INTERRUPTED
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 0
+
+
+def _is_broken_pipe(error: BaseException) -> bool:
+    """Whether click or rich made an exit of a broken pipe, or one will be found when the output is flushed."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return isinstance(error.__context__, OSError) and error.__context__.errno == errno.EPIPE
+
+
+def _reader_left() -> int:
+    """The reader of our output (head, less) has what it wanted; what is still buffered has nowhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

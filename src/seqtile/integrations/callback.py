@@ -18,6 +18,7 @@ from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.apply import apply, carries, tiled_names
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.models.report import Report
+from seqtile.options import TilingOptions
 
 logger = first_rank_logger(__name__)
 
@@ -58,8 +59,8 @@ class TilingCallback(TrainerCallback):
         itself (``skip_memory_metrics=False``), the peaks are left to it.
 
     Raises:
-        UserError: as :func:`seqtile.apply`, when the trainer is built; when training starts, if another library
-            replaced what was tiled since.
+        UserError: a setting is none of :func:`seqtile.apply`'s; as that raises it, when the trainer is built; when
+            training starts, if another library replaced what was tiled since.
     """
 
     def __init__(self, report: Report | None = None, /, **settings: Any) -> None:
@@ -72,6 +73,7 @@ class TilingCallback(TrainerCallback):
                 f"TilingCallback got {type(report).__name__} and the settings {sorted(settings)}; give either the "
                 "report of seqtile.apply, or settings for the callback to tile with"
             )
+        TilingOptions(**settings)  # each value is checked here, and not when the trainer is built
         self.report = report
         self._settings, self._by_hand = settings, report is not None
         self._news: dict[str, Any] = {}

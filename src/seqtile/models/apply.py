@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from seqtile._compat import HOOKED_FORWARD
-from seqtile._errors import UserError
+from seqtile._errors import UserError, expect_module
 from seqtile.activation_checkpointing.policies import standing_checkpointing
 from seqtile.devices import device_bytes
 from seqtile.engines.granularity import refuse_wrapped
@@ -118,6 +118,7 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
     rest.check_options()
     if not options.tiled:
         _check_alone(options)
+    expect_module(model, "apply")
     refuse_wrapped(model)
     rest.check(model)
     attention, untouched = find_for(model, heads)
@@ -219,6 +220,7 @@ def replacing(model: nn.Module, *, own: bool = False) -> Iterator[None]:
 
 def undo(model: nn.Module) -> int:
     """Take every tiled ``forward`` off ``model`` and restore each attribute; returns how many blocks' came off."""
+    expect_module(model, "undo")
     remove_rest(model)
     standing = _standing(model)
     for one in standing:

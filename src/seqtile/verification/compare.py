@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._errors import UserError
+from seqtile._errors import UserError, expect_module
 from seqtile.models.apply import applied
 from seqtile.models.discover.candidates import find_blocks
 from seqtile.options import Only
@@ -62,6 +62,12 @@ def verify(
     """
     if reference not in ("fp32", None):
         raise UserError(f"reference={reference!r} is not a reference; use 'fp32' or None")
+    expect_module(model, "verify")
+    if isinstance(batch, str) or not isinstance(batch, Mapping | Sequence | Tensor):
+        raise UserError(
+            f"verify got a batch of type {type(batch).__name__}, expected what the model is called with: a mapping "
+            "such as {'input_ids': ids}, a sequence of arguments, or a tensor"
+        )
     refuse_what_cannot_be_compared(model)
     notes: list[str] = []
     with kept(model, seed), without_tiling(model) as standing:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from seqtile._sentences import PrintsAsSentence
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -71,8 +73,8 @@ class Run:
     seconds: float
 
 
-@dataclass(frozen=True)
-class VerifyResult:
+@dataclass(frozen=True, repr=False)
+class VerifyResult(PrintsAsSentence):
     """What :func:`verify` found; ``str(result)`` is one line.
 
     Attributes:
