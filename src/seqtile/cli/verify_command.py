@@ -101,7 +101,7 @@ def as_object(recipe: Recipe, result: VerifyResult) -> dict[str, Any]:
         "worst": _plain(result.worst),
         "units": {"untiled": untiled.units, "tiled": tiled.units},
         "peak_gib": {"untiled": untiled.peak_bytes / GIB, "tiled": tiled.peak_bytes / GIB},
-        "tiled": {"blocks": result.blocks, "tile": recipe.options.tile},
+        "tiled": {"blocks": result.blocks, "tile": recipe.options.tile, "most_tiles": result.ran.tiles},
         "groups": {
             name: {
                 "parameters": group.parameters, "difference": group.l2, "untiled_error": group.untiled_error,
@@ -178,7 +178,7 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
     console.print(costs)
     console.print(
         f"{recipe.batch_size} x {recipe.max_length:,} random tokens, {result.blocks} blocks tiled, "
-        f"tile {recipe.options.tile}",
+        f"tile {recipe.options.tile}: {result.ran}",
         soft_wrap=True,
     )
     for note in result.notes:

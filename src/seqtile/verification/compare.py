@@ -51,7 +51,8 @@ def verify(
         seed: of the random state that every run starts from.
 
     Returns:
-        A :class:`VerifyResult`; a wrong gradient is a result with ``ok=False``, not an exception.
+        A :class:`VerifyResult`; a wrong gradient is a result with ``ok=False``, not an exception, and so is a batch
+        that no block was cut for.
 
     Cost:
         Two or three forwards and backwards, with dropout two more, of which the last keeps every intermediate of the
@@ -133,7 +134,7 @@ def judged(
     dropped = _with_dropout(dropping, differences, dtypes, notes)
     worst = max((*differences, *(one for one in dropped if severity(one) > 1)), key=severity)
     return VerifyResult(
-        ok=severity(worst) <= 1,
+        ok=severity(worst) <= 1 and (tiled.ran.cut > 0 or not tiled.ran.blocks),
         worst=worst,
         untiled=untiled.run(sizes),
         tiled=tiled.run(sizes),
@@ -141,7 +142,7 @@ def judged(
         parameters=tuple(differences),
         with_dropout=tuple(dropped),
         blocks=blocks,
-        cut=_was_cut(untiled, tiled, sizes),
+        ran=tiled.ran,
         reference=precision,
         notes=tuple(notes),
     )
@@ -200,19 +201,14 @@ def _size(dtype: torch.dtype) -> int:
     return dtype.itemsize if dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) else 8
 
 
-def _was_cut(untiled: Measured, tiled: Measured, sizes: BlockSizes) -> bool:
-    """Whether a block of the tiled run ran in more than one tile."""
-    return not sizes.rows(tiled.products) <= sizes.rows(untiled.products)
-
-
 def _notes(untiled: Measured, tiled: Measured, sizes: BlockSizes) -> list[str]:
     notes = []
     if untiled.drew_random_numbers:
         notes.append(
             "the model draws random numbers even with dropout off: tiles may draw others, and there is no truth"
         )
-    if not _was_cut(untiled, tiled, sizes):
-        notes.append("this batch ran in one tile, so nothing was tested: give tile= fewer tokens or a longer batch")
+    if tiled.ran.blocks and not tiled.ran.cut:
+        notes.append(f"nothing was tested: the blocks were {tiled.ran}; give fewer tokens per tile, or a longer batch")
     if clash := sizes.clash(untiled.tokens):
         notes.append(f"units per block are not given: {clash}")
     return notes
