@@ -72,9 +72,11 @@ def command(
     ),
 ) -> None:
     """Train a causal language model with every position-wise block tiled."""
+    from seqtile.cli import show
     from seqtile.train import recipe as recipes
     from seqtile.train.check_early import check_early
     from seqtile.train.output import resumed_recipe
+    from seqtile.train.ranks import is_first
     from seqtile.train.run import locate, require_packages
 
     given = {
@@ -112,7 +114,10 @@ def command(
     check_early(recipes.resolve(chosen))
     if not resume:
         locate(chosen, **how)
-    quiet()
+    progress = show.Progress(enabled=is_first())
+    progress.stage("loading PyTorch and Transformers")
+    with progress:
+        quiet()
     for note in notes:
         logging.getLogger("seqtile").warning(note)
     launched = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -124,7 +129,7 @@ def command(
     if chosen.engine == "single" or launched:
         run(chosen, **how)
         return
-    from seqtile.cli import show, worker
+    from seqtile.cli import worker
     from seqtile.train.launch import launch
 
     raise typer.Exit(launch(chosen, **how, worker=worker.MODULE, say=show.print_plain))
@@ -139,9 +144,9 @@ def run(recipe: Any, **how: Any) -> None:
     from seqtile.train.ranks import is_first
     from seqtile.train.run import train
 
-    progress = show.Progress()
-    with progress:
-        outcome = train(recipe, **how, callbacks=[progress.callback()])
+    progress = show.Progress(enabled=is_first())
+    with progress, show.folded_bars(progress):
+        outcome = train(recipe, **how, display=progress)
     if outcome.stopped_by is not None:
         if is_first():
             show.print_stopped(outcome)
@@ -150,21 +155,25 @@ def run(recipe: Any, **how: Any) -> None:
         show.print_outcome(outcome)
 
 
+class ToStderr(logging.Handler):
+    """Writes to what ``sys.stderr`` is at that moment: a progress bar puts itself in its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def quiet() -> None:
     """Our own messages on stderr; of the libraries below only what the user can act on."""
     own = logging.getLogger("seqtile")
     own.setLevel(logging.INFO)
-    own.handlers = [logging.StreamHandler(sys.stderr)]
+    own.handlers = [ToStderr()]
     # What these say about a bad dataset or a slow import, our own sentence says better.
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
-    from datasets.utils import disable_progress_bars
-    from transformers.utils.logging import disable_progress_bar
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, warns that it looked for one
-    disable_progress_bar()
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+    disable_progress_bars()

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.devices import empty_cache, peak_bytes, reset_peak
+from seqtile.devices import empty_cache, peak_bytes, peak_resident_bytes, reset_peak
 from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.apply import apply, carries, tiled_names
 from seqtile.models.discover.decoder_layers import states_of
@@ -230,14 +230,6 @@ class _Peaks:
         """For a log, in GiB; forgets them."""
         found, self.found = self.found, {}
         if self.device.type == "cpu":
-            return _resident()
+            resident = peak_resident_bytes()
+            return {"seqtile/peak_resident_gib": round(resident / GIB, 4)} if resident else {}
         return {f"seqtile/{phase}_peak_allocated_gib": round(peak / GIB, 4) for phase, peak in found.items()}
-
-
-def _resident() -> dict[str, float]:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return {}
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {"seqtile/peak_resident_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB, 4)}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from seqtile.models.report import Report
     from seqtile.train.compare_untiled import Comparison
+    from seqtile.train.data_summary import DataSummary
+    from seqtile.train.metrics import Display
 
 logger = first_rank_logger(__name__)
 
@@ -39,6 +41,8 @@ class Outcome:
         stopped_by: the signal that ended the run early, or None.
         comparison: tiled against untiled on one batch, if the recipe asked for it.
         report: directory of plots and numbers, if the recipe asked for it.
+        data: what it was trained on, ``"train"``, and evaluated on, ``"eval"``, in numbers.
+        ran: into how many tiles the blocks were cut at the lengths that ran.
         retries: what was gone on with after each out-of-memory.
     """
 
@@ -52,6 +56,8 @@ class Outcome:
     stopped_by: signal.Signals | None
     comparison: Comparison | None
     report: Path | None = None
+    data: Mapping[str, DataSummary] = field(default_factory=dict)
+    ran: str = ""
     retries: tuple[dict[str, Any], ...] = ()
 
 
@@ -62,6 +68,7 @@ def train(
     resume_from: str | None = None,
     overwrite: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
+    display: Display | None = None,
     retries: Sequence[dict[str, Any]] = (),
 ) -> Outcome:
     """Train what ``recipe`` says and save it.
@@ -74,7 +81,8 @@ def train(
             have had without the interruption.
         resume_from: with ``resume``, the name of another checkpoint there, marked whole or not.
         overwrite: replace an earlier run in ``recipe.output``.
-        callbacks: for progress displays.
+        callbacks: the trainer's, beside the run's own.
+        display: shows what is being done, and the steps.
         retries: what the command in front has gone on with before, after an out-of-memory.
 
     Raises:
@@ -92,7 +100,7 @@ def train(
     done = list(retries)
     while True:
         try:
-            return _attempt(recipe, start, overwrite, callbacks, done)
+            return _attempt(recipe, start, overwrite, callbacks, done, display)
         except OutOfMemory as error:
             if error.retry is None or recipe.engine != "single":
                 raise
@@ -140,6 +148,7 @@ def _attempt(
     overwrite: bool,
     callbacks: Sequence[TrainerCallback],
     retries: Sequence[dict[str, Any]],
+    display: Display | None,
 ) -> Outcome:
     """One try, from ``start`` or from the beginning.
 
@@ -147,6 +156,7 @@ def _attempt(
         OutOfMemory: it was one too few; what is known of it, and what to go on with.
     """
     from seqtile.train.checkpoint_files import read_mark
+    from seqtile.train.metrics import Silent
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.output import clear_output
     from seqtile.train.ranks import check_engine, check_same_recipe, is_first
@@ -154,8 +164,9 @@ def _attempt(
     from seqtile.train.same_run import check_same_run, describe_run
 
     output = Path(str(recipe.output))
+    display = display or Silent()
     try:
-        trainer, tiling = _build(recipe, output)
+        trainer, tiling = _build(recipe, output, display)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -175,7 +186,7 @@ def _attempt(
             clear_output(output)
         output.mkdir(parents=True, exist_ok=True)
         save_recipe(recipe, output / RECIPE_FILE)
-    return _run(recipe, output, trainer, tiling, start, callbacks)
+    return _run(recipe, output, trainer, tiling, start, callbacks, display)
 
 
 def locate(recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool) -> tuple[Recipe, Path | None]:
@@ -212,7 +223,7 @@ def require_packages() -> None:
         raise UserError(f"seqtile train needs {', '.join(missing)}; install them with: pip install 'seqtile[train]'")
 
 
-def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
+def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
     from seqtile.models.lm_loss.tiled_loss import find_causal_lm
     from seqtile.train.arguments import adapter_config, trainer_arguments
@@ -225,23 +236,29 @@ def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
     documents = False
     rows, left_out = None, dict[str, int]()
     if recipe.dataset != DEMO:
+        display.stage(f"reading {recipe.dataset}")
         text_field = recipe.trainer.get("dataset_text_field", "text")
         loaded = load_rows(recipe.dataset, split=recipe.dataset_split, text_field=text_field)
         documents = loaded.documents
+        display.stage(f"checking {len(loaded.rows):,} rows")
         rows, left_out = check_rows(loaded, recipe.dataset, text_field=text_field, skip=recipe.skip_bad_rows)
     arguments = trainer_arguments(recipe, output, documents=documents, rows=0 if rows is None else len(rows))
+    display.stage(f"loading the weights of {recipe.model}")
     model, tokenizer = load_model(recipe)
     check_packing(model, arguments)
     if rows is None:
         rows = demo.load_rows(tokenizer, recipe.max_length)
     embeddings: Any = model.get_input_embeddings()
     check_ids(rows, embeddings.num_embeddings, recipe.dataset)
+    display.stage("tiling")
     tiling = tile(model, recipe)
     if recipe.loss_tile:
         find_causal_lm(model)  # before the trainer is built, which takes longer
     mend_on_cpu(recipe)
+    display.stage(f"tokenising {len(rows):,} rows")
     trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora), {"train": left_out})
-    logger.info("data: %s", trainer.data["train"])
+    for name, summary in trainer.data.items():
+        logger.info("%s: %s", "data" if name == "train" else f"{name} data", summary)
     if recipe.loss_tile:
         tile_head(causal_model(trainer.model), recipe.loss_tile)
     return trainer, tiling
@@ -289,8 +306,11 @@ def _run(
     tiling: Report | None,
     checkpoint: Path | None,
     callbacks: Sequence[TrainerCallback],
+    display: Display,
 ) -> Outcome:
+    from seqtile.models.runs import what_ran
     from seqtile.train.callbacks import CheckFirstStep, CheckModel, Clock, StopOnSignal
+    from seqtile.train.metrics import Metrics
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.ranks import is_first
     from seqtile.train.result_report import write_report
@@ -298,9 +318,10 @@ def _run(
 
     stop, clock = StopOnSignal(), Clock()
     checks = [CheckModel(trainer, recipe), *([CheckFirstStep()] if tiling else [])]
-    for callback in (*checks, clock, *callbacks, stop):
+    for callback in (*checks, clock, Metrics(output, display), *callbacks, stop):
         trainer.add_callback(callback)
     trainer.step = Step(trainer, recipe, tiling, output)
+    display.stage("preparing the first step")
     failed: Exception | None = None
     with stop.listening():
         try:
@@ -313,8 +334,12 @@ def _run(
     if failed is not None:
         raise trainer.step.end(failed)
     recipe, tiling = trainer.step.recipe, trainer.step.tiling
+    ran = str(what_ran(trainer.model))  # before a comparison runs other tiles
     if stop.received is None:
+        display.stage("saving the model")
         trainer.save_result(output)
+        if recipe.compare:
+            display.stage("comparing one step tiled and untiled")
     outcome = Outcome(
         recipe=recipe,
         output=output if stop.received is None else output / f"checkpoint-{trainer.state.global_step}",
@@ -325,6 +350,8 @@ def _run(
         peak_bytes=None if accelerator() is None else peak_bytes(),
         stopped_by=stop.received,
         comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
+        data=trainer.data,
+        ran=ran,
         retries=tuple(trainer.run["retries"]),
     )
     if not recipe.report or not is_first() or outcome.stopped_by is not None:
@@ -335,6 +362,5 @@ def _run(
 def _compare(recipe: Recipe, trainer: Any) -> Comparison:
     from seqtile.train.compare_untiled import compare
 
-    logger.info("comparing one step tiled and untiled")
     batch = next(iter(trainer.get_train_dataloader()))
     return compare(trainer.model, {**batch, "fused_lm_head": True}, recipe)
