@@ -14,9 +14,18 @@ import typer
 from seqtile import __version__
 from seqtile._errors import RunError, UserError
 
-COMMANDS = ("train", "plan", "probe", "verify", "bench", "doctor")
-"""Commands in the order of ``--help``. Each is a module ``seqtile.cli.NAME`` with a function ``command``, or with an
-``app`` of several."""
+EXAMPLES = {
+    "train": ("--model PATH --dataset chat.jsonl --max-length 131072 --lora 16", "start.md"),
+    "plan": ("--model llama-8b --device h100 --lora r=16 --explain", "planning.md"),
+    "probe": ("--model llama-8b --max-length 32768 --lora r=16", "planning.md"),
+    "verify": ("--model PATH --lora 16 --tokens 4096", "start.md"),
+    "bench": ("ladder --model llama-8b --device h200", "performance.md"),
+    "doctor": ("--compat", "start.md"),
+}
+"""An example of each command, and the page of the documentation that is about it, in the order of ``--help``."""
+
+COMMANDS = tuple(EXAMPLES)
+"""Each is a module ``seqtile.cli.NAME`` with a function ``command``, or with an ``app`` of several."""
 
 RUN_ERROR = 1
 USER_ERROR = 2
@@ -33,16 +42,19 @@ def build_app() -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # whose tables cut long flags and defaults off at 80 columns
         # Other trainers write --max_length; both spellings name the same option.
         context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _dashes},
     )
     app.callback()(_root)
     for name in COMMANDS:
         module = import_module(f"seqtile.cli.{name}_command")
+        example, page = EXAMPLES[name]
+        epilog = f"Example: seqtile {name} {example}\n\nMore: docs/{page}, and docs/reference.md for every flag and key"
         if hasattr(module, "app"):
-            app.add_typer(module.app, name=name)
+            app.add_typer(module.app, name=name, epilog=epilog)
         else:
-            app.command(name)(module.command)
+            app.command(name, epilog=epilog)(module.command)
     return app
 
 

@@ -195,6 +195,7 @@ def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, s
     recipe = outcome.recipe
     lines = [] if recipe.engine == "single" else [("engine", _engine(recipe))]
     lines += [("data", str(summary)) for name, summary in outcome.data.items() if name == "train"]
+    lines += [("eval", str(summary)) for name, summary in outcome.data.items() if name == "eval"]
     if outcome.tiling is None:
         lines.append(("tiled", "nothing (tiled_mlp: false)"))
     else:
@@ -208,6 +209,8 @@ def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, s
         first, last = outcome.losses[0][1], outcome.losses[-5:]
         mean = sum(loss for _, loss in last) / len(last)
         lines.append(("loss", f"{first:.3f} at first, {mean:.3f} over the last {len(last)} of {outcome.step} steps"))
+    if outcome.best is not None:
+        lines.append(("best", f"evaluation loss {outcome.best[1]:.4f} at step {outcome.best[0]}"))
     lines.append(("saved", str(outcome.output)))
     if outcome.report is not None:
         lines.append(("report", str(outcome.report)))

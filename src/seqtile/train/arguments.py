@@ -69,6 +69,8 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
     }
     if recipe.save_steps:
         values["save_steps"] = recipe.save_steps
+    if recipe.eval_dataset is not None:
+        values |= _evaluation(recipe)
     if recipe.is_demo:
         values |= {"warmup_steps": 3, "lr_scheduler_type": "cosine"}
     values |= checked_trainer_values(recipe.trainer, SFTConfig)
@@ -133,6 +135,20 @@ def _precision() -> dict[str, Any]:
 
     on_cpu = not torch.accelerator.is_available()
     return {"use_cpu": on_cpu, "bf16": not on_cpu and is_torch_bf16_gpu_available()}
+
+
+def _evaluation(recipe: Recipe) -> dict[str, Any]:
+    """Evaluations, each at a step that is saved, so that the best checkpoint is one that can be kept."""
+    every = recipe.eval_steps or recipe.save_steps or 500
+    return {
+        "eval_strategy": "steps",
+        "eval_steps": every,
+        "save_steps": recipe.save_steps or every,
+        "per_device_eval_batch_size": recipe.batch_size,
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+        "prediction_loss_only": True,
+    }
 
 
 def _packing(recipe: Recipe, documents: bool) -> dict[str, Any]:

@@ -32,8 +32,8 @@ def check_early(recipe: Recipe) -> None:
         UserError: the model, the dataset or a tracker is not there.
     """
     check_trackers(recipe.trainer.get("report_to", "none"))
-    for dataset in (recipe.dataset,):
-        if dataset != DEMO:
+    for dataset in (recipe.dataset, recipe.eval_dataset):
+        if dataset is not None and dataset != DEMO:
             check_path(dataset)
             if not Path(dataset).expanduser().exists():
                 check_hub_name(dataset, "dataset")

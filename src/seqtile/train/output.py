@@ -22,6 +22,9 @@ WRITTEN = (
 MAY_CHANGE = (
     "output",
     "save_steps",
+    "eval_dataset",
+    "eval_split",
+    "eval_steps",
     "report",
     "compare",
     "steps",

@@ -58,6 +58,7 @@ def numbers(outcome: Outcome) -> dict[str, Any]:
         "step_seconds": outcome.step_seconds,
         "peak_allocated_bytes": outcome.peak_bytes,
         "losses": [{"step": step, "loss": loss} for step, loss in outcome.losses],
+        "best": None if outcome.best is None else {"step": outcome.best[0], "eval_loss": outcome.best[1]},
         "comparison": None if outcome.comparison is None else _comparison(outcome.comparison),
     }
 

@@ -42,6 +42,7 @@ class Outcome:
         comparison: tiled against untiled on one batch, if the recipe asked for it.
         report: directory of plots and numbers, if the recipe asked for it.
         data: what it was trained on, ``"train"``, and evaluated on, ``"eval"``, in numbers.
+        best: step and loss of the best evaluation of a checkpoint that is kept; None without evaluations.
         ran: into how many tiles the blocks were cut at the lengths that ran.
         retries: what was gone on with after each out-of-memory.
     """
@@ -57,6 +58,7 @@ class Outcome:
     comparison: Comparison | None
     report: Path | None = None
     data: Mapping[str, DataSummary] = field(default_factory=dict)
+    best: tuple[int, float] | None = None
     ran: str = ""
     retries: tuple[dict[str, Any], ...] = ()
 
@@ -242,6 +244,7 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
         documents = loaded.documents
         display.stage(f"checking {len(loaded.rows):,} rows")
         rows, left_out = check_rows(loaded, recipe.dataset, text_field=text_field, skip=recipe.skip_bad_rows)
+    evaluated, not_evaluated = _evaluation_rows(recipe, display)
     arguments = trainer_arguments(recipe, output, documents=documents, rows=0 if rows is None else len(rows))
     display.stage(f"loading the weights of {recipe.model}")
     model, tokenizer = load_model(recipe)
@@ -250,13 +253,16 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
         rows = demo.load_rows(tokenizer, recipe.max_length)
     embeddings: Any = model.get_input_embeddings()
     check_ids(rows, embeddings.num_embeddings, recipe.dataset)
+    if evaluated is not None:
+        check_ids(evaluated, embeddings.num_embeddings, str(recipe.eval_dataset))
     display.stage("tiling")
     tiling = tile(model, recipe)
     if recipe.loss_tile:
         find_causal_lm(model)  # before the trainer is built, which takes longer
     mend_on_cpu(recipe)
     display.stage(f"tokenising {len(rows):,} rows")
-    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora), {"train": left_out})
+    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora), evaluated,
+                       {"train": left_out, "eval": not_evaluated})  # fmt: skip
     for name, summary in trainer.data.items():
         logger.info("%s: %s", "data" if name == "train" else f"{name} data", summary)
     if recipe.loss_tile:
@@ -264,7 +270,22 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     return trainer, tiling
 
 
-def _trainer(model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: Any, left_out: Any) -> Any:
+def _evaluation_rows(recipe: Recipe, display: Display) -> tuple[Any, dict[str, int]]:
+    """The rows to evaluate on, or None, and how many were left out."""
+    from seqtile.train.check_rows import check_rows
+    from seqtile.train.data import load_rows
+
+    if recipe.eval_dataset is None:
+        return None, {}
+    display.stage(f"reading {recipe.eval_dataset}")
+    text_field = recipe.trainer.get("dataset_text_field", "text")
+    loaded = load_rows(recipe.eval_dataset, split=recipe.eval_split, text_field=text_field)
+    return check_rows(loaded, recipe.eval_dataset, text_field=text_field, skip=recipe.skip_bad_rows)
+
+
+def _trainer(
+    model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: Any, evaluated: Any, left_out: Any
+) -> Any:
     from transformers.trainer_callback import PrinterCallback
 
     from seqtile.train.trainer import Trainer
@@ -272,7 +293,7 @@ def _trainer(model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: An
     try:
         trainer = Trainer(
             model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, peft_config=adapters,
-            left_out=left_out,
+            eval_dataset=evaluated, left_out=left_out,
         )  # fmt: skip
     except UserError:
         raise
@@ -351,12 +372,18 @@ def _run(
         stopped_by=stop.received,
         comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
         data=trainer.data,
+        best=_best(trainer),
         ran=ran,
         retries=tuple(trainer.run["retries"]),
     )
     if not recipe.report or not is_first() or outcome.stopped_by is not None:
         return outcome
     return replace(outcome, report=write_report(outcome, output / "report"))
+
+
+def _best(trainer: Any) -> tuple[int, float] | None:
+    state = trainer.state
+    return None if state.best_metric is None else (int(state.best_global_step), float(state.best_metric))
 
 
 def _compare(recipe: Recipe, trainer: Any) -> Comparison:
