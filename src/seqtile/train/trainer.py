@@ -6,7 +6,7 @@ import copy
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -15,8 +15,10 @@ from trl import SFTTrainer  # type: ignore[attr-defined]
 
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
+from seqtile.models.runs import what_ran
 from seqtile.train.checkpoint_files import MARK, RESULT, Mark, newest_whole, rotate, set_aside, write_mark
 from seqtile.train.data_summary import DataSummary, summarise
+from seqtile.train.model_card import write_card
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,6 +83,13 @@ class Trainer(SFTTrainer):
             )
         return prepared
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Called by TRL at each checkpoint, and at the end."""
+        if self.step is not None and self.is_world_process_zero():
+            tiling, model = self.step.tiling, cast("torch.nn.Module", self.model)
+            told = "none" if tiling is None else f"{tiling}; {what_ran(model)}"
+            write_card(Path(str(self.args.output_dir)), self.step.recipe, self.state, self.data, told)
+
     def train_all(self, checkpoint: Path | None) -> None:
         """Train, from ``checkpoint`` on if there is one."""
         self.loaded = checkpoint is not None
@@ -93,6 +102,7 @@ class Trainer(SFTTrainer):
         if self.args.should_save:
             (output / MARK).unlink(missing_ok=True)
         self.save_model(str(output))
+        self.create_model_card()  # over PEFT's, which knows the adapters alone
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             write_mark(output, Mark(step=self.state.global_step), only=RESULT)
