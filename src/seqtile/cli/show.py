@@ -114,7 +114,7 @@ def described(values: dict[str, Any]) -> list[str]:
     forms = {
         "loss": "loss {:.4f}", "eval_loss": "eval loss {:.4f}", "learning_rate": "lr {:.1e}",
         "grad_norm": "grad norm {:.3g}", "tokens_per_s": "{:,.0f} tokens/s",
-        "peak_allocated_gib": "peak {:.2f} GiB", "peak_resident_gib": "peak {:.2f} GiB of the process",
+        "peak_allocated_gib": "peak {:.2f} GiB", "peak_resident_gib": "host peak {:.2f} GiB",
     }  # fmt: skip
     told = [form.format(values[name]) for name, form in forms.items() if name in values]
     if "loss" in values and values.get("seconds_left"):

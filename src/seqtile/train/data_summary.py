@@ -37,7 +37,7 @@ class DataSummary:
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = [f"{self.rows:,} rows, {self.tokens:,} tokens, the longest row {self.longest:,}"]
+        parts = [f"{self.rows:,} rows, {self.tokens:,} tokens, up to {self.longest:,} in a row"]
         if self.cut:
             parts.append(f"{self.cut:,} cut at {self.max_length:,} tokens ({self.cut_tokens:,} tokens lost)")
         sequences = "" if self.sequences == self.rows else f" in {self.sequences:,} sequences"
