@@ -126,7 +126,10 @@ def described(values: dict[str, Any]) -> list[str]:
 def folded_bars(progress: Progress) -> Iterator[None]:
     """Show the bars of datasets and Transformers inside the status, or not at all."""
     from datasets.utils import disable_progress_bars, enable_progress_bars, tqdm
-    from transformers.utils.logging import set_tqdm_hook
+    from transformers.utils import logging as theirs
+
+    # Where Transformers has no hook, it shows no bar.
+    set_hook = getattr(theirs, "set_tqdm_hook", lambda _: theirs.disable_progress_bar())
 
     def display(bar: Any, msg: str | None = None, pos: int | None = None) -> None:
         of = f" of {bar.total:,}" if bar.total else ""
@@ -137,12 +140,12 @@ def folded_bars(progress: Progress) -> Iterator[None]:
 
     former = {name: tqdm.__dict__.get(name) for name in ("display", "close")}
     tqdm.display, tqdm.close = display, close  # tqdm means the first for front ends of one's own
-    hook = set_tqdm_hook(lambda _, args, kwargs: tqdm(*args, **kwargs))
+    former_hook = set_hook(lambda _, args, kwargs: tqdm(*args, **kwargs))
     (enable_progress_bars if progress.console.is_interactive else disable_progress_bars)()
     try:
         yield
     finally:
-        set_tqdm_hook(hook)
+        set_hook(former_hook)
         for name, method in former.items():
             delattr(tqdm, name) if method is None else setattr(tqdm, name, method)
 
