@@ -46,9 +46,9 @@ class Trainer(SFTTrainer):
         *args, **kwargs: as for ``SFTTrainer``.
     """
 
-    def __init__(self, *args: Any, left_out: Mapping[str, Mapping[str, int]], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, left_out: Mapping[str, Mapping[str, int]] | None = None, **kwargs: Any) -> None:
         self.data: dict[str, DataSummary] = {}
-        self._left_out = left_out
+        self._left_out = left_out or {}
         super().__init__(*args, **kwargs)
         self.run: dict[str, Any] = {}
         self.all_done = False
