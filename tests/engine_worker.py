@@ -29,7 +29,7 @@ def train_and_continue(folder: Path) -> None:
     from accelerate.state import AcceleratorState
 
     from seqtile.cli.train_command import quiet, run
-    from seqtile.train import arguments, ranks
+    from seqtile.train import arguments, callbacks, ranks
     from seqtile.train.recipe import RECIPE_FILE, build_recipe, read_recipe
 
     def stingy(*words: Any, **named: Any) -> Any:
@@ -45,7 +45,7 @@ def train_and_continue(folder: Path) -> None:
 
     chosen, arguments.trainer_arguments = arguments.trainer_arguments, stingy
     seen: list[dict[str, Any]] = []
-    began = ranks.CheckModel.on_train_begin
+    began = callbacks.CheckModel.on_train_begin
 
     def look(self: Any, args: Any, state: Any, control: Any, **words: Any) -> None:
         began(self, args, state, control, **words)
@@ -60,7 +60,7 @@ def train_and_continue(folder: Path) -> None:
             }
         )
 
-    ranks.CheckModel.on_train_begin = look  # type: ignore[method-assign]
+    callbacks.CheckModel.on_train_begin = look  # type: ignore[method-assign]
     recipe, _ = build_recipe(read_recipe(folder / RECIPE_FILE), {})
     quiet()
     run(recipe, resume=False, resume_from=None, overwrite=False)

@@ -1231,7 +1231,7 @@ def _check_refused_adapters() -> None:
 
 # ---- TRL ----
 
-OVERRIDDEN = frozenset({"_get_grad_norm", "_save_checkpoint", "_get_output_dir"})
+OVERRIDDEN = frozenset({"_get_grad_norm", "_save_checkpoint", "_get_output_dir", "_prepare_dataset"})
 """Private methods of the trainer that :class:`seqtile.train.trainer.Trainer` overrides or calls."""
 
 _FUSED_HEAD = ("original_forward", "temperature", "cast_lm_head_to_fp32", "outputs")

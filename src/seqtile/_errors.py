@@ -1,5 +1,9 @@
 """The one exception that is the user's to fix."""
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class UserError(ValueError):
     """Bad input, in one sentence: what was got, what was expected, what to do. The command exits with code 2."""
@@ -7,3 +11,19 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """A run that cannot go on, through no setting that could have been refused. The command exits with code 1."""
+
+
+def expect_module(model: Any, caller: str) -> None:
+    """Refuse what is no model.
+
+    Raises:
+        UserError: with what it is.
+    """
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        got = f"the text {model!r}" if isinstance(model, str) else type(model).__name__
+        raise UserError(
+            f"{caller} got {got}, expected an nn.Module; load the model first, such as with "
+            "AutoModelForCausalLM.from_pretrained"
+        )

@@ -14,11 +14,19 @@ def process_rank() -> int:
     return int(os.environ.get("RANK") or 0)
 
 
+class _ToStderr(logging.Handler):
+    """Writes to what ``sys.stderr`` is at that moment: a progress bar puts itself in its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"{self.format(record)}\n")
+        sys.stderr.flush()
+
+
 def log_to_stderr() -> None:
     """Show this package's messages, from ``INFO`` on."""
     logger = logging.getLogger("seqtile")
     logger.setLevel(logging.INFO)
-    logger.handlers = [logging.StreamHandler(sys.stderr)]
+    logger.handlers = [_ToStderr()]
 
 
 def first_rank_logger(name: str) -> logging.Logger:

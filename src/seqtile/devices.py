@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -209,6 +210,15 @@ def peak_bytes(device: torch.device | int | None = None) -> int:
     import torch
 
     return torch.accelerator.max_memory_allocated(device)
+
+
+def peak_resident_bytes() -> int:
+    """The most host memory that this process ever held; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def peak_reserved_bytes(device: torch.device | int | None = None) -> int:

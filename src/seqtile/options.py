@@ -119,6 +119,11 @@ class TilingOptions:
     def __post_init__(self) -> None:
         for name in ("only", "trust"):
             value = getattr(self, name)
+            if not _is_only(value):
+                raise UserError(
+                    f"{name}={value!r}: expected a block's name or pattern, several of them, or a function of (name, "
+                    "module)"
+                )
             if value is not None and not isinstance(value, str) and not callable(value):
                 object.__setattr__(self, name, tuple(value))  # so that records can be compared and hashed
         _one_of("blocks", self.blocks, BLOCKS)
@@ -186,6 +191,12 @@ class TilingOptions:
     def for_plan(self) -> TilingOptions:
         """The same with what no plan heeds at its default."""
         return replace(self, **{name: DEFAULTS[name] for name, how in WRITTEN.items() if not how.plan})
+
+
+def _is_only(value: object) -> bool:
+    if value is None or isinstance(value, str) or callable(value):
+        return True
+    return isinstance(value, Sequence | set | frozenset) and all(isinstance(one, str) for one in value)
 
 
 def _one_of(name: str, value: object, words: Sequence[str]) -> None:

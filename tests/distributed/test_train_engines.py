@@ -109,6 +109,8 @@ def test_trains_as_one_process_and_resumes(
     engine: str, seen: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(worker, "MODULE", "engine_worker")
+    (folder / "timeit.py").write_text("raise ImportError('the file of the user, not the module')")
+    monkeypatch.chdir(folder)
     output = folder / engine
     code = main(arguments(folder, output, "--engine", engine, "--nproc", "2", "--steps", "2"))
     shown = capfd.readouterr()

@@ -96,8 +96,9 @@ def test_every_batch(batch: str, how: str) -> None:
     assert_exact(model_with("llama", how), batches()[batch], **settings(how))
 
 
-@pytest.mark.parametrize(("query", "groups"), [(4, 4), (4, 1), (8, 4)], ids=["mha", "mqa", "gqa"])
-@pytest.mark.parametrize("per_pass", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("query", "groups", "per_pass"), [(4, 4, 1), (4, 4, 3), (4, 4, 4), (4, 1, 1), (8, 4, 1), (8, 4, 3), (8, 4, 4)]
+)
 def test_every_grouping(query: int, groups: int, per_pass: int) -> None:
     config = {"num_attention_heads": query, "num_key_value_heads": groups, "head_dim": 4, "attention_bias": True}
     assert_exact(model_with("llama", "checkpoint", **config), tokens(2, LENGTH), heads=per_pass)

@@ -294,11 +294,24 @@ def test_gradients_of_zero_are_equal() -> None:
 # --- what is said
 
 
-def test_a_batch_that_runs_in_one_tile_is_no_proof() -> None:
-    result = verify(zoo.causal_lm("llama"), tokens())
-    assert result.tiled.units == 9.0  # "auto" left so short a batch untiled
-    assert any("nothing was tested" in note for note in result.notes)
-    assert any("nothing was tested" in note for note in verify(zoo.causal_lm("llama"), tokens(), tile=100).notes)
+@pytest.mark.parametrize("tile", [None, 100])
+def test_a_batch_that_runs_in_one_tile_is_no_proof(tile: int | None) -> None:
+    result = verify(zoo.causal_lm("llama"), tokens(), tile=tile)
+    assert result.tiled.units == (9.0 if tile is None else 11.0)  # "auto" left so short a batch untiled
+    assert not result.ok and result.ran.cut == 0
+    words = f"left untiled: no sequence reached a second tile (at most 100 tokens ran, tile {tile or 'auto'})"
+    assert str(result).startswith("NOT VERIFIED") and f"nothing was tested: the blocks were {words}" in str(result)
+
+
+def test_tiles_are_counted_where_they_run() -> None:
+    """And not by the sizes of products: here attention's scores have those of a block's weights."""
+    model = zoo.causal_lm("llama", hidden_size=64, intermediate_size=256, head_dim=16, vocab_size=256)
+    result = verify(model, tokens(1, 256), tile=64)
+    assert result.ok and str(result.ran) == "ran in up to 4 tiles of 256 tokens"
+    with seqtile.applied(model, tile=64):
+        model(**tokens(1, 256))
+        short = verify(model, tokens(1, 32))  # what ran before is not what this ran
+    assert not short.ok and short.ran.tokens == 32
 
 
 @pytest.mark.parametrize(

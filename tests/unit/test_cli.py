@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,79 @@ def test_refusing_a_recipe_needs_no_torch(tmp_path: Path):
     assert result.stderr == "seqtile: unknown recipe key 'stepz'; did you mean 'steps'?\n"
 
 
+EARLY: dict[str, tuple[list[str], str]] = {
+    "no such dataset": (["--dataset", "missing.jsonl"], "does not exist"),
+    "no such model": (["--model", "./missing"], "does not exist"),
+    "a model on the Hub": (["--model", "nobody/such-model"], "HF_HUB_OFFLINE is set"),
+    "a dataset on the Hub": (["--dataset", "nobody/such-dataset"], "HF_HUB_OFFLINE is set"),
+    "an output that cannot be written": (["--output", "{model}/config.json/out"], "cannot write to output"),
+    "an output that is in use": (["--output", "{model}"], "which this run reads"),
+    "no such tracker": (["--recipe", "{recipe}"], "is not a tracker"),
+    "a count": (["--engine", "ddp", "--nproc", "1"], "at least 2 processes"),
+    "both of two": (["--steps", "3", "--recipe", "{epochs}"], "keep one"),
+}
+
+
+def test_what_is_wrong_by_itself_is_refused_before_the_heavy_imports(model: Path, dataset: Path, tmp_path: Path):
+    (tmp_path / "r.yaml").write_text("trainer: {report_to: [wandbb]}\n")
+    (tmp_path / "e.yaml").write_text("epochs: 2\n")
+    names = {"model": model, "recipe": tmp_path / "r.yaml", "epochs": tmp_path / "e.yaml"}
+    given = {"--model": str(model), "--dataset": str(dataset), "--output": str(tmp_path / "out")}
+    commands = [
+        [
+            "train",
+            *(word for pair in (given | dict(zip(flags[::2], flags[1::2], strict=True))).items() for word in pair),
+        ]
+        for flags, _ in EARLY.values()
+    ]
+    commands.append(["verify", "--model", "nobody/such-model"])
+    code = (
+        "import sys\nfrom seqtile.cli import main\n"
+        f"for words in {[[word.format(**names) for word in one] for one in commands]!r}:\n"
+        "    assert main(words) == 2, words\n"
+        "    assert not {'torch', 'transformers', 'datasets'} & {*sys.modules}, words\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr
+    expected = [*(words for _, words in EARLY.values()), "HF_HUB_OFFLINE is set"]
+    lines = result.stderr.splitlines()
+    assert len(lines) == len(expected)
+    for line, words in zip(lines, expected, strict=True):
+        assert line.startswith("seqtile: ") and words in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from huggingface_hub import constants
+
+    from seqtile.train import check_early
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(seqtile.UserError, match="cannot be reached"):  # the tests' proxy, at which nothing listens
+        check_early.check_hub_name("nobody/model", "model")
+    (tmp_path / "models--nobody--model").mkdir()
+    check_early.check_hub_name("nobody/model", "model")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": address})
+        assert check_early.can_connect("https://hub.example")
+    assert not check_early.can_connect("https://hub.example")
+
+
+def test_trackers_are_those_of_transformers_and_need_their_package(monkeypatch: pytest.MonkeyPatch):
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    from seqtile.train import check_early
+
+    assert check_early.TRACKERS.keys() == INTEGRATION_TO_CALLBACK.keys()
+    monkeypatch.setattr(check_early, "find_spec", lambda name: None if name == "wandb" else name)
+    check_early.check_trackers("none")
+    check_early.check_trackers(["tensorboard", "mlflow"])
+    with pytest.raises(seqtile.UserError, match="needs wandb; install it with: pip install wandb"):
+        check_early.check_trackers(["mlflow", "wandb"])
+
+
 def test_version(capsys: pytest.CaptureFixture[str]):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"seqtile {seqtile.__version__}\n"
@@ -89,8 +163,9 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["train", *arguments]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.startswith("seqtile: ") and shown.err.count("\n") == 1, shown.err
-    return shown.err
+    *before, sentence = shown.err.splitlines()
+    assert sentence.startswith("seqtile: ") and all(line.endswith(" ...") for line in before), shown.err
+    return sentence
 
 
 @pytest.mark.parametrize(
@@ -143,7 +218,7 @@ def test_bad_recipes(model: Path, dataset: Path, tmp_path: Path, text: str, word
     ("name", "content", "words"),
     [
         ("missing.jsonl", None, "does not exist"),
-        ("nobody/such-dataset", None, "neither a local path nor a Hub dataset"),
+        ("nobody/such-dataset", None, "neither a local path nor in the Hub's cache"),
         ("empty.jsonl", "", "holds no rows"),
         ("empty.txt", "", "holds no rows"),
         ("broken.jsonl", '{"text": "a"\n', "cannot read"),
@@ -182,7 +257,7 @@ def test_bad_models(model: Path, dataset: Path, tmp_path: Path, capsys):
         (str(tmp_path / "missing"), "does not exist"),
         (str(tmp_path / "empty"), "has no config.json"),
         (str(tmp_path / "file"), "is a file"),
-        ("nobody/such-model", "cannot load the configuration"),
+        ("nobody/such-model", "neither a local path nor in the Hub's cache"),
     ]:
         sentence = refused(["--model", given, "--dataset", str(dataset), "--output", str(tmp_path / "out")], capsys)
         assert words in sentence

@@ -61,7 +61,7 @@ def test_json_is_one_object(config: Path, flags: list[str], capsys: pytest.Captu
     assert got["worst"]["untiled_error"] >= 0 and got["worst"]["tiled_error"] >= 0
     plain = flags == ["--no-activation-checkpointing"]
     assert got["units"] == {"untiled": 9.0 if plain else 11.0, "tiled": 11.0}
-    assert got["tiled"] == {"blocks": 2, "tile": "16"}
+    assert got["tiled"] == {"blocks": 2, "tile": "16", "most_tiles": 7}
     assert got["truth"] == ("float32" if "bfloat16" in flags else "float64")
     assert all(0 < gib < 1 for gib in got["peak_gib"].values())
     assert got["groups"]["mlp.gate_proj"]["parameters"] == 2
@@ -138,7 +138,7 @@ def test_a_planted_fault_ends_with_1_and_a_name(
         (["--nproc", "2"], "nproc 2"),
         (["--engine", "fsdp3"], "engine"),
         (["--engine", "fsdp2", "--nproc", "1"], "at least 2 processes"),
-        (["--model", "missing/"], "cannot load the configuration"),
+        (["--model", "missing/"], "neither a local path nor"),
         (["--model", "./missing"], "does not exist"),
         (["--model", __file__], "is a file"),
     ],

@@ -17,7 +17,7 @@ import tiny_run
 from seqtile import UserError
 from seqtile.cli import main
 from seqtile.cli.worker import follow
-from seqtile.train import launch, ranks
+from seqtile.train import callbacks, launch, ranks
 from seqtile.train.recipe import ENGINES, build_recipe, resolve
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -93,7 +93,7 @@ def test_heads_that_do_not_divide(
 ):
     model = tiny_run.save_model(tmp_path / "model", hidden_size=48, head_dim=8, **config)
     monkeypatch.setattr(launch, "_Launch", None)  # nothing is started
-    given = ["--model", str(model), "--dataset", "d", "--max-length", "64", "--output", str(tmp_path / "out")]
+    given = ["--model", str(model), "--dataset", __file__, "--max-length", "64", "--output", str(tmp_path / "out")]
     assert main(["train", *given, "--engine", "zero3", "--nproc", "2", *flags]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -214,7 +214,7 @@ def test_the_engine_asked_for(engine: str, got: Any):
 
 @pytest.mark.parametrize("engine", ENGINES[1:])
 def test_a_model_that_no_engine_took_over(engine: str):
-    check = ranks.CheckModel(SimpleNamespace(model_wrapped=torch.nn.Linear(1, 1)), recipe_of(engine=engine))
+    check = callbacks.CheckModel(SimpleNamespace(model_wrapped=torch.nn.Linear(1, 1)), recipe_of(engine=engine))
     with pytest.raises(UserError, match="a plain Linear; nothing was trained"):
         check.on_train_begin(None, None, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -14,9 +15,18 @@ from seqtile import __version__
 from seqtile._errors import RunError, UserError
 from seqtile._log import process_rank
 
-COMMANDS = ("train", "plan", "probe", "verify", "bench", "doctor")
-"""Commands in the order of ``--help``. Each is a module ``seqtile.cli.NAME`` with a function ``command``, or with an
-``app`` of several."""
+EXAMPLES = {
+    "train": ("--model PATH --dataset chat.jsonl --max-length 131072 --lora 16", "start.md"),
+    "plan": ("--model llama-8b --device h100 --lora r=16 --explain", "planning.md"),
+    "probe": ("--model llama-8b --max-length 32768 --lora r=16", "planning.md"),
+    "verify": ("--model PATH --lora 16 --tokens 4096", "start.md"),
+    "bench": ("ladder --model llama-8b --device h200", "performance.md"),
+    "doctor": ("--compat", "start.md"),
+}
+"""An example of each command, and the page of the documentation that is about it, in the order of ``--help``."""
+
+COMMANDS = tuple(EXAMPLES)
+"""Each is a module ``seqtile.cli.NAME`` with a function ``command``, or with an ``app`` of several."""
 
 RUN_ERROR = 1
 USER_ERROR = 2
@@ -33,16 +43,19 @@ def build_app() -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # whose tables cut long flags and defaults off at 80 columns
         # Other trainers write --max_length; both spellings name the same option.
         context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _dashes},
     )
     app.callback()(_root)
     for name in COMMANDS:
         module = import_module(f"seqtile.cli.{name}_command")
+        example, page = EXAMPLES[name]
+        epilog = f"Example: seqtile {name} {example}\n\nMore: docs/{page}, and docs/reference.md for every flag and key"
         if hasattr(module, "app"):
-            app.add_typer(module.app, name=name)
+            app.add_typer(module.app, name=name, epilog=epilog)
         else:
-            app.command(name)(module.command)
+            app.command(name, epilog=epilog)(module.command)
     return app
 
 
@@ -54,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         build_app()(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
     except UserError as error:
         sentence = " ".join(str(error).split())
         print(f"seqtile: {_rank()}{sentence}", file=sys.stderr)
@@ -62,10 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"seqtile: {_rank()}{error}", file=sys.stderr)
         return RUN_ERROR
     except BrokenPipeError:
-        # The reader of our output (head, less) has gone; what is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _reader_left()
     except (SystemExit, KeyboardInterrupt) as error:
+        if _is_broken_pipe(error):
+            return _reader_left()
         # Typer makes an exit of Ctrl-C, and says nothing.
         if isinstance(error, KeyboardInterrupt) or isinstance(
             getattr(error.__context__, "__cause__", None), KeyboardInterrupt
@@ -73,6 +87,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("seqtile: interrupted; nothing more was saved", file=sys.stderr)
             return INTERRUPTED
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 0
+
+
+def _is_broken_pipe(error: BaseException) -> bool:
+    """Whether click or rich made an exit of a broken pipe, or one will be found when the output is flushed."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return isinstance(error.__context__, OSError) and error.__context__.errno == errno.EPIPE
+
+
+def _reader_left() -> int:
+    """The reader of our output (head, less) has what it wanted; what is still buffered has nowhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -72,7 +72,7 @@ def command(
                     name: {"measured_gib": side.peaks[name] / 2**30, "planned_gib": side.planned[name] / 2**30}
                     for name in PHASES
                 },
-                "peak_at": side.peak_at,
+                "peak_at": side.peak_at, "blocks": side.ran if side.name == "tiled" else "untiled",
                 "terms": {
                     name: {"measured_gib": measured / 2**30, "planned_gib": planned / 2**30}
                     for name, (measured, planned) in side.terms.items()
@@ -125,6 +125,7 @@ def _show(found: object, plot: str) -> None:
     if len(found.sides) == 2:
         untiled = found.sides[1].peak
         console.print(f"Tiled peak {first.peak / 2**20:,.1f} MiB, {first.peak / untiled:.0%} of untiled.")
+    console.print(f"Blocks {first.ran}.")
     measured, planned = first.terms[first.worst]
     off = f"furthest off there: {first.worst}, {(planned - measured) / 2**20:+,.2f} MiB"
     if abs(planned - measured) < 2**13:

@@ -1,15 +1,20 @@
-"""What ``seqtile train`` shows: a progress bar with the loss, one table at the end."""
+"""What ``seqtile train`` shows: what it is doing, its steps, one table at the end."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -20,56 +25,129 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 GIB = 2**30
-SHOWN_LOSSES = 30
+SHOWN_STEPS = 30
 
 
 class Progress:
-    """A progress bar that appears when training starts; losses are printed above it, at most about 30 of them."""
+    """What a run is doing, on one line of the terminal: a status, then a bar. Records are printed above it.
 
-    def __init__(self) -> None:
-        self.console = Console()
+    On a terminal the status and the bar are drawn on stderr, and the bars of datasets and Transformers become part of
+    the status. Where stderr is no terminal (a pipe, a file, ``TERM=dumb``), each status is a plain line there. Records
+    go to stdout, at most about 30 of a run; evaluations all.
+
+    Args:
+        enabled: whether this process shows anything.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.console = Console(stderr=True)
+        self._enabled = enabled
+        self._live = enabled and self.console.is_interactive
+        self._stage = ""
+        self._status: Status | None = None
         columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"),
             TimeRemainingColumn(),
         )  # fmt: skip
-        self._bar = Bar(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        # What is printed goes above the bar, but never from a pipe of its own to the terminal.
+        self._bar = Bar(
+            *columns, console=self.console, transient=True, disable=not self._live,
+            redirect_stdout=sys.stdout.isatty(),
+        )  # fmt: skip
+        self._task = self._bar.add_task("training", total=None, told="")
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stop_status()
         self._bar.stop()
 
-    def callback(self) -> Any:
-        """The trainer's side of the bar."""
-        from transformers import TrainerCallback
+    def stage(self, text: str) -> None:
+        """Show what is being done."""
+        if not self._enabled or text == self._stage:
+            return
+        self._stage = text
+        if not self._live:
+            print(f"{text} ...", file=sys.stderr, flush=True)
+        elif self._status is None:
+            self._status = self.console.status(f"{escape(text)} ...")
+            self._status.start()
+        else:
+            self._status.update(f"{escape(text)} ...")
 
-        bar, console = self._bar, self.console
+    def inside(self, text: str) -> None:
+        """How far the stage is, where it is a terminal that shows it."""
+        if self._status is not None:
+            self._status.update(f"{escape(self._stage)} ... {escape(text)}")
 
-        class Show(TrainerCallback):
-            def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                if state.is_world_process_zero:
-                    bar.start()
-                    self.task = bar.add_task("training", total=state.max_steps, completed=state.global_step, loss="")
+    def begin(self, step: int, steps: int) -> None:
+        """Show the bar."""
+        self._stage = ""
+        self._stop_status()
+        self._bar.update(self._task, total=steps, completed=step)
+        if self._enabled:
+            self._bar.start()
 
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                if state.is_world_process_zero:
-                    bar.update(self.task, completed=state.global_step)
+    def record(self, values: dict[str, Any]) -> None:
+        """Show one step, or one evaluation."""
+        if not self._enabled:
+            return
+        step, steps = values["step"], values["steps"]
+        told = described(values)
+        self._bar.update(self._task, completed=step, told="  ".join(told[:1]))
+        if "loss" not in values or step in (1, steps) or step % max(1, steps // SHOWN_STEPS) == 0:
+            print("  ".join([f"step {step:>{len(str(steps))}}/{steps}", *told]), flush=True)
 
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-                if not state.is_world_process_zero or "loss" not in (logs or {}):
-                    return
-                loss, step = float(logs["loss"]), state.global_step
-                bar.update(self.task, loss=f"loss {loss:.3f}")
-                every = max(1, state.max_steps // SHOWN_LOSSES)
-                if step % every == 0 or step == 1:
-                    digits = len(str(state.max_steps))
-                    console.print(f"step {step:>{digits}}/{state.max_steps}  loss {loss:.4f}", highlight=False)
+    def end(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
 
-            def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                bar.stop()
+    def _stop_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
 
-        return Show()
+
+def described(values: dict[str, Any]) -> list[str]:
+    """A record in words, the most important first."""
+    forms = {
+        "loss": "loss {:.4f}", "eval_loss": "eval loss {:.4f}", "learning_rate": "lr {:.1e}",
+        "grad_norm": "grad norm {:.3g}", "tokens_per_s": "{:,.0f} tokens/s",
+        "peak_allocated_gib": "peak {:.2f} GiB", "peak_resident_gib": "host peak {:.2f} GiB",
+    }  # fmt: skip
+    told = [form.format(values[name]) for name, form in forms.items() if name in values]
+    if "loss" in values and values.get("seconds_left"):
+        told.append(f"{timedelta(seconds=round(values['seconds_left']))} left")
+    return told
+
+
+@contextmanager
+def folded_bars(progress: Progress) -> Iterator[None]:
+    """Show the bars of datasets and Transformers inside the status, or not at all."""
+    from datasets.utils import disable_progress_bars, enable_progress_bars, tqdm
+    from transformers.utils import logging as theirs
+
+    # Where Transformers has no hook, it shows no bar.
+    set_hook = getattr(theirs, "set_tqdm_hook", lambda _: theirs.disable_progress_bar())
+
+    def display(bar: Any, msg: str | None = None, pos: int | None = None) -> None:
+        of = f" of {bar.total:,}" if bar.total else ""
+        progress.inside(f"{bar.desc or ''} {bar.n:,}{of}".strip())
+
+    def close(bar: Any) -> None:
+        bar.disable = True
+
+    former = {name: tqdm.__dict__.get(name) for name in ("display", "close")}
+    tqdm.display, tqdm.close = display, close  # tqdm means the first for front ends of one's own
+    former_hook = set_hook(lambda _, args, kwargs: tqdm(*args, **kwargs))
+    (enable_progress_bars if progress.console.is_interactive else disable_progress_bars)()
+    try:
+        yield
+    finally:
+        set_hook(former_hook)
+        for name, method in former.items():
+            delattr(tqdm, name) if method is None else setattr(tqdm, name, method)
 
 
 def print_outcome(outcome: Outcome) -> None:
@@ -119,7 +197,12 @@ def _units(tiled: float | None, untiled: float | None) -> list[tuple[str, ...]]:
 def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, str]]:
     recipe = outcome.recipe
     lines = [] if recipe.engine == "single" else [("engine", _engine(recipe))]
-    lines += [("tiled", str(outcome.tiling) if outcome.tiling is not None else "nothing (tiled_mlp: false)")]
+    lines += [("data", str(summary)) for name, summary in outcome.data.items() if name == "train"]
+    lines += [("eval", str(summary)) for name, summary in outcome.data.items() if name == "eval"]
+    if outcome.tiling is None:
+        lines.append(("tiled", "nothing (tiled_mlp: false)"))
+    else:
+        lines.append(("tiled", f"{outcome.tiling}; {outcome.ran}"))
     if comparison is not None:
         tiled, untiled = comparison.tiled, comparison.untiled
         lines.append(("peak", f"tiled in {tiled.peak_phase}; untiled in {untiled.peak_phase}"))
@@ -129,6 +212,8 @@ def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, s
         first, last = outcome.losses[0][1], outcome.losses[-5:]
         mean = sum(loss for _, loss in last) / len(last)
         lines.append(("loss", f"{first:.3f} at first, {mean:.3f} over the last {len(last)} of {outcome.step} steps"))
+    if outcome.best is not None:
+        lines.append(("best", f"evaluation loss {outcome.best[1]:.4f} at step {outcome.best[0]}"))
     lines.append(("saved", str(outcome.output)))
     if outcome.report is not None:
         lines.append(("report", str(outcome.report)))

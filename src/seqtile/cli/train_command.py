@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import warnings
 from typing import Any
 
@@ -15,16 +14,18 @@ from seqtile._errors import UserError
 from seqtile._log import log_to_stderr
 from seqtile.cli.option_flags import takes_options
 
-PEERS = "Other trainers' spellings"
-RUN = "This run"
-
 _STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 @takes_options("train", shown=False)
 def command(
     model: str = typer.Option(None, help="Model directory or Hub id. Without model and dataset: the embedded demo."),
-    dataset: str = typer.Option(None, help="JSONL, Parquet or text file, a directory of them, or a Hub id."),
+    dataset: str = typer.Option(None, help="JSONL, CSV, Parquet or text file, a directory of them, or a Hub id."),
+    eval_dataset: str = typer.Option(None, help="The same, to evaluate on; the best checkpoint is kept."),
+    eval_steps: int = typer.Option(None, help="Steps between evaluations (default 500).", metavar="N"),
+    skip_bad_rows: bool = typer.Option(
+        None, "--skip-bad-rows", help="Leave out rows that nothing can be trained on, and count them."
+    ),
     max_length: int = typer.Option(None, help="Tokens per row (default 8192).", metavar="TOKENS"),
     output: str = typer.Option(None, help="Directory of the result (default runs/NAME).", metavar="DIR"),
     lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
@@ -39,44 +40,50 @@ def command(
     on_oom: str = typer.Option(
         None, help="Out of memory: stop (default) or retry, with smaller tiles.", metavar="WHAT"
     ),
+    batch_size: int = typer.Option(None, help="Rows per process and micro-batch (default 1).", metavar="N"),
+    packing: str = typer.Option(None, help="Join rows: true (bfd), bfd_split, wrapped or false.", metavar="HOW"),
+    epochs: float = typer.Option(None, help="Passes over the data (default 1).", metavar="N"),
     steps: int = typer.Option(None, help="Optimiser steps (default one pass over the data).", metavar="N"),
     learning_rate: float = typer.Option(
         None, help="Peak learning rate (default 2e-5, with --lora 2e-4).", metavar="RATE"
     ),
+    warmup_steps: float = typer.Option(None, help="Steps of warm-up; below 1 a part of all.", metavar="N"),
+    lr_scheduler_type: str = typer.Option(None, help="linear (default), cosine, constant, ...", metavar="NAME"),
+    save_steps: int = typer.Option(None, help="Steps between checkpoints (default 500).", metavar="N"),
+    report_to: str = typer.Option(None, help="Trackers: wandb, tensorboard, mlflow, ...", metavar="NAME,.."),
     seed: int = typer.Option(None, help="Seed of weights, data order and dropout (default 0).", metavar="N"),
     recipe: str = typer.Option(None, help="YAML file with these and all other settings; flags win.", metavar="FILE"),
-    trust_remote_code: bool = typer.Option(
-        None, "--trust-remote-code", help="Run the code that comes with the model.", rich_help_panel=RUN
-    ),
-    resume: bool = typer.Option(False, "--resume", help="Continue the run in --output.", rich_help_panel=RUN),
+    trust_remote_code: bool = typer.Option(None, "--trust-remote-code", help="Run the code that comes with the model."),
+    resume: bool = typer.Option(False, "--resume", help="Continue the run in --output."),
     resume_from: str = typer.Option(
         None,
         "--from-checkpoint",
         help="With --resume: this one (checkpoint-N), marked whole or not.",
         metavar="NAME",
-        rich_help_panel=RUN,
     ),  # fmt: skip
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier run.", rich_help_panel=RUN),
-    compare: bool = typer.Option(
-        None, "--compare/--no-compare", help="End with tiled against untiled on one batch.", rich_help_panel=RUN
-    ),
-    tiled_mlp: str = typer.Option(None, help="Tile at all (default true).", metavar="BOOL", rich_help_panel=PEERS),
-    use_tiled_mlp: str = typer.Option(None, help="The same.", metavar="BOOL", rich_help_panel=PEERS),
-    tiled_mlp_num_shards: str = typer.Option(
-        None, help="The same as --tile shards:N.", metavar="N", rich_help_panel=PEERS
-    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier run."),
+    compare: bool = typer.Option(None, "--compare/--no-compare", help="End with tiled against untiled on one batch."),
+    tiled_mlp: str = typer.Option(None, help="Tile at all (default true), as axolotl spells it.", metavar="BOOL"),
+    use_tiled_mlp: str = typer.Option(None, help="The same, as ms-swift spells it.", metavar="BOOL"),
+    tiled_mlp_num_shards: str = typer.Option(None, help="The same as --tile shards:N.", metavar="N"),
     tiled_mlp_use_original_mlp: str = typer.Option(
-        None, help="Changes nothing: tiles run the model's own MLP.", metavar="BOOL", rich_help_panel=PEERS
+        None, help="Changes nothing: tiles run the model's own MLP.", metavar="BOOL"
     ),
 ) -> None:
     """Train a causal language model with every position-wise block tiled."""
+    from seqtile.cli import show
     from seqtile.train import recipe as recipes
+    from seqtile.train.check_early import check_early
     from seqtile.train.output import resumed_recipe
-    from seqtile.train.run import require_packages
+    from seqtile.train.ranks import is_first
+    from seqtile.train.run import locate, require_packages
 
     given = {
         "model": model,
         "dataset": dataset,
+        "eval_dataset": eval_dataset,
+        "eval_steps": eval_steps,
+        "skip_bad_rows": skip_bad_rows,
         "max_length": max_length,
         "output": output,
         "lora": None if lora is None else recipes.parse_lora(lora),
@@ -86,8 +93,17 @@ def command(
         "sp_size": sp_size,
         "fit": fit if fit_memory is None else f"memory:{fit_memory}",
         "on_oom": on_oom,
+        "batch_size": batch_size,
+        "packing": None if packing is None else _packing(packing),
+        "epochs": epochs,
         "steps": steps,
         "learning_rate": learning_rate,
+        "save_steps": save_steps,
+        "trainer": _trainer_flags(
+            warmup_steps=warmup_steps,
+            lr_scheduler_type=lr_scheduler_type,
+            report_to=None if report_to is None else report_to.split(","),
+        ),
         "seed": seed,
         "compare": compare,
         "trust_remote_code": trust_remote_code,
@@ -104,10 +120,16 @@ def command(
         raise UserError(f"--from-checkpoint {resume_from!r} is where --resume continues; give --resume too")
     chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
     require_packages()
-    quiet()
+    how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
+    check_early(recipes.resolve(chosen))
+    if not resume:
+        locate(chosen, **how)
+    progress = show.Progress(enabled=is_first())
+    progress.stage("loading PyTorch and Transformers")
+    with progress:
+        quiet()
     for note in notes:
         logging.getLogger("seqtile").warning(note)
-    how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
     launched = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
     if launched and chosen.on_oom == "retry" and chosen.engine != "single":
         raise UserError(
@@ -117,7 +139,7 @@ def command(
     if chosen.engine == "single" or launched:
         run(chosen, **how)
         return
-    from seqtile.cli import show, worker
+    from seqtile.cli import worker
     from seqtile.train.launch import launch
 
     raise typer.Exit(launch(chosen, **how, worker=worker.MODULE, say=show.print_plain))
@@ -132,15 +154,25 @@ def run(recipe: Any, **how: Any) -> None:
     from seqtile.train.ranks import is_first
     from seqtile.train.run import train
 
-    progress = show.Progress()
-    with progress:
-        outcome = train(recipe, **how, callbacks=[progress.callback()])
+    progress = show.Progress(enabled=is_first())
+    with progress, show.folded_bars(progress):
+        outcome = train(recipe, **how, display=progress)
     if outcome.stopped_by is not None:
         if is_first():
             show.print_stopped(outcome)
         raise typer.Exit(_STOPPED[outcome.stopped_by])
     if is_first():
         show.print_outcome(outcome)
+
+
+def _packing(word: str) -> Any:
+    """The recipe's value of a word of ``--packing``."""
+    return {"true": True, "false": False}.get(word.lower(), word)
+
+
+def _trainer_flags(**values: Any) -> dict[str, Any] | None:
+    """Flags that are arguments of the trainer, which a recipe has in its section ``trainer``."""
+    return {name: value for name, value in values.items() if value is not None} or None
 
 
 def quiet() -> None:
@@ -151,11 +183,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
-    from datasets.utils import disable_progress_bars
-    from transformers.utils.logging import disable_progress_bar
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, warns that it looked for one
-    disable_progress_bar()
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+    disable_progress_bars()

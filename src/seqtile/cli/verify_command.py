@@ -7,6 +7,7 @@ import math
 import sys
 import traceback
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -63,6 +64,10 @@ def command(
         "trust_remote_code": trust_remote_code,
         **options,
     }
+    from seqtile.train.check_early import check_model
+
+    if not (model.endswith(".json") and Path(model).expanduser().is_file()):
+        check_model(model)
     from seqtile.cli import worker
     from seqtile.train.verify_model import check, check_recipe
 
@@ -96,7 +101,7 @@ def as_object(recipe: Recipe, result: VerifyResult) -> dict[str, Any]:
         "worst": _plain(result.worst),
         "units": {"untiled": untiled.units, "tiled": tiled.units},
         "peak_gib": {"untiled": untiled.peak_bytes / GIB, "tiled": tiled.peak_bytes / GIB},
-        "tiled": {"blocks": result.blocks, "tile": recipe.options.tile},
+        "tiled": {"blocks": result.blocks, "tile": recipe.options.tile, "most_tiles": result.ran.tiles},
         "groups": {
             name: {
                 "parameters": group.parameters, "difference": group.l2, "untiled_error": group.untiled_error,
@@ -173,7 +178,7 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
     console.print(costs)
     console.print(
         f"{recipe.batch_size} x {recipe.max_length:,} random tokens, {result.blocks} blocks tiled, "
-        f"tile {recipe.options.tile}",
+        f"tile {recipe.options.tile}: {result.ran}",
         soft_wrap=True,
     )
     for note in result.notes:

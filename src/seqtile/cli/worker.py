@@ -68,6 +68,7 @@ def _train(folder: Path) -> None:
 
     recipe, _ = build_recipe(read_recipe(folder / RECIPE_FILE), {})
     how = json.loads((folder / HOW_FILE).read_text(encoding="utf-8"))
+    os.chdir(how.pop("cwd"))
     follow(how.pop("front"), lambda: os.kill(os.getpid(), signal.SIGTERM))
     if how.pop("check", False):
         _check(recipe, folder)

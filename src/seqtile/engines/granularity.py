@@ -61,11 +61,17 @@ def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: st
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise if FSDP1 has wrapped the model: blocks inside hold flat shards, in which nothing can be recognised.
 
-    DDP, ``fully_shard`` and ZeRO-1 and 2 leave the modules as they were; there tiling may come later.
+    Or DataParallel, whose replicas are copies that would all run the forward of the one that was tiled. DDP,
+    ``fully_shard`` and ZeRO-1 and 2 leave the modules as they were; there tiling may come later.
 
     Raises:
-        UserError: a module is a ``FullyShardedDataParallel``.
+        UserError: a module is a ``FullyShardedDataParallel`` or a ``DataParallel``.
     """
+    if isinstance(model, nn.DataParallel):
+        raise UserError(
+            "the model is wrapped in DataParallel, whose replicas would all run the tiles of the first; start one "
+            "process per device with DistributedDataParallel, and call seqtile.apply(model) before"
+        )
     for name, module in model.named_modules():
         if is_wrapped(module):
             raise UserError(

@@ -13,11 +13,12 @@ from transformers import Trainer, TrainerCallback
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.devices import empty_cache, peak_bytes, reset_peak
+from seqtile.devices import empty_cache, peak_bytes, peak_resident_bytes, reset_peak
 from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.apply import apply, carries, tiled_names
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.models.report import Report
+from seqtile.options import TilingOptions
 
 logger = first_rank_logger(__name__)
 
@@ -58,8 +59,8 @@ class TilingCallback(TrainerCallback):
         itself (``skip_memory_metrics=False``), the peaks are left to it.
 
     Raises:
-        UserError: as :func:`seqtile.apply`, when the trainer is built; when training starts, if another library
-            replaced what was tiled since.
+        UserError: a setting is none of :func:`seqtile.apply`'s; as that raises it, when the trainer is built; when
+            training starts, if another library replaced what was tiled since.
     """
 
     def __init__(self, report: Report | None = None, /, **settings: Any) -> None:
@@ -72,6 +73,7 @@ class TilingCallback(TrainerCallback):
                 f"TilingCallback got {type(report).__name__} and the settings {sorted(settings)}; give either the "
                 "report of seqtile.apply, or settings for the callback to tile with"
             )
+        TilingOptions(**settings)  # each value is checked here, and not when the trainer is built
         self.report = report
         self._settings, self._by_hand = settings, report is not None
         self._news: dict[str, Any] = {}
@@ -229,14 +231,6 @@ class _Peaks:
         """For a log, in GiB; forgets them."""
         found, self.found = self.found, {}
         if self.device.type == "cpu":
-            return _resident()
+            resident = peak_resident_bytes()
+            return {"seqtile/peak_resident_gib": round(resident / GIB, 4)} if resident else {}
         return {f"seqtile/{phase}_peak_allocated_gib": round(peak / GIB, 4) for phase, peak in found.items()}
-
-
-def _resident() -> dict[str, float]:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return {}
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {"seqtile/peak_resident_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB, 4)}

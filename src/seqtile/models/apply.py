@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqtile._compat import HOOKED_FORWARD
-from seqtile._errors import UserError
+from seqtile._errors import UserError, expect_module
 from seqtile.activation_checkpointing.policies import standing_checkpointing
 from seqtile.devices import device_bytes
 from seqtile.engines.granularity import refuse_wrapped
@@ -24,7 +23,7 @@ from seqtile.models.discover.candidates import LOOKED_FOR, Candidate, Left, chai
 from seqtile.models.discover.chain import needed_words
 from seqtile.models.discover.layer_parts import Neighbours
 from seqtile.models.discover.proof import for_training, prove
-from seqtile.models.instance import Installed, Setting, TiledForward, logger
+from seqtile.models.instance import Installed, Setting, TiledForward, installed_forwards, logger
 from seqtile.models.layer import TiledLayer, TiledPair
 from seqtile.models.lm_loss.tiled_loss import standing_losses
 from seqtile.models.loss_and_checkpoints import Rest, remove_rest
@@ -124,6 +123,7 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
     rest.check_options()
     if not options.tiled:
         _check_alone(options)
+    expect_module(model, "apply")
     refuse_wrapped(model)
     rest.check(model)
     attention, untouched = find_for(model, heads)
@@ -209,7 +209,7 @@ def replacing(model: nn.Module, *, own: bool = False) -> Iterator[None]:
     """
 
     def standing() -> list[Installed]:
-        return [one for one in _standing(model) if own or not _is_own(one)]
+        return [one for one in installed_forwards(model) if own or not _is_own(one)]
 
     former = [(one, is_marked(one.module)) for one in standing()]
     for one, _ in former:
@@ -228,29 +228,18 @@ def replacing(model: nn.Module, *, own: bool = False) -> Iterator[None]:
 
 def undo(model: nn.Module) -> int:
     """Take every tiled ``forward`` off ``model`` and restore each attribute; returns how many blocks' came off."""
+    expect_module(model, "undo")
     remove_rest(model)
-    standing = _standing(model)
+    standing = installed_forwards(model)
     for one in standing:
         one.remove()
     blocks = [one for one in standing if not isinstance(one, TiledRows)]
     return sum(isinstance(one, TiledForward) or (isinstance(one, TiledLayer) and one.inline) for one in blocks)
 
 
-def _standing(model: nn.Module) -> list[Installed]:
-    """The tiled forwards of a model, also where accelerate put a hook's forward around one; the outer one first."""
-    found = []
-    for module in model.modules():
-        for name in ("forward", HOOKED_FORWARD):
-            one = module.__dict__.get(name)
-            while isinstance(one, Installed):
-                found.append(one)
-                one = one.before.get("forward")
-    return found
-
-
 def tiled_names(model: nn.Module) -> set[str]:
     """Qualified names that :func:`apply` gave the blocks it tiled, of those whose tiles still run."""
-    return {one.setting.name for one in _standing(model) if not _is_own(one)}
+    return {one.setting.name for one in installed_forwards(model) if not _is_own(one)}
 
 
 def carries(model: nn.Module) -> bool:

@@ -107,6 +107,9 @@ def inside() -> Iterator[None]:
 class Installed(ForwardStandIn):
     """Base of the tiled forwards: puts itself into an instance, remembers what was there, and restores it."""
 
+    most_tiles = most_tokens = 0
+    """Of any call: how many tiles it was cut into, and how many tokens it had."""
+
     owner = "apply"
     """Which call put it there: another :func:`seqtile.apply` leaves ``"tile_module"``'s."""
 
@@ -242,6 +245,8 @@ class Installed(ForwardStandIn):
         live = [weight for weight in weights().values() if weight.requires_grad]
         shape = setting.shape(x, live, mlp is not None, lanes)
         sizes = setting.rule.tile_sizes(tokens, shape)
+        if not torch.compiler.is_compiling():
+            self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
         if not sizes and tokens and reduces_as_they_arrive(live):
             sizes = (tokens,)  # one tile, not none: another rank's batch may be tiled
         if not sizes:
@@ -309,6 +314,18 @@ class Installed(ForwardStandIn):
         raise AttributeError(_NO_SOURCE)
 
     __globals__ = __code__
+
+
+def installed_forwards(model: nn.Module) -> list[Installed]:
+    """The tiled forwards of a model, also where accelerate put a hook's forward around one; the outer one first."""
+    found = []
+    for module in model.modules():
+        for name in ("forward", HOOKED_FORWARD):
+            one = module.__dict__.get(name)
+            while isinstance(one, Installed):
+                found.append(one)
+                one = one.before.get("forward")
+    return found
 
 
 _NO_SOURCE = (

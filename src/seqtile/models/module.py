@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import tree_map
-from seqtile._errors import UserError
+from seqtile._errors import UserError, expect_module
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.models.apply import replacing, with_free_memory
@@ -63,8 +63,7 @@ def tile_module(
         ValueError: when it is called: a tensor argument may be one row per token or not, or an output has no row per
             token.
     """
-    if not isinstance(module, nn.Module):
-        raise UserError(f"tile_module got {type(module).__name__}, expected an nn.Module")
+    expect_module(module, "tile_module")
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise UserError(f"dim={dim!r}: got {type(dim).__name__}, expected an int, the token dimension of the inputs")
     options = TilingOptions(tile=tile, path=path, keep=keep)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from seqtile._compat import CHECKPOINT_FUNCTION, early_stop
+from seqtile._sentences import PrintsAsSentence
 from seqtile.models.discover.candidates import Left
 from seqtile.models.loss_and_checkpoints import rest_notes
 from seqtile.tiling import KeepRule
@@ -48,8 +49,8 @@ class Block:
     beside: str = ""
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(PrintsAsSentence):
     """Result of :func:`seqtile.apply`; ``str(report)`` is one line.
 
     Attributes:
@@ -68,7 +69,7 @@ class Report:
     left: tuple[Left, ...]
     found: int
     keep: KeepRule
-    _model: weakref.ref[nn.Module] = field(repr=False, compare=False)
+    _model: weakref.ref[nn.Module] = field(compare=False)
     heads: str = ""
     loss: str = ""
     checkpointing: str = ""

@@ -13,6 +13,7 @@ import torch
 from seqtile._compat import dump_memory, record_memory
 from seqtile._errors import UserError
 from seqtile.counting import Sample
+from seqtile.models.runs import what_ran
 from seqtile.options import changed
 from seqtile.planner.accelerators import this_device
 from seqtile.planner.extrapolate import KEPT_TILES, Prediction, by_place, predict
@@ -40,6 +41,7 @@ class Side:
         peak_at: the part of the step where the plan has its peak.
         terms: bytes there by what they are for, as (measured, planned).
         timeline: live bytes after each operator; on an accelerator as counted, where the peaks are the allocator's.
+        ran: what the tiled blocks did, as :class:`seqtile.models.runs.Runs` says it.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Side:
     peak_at: str
     terms: Mapping[str, tuple[int, float]]
     timeline: tuple[Sample, ...]
+    ran: str
 
     @property
     def peak(self) -> int:
@@ -200,6 +203,7 @@ def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: 
     return Side(
         name, standing[WEIGHTS] + standing.get(OPTIMIZER, 0), peaks, expected, planned.peak_at, both,
         tuple(sample for sample in live.timeline() if sample.phase not in ("", WEIGHTS, OPTIMIZER)),
+        str(what_ran(built.model)),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.models.adapters import lora_config, without_adapters
+from seqtile.train.check_rows import processes_for
 from seqtile.train.recipe import LoraRecipe, Recipe, alternatives, shown
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ KEPT_CHECKPOINTS = 2
 _SCALARS = {int, float, bool, str, types.NoneType}
 
 
-def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTConfig:
+def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: int = 0) -> SFTConfig:
     """Everything the trainer needs to know.
 
     Args:
@@ -36,6 +37,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTCo
         output: where checkpoints go.
         documents: the rows are whole text files; unless the recipe says otherwise, they are joined and cut into
             rows of ``max_length`` tokens so that no text is dropped.
+        rows: how many there are; many are tokenised by several processes.
 
     Raises:
         UserError: ``trainer:`` holds a key that ``SFTConfig`` does not know, or values that it refuses.
@@ -58,6 +60,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTCo
         "max_steps": recipe.steps or -1,
         "seed": recipe.seed,
         "trust_remote_code": recipe.trust_remote_code,
+        "dataset_num_proc": processes_for(rows),
         "logging_steps": 1,
         "save_total_limit": KEPT_CHECKPOINTS,
         "report_to": "none",
@@ -68,6 +71,8 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool) -> SFTCo
     }
     if recipe.save_steps:
         values["save_steps"] = recipe.save_steps
+    if recipe.eval_dataset is not None:
+        values |= _evaluation(recipe)
     if recipe.is_demo:
         values |= {"warmup_steps": 3, "lr_scheduler_type": "cosine"}
     values |= checked_trainer_values(recipe.trainer, SFTConfig)
@@ -127,6 +132,20 @@ def _precision() -> dict[str, Any]:
 
     on_cpu = not torch.accelerator.is_available()
     return {"use_cpu": on_cpu, "bf16": not on_cpu and is_torch_bf16_gpu_available()}
+
+
+def _evaluation(recipe: Recipe) -> dict[str, Any]:
+    """Evaluations, each at a step that is saved, so that the best checkpoint is one that can be kept."""
+    every = recipe.eval_steps or recipe.save_steps or 500
+    return {
+        "eval_strategy": "steps",
+        "eval_steps": every,
+        "save_steps": recipe.save_steps or every,
+        "per_device_eval_batch_size": recipe.batch_size,
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+        "prediction_loss_only": True,
+    }
 
 
 def _packing(recipe: Recipe, documents: bool) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from transformers import TrainerCallback
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.train.ranks import largest_on_any
+from seqtile.train.ranks import is_wrapped_by, largest_on_any
+from seqtile.train.recipe import Recipe
 from seqtile.train.signals import handle_signals
 from seqtile.verification import check_gradients
 
@@ -84,3 +85,21 @@ class Clock(TrainerCallback):
     def median(self) -> float | None:
         """Seconds of a step, the first one left out; None below two steps."""
         return median(self.seconds[1:]) if len(self.seconds) > 1 else None
+
+
+class CheckModel(TrainerCallback):
+    """Look at the model that the engine made, before the first step."""
+
+    def __init__(self, trainer: Any, recipe: Recipe) -> None:
+        self._trainer, self._recipe = trainer, recipe
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Raises:
+        UserError: the model is not wrapped as the engine wraps it.
+        """
+        engine, wrapped = self._recipe.engine, self._trainer.model_wrapped
+        if engine != "single" and not is_wrapped_by(engine, wrapped):
+            raise UserError(
+                f"asked for engine {engine!r}, but the model that would be trained is a plain "
+                f"{type(wrapped).__name__}; nothing was trained: this is not an engine that seqtile set up"
+            )

@@ -1,4 +1,4 @@
-"""Datasets: local JSONL, Parquet or text, or a Hub id, checked before anything is trained.
+"""Datasets: local JSONL, Parquet, CSV or text, or a Hub id, found and read before anything is trained.
 
 What comes out is a ``datasets.Dataset`` with the columns TRL understands: ``input_ids`` (pre-tokenised rows),
 ``messages`` or ``conversations`` (chat), ``prompt`` and ``completion``, or a text column.
@@ -6,8 +6,11 @@ What comes out is a ``datasets.Dataset`` with the columns TRL understands: ``inp
 
 from __future__ import annotations
 
+import csv
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seqtile._errors import UserError
 
@@ -16,40 +19,78 @@ if TYPE_CHECKING:
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 PARQUET_ENDINGS = (".parquet",)
-ROW_ENDINGS = JSON_ENDINGS + PARQUET_ENDINGS
+CSV_ENDINGS = (".csv", ".tsv")
+ROW_ENDINGS = JSON_ENDINGS + PARQUET_ENDINGS + CSV_ENDINGS
 
 ROW_KINDS = (("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"))
 """Columns that say by themselves what a row is; a text column is looked for after them."""
 
 
-def load_rows(dataset: str, *, split: str = "train", text_field: str = "text") -> tuple[Dataset, bool]:
-    """Load a dataset and check that it can be trained on.
+class Loaded(NamedTuple):
+    """Rows, and where they are from.
+
+    Attributes:
+        rows: what was read, unchecked but for its columns.
+        documents: whether they are whole documents from text files (to be packed, not cut off).
+        files: the files of the rows, in order; empty where there are none.
+    """
+
+    rows: Dataset
+    documents: bool
+    files: tuple[Path, ...] = ()
+
+    def place(self, index: int) -> str:
+        """Where row ``index`` stands: its file and line as far as that is known. Reads the files up to there."""
+        if self.documents:
+            return f"file {str(self.files[index])!r}"
+        for file in self.files:
+            lines = _line_numbers(file)
+            if index < len(lines):
+                of = f"file {file.name!r}, " if len(self.files) > 1 else ""
+                return f"{of}{'row' if isinstance(lines, range) else 'line'} {lines[index]}"
+            index -= len(lines)
+        return f"row {index + 1}"
+
+
+def load_rows(dataset: str, *, split: str = "train", text_field: str = "text") -> Loaded:
+    """Load a dataset and check that its columns can be trained on.
 
     Args:
-        dataset: a file (``.jsonl``, ``.json``, ``.parquet``; anything else is read as one UTF-8 document), a
-            directory of such files, a directory written by ``Dataset.save_to_disk``, or a Hub id.
+        dataset: a file (``.jsonl``, ``.json``, ``.parquet``, ``.csv``, ``.tsv``; anything else is read as one UTF-8
+            document), a directory of such files, a directory written by ``Dataset.save_to_disk``, or a Hub id.
         split: which split of a Hub dataset.
         text_field: name of the text column.
-
-    Returns:
-        The rows, and whether they are whole documents from text files (to be packed, not cut off).
 
     Raises:
         UserError: nothing at that path, unreadable, empty, or no column that can be trained on.
     """
+    check_path(dataset)
     path = Path(dataset).expanduser()
     if path.is_file():
-        rows, documents = _load_files([path], text_field)
+        loaded = _load_files([path], text_field)
     elif path.is_dir():
-        rows, documents = _load_directory(path, text_field)
-    elif path.exists():
-        raise UserError(f"dataset {dataset!r} is a device or a pipe; give a file, a directory or a Hub id")
+        loaded = _load_directory(path, text_field)
     else:
-        rows, documents = _load_from_hub(dataset, split), False
-    if len(rows) == 0:
+        loaded = Loaded(_load_from_hub(dataset, split), documents=False)
+    if len(loaded.rows) == 0:
         raise UserError(f"dataset {dataset!r} holds no rows; give one with at least one example to train on")
-    _check_columns(rows, dataset, text_field)
-    return rows, documents
+    kind_of(loaded.rows.column_names, dataset, text_field)
+    return loaded
+
+
+def check_path(dataset: str) -> None:
+    """Refuse what is neither there nor the name of something on the Hub, without reading it.
+
+    Raises:
+        UserError: nothing there, or no file, directory or Hub id.
+    """
+    path = Path(dataset).expanduser()
+    if path.is_file() or path.is_dir():
+        return
+    if path.exists():
+        raise UserError(f"dataset {dataset!r} is a device or a pipe; give a file, a directory or a Hub id")
+    if dataset.startswith((".", "/", "~")) or path.suffix or dataset.count("/") > 1:
+        raise UserError(f"dataset {dataset!r} does not exist; give a file, a directory or a Hub id")
 
 
 def check_ids(rows: Dataset, vocabulary: int, dataset: str) -> None:
@@ -77,15 +118,15 @@ def check_ids(rows: Dataset, vocabulary: int, dataset: str) -> None:
                 )
 
 
-def _load_directory(path: Path, text_field: str) -> tuple[Dataset, bool]:
+def _load_directory(path: Path, text_field: str) -> Loaded:
     if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
         from datasets import load_from_disk
 
-        return load_from_disk(str(path)), False
+        return Loaded(load_from_disk(str(path)), documents=False)
     files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
     tables = [file for file in files if file.suffix.lower() in ROW_ENDINGS]
     if not files:
-        raise UserError(f"dataset directory {str(path)!r} holds no files; put text, JSONL or Parquet files there")
+        raise UserError(f"dataset directory {str(path)!r} holds no files; put text, JSONL, CSV or Parquet files there")
     return _load_files(tables or files, text_field)
 
 
@@ -93,30 +134,129 @@ def _is_hidden(relative: Path) -> bool:
     return any(part.startswith((".", "__")) for part in relative.parts)
 
 
-def _load_files(files: list[Path], text_field: str) -> tuple[Dataset, bool]:
-    """Rows of JSONL or Parquet files, or one document per text file."""
+def _load_files(files: list[Path], text_field: str) -> Loaded:
+    """Rows of JSONL, CSV or Parquet files, or one document per text file."""
     from datasets import Dataset, load_dataset
     from datasets.exceptions import DatasetGenerationError
 
     endings = {file.suffix.lower() for file in files}
     if not endings & set(ROW_ENDINGS):
-        texts = [_read_text(file, skip_binary=len(files) > 1) for file in files]
-        texts = [text for text in texts if text]
-        return Dataset.from_dict({text_field: texts}), True
-    for builder, wanted in (("json", JSON_ENDINGS), ("parquet", PARQUET_ENDINGS)):
+        texts = {file: _read_text(file, skip_binary=len(files) > 1) for file in files}
+        texts = {file: text for file, text in texts.items() if text}
+        return Loaded(Dataset.from_dict({text_field: [*texts.values()]}), True, tuple(texts))
+    for builder, wanted in (("json", JSON_ENDINGS), ("parquet", PARQUET_ENDINGS), ("csv", CSV_ENDINGS)):
         if endings <= set(wanted):
-            filled = [str(file) for file in files if file.stat().st_size]
+            filled = [file for file in files if file.stat().st_size]
             if not filled:
-                return Dataset.from_dict({text_field: []}), False
+                return Loaded(Dataset.from_dict({text_field: []}), documents=False)
             try:
-                return load_dataset(builder, data_files=filled, split="train"), False
+                how = _csv_format(filled) if builder == "csv" else {}
+                rows = load_dataset(builder, data_files=[str(file) for file in filled], split="train", **how)
             except (DatasetGenerationError, ValueError, OSError) as error:
-                reason = str(error.__cause__ or error).splitlines()[0]
+                if isinstance(error, UserError):
+                    raise
+                for file in filled if builder == "json" else ():
+                    _refuse_broken_json(file)
+                reason = str(error.__cause__ or error).strip().splitlines()[0]
                 raise UserError(
-                    f"cannot read {filled[0]!r} as {builder} rows ({reason}); "
-                    "write one JSON object per line, or a Parquet table"
+                    f"cannot read {str(filled[0])!r} as {builder} rows ({reason}); "
+                    "write one JSON object per line, a CSV file with a header, or a Parquet table"
                 ) from None
-    raise UserError(f"{str(files[0].parent)!r} mixes JSON and Parquet files; keep one kind, or name one file")
+            return Loaded(rows, False, tuple(filled))
+    raise UserError(f"{str(files[0].parent)!r} mixes JSON, CSV and Parquet files; keep one kind, or name one file")
+
+
+def _csv_format(files: list[Path]) -> dict[str, Any]:
+    """How the files are to be read: every column as text, whatever it looks like, as its header names it.
+
+    Raises:
+        UserError: no header, or a line of another length, which would shift its columns in silence.
+    """
+    from datasets import Features, Value
+
+    columns: list[str] = []
+    for file in files:
+        for number, fields in _csv_rows(file):
+            columns = columns or fields
+            if len(fields) != len(columns):
+                raise UserError(
+                    f"dataset {str(file)!r}, line {number} has {len(fields)} fields, and the header {len(columns)}; "
+                    "put fields that hold the separator or a line break into double quotes"
+                )
+    features = Features({column: Value("string") for column in columns})
+    return {"features": features, "keep_default_na": False, "sep": _separator(files[0])}
+
+
+def _separator(file: Path) -> str:
+    return "\t" if file.suffix.lower() == ".tsv" else ","
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
+    """(number of its first line, fields) of each row, the header included; empty lines are none."""
+    with file.open(encoding="utf-8-sig", newline="") as stream:
+        reader = csv.reader(stream, delimiter=_separator(file))
+        begins = 1
+        try:
+            for fields in reader:
+                if fields:
+                    yield begins, fields
+                begins = reader.line_num + 1
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {str(file)!r}, line {begins} as CSV ({error}); write UTF-8 text") from None
+
+
+def _refuse_broken_json(file: Path) -> None:
+    """Name the first line that is no JSON object.
+
+    Raises:
+        UserError: there is one.
+    """
+    if _is_array(file):
+        try:
+            json.loads(file.read_bytes())
+        except ValueError as error:
+            line = getattr(error, "lineno", 1)
+            raise UserError(f"cannot read {str(file)!r}, line {line} ({error}); write valid JSON") from None
+        return
+    empty = 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                empty = empty or number
+                continue
+            problem = ""
+            try:
+                if not isinstance(json.loads(line), dict):
+                    problem = "not an object"
+            except ValueError as error:
+                problem = f"{error}"
+            if problem:
+                raise UserError(
+                    f"cannot read {str(file)!r}, line {number} ({problem}); write one JSON object per line"
+                ) from None
+    if empty:  # datasets reads over them, but not where a column holds values of several types
+        raise UserError(f"cannot read {str(file)!r}, line {empty} (empty); remove empty lines")
+
+
+def _is_array(file: Path) -> bool:
+    """Whether a JSON file holds one list of objects and not an object per line."""
+    with file.open("rb") as stream:
+        return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def _line_numbers(file: Path) -> range | list[int]:
+    """The line of each row of a file; the number of the row where rows have no lines."""
+    ending = file.suffix.lower()
+    if ending in CSV_ENDINGS:
+        return [number for number, _ in _csv_rows(file)][1:]
+    if ending in PARQUET_ENDINGS:
+        from pyarrow import parquet
+
+        return range(1, parquet.read_metadata(file).num_rows + 1)
+    if _is_array(file):
+        return range(1, len(json.loads(file.read_bytes())) + 1)
+    with file.open("rb") as lines:
+        return [number for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _read_text(file: Path, *, skip_binary: bool) -> str:
@@ -126,15 +266,13 @@ def _read_text(file: Path, *, skip_binary: bool) -> str:
     except UnicodeDecodeError:
         if skip_binary:
             return ""
-        raise UserError(f"dataset {str(file)!r} is not UTF-8 text; give text, .jsonl or .parquet") from None
+        raise UserError(f"dataset {str(file)!r} is not UTF-8 text; give text, .jsonl, .csv or .parquet") from None
     except OSError as error:
         raise UserError(f"cannot read dataset {str(file)!r} ({error.strerror}); check its permissions") from None
 
 
 def _load_from_hub(dataset: str, split: str) -> Dataset:
     """A dataset by Hub id; a missing path and an unreachable Hub are told apart."""
-    if dataset.startswith((".", "/", "~")) or Path(dataset).suffix or dataset.count("/") > 1:
-        raise UserError(f"dataset {dataset!r} does not exist; give a file, a directory or a Hub id")
     from datasets import get_dataset_split_names, load_dataset
 
     try:
@@ -154,23 +292,17 @@ def _load_from_hub(dataset: str, split: str) -> Dataset:
         ) from None
 
 
-def _check_columns(rows: Dataset, dataset: str, text_field: str) -> None:
-    """At least one kind of row that TRL can train on, with something in the first one."""
-    columns = set(rows.column_names)
-    kind = next((kind for kind in ROW_KINDS if columns.issuperset(kind)), None)
-    if kind is None:
-        if text_field not in columns:
-            raise UserError(
-                f"dataset {dataset!r} has columns {', '.join(sorted(columns))}; expected 'messages', "
-                f"'prompt' and 'completion', 'input_ids' or {text_field!r} "
-                "(name another text column with 'trainer: {dataset_text_field: NAME}')"
-            )
-        kind = (text_field,)
-    first: dict[str, Any] = rows[0]
-    wanted: type | tuple[type, ...] = str if kind == (text_field,) else (list, str)
-    for column in kind:
-        if not isinstance(first[column], wanted):
-            raise UserError(
-                f"dataset {dataset!r} has {type(first[column]).__name__} in column {column!r} of its first "
-                "row, expected text, a list of token ids or a list of messages"
-            )
+def kind_of(columns: Sequence[str], dataset: str, text_field: str) -> tuple[str, ...]:
+    """The columns that say what a row is: the first of :data:`ROW_KINDS` that is there, or the text column.
+
+    Raises:
+        UserError: there is none that TRL can train on.
+    """
+    for kind in (*ROW_KINDS, (text_field,)):
+        if set(kind) <= set(columns):
+            return kind
+    raise UserError(
+        f"dataset {dataset!r} has columns {', '.join(sorted(columns))}; expected 'messages', "
+        f"'prompt' and 'completion', 'input_ids' or {text_field!r} "
+        "(name another text column with 'trainer: {dataset_text_field: NAME}')"
+    )

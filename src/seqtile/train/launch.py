@@ -139,7 +139,7 @@ def _counted(recipe: Recipe) -> Recipe:
 def _write_orders(recipe: Recipe, folder: Path, how: dict[str, Any], worker: str) -> list[str]:
     """Write what the workers read; returns the command that starts them."""
     save_recipe(recipe, folder / RECIPE_FILE)
-    (folder / HOW_FILE).write_text(json.dumps({**how, "front": os.getpid()}), encoding="utf-8")
+    (folder / HOW_FILE).write_text(json.dumps({**how, "front": os.getpid(), "cwd": os.getcwd()}), encoding="utf-8")
     return launch_command(recipe, worker, [str(folder)])
 
 
@@ -186,7 +186,10 @@ def check_devices(recipe: Recipe) -> None:
 def _environment(recipe: Recipe) -> dict[str, str]:
     """The launcher would give every process one thread, with a warning."""
     threads = str(max(1, cpu_cores() // (recipe.nproc or 1)))
-    return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **os.environ}
+    found = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **os.environ}
+    if "PYTHONPATH" in found:  # the processes start in another folder
+        found["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, found["PYTHONPATH"].split(os.pathsep)))
+    return found
 
 
 class _Launch:
@@ -205,6 +208,7 @@ class _Launch:
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
+                cwd=self._folder,  # accelerate puts its current folder on the path of modules: not the user's
                 env=self._environment,
                 start_new_session=True,  # a terminal's Ctrl-C reaches this process alone, which passes it on
             )

@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
 from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.planner.model_shapes import max_positions as max_positions
 from seqtile.planner.phases import causal_model as causal_model
 from seqtile.train import demo
+from seqtile.train.check_early import existing_model
 from seqtile.train.recipe import DEMO, Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from seqtile.models.report import Report
+
+logger = first_rank_logger(__name__)
 
 
 def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -36,21 +40,15 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         return model, tokenizer
     import transformers
 
-    path = _existing(recipe.model)
+    path = existing_model(recipe.model)
     config = _load("configuration", transformers.AutoConfig, path, recipe, **_revision(recipe))
     _scale_positions(config, recipe)
     check_positions(config, recipe)
     tokenizer = _load("tokenizer", transformers.AutoTokenizer, path, recipe, **_revision(recipe))
     if tokenizer.eos_token is None:
         raise UserError(f"the tokenizer of {recipe.model!r} has no end-of-text token; set one in its files first")
-    model = _load(
-        "weights",
-        transformers.AutoModelForCausalLM,
-        path,
-        recipe,
-        **{"config": config, "dtype": weights_dtype(recipe), **_attention(recipe), **recipe.model_kwargs},
-    )
-    return model, tokenizer
+    words = {"config": config, "dtype": weights_dtype(recipe), **_attention(recipe), **recipe.model_kwargs}
+    return _load_weights(path, recipe, **words), tokenizer
 
 
 def load_bare(recipe: Recipe) -> PreTrainedModel:
@@ -68,14 +66,14 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
 
     file = Path(recipe.model).expanduser()
     is_config = file.suffix == ".json" and file.is_file()
-    path = str(file) if is_config else _existing(recipe.model)
+    path = str(file) if is_config else existing_model(recipe.model)
     config = _load("configuration", transformers.AutoConfig, path, recipe)
     limit = max_positions(config)
     if limit is not None and recipe.max_length > limit:
         raise UserError(f"{recipe.max_length:,} tokens are beyond the {limit:,} positions of {recipe.model!r}")
     maker = transformers.AutoModelForCausalLM
     if not is_config and not (file.is_dir() and not _has_weights(file)):
-        return _load("weights", maker, path, recipe, config=config, dtype=weights_dtype(recipe))  # type: ignore[no-any-return]
+        return _load_weights(path, recipe, config=config, dtype=weights_dtype(recipe))
     torch.manual_seed(recipe.seed)
     dtype = weights_dtype(recipe)
     try:
@@ -157,7 +155,9 @@ def load_config(recipe: Recipe) -> Any:
     else:
         import transformers
 
-        config = _load("configuration", transformers.AutoConfig, _existing(recipe.model), recipe, **_revision(recipe))
+        config = _load(
+            "configuration", transformers.AutoConfig, existing_model(recipe.model), recipe, **_revision(recipe)
+        )
         _scale_positions(config, recipe)
     check_positions(config, recipe)
     return config
@@ -221,22 +221,6 @@ def _scale_positions(config: PretrainedConfig, recipe: Recipe) -> None:
     text.max_position_embeddings = int(original * factor)
 
 
-def _existing(model: str) -> str:
-    """The model's path, or its Hub id as it is."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(
-                f"model directory {model!r} has no config.json; give a directory written by save_pretrained"
-            )
-        return str(path)
-    if path.exists():
-        raise UserError(f"model {model!r} is a file; give the directory that holds its config.json")
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise UserError(f"model {model!r} does not exist; give a model directory or a Hub id")
-    return model
-
-
 def _revision(recipe: Recipe) -> dict[str, Any]:
     return {key: recipe.model_kwargs[key] for key in ("revision",) if key in recipe.model_kwargs}
 
@@ -244,9 +228,15 @@ def _revision(recipe: Recipe) -> dict[str, Any]:
 def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> Any:
     """``from_pretrained``, its many ways of saying no turned into one sentence."""
     from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
 
     try:
         return loader.from_pretrained(path, trust_remote_code=recipe.trust_remote_code, **kwargs)
+    except SafetensorError as error:
+        raise UserError(
+            f"cannot load the {what} of model {recipe.model!r}: a .safetensors file is damaged or cut off ({error}); "
+            "copy or download it again"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         # A value of a wrong type or size in config.json: the last line says which.
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -265,6 +255,44 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
             f"cannot load the {what} of model {recipe.model!r} ({reason}); give a model directory, "
             "or a Hub id and a network"
         ) from None
+
+
+def _load_weights(path: str, recipe: Recipe, **kwargs: Any) -> PreTrainedModel:
+    """The model, with every weight that its configuration asks for.
+
+    Raises:
+        UserError: files that are damaged, or weights that are missing or of other sizes; Transformers would train
+            random numbers in the place of missing ones.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # of which its table would say the same
+    try:
+        words = {"output_loading_info": True, "ignore_mismatched_sizes": True, **kwargs}
+        model, info = _load("weights", AutoModelForCausalLM, path, recipe, **words)
+    finally:
+        logging.set_verbosity(level)
+    mismatched, missing, unused = (sorted(info[f"{kind}_keys"]) for kind in ("mismatched", "missing", "unexpected"))
+    if mismatched and not kwargs.get("ignore_mismatched_sizes"):
+        name, there, asked = mismatched[0]
+        raise UserError(
+            f"the weights of model {recipe.model!r} do not match its configuration: {name} is {_sizes(there)} and "
+            f"should be {_sizes(asked)} ({len(mismatched)} such weights); use the config.json that they were saved with"
+        )
+    if missing:
+        raise UserError(
+            f"the weights of model {recipe.model!r} do not match its configuration: {missing[0]} is missing "
+            f"({len(missing)} such weights); use the config.json that they were saved with"
+        )
+    if unused:
+        logger.warning("%d weights of %r are not used, %s for example", len(unused), recipe.model, unused[0])
+    return model  # type: ignore[no-any-return]
+
+
+def _sizes(shape: Any) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _attention(recipe: Recipe) -> dict[str, Any]:

@@ -15,13 +15,16 @@ RUNS = Path("runs")
 
 WRITTEN = (
     "checkpoint-*", f"{SET_ASIDE}*", "report", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.json",
-    "*.jinja", "*.txt", "README.md", RECIPE_FILE,
+    "*.jinja", "*.txt", "README.md", "metrics.jsonl", RECIPE_FILE,
 )  # fmt: skip
 """What a run leaves in its directory, and so what ``--overwrite`` removes; the recipe, which allows it, at last."""
 
 MAY_CHANGE = (
     "output",
     "save_steps",
+    "eval_dataset",
+    "eval_split",
+    "eval_steps",
     "report",
     "compare",
     "steps",

@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
-
 from seqtile._errors import UserError
 from seqtile._log import process_rank
 from seqtile.train.recipe import Recipe
@@ -131,24 +129,6 @@ def check_same_recipe(accelerator: Any, recipe: Recipe) -> None:
 
 def _count(processes: int) -> str:
     return f"{processes} process" + ("es" if processes > 1 else "")
-
-
-class CheckModel(TrainerCallback):
-    """Look at the model that the engine made, before the first step."""
-
-    def __init__(self, trainer: Any, recipe: Recipe) -> None:
-        self._trainer, self._recipe = trainer, recipe
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Raises:
-        UserError: the model is not wrapped as the engine wraps it.
-        """
-        engine, wrapped = self._recipe.engine, self._trainer.model_wrapped
-        if engine != "single" and not is_wrapped_by(engine, wrapped):
-            raise UserError(
-                f"asked for engine {engine!r}, but the model that would be trained is a plain "
-                f"{type(wrapped).__name__}; nothing was trained: this is not an engine that seqtile set up"
-            )
 
 
 def is_wrapped_by(engine: str, model: Any) -> bool:

@@ -61,6 +61,9 @@ NAMED_TRAINER_KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation",
     "trust_remote_code": "trust_remote_code",
     "save_steps": "save_steps",
+    "eval_steps": "eval_steps",
+    "eval_strategy": "eval_dataset",
+    "do_eval": "eval_dataset",
     "resume_from_checkpoint": "--resume",
     "overwrite_output_dir": "--overwrite",
     "model_init_kwargs": "model_kwargs",
@@ -111,10 +114,10 @@ class LoraRecipe(CheckedModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    r: int = Field(16, ge=1, le=65536)
+    r: int = Field(16, ge=1, le=65536, description="rank")
     alpha: float | None = Field(None, gt=0, description="scale; twice the rank when not given")
-    dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: str | tuple[str, ...] = "all-linear"
+    dropout: float = Field(0.0, ge=0, lt=1, description="of the adapters' input")
+    target_modules: str | tuple[str, ...] = Field("all-linear", description="layers that get one")
 
 
 def _key_of(name: str) -> tuple[Any, Any]:
@@ -127,7 +130,7 @@ def _key_of(name: str) -> tuple[Any, Any]:
 _Keys = create_model(
     "Keys",
     __base__=CheckedModel,
-    tiled_mlp=(bool, True),
+    tiled_mlp=(bool, Field(True, description="tile at all")),
     **{name: _key_of(name) for name, how in WRITTEN.items() if how.recipe},  # type: ignore[call-overload]
 )
 
@@ -191,13 +194,16 @@ class Recipe(CheckedModel):
 
     model: str = DEMO
     dataset: str = DEMO
-    dataset_split: str = "train"
+    dataset_split: str = Field("train", description="split of a Hub dataset")
+    eval_dataset: str | None = None
+    eval_split: str = Field("test", description="split of a Hub dataset to evaluate on")
+    skip_bad_rows: bool = Field(False, description="leave rows out that nothing can be trained on, and count them")
     output: str | None = None
 
     max_length: int = Field(8192, ge=2)
     packing: bool | Literal["bfd", "bfd_split", "wrapped"] | None = None
     options: InstanceOf[TilingOptions]
-    activation_checkpointing: bool = True
+    activation_checkpointing: bool = Field(True, description="recompute the layers in backward")
     lora: LoraRecipe | None = None
     engine: Literal["single", "ddp", "fsdp2", "zero2", "zero3"] = "single"
     nproc: int | None = Field(None, ge=1, description="processes; None is one per accelerator")
@@ -206,16 +212,19 @@ class Recipe(CheckedModel):
     steps: int | None = Field(None, ge=1)
     epochs: float | None = Field(None, gt=0)
     batch_size: int = Field(1, ge=1)
-    gradient_accumulation: int = Field(1, ge=1)
+    gradient_accumulation: int = Field(1, ge=1, description="micro-batches of an optimiser step")
     learning_rate: float | None = Field(None, gt=0)
     seed: int = Field(0, ge=0)
     save_steps: int | None = Field(None, ge=1)
+    eval_steps: int | None = Field(None, ge=1, description="steps between evaluations; as save_steps, or 500")
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
-    rope_scaling: dict[str, Any] | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = Field(
+        None, description="of the weights; without it float32, of a frozen base on an accelerator bfloat16"
+    )
+    rope_scaling: dict[str, Any] | None = Field(None, description="such as {rope_type: yarn, factor: 4}")
     trust_remote_code: bool = False
-    model_kwargs: dict[str, Any] = Field(default_factory=dict)
-    trainer: dict[str, Any] = Field(default_factory=dict)
+    model_kwargs: dict[str, Any] = Field(default_factory=dict, description="other arguments of from_pretrained")
+    trainer: dict[str, Any] = Field(default_factory=dict, description="other arguments of TRL's SFTConfig")
 
     fit: bool | str | None = Field(
         None, description="choose what the length needs; 'memory:16GiB' for devices of that size; None: on accelerators"
@@ -223,7 +232,7 @@ class Recipe(CheckedModel):
     on_oom: Literal["stop", "retry"] = "stop"
 
     compare: bool | None = None
-    report: bool = True
+    report: bool = Field(True, description="write plots and numbers into OUTPUT/report")
 
     @model_validator(mode="before")
     @classmethod
@@ -352,6 +361,7 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
     """
     notes: list[str] = []
     merged: dict[str, Any] = {}
+    trainer = {**_section(file_values, "trainer"), **_section(flag_values, "trainer")}
     for values, place in ((file_values, "the recipe"), (flag_values, "the flags")):
         folded = _fold_peer_keys(dict(values), place, notes)
         if "tile" in folded and "tiled_mlp" not in folded and merged.get("tiled_mlp") is False:
@@ -361,6 +371,8 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
         if folded.get("tiled_mlp") is False:
             merged.pop("tile", None)
         merged.update(folded)
+    if trainer:
+        merged["trainer"] = trainer
     _refuse_unknown(merged, recipe_keys(), "")
     if isinstance(merged.get("lora"), Mapping):
         _refuse_unknown(merged["lora"], list(LoraRecipe.model_fields), "lora.")
@@ -384,6 +396,13 @@ def resolve(recipe: Recipe) -> Recipe:
     """
     if recipe.steps is not None and recipe.epochs is not None:
         raise UserError(f"got both steps {recipe.steps} and epochs {recipe.epochs:g}; keep one")
+    if recipe.eval_steps is not None and recipe.eval_dataset is None:
+        raise UserError(f"got eval_steps {recipe.eval_steps} but nothing to evaluate on; give --eval-dataset too")
+    if recipe.eval_steps and recipe.save_steps and recipe.eval_steps % recipe.save_steps:
+        raise UserError(
+            f"eval_steps {recipe.eval_steps} is no multiple of save_steps {recipe.save_steps}, so that the best step "
+            "may have no checkpoint; give a multiple, or drop save_steps"
+        )
     if recipe.compare and not recipe.tiled_mlp:
         raise UserError("compare needs something tiled, but the recipe says not to tile; keep one")
     if not recipe.activation_checkpointing and (recipe.options.checkpoint or recipe.options.offload):
@@ -470,6 +489,12 @@ def parse_lora(text: str) -> dict[str, Any]:
     if not pairs or not all(key.strip() and value.strip() for key, _, value in pairs):
         raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16,alpha=32,dropout=0.05'")
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section of one place; what is none is left to the schema to refuse."""
+    section = values.get(name)
+    return dict(section) if isinstance(section, Mapping) else {}
 
 
 def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dict[str, Any]:

@@ -51,12 +51,14 @@ def numbers(outcome: Outcome) -> dict[str, Any]:
         "engine": {key: getattr(outcome.recipe, key) for key in ("engine", "nproc", "sp_size")},
         "python": platform.python_version(),
         "versions": {name: package_version(name) for name in PACKAGES},
-        "tiling": None if outcome.tiling is None else str(outcome.tiling),
+        "tiling": None if outcome.tiling is None else f"{outcome.tiling}; {outcome.ran}",
+        "data": {name: asdict(summary) for name, summary in outcome.data.items()},
         "retries": list(outcome.retries),
         "steps": outcome.step,
         "step_seconds": outcome.step_seconds,
         "peak_allocated_bytes": outcome.peak_bytes,
         "losses": [{"step": step, "loss": loss} for step, loss in outcome.losses],
+        "best": None if outcome.best is None else {"step": outcome.best[0], "eval_loss": outcome.best[1]},
         "comparison": None if outcome.comparison is None else _comparison(outcome.comparison),
     }
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from seqtile.models.report import Report
     from seqtile.train.compare_untiled import Comparison
+    from seqtile.train.data_summary import DataSummary
+    from seqtile.train.metrics import Display
 
 logger = first_rank_logger(__name__)
 
@@ -39,6 +41,9 @@ class Outcome:
         stopped_by: the signal that ended the run early, or None.
         comparison: tiled against untiled on one batch, if the recipe asked for it.
         report: directory of plots and numbers, if the recipe asked for it.
+        data: what it was trained on, ``"train"``, and evaluated on, ``"eval"``, in numbers.
+        best: step and loss of the best evaluation of a checkpoint that is kept; None without evaluations.
+        ran: into how many tiles the blocks were cut at the lengths that ran.
         retries: what was gone on with after each out-of-memory.
     """
 
@@ -52,6 +57,9 @@ class Outcome:
     stopped_by: signal.Signals | None
     comparison: Comparison | None
     report: Path | None = None
+    data: Mapping[str, DataSummary] = field(default_factory=dict)
+    best: tuple[int, float] | None = None
+    ran: str = ""
     retries: tuple[dict[str, Any], ...] = ()
 
 
@@ -62,6 +70,7 @@ def train(
     resume_from: str | None = None,
     overwrite: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
+    display: Display | None = None,
     retries: Sequence[dict[str, Any]] = (),
 ) -> Outcome:
     """Train what ``recipe`` says and save it.
@@ -74,7 +83,8 @@ def train(
             have had without the interruption.
         resume_from: with ``resume``, the name of another checkpoint there, marked whole or not.
         overwrite: replace an earlier run in ``recipe.output``.
-        callbacks: for progress displays.
+        callbacks: the trainer's, beside the run's own.
+        display: shows what is being done, and the steps.
         retries: what the command in front has gone on with before, after an out-of-memory.
 
     Raises:
@@ -92,7 +102,7 @@ def train(
     done = list(retries)
     while True:
         try:
-            return _attempt(recipe, start, overwrite, callbacks, done)
+            return _attempt(recipe, start, overwrite, callbacks, done, display)
         except OutOfMemory as error:
             if error.retry is None or recipe.engine != "single":
                 raise
@@ -140,6 +150,7 @@ def _attempt(
     overwrite: bool,
     callbacks: Sequence[TrainerCallback],
     retries: Sequence[dict[str, Any]],
+    display: Display | None,
 ) -> Outcome:
     """One try, from ``start`` or from the beginning.
 
@@ -147,6 +158,7 @@ def _attempt(
         OutOfMemory: it was one too few; what is known of it, and what to go on with.
     """
     from seqtile.train.checkpoint_files import read_mark
+    from seqtile.train.metrics import Silent
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.output import clear_output
     from seqtile.train.ranks import check_engine, check_same_recipe, is_first
@@ -154,8 +166,9 @@ def _attempt(
     from seqtile.train.same_run import check_same_run, describe_run
 
     output = Path(str(recipe.output))
+    display = display or Silent()
     try:
-        trainer, tiling = _build(recipe, output)
+        trainer, tiling = _build(recipe, output, display)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -175,7 +188,7 @@ def _attempt(
             clear_output(output)
         output.mkdir(parents=True, exist_ok=True)
         save_recipe(recipe, output / RECIPE_FILE)
-    return _run(recipe, output, trainer, tiling, start, callbacks)
+    return _run(recipe, output, trainer, tiling, start, callbacks, display)
 
 
 def locate(recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool) -> tuple[Recipe, Path | None]:
@@ -212,56 +225,82 @@ def require_packages() -> None:
         raise UserError(f"seqtile train needs {', '.join(missing)}; install them with: pip install 'seqtile[train]'")
 
 
-def _build(recipe: Recipe, output: Path) -> tuple[Any, Report | None]:
+def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
     from seqtile.models.lm_loss.tiled_loss import find_causal_lm
     from seqtile.train.arguments import adapter_config, trainer_arguments
+    from seqtile.train.check_rows import check_rows
     from seqtile.train.data import check_ids, load_rows
     from seqtile.train.load import causal_model, load_model, tile, tile_head
     from seqtile.train.packing import check_packing
     from seqtile.train.ranks import prepare_on_cpu
 
     documents = False
-    rows = None
+    rows, left_out = None, dict[str, int]()
     if recipe.dataset != DEMO:
+        display.stage(f"reading {recipe.dataset}")
         text_field = recipe.trainer.get("dataset_text_field", "text")
-        rows, documents = load_rows(recipe.dataset, split=recipe.dataset_split, text_field=text_field)
-    arguments = trainer_arguments(recipe, output, documents=documents)
+        loaded = load_rows(recipe.dataset, split=recipe.dataset_split, text_field=text_field)
+        documents = loaded.documents
+        display.stage(f"checking {len(loaded.rows):,} rows")
+        rows, left_out = check_rows(loaded, recipe.dataset, text_field=text_field, skip=recipe.skip_bad_rows)
+    evaluated, not_evaluated = _evaluation_rows(recipe, display)
+    arguments = trainer_arguments(recipe, output, documents=documents, rows=0 if rows is None else len(rows))
+    display.stage(f"loading the weights of {recipe.model}")
     model, tokenizer = load_model(recipe)
     check_packing(model, arguments)
     if rows is None:
         rows = demo.load_rows(tokenizer, recipe.max_length)
     embeddings: Any = model.get_input_embeddings()
     check_ids(rows, embeddings.num_embeddings, recipe.dataset)
+    if evaluated is not None:
+        check_ids(evaluated, embeddings.num_embeddings, str(recipe.eval_dataset))
+    display.stage("tiling")
     tiling = tile(model, recipe)
     if recipe.loss_tile:
         find_causal_lm(model)  # before the trainer is built, which takes longer
     prepare_on_cpu(recipe)
-    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora, model))
+    display.stage(f"tokenising {len(rows):,} rows")
+    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora, model), evaluated,
+                       {"train": left_out, "eval": not_evaluated})  # fmt: skip
+    for name, summary in trainer.data.items():
+        logger.info("%s: %s", "data" if name == "train" else f"{name} data", summary)
     if recipe.loss_tile:
         tile_head(causal_model(trainer.model), recipe.loss_tile)
     return trainer, tiling
 
 
-def _trainer(model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: Any) -> Any:
+def _evaluation_rows(recipe: Recipe, display: Display) -> tuple[Any, dict[str, int]]:
+    """The rows to evaluate on, or None, and how many were left out."""
+    from seqtile.train.check_rows import check_rows
+    from seqtile.train.data import load_rows
+
+    if recipe.eval_dataset is None:
+        return None, {}
+    display.stage(f"reading {recipe.eval_dataset}")
+    text_field = recipe.trainer.get("dataset_text_field", "text")
+    loaded = load_rows(recipe.eval_dataset, split=recipe.eval_split, text_field=text_field)
+    return check_rows(loaded, recipe.eval_dataset, text_field=text_field, skip=recipe.skip_bad_rows)
+
+
+def _trainer(
+    model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: Any, evaluated: Any, left_out: Any
+) -> Any:
     from transformers.trainer_callback import PrinterCallback
 
     from seqtile.train.trainer import Trainer
 
     try:
         trainer = Trainer(
-            model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, peft_config=adapters
-        )
+            model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, peft_config=adapters,
+            eval_dataset=evaluated, left_out=left_out,
+        )  # fmt: skip
+    except UserError:
+        raise
     except (ValueError, TypeError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"the trainer refuses this model, dataset or recipe: {reason}") from error
     trainer.remove_callback(PrinterCallback)
-    prepared: Any = trainer.train_dataset
-    if len(prepared) == 0:
-        raise UserError(
-            "nothing is left to train on after tokenising and cutting to max_length; "
-            "give longer rows or a larger --max-length"
-        )
     return trainer
 
 
@@ -288,18 +327,22 @@ def _run(
     tiling: Report | None,
     checkpoint: Path | None,
     callbacks: Sequence[TrainerCallback],
+    display: Display,
 ) -> Outcome:
-    from seqtile.train.callbacks import CheckFirstStep, Clock, StopOnSignal
+    from seqtile.models.runs import what_ran
+    from seqtile.train.callbacks import CheckFirstStep, CheckModel, Clock, StopOnSignal
+    from seqtile.train.metrics import Metrics
     from seqtile.train.out_of_memory import is_out_of_memory
-    from seqtile.train.ranks import CheckModel, is_first
+    from seqtile.train.ranks import is_first
     from seqtile.train.result_report import write_report
     from seqtile.train.retry import Step
 
     stop, clock = StopOnSignal(), Clock()
     checks = [CheckModel(trainer, recipe), *([CheckFirstStep()] if tiling else [])]
-    for callback in (*checks, clock, *callbacks, stop):
+    for callback in (*checks, clock, Metrics(output, display), *callbacks, stop):
         trainer.add_callback(callback)
     trainer.step = Step(trainer, recipe, tiling, output)
+    display.stage("preparing the first step")
     failed: Exception | None = None
     with stop.listening():
         try:
@@ -312,8 +355,12 @@ def _run(
     if failed is not None:
         raise trainer.step.end(failed)
     recipe, tiling = trainer.step.recipe, trainer.step.tiling
+    ran = str(what_ran(trainer.model))  # before a comparison runs other tiles
     if stop.received is None:
+        display.stage("saving the model")
         trainer.save_result(output)
+        if recipe.compare:
+            display.stage("comparing one step tiled and untiled")
     outcome = Outcome(
         recipe=recipe,
         output=output if stop.received is None else output / f"checkpoint-{trainer.state.global_step}",
@@ -324,6 +371,9 @@ def _run(
         peak_bytes=None if accelerator() is None else peak_bytes(),
         stopped_by=stop.received,
         comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
+        data=trainer.data,
+        best=_best(trainer),
+        ran=ran,
         retries=tuple(trainer.run["retries"]),
     )
     if not recipe.report or not is_first() or outcome.stopped_by is not None:
@@ -331,9 +381,13 @@ def _run(
     return replace(outcome, report=write_report(outcome, output / "report"))
 
 
+def _best(trainer: Any) -> tuple[int, float] | None:
+    state = trainer.state
+    return None if state.best_metric is None else (int(state.best_global_step), float(state.best_metric))
+
+
 def _compare(recipe: Recipe, trainer: Any) -> Comparison:
     from seqtile.train.compare_untiled import compare
 
-    logger.info("comparing one step tiled and untiled")
     batch = next(iter(trainer.get_train_dataloader()))
     return compare(trainer.model, {**batch, "fused_lm_head": True}, recipe)

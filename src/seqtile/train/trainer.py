@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from trl import SFTTrainer  # type: ignore[attr-defined]
 
-from seqtile._errors import RunError
+from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
+from seqtile.models.runs import what_ran
 from seqtile.train.checkpoint_files import MARK, RESULT, Mark, newest_whole, rotate, set_aside, write_mark
+from seqtile.train.data_summary import DataSummary, summarise
+from seqtile.train.model_card import write_card
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from seqtile.train.retry import Step
 
 logger = first_rank_logger(__name__)
@@ -33,9 +39,16 @@ class Trainer(SFTTrainer):
         all_done: the checkpoint to continue from has every step; load it and train none.
         step: says where the steps are, and does one again that was out of memory; None leaves that to nobody.
         running_tokens: tokens of the micro-batch that was begun last, on this rank.
+        data: what each data set is, ``"train"`` and ``"eval"``, in numbers.
+
+    Args:
+        left_out: rows of each data set that were left out before, by reason.
+        *args, **kwargs: as for ``SFTTrainer``.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, left_out: Mapping[str, Mapping[str, int]] | None = None, **kwargs: Any) -> None:
+        self.data: dict[str, DataSummary] = {}
+        self._left_out = left_out or {}
         super().__init__(*args, **kwargs)
         self.run: dict[str, Any] = {}
         self.all_done = False
@@ -50,6 +63,33 @@ class Trainer(SFTTrainer):
         self._norm: Any = None
         self.add_callback(_Checks(self))
 
+    def _prepare_dataset(  # type: ignore[no-untyped-def]
+        self, dataset, processing_class, args, packing, formatting_func, dataset_name
+    ) -> Any:
+        """TRL's own, in two goes: the first tokenises, the second cuts and packs what it finds tokenised."""
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        prepare = super()._prepare_dataset
+        tokenised = prepare(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        prepared = prepare(tokenised, processing_class, args, packing, None, dataset_name)
+        summary = self.data[dataset_name] = summarise(
+            tokenised, prepared, args.max_length, args.packing_strategy if packing else None,
+            self._left_out.get(dataset_name, {}),
+        )  # fmt: skip
+        if not summary.trained:
+            raise UserError(
+                f"no token of the {dataset_name} data counts in the loss ({summary}); give rows with more text, rows "
+                "whose labels are not all masked, or a larger --max-length"
+            )
+        return prepared
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Called by TRL at each checkpoint, and at the end."""
+        if self.step is not None and self.is_world_process_zero():
+            tiling, model = self.step.tiling, cast("torch.nn.Module", self.model)
+            told = "none" if tiling is None else f"{tiling}; {what_ran(model)}"
+            write_card(Path(str(self.args.output_dir)), self.step.recipe, self.state, self.data, told)
+
     def train_all(self, checkpoint: Path | None) -> None:
         """Train, from ``checkpoint`` on if there is one."""
         self.loaded = checkpoint is not None
@@ -62,6 +102,7 @@ class Trainer(SFTTrainer):
         if self.args.should_save:
             (output / MARK).unlink(missing_ok=True)
         self.save_model(str(output))
+        self.create_model_card()  # over PEFT's, which knows the adapters alone
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             write_mark(output, Mark(step=self.state.global_step), only=RESULT)

@@ -90,11 +90,10 @@ def check_rank(recipe: Recipe) -> VerifyResult:
 
 
 def refuse_whole(result: VerifyResult, recipe: Recipe) -> None:
-    """Raise where every block ran in one tile."""
+    """Raise where no block was cut."""
     if not result.cut:
         raise UserError(
-            f"tile {recipe.options.tile!r} leaves {recipe.max_length:,} tokens in one tile, "
-            "so there is nothing to verify; give more --tokens or a smaller --tile"
+            f"there is nothing to verify: the blocks were {result.ran}; give more --tokens or a smaller --tile"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._errors import UserError
+from seqtile._errors import UserError, expect_module
 from seqtile.models.apply import applied
 from seqtile.models.discover.candidates import find_blocks
 from seqtile.options import Only
@@ -51,7 +51,8 @@ def verify(
         seed: of the random state that every run starts from.
 
     Returns:
-        A :class:`VerifyResult`; a wrong gradient is a result with ``ok=False``, not an exception.
+        A :class:`VerifyResult`; a wrong gradient is a result with ``ok=False``, not an exception, and so is a batch
+        that no block was cut for.
 
     Cost:
         Two or three forwards and backwards, with dropout two more, of which the last keeps every intermediate of the
@@ -62,6 +63,12 @@ def verify(
     """
     if reference not in ("fp32", None):
         raise UserError(f"reference={reference!r} is not a reference; use 'fp32' or None")
+    expect_module(model, "verify")
+    if isinstance(batch, str) or not isinstance(batch, Mapping | Sequence | Tensor):
+        raise UserError(
+            f"verify got a batch of type {type(batch).__name__}, expected what the model is called with: a mapping "
+            "such as {'input_ids': ids}, a sequence of arguments, or a tensor"
+        )
     refuse_what_cannot_be_compared(model)
     notes: list[str] = []
     with kept(model, seed), without_tiling(model) as standing:
@@ -127,7 +134,7 @@ def judged(
     dropped = _with_dropout(dropping, differences, dtypes, notes)
     worst = max((*differences, *(one for one in dropped if severity(one) > 1)), key=severity)
     return VerifyResult(
-        ok=severity(worst) <= 1,
+        ok=severity(worst) <= 1 and (tiled.ran.cut > 0 or not tiled.ran.blocks),
         worst=worst,
         untiled=untiled.run(sizes),
         tiled=tiled.run(sizes),
@@ -135,7 +142,7 @@ def judged(
         parameters=tuple(differences),
         with_dropout=tuple(dropped),
         blocks=blocks,
-        cut=_was_cut(untiled, tiled, sizes),
+        ran=tiled.ran,
         reference=precision,
         notes=tuple(notes),
     )
@@ -194,19 +201,14 @@ def _size(dtype: torch.dtype) -> int:
     return dtype.itemsize if dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) else 8
 
 
-def _was_cut(untiled: Measured, tiled: Measured, sizes: BlockSizes) -> bool:
-    """Whether a block of the tiled run ran in more than one tile."""
-    return not sizes.rows(tiled.products) <= sizes.rows(untiled.products)
-
-
 def _notes(untiled: Measured, tiled: Measured, sizes: BlockSizes) -> list[str]:
     notes = []
     if untiled.drew_random_numbers:
         notes.append(
             "the model draws random numbers even with dropout off: tiles may draw others, and there is no truth"
         )
-    if not _was_cut(untiled, tiled, sizes):
-        notes.append("this batch ran in one tile, so nothing was tested: give tile= fewer tokens or a longer batch")
+    if tiled.ran.blocks and not tiled.ran.cut:
+        notes.append(f"nothing was tested: the blocks were {tiled.ran}; give fewer tokens per tile, or a longer batch")
     if clash := sizes.clash(untiled.tokens):
         notes.append(f"units per block are not given: {clash}")
     return notes

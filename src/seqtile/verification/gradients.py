@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from seqtile._compat import is_in_zero12
-from seqtile._errors import UserError
+from seqtile._errors import UserError, expect_module
 from seqtile._log import first_rank_logger
 from seqtile.models.instance import Installed
 from seqtile.models.layer import TiledLayer
@@ -38,6 +38,7 @@ def check_gradients(model: nn.Module) -> list[str]:
         UserError: nothing is tiled; or DeepSpeed holds the gradients, where a missing one reads as zeros
             (``seqtile verify --engine`` compares them there).
     """
+    expect_module(model, "check_gradients")
     inside = {id(weight) for weight in _weights_in_tiles(model)}
     if not inside:
         raise UserError(f"{type(model).__name__} has no tiled block with weights; call seqtile.apply first")

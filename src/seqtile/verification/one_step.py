@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
-from seqtile.counting import Product, Products, count_live_bytes, count_products
+from seqtile.counting import Product, count_live_bytes, count_products
 from seqtile.devices import synchronize
 from seqtile.models.discover.candidates import Candidate
 from seqtile.models.discover.widths import linear_widths
 from seqtile.models.instance import Installed
+from seqtile.models.runs import forget_runs, what_ran
 from seqtile.verification.result import Run
 from seqtile.verification.state import without_dropout
 
@@ -40,6 +40,7 @@ class Measured:
             host, None where a parameter that trains got none.
         tokens: batch times length.
         products, live: what was counted.
+        ran: into how many tiles the blocks were cut.
         dropouts: how many dropouts the model has; they are off for the run unless ``dropout`` is True.
         drew_random_numbers: whether the random state moved all the same.
     """
@@ -60,12 +61,14 @@ class Measured:
         random_state = _random_state(device)
         synchronize(device)
         started = time.perf_counter()
+        forget_runs(model)
         with without_dropout(model, off=not dropout) as self.dropouts:
             with count_products() as self.products, count_live_bytes(device) as self.live:
                 loss = _loss_of(model, inputs) if loss_fn is None else _scalar(loss_fn(model, inputs), "loss_fn")
                 loss.backward() if engine is None else engine.backward(loss)
                 synchronize(device)
         self.seconds = time.perf_counter() - started
+        self.ran = what_ran(model)
         self.loss = float(loss.detach())
         self.drew_random_numbers = any(
             not before.equal(after) for before, after in zip(random_state, _random_state(device), strict=True)
@@ -124,15 +127,6 @@ class BlockSizes:
             if self.match(Product("mm", tokens, rows, columns, 1)):
                 return f"a {rows:,} x {columns:,} weight elsewhere, over {tokens:,} tokens, multiplies the same sizes"
         return ""
-
-    def rows(self, products: Products) -> set[int]:
-        """How many rows the products of the blocks had."""
-        return {
-            product.m * product.n * product.k // math.prod(pair)
-            for product in products.records
-            for pair in self.pairs
-            if product.has(*pair)
-        }
 
 
 def tiled_of(model: nn.Module, candidates: Sequence[Candidate]) -> list[Candidate]:

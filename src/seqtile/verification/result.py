@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from seqtile._sentences import PrintsAsSentence
+from seqtile.models.runs import Runs
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -71,12 +74,12 @@ class Run:
     seconds: float
 
 
-@dataclass(frozen=True)
-class VerifyResult:
+@dataclass(frozen=True, repr=False)
+class VerifyResult(PrintsAsSentence):
     """What :func:`verify` found; ``str(result)`` is one line.
 
     Attributes:
-        ok: every gradient and the loss are within what is allowed.
+        ok: every gradient and the loss are within what is allowed, and the blocks were cut.
         worst: the parameter (or the loss) that is nearest to, or furthest beyond, what is allowed.
         untiled: the untiled run.
         tiled: the tiled run.
@@ -84,7 +87,7 @@ class VerifyResult:
         parameters: differences of every parameter that trains, and of the loss.
         with_dropout: the same with dropout on, against plain tiles; empty where there is no dropout.
         blocks: how many blocks were tiled.
-        cut: whether one of them ran in more than one tile; without, nothing was tested.
+        ran: into how many tiles the batch cut them; into one, nothing was tested.
         reference: dtype of the truth, or None.
         notes: what the numbers do not show.
     """
@@ -97,7 +100,7 @@ class VerifyResult:
     parameters: tuple[Difference, ...]
     with_dropout: tuple[Difference, ...]
     blocks: int
-    cut: bool
+    ran: Runs
     reference: str | None
     notes: tuple[str, ...]
 
@@ -107,9 +110,16 @@ class VerifyResult:
         differences = {name: [asdict(one) for one in several] for name, several in lists.items()}
         return {**asdict(self), **differences, "notes": list(self.notes)}
 
+    @property
+    def cut(self) -> bool:
+        """Whether a block ran in more than one tile."""
+        return self.ran.cut > 0
+
     def __str__(self) -> str:
         worst, a, b = self.worst, self.untiled, self.tiled
-        if self.ok:
+        if not self.ok and worst.score <= 1 and not worst.problem:
+            verdict = "NOT VERIFIED"
+        elif self.ok:
             verdict = f"same gradients (largest relative difference {max(one.l2 for one in self.parameters):.1e})"
         else:
             verdict = f"GRADIENTS DIFFER: {worst.name}: {worst.what()}"

@@ -295,7 +295,7 @@ def find_for(model: nn.Module, heads: Heads | None) -> tuple[list[Attention], li
     """What :func:`install_heads` is to change; nothing without ``heads``.
 
     Raises:
-        UserError: no attention of the model is of the known form.
+        UserError: no attention of the model is of the known form, or none has so many key-value heads.
     """
     if heads is None:
         return [], []
@@ -307,6 +307,12 @@ def find_for(model: nn.Module, heads: Heads | None) -> tuple[list[Attention], li
         raise UserError(
             f"heads={heads!r} finds no attention in {type(model).__name__} that runs on some of its heads: {seen}; "
             "leave heads out"
+        )
+    most = max(one.shape.groups for one in found)
+    if isinstance(heads, int) and heads > most:
+        raise UserError(
+            f"heads={heads} is more than the {most} key-value heads of {type(model).__name__}; give at most {most}, or "
+            "leave heads out to run them all at once"
         )
     return found, left
 

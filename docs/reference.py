@@ -1,0 +1,111 @@
+"""Writes ``docs/reference.md``: every key of a recipe and every flag, from the schema and the command line itself.
+
+``python docs/reference.py`` after a key or a flag has changed; a test compares.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from seqtile.cli import build_app
+from seqtile.options import WRITTEN
+from seqtile.train.recipe import NAMED_MODEL_KEYS, NAMED_TRAINER_KEYS, LoraRecipe, OptionKeys, Recipe
+
+PAGE = Path(__file__).with_name("reference.md")
+
+HEAD = """# Recipe keys and flags
+
+Written by `python docs/reference.py` from the schema and the command line, and compared with them by a test.
+
+A recipe is a YAML file of `key: value` lines, given with `seqtile train --recipe FILE`; flags win over it. `trainer:`
+passes any other argument to TRL's `SFTConfig`, `model_kwargs:` to `from_pretrained`. Flags take `-` and `_` alike.
+
+## Keys of a recipe
+
+The other names are those of TRL and Transformers, and of axolotl and ms-swift for tiling. A recipe that uses one is
+told the name here; those for tiling are understood.
+"""
+
+PEERS = {"tiled_mlp": ["use_tiled_mlp"], "tile": ["tiled_mlp_num_shards"]}
+"""Names of other trainers that are understood."""
+
+
+def page() -> str:
+    """The whole page."""
+    root: Any = typer.main.get_command(build_app())
+    parts = [HEAD, *_keys(root.commands["train"]), "", "## Keys of `lora`", "", *_table(LoraRecipe, {})]
+    for name, command in _commands("seqtile", root):
+        parts += ["", f"## {name}", "", command.help.split("\n\n")[0].replace("\n", " "), ""]
+        parts += ["| flag | takes | default | |", "|---|---|---|---|"]
+        for one in command.params:
+            if "--help" not in one.opts:
+                flags = ", ".join(f"`{flag}`" for flag in (*one.opts, *one.secondary_opts))
+                takes = one.metavar or ("" if one.is_flag else _type(one.type_descriptor.annotation))
+                parts.append(f"| {flags} | {takes} | {_default(one)} | {_cell(one.help or '')} |")
+    return "\n".join(parts) + "\n"
+
+
+def _keys(train: Any) -> Iterator[str]:
+    flags = {one.name: one for one in train.params}
+    yield from _table(Recipe, flags)
+    yield ""
+    yield "## Keys for tiling"
+    yield ""
+    yield from _table(OptionKeys, flags)
+
+
+def _table(schema: Any, flags: dict[str, Any]) -> Iterator[str]:
+    yield "| key | type | default | other names | |"
+    yield "|---|---|---|---|---|"
+    named = {**NAMED_TRAINER_KEYS, **NAMED_MODEL_KEYS}
+    for key, field in schema.model_fields.items():
+        if key == "options":
+            continue
+        others = [f"`{name}`" for name, ours in named.items() if ours == key and name != key]
+        others += [f"`{name}`" for name in PEERS.get(key, [])]
+        default = field.get_default(call_default_factory=True)
+        words = field.description or (WRITTEN[key].help if key in WRITTEN else getattr(flags.get(key), "help", ""))
+        shown = "" if default is None else f"`{default}`"
+        yield f"| `{key}` | {_type(field.annotation)} | {shown} | {', '.join(others)} | {_cell(words or '')} |"
+
+
+def _type(annotation: Any) -> str:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+        return ", ".join(map(_type, parts))
+    if typing.get_origin(annotation) is typing.Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
+    if typing.get_origin(annotation) is dict:
+        return "keys and values"
+    if typing.get_origin(annotation) in (list, tuple):
+        return "a list"
+    words = {str: "text", bool: "true or false", int: "whole number", float: "number", LoraRecipe: "keys below"}
+    return words.get(annotation, str(annotation))
+
+
+def _default(one: Any) -> str:
+    if one.required:
+        return "required"
+    return "" if one.default in (None, "", False) else f"`{one.default}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    if not hasattr(command, "commands"):
+        yield name, command
+        return
+    for child, one in command.commands.items():
+        yield from _commands(f"{name} {child}", one)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

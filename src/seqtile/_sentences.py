@@ -1,0 +1,16 @@
+"""Results that show themselves as their sentence."""
+
+from __future__ import annotations
+
+import html
+
+
+class PrintsAsSentence:
+    """Base of results: ``str(result)`` is what a prompt, a failed assertion and a notebook show, in place of fields."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: one line for each part of the sentence."""
+        return f"<p>{'<br>'.join(html.escape(part) for part in str(self).split('; '))}</p>"

@@ -1,0 +1,58 @@
+"""What the tiled blocks did at the lengths that ran, in the same words wherever it is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from seqtile.models.instance import installed_forwards
+from seqtile.models.norms_and_projections import TiledRows
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The calls since :func:`forget_runs`; ``str(runs)`` is one phrase.
+
+    Attributes:
+        blocks: tiled blocks.
+        cut: those of them that ran in more than one tile.
+        tiles: the most tiles of a call.
+        tokens: the most tokens of a call, batch times length on this rank.
+        rule: the tile rule of the blocks, as it was given.
+    """
+
+    blocks: int
+    cut: int
+    tiles: int
+    tokens: int
+    rule: str
+
+    def __str__(self) -> str:
+        if not self.cut:
+            longest = f"at most {self.tokens:,} tokens ran, " if self.tokens else ""
+            return f"left untiled: no sequence reached a second tile ({longest}tile {self.rule})"
+        some = "" if self.cut == self.blocks else f"{self.cut} of {self.blocks} blocks "
+        return f"{some}ran in up to {self.tiles:,} tiles of {self.tokens:,} tokens"
+
+
+def forget_runs(model: nn.Module) -> None:
+    """Count from here on."""
+    for one in installed_forwards(model):
+        one.most_tiles = one.most_tokens = 0
+
+
+def what_ran(model: nn.Module) -> Runs:
+    """The calls of the model's tiled blocks, of those that ran outside of compiled code."""
+    tiles: dict[str, int] = {}
+    rules: dict[str, None] = {}
+    tokens = 0
+    for one in installed_forwards(model):
+        if not isinstance(one, TiledRows):
+            name = one.setting.name
+            tiles[name] = max(one.most_tiles, tiles.get(name, 0))
+            tokens = max(tokens, one.most_tokens)
+            rules[str(one.setting.rule)] = None
+    return Runs(
+        len(tiles), sum(n > 1 for n in tiles.values()), max(tiles.values(), default=0), tokens, ", ".join(rules)
+    )

@@ -1,0 +1,124 @@
+"""What can be refused within a second: looked at before torch, transformers and datasets are imported."""
+
+from __future__ import annotations
+
+import os
+import socket
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from seqtile._errors import UserError
+from seqtile.train.data import check_path
+from seqtile.train.recipe import DEMO, Recipe
+
+TRACKERS = {
+    "azure_ml": ("azureml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",), "comet_ml": ("comet_ml",),
+    "dagshub": ("dagshub",), "dvclive": ("dvclive",), "flyte": ("flytekit",), "kubeflow": (), "mlflow": ("mlflow",),
+    "neptune": ("neptune",), "swanlab": ("swanlab",), "tensorboard": ("tensorboard", "tensorboardX"),
+    "trackio": ("trackio",), "wandb": ("wandb",),
+}  # fmt: skip
+"""The trackers that Transformers reports to, and the packages of which one has to be there."""
+
+CONNECT_SECONDS = 2.0
+"""How long a connection to the Hub may take; a machine without a network mostly says so at once."""
+
+
+def check_early(recipe: Recipe) -> None:
+    """Refuse names that lead nowhere and trackers that are not installed.
+
+    Raises:
+        UserError: the model, the dataset or a tracker is not there.
+    """
+    check_trackers(recipe.trainer.get("report_to", "none"))
+    for dataset in (recipe.dataset, recipe.eval_dataset):
+        if dataset is not None and dataset != DEMO:
+            check_path(dataset)
+            if not Path(dataset).expanduser().exists():
+                check_hub_name(dataset, "dataset")
+    check_model(recipe.model)
+
+
+def check_model(model: str) -> None:
+    """Refuse the name of a model that leads nowhere.
+
+    Raises:
+        UserError: no directory of a model, and no Hub id within reach.
+    """
+    if model != DEMO and not Path(existing_model(model)).is_dir():
+        check_hub_name(model, "model")
+
+
+def existing_model(model: str) -> str:
+    """The model's path, or its Hub id as it is.
+
+    Raises:
+        UserError: a directory without a model, a file, or a path to nothing.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"model directory {model!r} has no config.json; give a directory written by save_pretrained"
+            )
+        return str(path)
+    if path.exists():
+        raise UserError(f"model {model!r} is a file; give the directory that holds its config.json")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise UserError(f"model {model!r} does not exist; give a model directory or a Hub id")
+    return model
+
+
+def check_trackers(report_to: str | list[str]) -> None:
+    """Refuse a tracker that Transformers does not know, or whose package is missing.
+
+    Raises:
+        UserError: with the package to install.
+    """
+    for name in [report_to] if isinstance(report_to, str) else report_to:
+        if name in ("none", "all"):
+            continue
+        if name not in TRACKERS:
+            raise UserError(f"report_to {name!r} is not a tracker; use none, all, or some of {', '.join(TRACKERS)}")
+        packages = TRACKERS[name]
+        if packages and not any(find_spec(package) for package in packages):
+            raise UserError(f"report_to {name!r} needs {packages[0]}; install it with: pip install {packages[0]}")
+
+
+def check_hub_name(name: str, kind: str) -> None:
+    """Refuse a Hub id that is neither in the cache nor within reach, before the libraries try it many times over.
+
+    Args:
+        name: the id.
+        kind: ``"model"`` or ``"dataset"``.
+
+    Raises:
+        UserError: it is in no cache, and the Hub is not to be reached, or not to be asked.
+    """
+    from huggingface_hub import constants
+
+    cached = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"
+    # datasets keeps what it has prepared, which it also takes without a network.
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
+    if cached.is_dir() or (kind == "dataset" and (prepared / name.replace("/", "___")).is_dir()):
+        return
+    what = f"{kind} {name!r} is neither a local path nor in the Hub's cache on this machine, and"
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"{what} HF_HUB_OFFLINE is set; check the spelling, or unset it")
+    if not can_connect(constants.ENDPOINT):
+        raise UserError(f"{what} {constants.ENDPOINT} cannot be reached; check the spelling, or the network")
+
+
+def can_connect(address: str) -> bool:
+    """Whether the server of a URL, or the proxy that is set for it, takes a connection."""
+    url = urlsplit(address)
+    proxy = urllib.request.getproxies().get(url.scheme)
+    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    port = url.port or (80 if url.scheme == "http" else 443)
+    try:
+        socket.create_connection((url.hostname or "", port), CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True

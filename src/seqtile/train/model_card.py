@@ -1,0 +1,71 @@
+"""The README beside a trained model: what it was made of, on what, how, and with which versions."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seqtile.devices import package_version
+from seqtile.train.recipe import DEMO, Recipe
+
+if TYPE_CHECKING:
+    from seqtile.train.data_summary import DataSummary
+
+TEMPLATE = Path(__file__).with_suffix(".md")
+PACKAGES = ("seqtile", "torch", "transformers", "trl", "accelerate", "datasets", "peft")
+
+
+def write_card(folder: Path, recipe: Recipe, state: Any, data: Mapping[str, DataSummary], tiling: str) -> None:
+    """Write ``README.md`` into ``folder`` through huggingface_hub's cards.
+
+    Args:
+        folder: of the model.
+        recipe: that trained it.
+        state: the trainer's, after its last step.
+        data: what it was trained and evaluated on.
+        tiling: what was tiled, in words.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    on_hub = {what: _is_on_hub(what) for what in (recipe.model, recipe.dataset)}
+    card = ModelCard.from_template(
+        ModelCardData(
+            library_name="transformers" if recipe.lora is None else "peft",
+            base_model=recipe.model if on_hub[recipe.model] else None,
+            datasets=recipe.dataset if on_hub[recipe.dataset] else None,
+            pipeline_tag="text-generation",
+            tags=["trl", "sft", "seqtile"],
+        ),
+        template_path=str(TEMPLATE),
+        model_name=folder.name,
+        kind="Weights of" if recipe.lora is None else f"LoRA adapters of rank {recipe.lora.r} for",
+        base=_named(recipe.model, "", on_hub),
+        dataset=_named(recipe.dataset, "datasets/", on_hub),
+        data=data,
+        steps=state.global_step,
+        rows=recipe.batch_size * recipe.gradient_accumulation * (recipe.nproc or 1) // recipe.sp_size,
+        max_length=recipe.max_length,
+        learning_rate=recipe.learning_rate,
+        seed=recipe.seed,
+        engine=recipe.engine if recipe.engine == "single" else f"{recipe.engine}, {recipe.nproc} processes",
+        tiling=tiling,
+        loss=next((log["loss"] for log in reversed(state.log_history) if "loss" in log), None),
+        best=None if state.best_metric is None else (state.best_global_step, state.best_metric),
+        versions={
+            **{name: version for name in PACKAGES if (version := package_version(name))},
+            "python": platform.python_version(),
+        },
+    )
+    card.save(folder / "README.md")
+
+
+def _is_on_hub(name: str) -> bool:
+    return name != DEMO and not Path(name).expanduser().exists()
+
+
+def _named(name: str, kind: str, on_hub: Mapping[str, bool]) -> str:
+    if name == DEMO:
+        return "the embedded demo"
+    return f"[{name}](https://huggingface.co/{kind}{name})" if on_hub[name] else f"`{name}`"

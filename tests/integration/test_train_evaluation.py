@@ -1,0 +1,116 @@
+"""Evaluation during training: tiled, shown, and the best checkpoint kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import tiny_run
+from seqtile.cli import main
+from seqtile.models.runs import forget_runs, what_ran
+from seqtile.train.recipe import build_recipe
+from seqtile.train.run import train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluation")
+    tiny_run.save_model(folder / "model")
+    tiny_run.write_jsonl(folder / "rows.jsonl", tiny_run.text_rows())
+    tiny_run.write_jsonl(folder / "other.jsonl", [*tiny_run.text_rows(3), {"text": ""}])
+    return folder
+
+
+class Watch(TrainerCallback):
+    """What the tiles did in an evaluation, and the loss of the same rows untiled."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        forget_runs(model)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.ran.append(str(what_ran(model)))
+
+
+def flags(folder: Path, output: Path, *more: str) -> list[str]:
+    return ["train", "--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--output", str(output),
+            "--max-length", "64", "--tile", "16", *more]  # fmt: skip
+
+
+def test_evaluation_is_tiled_and_the_best_checkpoint_stays(folder: Path, tmp_path: Path) -> None:
+    values = {
+        "model": str(folder / "model"), "dataset": str(folder / "rows.jsonl"), "output": str(tmp_path / "out"),
+        "eval_dataset": str(folder / "other.jsonl"), "eval_steps": 1, "skip_bad_rows": True, "steps": 5, "tile": 16,
+        "max_length": 64, "trainer": {"lr_scheduler_type": "constant", "warmup_steps": 0},
+        # Of so large a step the first is the best.
+        "learning_rate": 0.5,
+    }  # fmt: skip
+    watch = Watch()
+    outcome = train(build_recipe(values, {})[0], callbacks=[watch])
+    assert watch.ran == ["ran in up to 4 tiles of 64 tokens"] * 5
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = {one["step"]: one["eval_loss"] for one in records if "eval_loss" in one}
+    best = min(losses, key=lambda step: losses[step])
+    assert outcome.best == (best, losses[best]) and best < 4
+    kept = {path.name for path in (tmp_path / "out").glob("checkpoint-*")}
+    assert kept == {f"checkpoint-{best}", "checkpoint-4", "checkpoint-5"}
+    assert outcome.data["eval"].rows == 3 and outcome.data["eval"].left_out == {"'text' is empty": 1}
+    untiled = train(
+        build_recipe({**values, "output": str(tmp_path / "plain"), "tiled_mlp": False, "tile": None}, {})[0]
+    )
+    assert untiled.best is not None and untiled.best[0] == best
+    torch.testing.assert_close(untiled.best[1], outcome.best[1], rtol=1e-4, atol=0)
+
+
+def test_everyday_flags_reach_the_trainer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    from seqtile.train.trainer import Trainer
+
+    seen: list[Any] = []
+
+    class Seen(Exception):
+        pass
+
+    def stop(trainer: Any, _: Any) -> None:
+        seen.append(trainer.args)
+        raise Seen
+
+    monkeypatch.setattr(Trainer, "train_all", stop)
+    more = ["--batch-size", "2", "--epochs", "3", "--save-steps", "7", "--packing", "wrapped", "--warmup-steps", "0.25",
+            "--lr-scheduler-type", "cosine", "--eval-dataset", str(folder / "rows.jsonl"), "--eval-steps", "14",
+            "--report-to", "none"]  # fmt: skip
+    with pytest.raises(Seen):
+        main(flags(folder, tmp_path / "out", *more))
+    (args,) = seen
+    assert (args.per_device_train_batch_size, args.num_train_epochs, args.save_steps, args.eval_steps) == (2, 3, 7, 14)
+    assert args.packing and args.packing_strategy == "wrapped" and args.per_device_eval_batch_size == 2
+    assert args.get_warmup_steps(100) == 25 and str(args.lr_scheduler_type.value) == "cosine" and not args.report_to
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--eval-steps", "5"], "nothing to evaluate on; give --eval-dataset too"),
+        (["--eval-dataset", "missing.jsonl"], "dataset 'missing.jsonl' does not exist"),
+        (["--eval-dataset", "{rows}", "--eval-steps", "5", "--save-steps", "2"], "no multiple of save_steps 2"),
+        (["--packing", "some"], "packing"),
+        (["--report-to", "none,wandbb"], "'wandbb' is not a tracker"),
+        (["--lr-scheduler-type", "sideways"], "fix 'trainer:'"),
+        (["--batch-size", "0"], "batch_size"),
+    ],
+)
+def test_bad_flags(
+    folder: Path, tmp_path: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [word.format(rows=folder / "rows.jsonl") for word in more]
+    assert main(flags(folder, tmp_path / "out", *given)) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()

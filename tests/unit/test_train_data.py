@@ -1,0 +1,231 @@
+"""Data is looked at before it is trained on: every row, with its file and line, and counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_run
+from seqtile import UserError
+from seqtile.cli import main
+from seqtile.train.check_rows import check_rows
+from seqtile.train.data import load_rows
+from seqtile.train.data_summary import DataSummary
+from seqtile.train.recipe import build_recipe
+from seqtile.train.run import train
+
+GOOD = {"text": "the cat sees the house."}
+ASK, ANSWER = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "the cat."}
+CHAT = {"messages": [ASK, ANSWER]}
+PAIR = {"prompt": "who? ", "completion": "the cat."}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.save_model(tmp_path_factory.mktemp("model"))
+
+
+def checked(path: Path, *, skip: bool = False) -> tuple[int, dict[str, int]]:
+    rows, left_out = check_rows(load_rows(str(path)), str(path), text_field="text", skip=skip)
+    return len(rows), left_out
+
+
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "null text": (GOOD, {"text": None}, "'text' is null"),
+    "empty text": (GOOD, {"text": " \n"}, "'text' is empty"),
+    "a number": (GOOD, {"text": 3}, "'text' is a number, expected text"),
+    "content: null": (CHAT, {"messages": [ASK, {"role": "assistant", "content": None}]}, "a message without content"),
+    "content that is a number": (CHAT, {"messages": [{"role": "assistant", "content": 3}]}, "content is a number"),
+    "messages that are a text": (CHAT, {"messages": "who?"}, "'messages' is a text, expected a list of messages"),
+    "a message that is a text": (CHAT, {"messages": ["who?"]}, "'messages' holds a text, expected messages"),
+    "no messages": (CHAT, {"messages": []}, "'messages' is an empty list"),
+    "no role": (CHAT, {"messages": [{"content": "who?"}]}, "a message without a role"),
+    "no content": (CHAT, {"messages": [{"role": "assistant"}]}, "a message without content"),
+    "no answer": (CHAT, {"messages": [ASK]}, "'messages' is only a prompt"),
+    "mixed kinds": (CHAT, GOOD, "'messages' is null and 'text' is not: rows of two kinds are mixed"),
+    "no completion": (PAIR, {"prompt": "who?"}, "'completion' is null"),
+    "an empty completion": (PAIR, {"prompt": "who?", "completion": ""}, "so that the row is only a prompt"),
+    "a null prompt": (PAIR, {"prompt": None, "completion": "the cat."}, "'prompt' is null"),
+    "no ids": ({"input_ids": [1, 2]}, {"input_ids": []}, "'input_ids' is empty"),
+    "null ids": ({"input_ids": [1, 2]}, {"input_ids": None}, "'input_ids' is empty"),
+    "a null id": ({"input_ids": [1, 2]}, {"input_ids": [1, None]}, "'input_ids' holds a null"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_row_is_named_with_its_line_or_left_out(tmp_path: Path, case: str) -> None:
+    good, bad, words = BAD[case]
+    path = tmp_path / "rows.jsonl"
+    tiny_run.write_jsonl(path, [good, good, bad])
+    with pytest.raises(UserError) as refused:
+        checked(path)
+    sentence = str(refused.value)
+    assert words in sentence and "rows.jsonl" in sentence and "line 3:" in sentence
+    assert "(1 of 3 rows are wrong)" in sentence and "--skip-bad-rows" in sentence
+    count, left_out = checked(path, skip=True)
+    assert count == 2 and [*left_out.values()] == [1] and words in next(iter(left_out))
+
+
+@pytest.mark.parametrize("row", [GOOD, CHAT, PAIR, {"input_ids": [1, 2]}, {
+    "conversations": [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "the cat."}]}, {
+    "messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]}]}, {
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "who?"}]}, ANSWER]}, {
+    "prompt": [ASK], "completion": [ANSWER]}, {"prompt": "", "completion": "the cat."},
+])  # fmt: skip
+def test_good_rows_stay(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert checked(tiny_run.write_jsonl(tmp_path / "rows.jsonl", [row] * 3)) == (3, {})
+
+
+def test_rows_of_several_files_and_kinds_of_files_are_found(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    (tmp_path / "lines").mkdir()
+    tiny_run.write_jsonl(tmp_path / "lines" / "a.jsonl", [GOOD] * 3)
+    tiny_run.write_jsonl(tmp_path / "lines" / "b.jsonl", [GOOD, {"text": ""}])
+    (tmp_path / "blank.jsonl").write_text(f"{json.dumps(GOOD)}\n\n" + json.dumps({"text": None}) + "\n")
+    with pytest.raises(UserError, match="blank.jsonl', line 3: 'text' is null"):  # an empty line is no row
+        checked(tmp_path / "blank.jsonl")
+    with pytest.raises(UserError, match="file 'b.jsonl', line 2: 'text' is empty"):
+        checked(tmp_path / "lines")
+    Dataset.from_list([GOOD, {"text": None}]).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match="rows.parquet', row 2: 'text' is null"):
+        checked(tmp_path / "rows.parquet")
+    (tmp_path / "list.json").write_text(json.dumps([GOOD, GOOD, {"text": ""}], indent=1))
+    with pytest.raises(UserError, match="list.json', row 3: 'text' is empty"):
+        checked(tmp_path / "list.json")
+    Dataset.from_list([GOOD, {"text": ""}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match="saved', row 2: 'text' is empty"):
+        checked(tmp_path / "saved")
+
+
+def test_nothing_right_is_refused_even_where_bad_rows_are_left_out(tmp_path: Path) -> None:
+    path = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [{"text": ""}] * 2)
+    with pytest.raises(UserError, match="no row of 2 can be trained on"):
+        checked(path, skip=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"text": "a"}\n{"text": \n', "line 2 (Expecting value"),
+        ('{"text": "a"}\n\n{"text": "b"} c\n', "line 3 (Extra data"),
+        ('{"text": "a"}\n[1, 2]\n', "line 2 (not an object)"),
+        ('[{"text": "a"},\n{"text": ]\n', "line 2 (Expecting value"),
+        ('{"text": "a"}\n\n{"text": 3}\n', "line 2 (empty)"),
+    ],
+)
+def test_a_broken_json_line_is_named(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(content)
+    with pytest.raises(UserError) as refused:
+        load_rows(str(tmp_path / "rows.jsonl"))
+    assert words in str(refused.value)
+
+
+def test_csv_has_columns_and_is_no_prose(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('prompt,completion\n"who,\nand why?",NA\n12,007\n')
+    assert load_rows(str(path)).rows[:] == {"prompt": ["who,\nand why?", "12"], "completion": ["NA", "007"]}
+    assert load_rows(str(path)).documents is False
+    path.write_text('\ufefftext\nthe cat\n\n""\n', encoding="utf-8")
+    with pytest.raises(UserError, match="rows.csv', line 4: 'text' is empty"):
+        checked(path)
+    path.write_text("prompt,completion\na,b\na,b,c\n")
+    with pytest.raises(UserError, match="line 3 has 3 fields, and the header 2"):
+        load_rows(str(path))
+    (tmp_path / "rows.tsv").write_text("text\tnumber\na, b\t1\n")
+    assert load_rows(str(tmp_path / "rows.tsv")).rows["text"][:] == ["a, b"]
+    path.write_text("question,answer\na,b\n")
+    with pytest.raises(UserError, match="has columns answer, question"):
+        load_rows(str(path))
+
+
+def texts(*lengths: int) -> list[dict[str, Any]]:
+    """Rows of so many bytes, each a token, after which the trainer puts the end-of-text token."""
+    return [{"text": "x" * length} for length in lengths]
+
+
+def pairs(*lengths: tuple[int, int]) -> list[dict[str, Any]]:
+    return [{"prompt": "p" * prompt, "completion": "c" * completion} for prompt, completion in lengths]
+
+
+MASKED = "no token that counts is left within max_length"
+COUNTED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], DataSummary]] = {
+    # 10, 80 and 64 tokens; the second loses 16; the first token of each is predicted by none.
+    "text": (texts(9, 79, 63), {}, DataSummary(3, 154, 80, 64, 1, 16, 3, 9 + 63 + 63)),
+    # 15 tokens of which 5 train, end of text included; 76 of which the first 64 are prompt; 60 and 10, 4 of these left.
+    "pairs": (pairs((10, 4), (70, 5), (60, 9)), {}, DataSummary(3, 15 + 76 + 70, 76, 64, 2, 12 + 6, 2, 5 + 4,
+                                                                {MASKED: 1})),
+    "left out": ([*texts(9), {"text": ""}, {"text": None}, *texts(9), {"text": ""}], {"skip_bad_rows": True},
+                 DataSummary(2, 20, 10, 64, 0, 0, 2, 18, {"'text' is empty": 2, "'text' is null": 1})),
+    # 150 tokens in one stream: 64, 64 and 22.
+    "wrapped": (texts(9, 79, 59), {"packing": "wrapped"}, DataSummary(3, 150, 80, 64, 0, 0, 3, 147)),
+    # 10 + 50 in one sequence and 64 in another: three documents, each with a first token.
+    "packed": (texts(9, 79, 49), {"packing": "bfd"}, DataSummary(3, 140, 80, 64, 1, 16, 2, 9 + 63 + 49)),
+    "ids": ([{"input_ids": [*range(1, 41)]}, {"input_ids": [5]}], {}, DataSummary(2, 41, 40, 64, 0, 0, 2, 39)),
+    "labels": ([{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}], {}, DataSummary(1, 3, 3, 64, 0, 0, 1, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_the_summary_is_what_was_counted_by_hand(
+    model: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from seqtile.train.trainer import Trainer
+
+    class Seen(Exception):
+        pass
+
+    seen: list[DataSummary] = []
+
+    def stop(trainer: Any, _: Any) -> None:
+        seen.append(trainer.data["train"])
+        raise Seen
+
+    monkeypatch.setattr(Trainer, "train_all", stop)
+    rows, values, expected = COUNTED[case]
+    path = tiny_run.write_jsonl(tmp_path / "rows.jsonl", rows)
+    given = {"model": str(model), "dataset": str(path), "output": str(tmp_path / "out"), "max_length": 64, "steps": 1}
+    with caplog.at_level("INFO", "seqtile"), pytest.raises(Seen):
+        train(build_recipe({**given, **values}, {})[0])
+    assert seen == [expected]
+    assert f"data: {expected}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [pairs((70, 5)), [{"input_ids": [5]}], [{"input_ids": [1, 2, 3], "labels": [7, -100, -100]}]],
+    ids=["the prompt fills max_length", "one token", "masked labels"],
+)
+def test_nothing_is_trained_where_no_token_counts(
+    model: Path, tmp_path: Path, rows: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_run.write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert main(["train", "--model", str(model), "--dataset", str(path), "--max-length", "64", "--output",
+                 str(tmp_path / "out")]) == 2  # fmt: skip
+    (sentence,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("seqtile: "))
+    assert "no token of the train data counts in the loss" in sentence
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("seqtile.train.check_rows.cpu_cores", lambda: 2)
+    monkeypatch.setattr("seqtile.train.check_rows.ROWS_PER_PROCESS", 2)
+    yield
+
+
+@pytest.mark.usefixtures("cores")
+def test_many_rows_are_looked_at_by_several_processes_and_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [GOOD] * 5 + [{"text": ""}])
+    assert checked(path, skip=True) == (5, {"'text' is empty": 1})
+    monkeypatch.setattr("seqtile.train.check_rows.problem_of", lambda *_: pytest.fail("looked at again"))
+    assert checked(path, skip=True) == (5, {"'text' is empty": 1})
