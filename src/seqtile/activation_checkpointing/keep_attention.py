@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from seqtile._compat import SavedValue, TorchDispatchMode, saved_values, tree_iter
+from seqtile._compat import SavedValue, saved_values, tree_iter
 from seqtile.activation_checkpointing.host_offload import HostMemory, Parked
+from seqtile.counting.watch import LettingCompile
 from seqtile.ops.attention.kernel_calls import Kept, is_attention, keeping, kept_now
 from seqtile.ops.rng import RandomState
 
@@ -148,7 +149,7 @@ class _Recompute:
         return result
 
 
-class _GoingOn(TorchDispatchMode):
+class _GoingOn(LettingCompile):
     """Where a kernel's kept results stand for it, random numbers go on as after the kernel."""
 
     def __init__(self, kept: Kept) -> None:
