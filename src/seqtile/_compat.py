@@ -940,9 +940,6 @@ def _check_memory_history() -> None:
 SET_CHECKPOINTING = "_set_gradient_checkpointing"
 """The method by which transformers hands its checkpoint function to a model's layers."""
 
-ENABLE_CHECKPOINTING = "_activation_checkpointing_enable"
-"""The method behind ``gradient_checkpointing_enable``, where this version of transformers has one."""
-
 CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 """Where a layer keeps the function that its forward is checkpointed with."""
 
@@ -998,19 +995,6 @@ def _with_signature_of(model: Any, name: str, calls: list[dict[str, Any]]) -> No
 
     noting.__signature__ = original.replace(parameters=list(original.parameters.values())[1:])  # type: ignore[attr-defined]
     model.__dict__[name] = noting
-
-
-@_contract("transformers.PreTrainedModel._activation_checkpointing_enable", _MODELING, "`offload` is set in public")
-def _check_enable_checkpointing() -> None:
-    from transformers import PreTrainedModel
-
-    if not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
-        return  # an older transformers, which has neither, nor an offload of its own
-    words = list(inspect.signature(getattr(PreTrainedModel, ENABLE_CHECKPOINTING)).parameters)
-    _expect(
-        words[1:4] == ["activation_checkpointing_kwargs", "every_n_layers", "offload"], f"its arguments, got {words}"
-    )
-    _expect(ENABLE_CHECKPOINTING in _names_in(PreTrainedModel.activation_checkpointing_enable), "it to be called")
 
 
 @_contract("transformers.PreTrainedModel._gradient_checkpointing_func", _MODELING, "layers take a checkpoint function")
