@@ -570,6 +570,18 @@ ATTENTION_KERNELS = (
 )
 """PyTorch's fused attention forwards, in ``torch.ops.aten``."""
 
+EFFICIENT_ATTENTION = "_scaled_dot_product_efficient_attention"
+
+ATTENTION_BACKENDS = {
+    "_scaled_dot_product_cudnn_attention": "cuDNN",
+    "_scaled_dot_product_flash_attention": "FlashAttention-2 of PyTorch",
+    "_scaled_dot_product_flash_attention_for_cpu": "FlashAttention of PyTorch's CPU",
+    "_flash_attention_forward": "FlashAttention-2 of PyTorch",
+    EFFICIENT_ATTENTION: "memory-efficient",
+    "_efficient_attention_forward": "memory-efficient",
+}
+"""What their kernels are called."""
+
 
 def schema_of(operator: Any) -> Any:
     """Name, arguments and returns of an operator's overload."""

@@ -27,6 +27,7 @@ from seqtile._log import first_rank_logger
 from seqtile._stand_in import StandIn
 from seqtile.activation_checkpointing.host_offload import HostMemory
 from seqtile.activation_checkpointing.keep_attention import AttentionSaved
+from seqtile.ops.attention.backends import described, has_long_mask, without_wrong_kernel
 
 logger = first_rank_logger(__name__)
 
@@ -174,6 +175,9 @@ class Checkpointing(StandIn):
 
     def run(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: dict[str, Any]) -> Any:
         """One layer's checkpoint."""
+        bound = getattr(function, "keywords", {})  # transformers binds what it passes to a layer by name
+        if has_long_mask((*args, *words.values(), *bound.values())):
+            function = functools.partial(without_wrong_kernel, function)
         if self.attention is not None and torch.compiler.is_compiling():
             return self._uncompiled(base, function, args, words)
         if self.host is None:
@@ -225,7 +229,8 @@ class Checkpointing(StandIn):
                 "attention-saved has found no attention kernel in the layers: nothing was kept, all is recomputed; "
                 "load the model with attn_implementation='sdpa' or a FlashAttention"
             ]
-        return [f"attention's output: {saved.saved_bytes / saved.calls / 2**20:.3g} MiB kept per layer and forward"]
+        kept = f"attention's output: {saved.saved_bytes / saved.calls / 2**20:.3g} MiB kept per layer and forward"
+        return [kept, *described(saved.operators)]
 
 
 def _call(one: Checkpointing, base: Any, function: Any, *args: Any, _seqtile_former: Any, **words: Any) -> Any:

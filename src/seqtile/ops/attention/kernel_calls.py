@@ -18,6 +18,7 @@ from torch import Tensor
 
 from seqtile._compat import ATTENTION_KERNELS, TreeSpec, storage_key, tree_flatten, tree_unflatten
 from seqtile.counting.watch import LettingCompile, name_of
+from seqtile.ops.attention.backends import refuse_wrong
 from seqtile.ops.rng import RandomState
 
 
@@ -114,6 +115,8 @@ class _Recording(LettingCompile):
         self.results: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_attention(func):
+            refuse_wrong(func, args)
         result = func(*args, **(kwargs or {}))
         if is_attention(func):
             self.results.append(result)
@@ -143,6 +146,7 @@ class _Naming(LettingCompile):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_attention(func):
+            refuse_wrong(func, args)
             self.names.add(name_of(func))
         return func(*args, **(kwargs or {}))
 
