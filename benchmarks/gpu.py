@@ -18,6 +18,7 @@ from typing import Any
 
 import halves
 import machine
+from gpu_estimates import METHODS, record_layer
 from seqtile._errors import UserError
 from seqtile.bench.cell import SHAPES, Cell, run_cell, run_child, run_pairs
 from suite import GIB, RESULTS, Row, Suite, show
@@ -160,19 +161,28 @@ def _halves(suite: Suite, cell: Cell) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Interleaved pairs as a table for the README."""
-    lines = ["", "| block | tokens | | ms | of untiled | peak GiB | units |", "|---|---|---|---|---|---|---|"]
+    """Interleaved pairs as a table for the README, beside what ``gpu_estimates.py`` expects of an H200."""
+    lines = ["", "| block | tokens | | ms | of untiled | peak GiB | units | estimated ms | estimated GiB |",
+             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for row in rows:
         if "pair" not in row or (row["method"] == "untiled" and row["pair"] != "fused"):
             continue
         start = f"| {row['kind'].split(',')[0]}, {row['train']} | {row['tokens']:,} | {row['method']} |"
         if "error" in row or "step_ms" not in row:
-            lines.append(f"{start} {row.get('error', 'not timed')} | | | |")
+            lines.append(f"{start} {row.get('error', 'not timed')} | | | | | |")
             continue
         ratio = f"{row['ratio']:.2f}x" if "ratio" in row else ""
         lines.append(f"{start} {row['step_ms']:,.1f} | {ratio} | {row['peak_allocated_bytes'] / GIB:.2f} | "
-                     f"{row['units']:.2f} |")  # fmt: skip
+                     f"{row['units']:.2f} | {_estimate(row)} |")  # fmt: skip
     return "\n".join(lines)
+
+
+def _estimate(row: Row) -> str:
+    if row["method"] not in METHODS or row["train"] != "full" or not row["checkpoint"] or row["keep"]:
+        return " | "
+    tile = -(-row["tokens"] // max(1, row["tiles"]))
+    found = record_layer(row["method"], row["tokens"], row["hidden"], row["intermediate"], tile)
+    return f"{1e3 * found.seconds:,.1f} | {found.peak / GIB:.2f}"
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def test_the_gpu_suite_runs_small_on_a_bare_machine_and_goes_on(tmp_path: Path) 
     assert again[: len(measured) - 1] == measured[:-1] and again[len(measured) - 1]["kind"] == measured[-1]["kind"]
     assert said.count(" s] ") == 1, "what was measured is not measured again"
     assert all(claim in said for claim in checks)
-    assert "| llama-8b, full | 512 | fused |" in said
+    assert "| llama-8b, full | 512 | fused |" in said and "| estimated ms | estimated GiB |" in said
 
 
 def test_parts_that_come_too_late_are_said(tmp_path: Path) -> None:
