@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 import tiny_run
 from seqtile.bench.cell import Cell
@@ -85,31 +86,50 @@ def test_the_gpu_suite_needs_an_accelerator() -> None:
 
 
 WITHOUT = """
-import sys
+from importlib.machinery import PathFinder
 
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("pydantic", "typer", "rich", "trl", "accelerate", "datasets"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-sys.meta_path.insert(0, Finder())
+MISSING = {"pydantic", "typer", "rich", "trl", "datasets", "deepspeed", "liger_kernel", "matplotlib"}
+find = PathFinder.find_spec
+PathFinder.find_spec = classmethod(
+    lambda cls, name, *where: None if name.partition(".")[0] in MISSING else find(name, *where)
+)
 """
-"""A ``sitecustomize.py`` for a machine with torch, transformers and peft alone."""
+"""A ``sitecustomize.py`` for a machine with torch, transformers and peft (which brings accelerate) alone."""
+
+
+def bare(folder: Path) -> dict[str, str]:
+    """The environment of a process on such a machine, from a clone."""
+    (folder / "sitecustomize.py").write_text(WITHOUT, encoding="utf-8")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "src")])}
+
+
+@pytest.mark.slow
+def test_the_ladder_runs_on_a_bare_machine(tmp_path: Path) -> None:
+    sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=256)
+    AutoConfig.for_model("llama", **sizes, pad_token_id=0).save_pretrained(tmp_path / "model")
+    out = tmp_path / "rows" / "rows.jsonl"
+    words = ["--model", str(tmp_path / "model"), "--device", "cpu", "--memory", "24MiB", "--precision", "float32",
+             "--rungs", "7", "--lora", "r=4", "--within", "0.5", "--out", str(out)]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu_ladder.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=600,
+        env=bare(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *attempts, rung = written(out.parent)
+    assert rung["search_ended"] == "close enough" and rung["max_length"] > 0
+    assert all(row["attention"] for row in attempts if "error" not in row)
 
 
 @pytest.mark.slow
 def test_the_gpu_suite_runs_small_on_a_bare_machine_and_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT, encoding="utf-8")
     out = tmp_path / "rows"
     arguments = ["benchmarks/gpu.py", "--device", "cpu", "--smoke", "--out", str(out)]
-    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    environment = bare(tmp_path)
 
     def run() -> str:
         done = subprocess.run(
             [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600,
-            env={**os.environ, "PYTHONPATH": path},
+            env=environment,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -208,6 +208,16 @@ def test_strides_and_types_come_back(machine: Machine) -> None:
             assert found.stride() == tensor.stride()
 
 
+def test_what_wraps_other_tensors_is_copied_plainly(machine: Machine) -> None:
+    class Wrapped(Tensor):
+        pass
+
+    memory = HostMemory()
+    tensor = torch.arange(3.0).as_subclass(Wrapped)
+    assert torch.equal(park(memory, tensor).take(), tensor)
+    assert not machine.chunks
+
+
 def lengths(model: nn.Module, *many: int) -> Iterator[int]:
     for length in many:
         ids = tokens(1, length)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
+from seqtile.counting.fake import PLAIN
 from seqtile.devices import available_host_bytes
 
 logger = first_rank_logger(__name__)
@@ -213,7 +214,7 @@ class Parked:
         self.fetched: tuple[Tensor, Any, int] | None = None
         self.taken = False
         tensor = tensor.detach()
-        self.lane = owner.lane(tensor.device)
+        self.lane = owner.lane_of(tensor)
         # Strides are kept: with others, a recompute would run other operators than the forward did.
         if self.lane is None:
             self.host = torch.empty_like(tensor, device="cpu").copy_(tensor)
@@ -296,7 +297,7 @@ class HostMemory:
     def has_room(self, tensor: Tensor) -> bool:
         """Whether the budget holds ``tensor`` too; the layers that come first, and are wanted last, find room."""
         nbytes = tensor.numel() * tensor.element_size()
-        lane = self.lane(tensor.device)
+        lane = self.lane_of(tensor)
         if lane is not None:
             return lane.pool.make_room(nbytes)
         return not self.budget or self.parked_bytes + nbytes <= self.budget
@@ -318,6 +319,10 @@ class HostMemory:
             other for other in reversed(parked)
             if one.layer - self.in_flight < other.layer < one.layer and not other.taken
         ]  # fmt: skip
+
+    def lane_of(self, tensor: Tensor) -> Lane | None:
+        """The copies of this tensor, None where they are plain: what wraps other tensors is no stretch of memory."""
+        return self.lane(tensor.device) if type(tensor) in PLAIN else None
 
     def lane(self, device: torch.device) -> Lane | None:
         """The copies of ``device``, None where they are plain ones."""
