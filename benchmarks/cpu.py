@@ -44,7 +44,7 @@ def run(pairs: int, peer_pairs: int, smoke: bool, part: str, out: Path) -> None:
     hidden, intermediate, tokens = (64, 176, 1024) if smoke else (1024, 2816, 16384)
     cell = Cell(hidden, intermediate, tokens, "shards:8", "fused", False, "full", "float32", "cpu")
     if part in ("all", "alone"):
-        alone = suite.run("alone, counted", lambda: run_pairs(cell, COUNTED, 0))
+        alone = _once(suite, "alone, counted", cell, COUNTED, 0)
         show(alone)
         suite.claim("alone: peak live bytes the lowest of all", alone[:2], lambda _: _lowest(alone, strictly=True))
     under = replace(cell, checkpoint=True)
@@ -57,15 +57,20 @@ def run(pairs: int, peer_pairs: int, smoke: bool, part: str, out: Path) -> None:
     if part in ("all", "others"):
         _in_pairs(suite, under, PEERS, peer_pairs)
     if part in ("all", "counted"):
-        counted = suite.run("under a checkpoint, counted", lambda: run_pairs(under, COUNTED, 0))
+        counted = _once(suite, "under a checkpoint, counted", under, COUNTED, 0)
         show(counted)
         claim = "under a checkpoint: peak live bytes not above any"
         suite.claim(claim, counted[:2], lambda _: _lowest(counted, strictly=False))
     suite.finish()
 
 
+def _once(suite: Suite, part: str, cell: Cell, methods: tuple[str, ...], pairs: int) -> list[Row]:
+    key = {"methods": list(methods), "pairs": pairs}
+    return suite.run(part, key, lambda left: run_pairs(cell, methods, pairs, timeout_s=left))
+
+
 def _in_pairs(suite: Suite, cell: Cell, methods: tuple[str, ...], pairs: int) -> list[Row]:
-    rows = suite.run("under a checkpoint, interleaved pairs", lambda: run_pairs(cell, methods, pairs))
+    rows = _once(suite, "under a checkpoint, interleaved pairs", cell, methods, pairs)
     show(rows)
     for row in rows[1:]:
         if "pairs_ms" in row:

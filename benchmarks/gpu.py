@@ -2,6 +2,10 @@
 
 python benchmarks/gpu.py                          # needs an accelerator
 python benchmarks/gpu.py --device cpu --smoke     # tiny, to see that it runs
+
+On a machine with torch, transformers and peft alone, from a clone: PYTHONPATH=src python3 benchmarks/gpu.py --out DIR
+--minutes 7. Every row is written when it is measured; a run that was ended, or whose time was up, goes on when it is
+started again with the same --out. Peers that are not installed are named.
 """
 
 from __future__ import annotations
@@ -12,17 +16,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import halves
+import machine
+from gpu_estimates import METHODS, record_layer
 from seqtile._errors import UserError
 from seqtile.bench.cell import SHAPES, Cell, run_cell, run_child, run_pairs
-from seqtile.ops.grad_accumulator import products_sum_in_fp32
 from suite import GIB, RESULTS, Row, Suite, show
 
 K = 1024
 PEERS = ("fused", "generic", "tile-checkpoint", "liger", "deepspeed")
-PRECISION = f"{__file__}:measure_precision"
 
 
 def main() -> int:
@@ -59,7 +61,7 @@ def run(device: str | None, smoke: bool, minutes: float, out: Path) -> None:
     def at(tokens: int, **changes: Any) -> Cell:
         return replace(base, tokens=tokens // small, **changes)
 
-    _precision(suite, base)
+    _machine(suite, base, small)
     for tokens in (32 * K,) if smoke else (32 * K, 128 * K, 256 * K, 8 * K):
         methods = ("fused",) if smoke or tokens != 32 * K else PEERS
         bound = 1.0 if tokens >= 32 * K else None
@@ -78,13 +80,19 @@ def run(device: str | None, smoke: bool, minutes: float, out: Path) -> None:
     if smoke:
         print("\nA smoke run: the shapes are tiny, so whether a bound holds means nothing here.")
     suite.finish()
+    print(table(suite.rows))
 
 
 def _pairs(suite: Suite, part: str, cell: Cell, methods: tuple[str, ...], pairs: int, bound: float | None) -> list[Row]:
-    rows = suite.run(part, lambda: run_pairs(cell, methods, pairs))
-    show(rows)
-    ours = [row for row in rows if row.get("method", "fused") == "fused"]
-    base = rows[0]
+    """Each method against untiled, in a process of its own, so that its rows are kept whatever comes after."""
+    found: list[Row] = []
+    for method in methods:
+        key = {"pair": method, "repeats": pairs}
+        rows = suite.run(part, key, lambda left, method=method: run_pairs(cell, (method,), pairs, timeout_s=left))  # type: ignore[misc]
+        found += rows if not found else rows[1:]
+    show(found)
+    ours = [row for row in found if row.get("method", "fused") == "fused"]
+    base = found[0]
     limit = f" at most {bound:.2f}x untiled" if bound else ""
 
     def ratio(rows: list[Row]) -> tuple[str, bool | None]:
@@ -94,27 +102,29 @@ def _pairs(suite: Suite, part: str, cell: Cell, methods: tuple[str, ...], pairs:
         return f"{rows[0]['ratio']:.3f}x, {share:.0%} of the memory", bound is None or rows[0]["ratio"] <= bound
 
     suite.claim(f"{part}: time{limit}", ours, ratio)
-    return rows
+    return found
 
 
-def _precision(suite: Suite, cell: Cell) -> None:
-    """Whether this torch adds low-precision products into fp32 itself, which the time bound relies on."""
-    rows = suite.run("sums over tiles", lambda: [run_child(PRECISION, {"device": cell.device, "dtype": cell.dtype})])
+def _machine(suite: Suite, cell: Cell, scale: int) -> None:
+    """What the device does at best, and whether this torch adds low-precision products into fp32 itself."""
+    key = {"device": cell.device, "scale": scale}
+    rows = suite.run("machine", key, lambda left: [run_child(machine.JOB, key, timeout_s=left)])
+    for name, value in rows[0].items():
+        if name in machine.SHOWN:
+            print(f"    {name}: {value:,.1f}" if isinstance(value, float) else f"    {name}: {value}", flush=True)
     suite.claim(
         "weight gradients are summed in fp32 by the product itself (torch 2.12 or newer on CUDA)", rows,
         lambda rows: (str(rows[0]["products_sum_in_fp32"]), rows[0]["products_sum_in_fp32"]),
     )  # fmt: skip
 
 
-def measure_precision(arguments: dict[str, str]) -> Row:
-    """The same, measured on ``device`` with products of ``dtype``."""
-    dtype = getattr(torch, arguments["dtype"])
-    return {**arguments, "products_sum_in_fp32": products_sum_in_fp32(arguments["device"], dtype)}
-
-
 def _one_mlp(suite: Suite, cell: Cell, bound_gib: float) -> None:
     part = f"one MLP, {cell.tokens:,} tokens, {cell.tile} per tile, output dropped"
-    rows = suite.run(part, lambda: [run_cell(cell), run_cell(replace(cell, method="untiled"))])
+    rows = [
+        row
+        for one in (cell, replace(cell, method="untiled"))
+        for row in suite.run(part, asdict(one), lambda left, one=one: [run_cell(one, timeout_s=left)])  # type: ignore[misc]
+    ]
     show(rows)
     suite.claim(
         f"{part}: at most {bound_gib:.3g} GiB beyond input, weights and their gradients (published: 12, untiled 60)",
@@ -137,7 +147,8 @@ def _saved(rows: list[Row]) -> tuple[str, bool | None]:
 
 def _halves(suite: Suite, cell: Cell) -> None:
     part = f"{cell.tokens:,} x {cell.hidden} elements"
-    rows = suite.run(part, lambda: [{**asdict(cell), **run_child(halves.JOB, asdict(cell))}])
+    key = asdict(cell)
+    rows = suite.run(part, key, lambda left: [run_child(halves.JOB, key, timeout_s=left)])
 
     def same(rows: list[Row]) -> tuple[str, bool | None]:
         row = rows[0]
@@ -147,6 +158,31 @@ def _halves(suite: Suite, cell: Cell) -> None:
                 f"weight gradients {row['weight_gradient_error']:.1e}"), holds and row["finite"]  # fmt: skip
 
     suite.claim(f"{part}: the same numbers as two halves", rows, same)
+
+
+def table(rows: list[Row]) -> str:
+    """Interleaved pairs as a table for the README, beside what ``gpu_estimates.py`` expects of an H200."""
+    lines = ["", "| block | tokens | | ms | of untiled | peak GiB | units | estimated ms | estimated GiB |",
+             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for row in rows:
+        if "pair" not in row or (row["method"] == "untiled" and row["pair"] != "fused"):
+            continue
+        start = f"| {row['kind'].split(',')[0]}, {row['train']} | {row['tokens']:,} | {row['method']} |"
+        if "error" in row or "step_ms" not in row:
+            lines.append(f"{start} {row.get('error', 'not timed')} | | | | | |")
+            continue
+        ratio = f"{row['ratio']:.2f}x" if "ratio" in row else ""
+        lines.append(f"{start} {row['step_ms']:,.1f} | {ratio} | {row['peak_allocated_bytes'] / GIB:.2f} | "
+                     f"{row['units']:.2f} | {_estimate(row)} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _estimate(row: Row) -> str:
+    if row["method"] not in METHODS or row["train"] != "full" or not row["checkpoint"] or row["keep"]:
+        return " | "
+    tile = -(-row["tokens"] // max(1, row["tiles"]))
+    found = record_layer(row["method"], row["tokens"], row["hidden"], row["intermediate"], tile)
+    return f"{1e3 * found.seconds:,.1f} | {found.peak / GIB:.2f}"
 
 
 if __name__ == "__main__":

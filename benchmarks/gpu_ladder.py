@@ -3,9 +3,10 @@
     python benchmarks/gpu_ladder.py --lora r=16 --host-memory 128GiB          # Llama-8B on this machine's accelerator
     python benchmarks/gpu_ladder.py --device cpu --memory 40MiB --model DIR   # counted bytes, to see that it runs
 
-Real steps of a few of the model's layers; what the others would hold is held too (ladder_step.py). Every
+Runs where torch, transformers and peft are, from a clone, with PYTHONPATH=src. Real steps of a few of the model's
+layers; what the others would hold is held too (ladder_step.py). Every
 attempt is a process of its own and a row of its own in the results, so that a run that was ended goes on where it was:
-start it again with the same arguments.
+start it again with the same arguments. A rung whose time was up is not done: the next run goes on with it.
 """
 
 from __future__ import annotations
@@ -20,15 +21,23 @@ from pathlib import Path
 
 from ladder_step import JOB, Attempt, host_room
 from seqtile._errors import UserError
-from seqtile.bench.cell import run_child
+from seqtile.bench.cell import TIMED_OUT, run_child
 from seqtile.bench.environment import append_rows, stamp
 from seqtile.bench.technique_ladder import RUNGS
-from seqtile.cli.plan_command import parse_adapters
+from seqtile.planner.accelerators import Device
+from seqtile.planner.memory_plan import Planner
+from seqtile.planner.step_config import Lora
 from seqtile.tiling import parse_bytes
-from suite import RESULTS, Row
+from suite import RESULTS, Row, read_rows
 
 SMALLEST = 16
 """Tokens; a rung that does not hold them has no length."""
+
+GRAIN = 1024
+"""The first attempt of a long rung is of whole multiples of this."""
+
+CLOSE = "close enough"
+"""How the search of a rung ends that is done."""
 
 FULL = ("out of memory", "SIGKILL")
 """What an attempt says that was too long: for the device, for the host."""
@@ -40,12 +49,12 @@ def main() -> int:
                                       allow_abbrev=False)  # fmt: skip
     options.add_argument("--model", default="llama-8b", help="a shape, config.json, model directory or Hub id")
     options.add_argument("--layers", type=int, default=2, help="layers that run")
-    options.add_argument("--lora", help="adapters: a rank, or r=16; without it every weight trains")
+    options.add_argument("--lora", help="rank of adapters, 16 or r=16; without it every weight trains")
     options.add_argument("--precision", default="mixed", help="mixed, bfloat16 or float32")
     options.add_argument("--host-memory", default="", help="of this machine for checkpoints, such as 128GiB")
     options.add_argument("--device", help="leave it out for the accelerator")
     options.add_argument("--memory", default="", help="what counts as the device's memory; the CPU needs it")
-    options.add_argument("--start", type=int, default=32768, help="tokens of each rung's first attempt")
+    options.add_argument("--start", type=int, default=0, help="tokens of each rung's first attempt; else the plan's")
     options.add_argument("--within", type=float, default=1 / 16, help="how close, as a share of the length")
     options.add_argument("--minutes", type=float, default=9.0, help="of each rung")
     options.add_argument("--rungs", default="", help="numbers from 0, such as 3,6,7")
@@ -73,20 +82,22 @@ def run(given: argparse.Namespace) -> list[Row]:
     host = host_room(_bytes("--host-memory", given.host_memory)) if given.host_memory else 0
     numbers = _numbers(given.rungs)
     # As it comes back from a line of JSON, so that rows of an earlier run are known again.
-    adapters = json.loads(json.dumps(asdict(parse_adapters(given.lora)))) if given.lora else None
+    adapters = json.loads(json.dumps(asdict(_adapters(given.lora)))) if given.lora else None
     base = Attempt(
         given.model, 0, given.start, given.layers, adapters, given.precision, device, host, memory,
     )  # fmt: skip
-    rows = read(given.out)
+    rows = read_rows(given.out)
+    key: Row = {}
     for number in numbers:
         first = replace(base, rung=number)
         key = {name: value for name, value in asdict(first).items() if name != "tokens"}
         mine = [row for row in rows if all(row.get(name) == value for name, value in key.items())]
-        done = next((row for row in mine if row["kind"] == "rung" and row["device_name"] == found["device_name"]), None)
+        here = [row for row in mine if row["device_name"] == found["device_name"]]
+        done = next((row for row in here if row["kind"] == "rung" and row["search_ended"] == CLOSE), None)
         if done is not None:
             print(f"{RUNGS[number].name}: done on {done['date']}", flush=True)
             continue
-        tried = [row for row in mine if row["kind"] == "attempt" and row["device_name"] == found["device_name"]]
+        tried = [row for row in here if row["kind"] == "attempt"]
 
         def write(row: Row, key: Row = key, number: int = number) -> Row:
             words = ["python", "benchmarks/gpu_ladder.py", *sys.argv[1:]]
@@ -95,16 +106,26 @@ def run(given: argparse.Namespace) -> list[Row]:
             rows.append(row)
             return row
 
+        if not given.start:
+            first = replace(first, tokens=planned_length(first, memory or found["device_bytes"]))
         _rung(first, tried, write, given.within, 60 * given.minutes)
-    mine = [row for row in rows if row["kind"] == "rung"]
+    last = {json.dumps({name: row.get(name) for name in key}): row for row in rows if row["kind"] == "rung"}
+    mine = list(last.values())
     show(mine)
     return mine
 
 
+def planned_length(attempt: Attempt, memory: int) -> int:
+    """Tokens that this rung holds by the plan, where the search starts."""
+    request = attempt.request()
+    planned, _ = Planner(replace(request, device=Device(attempt.device, memory, None, ""))).longest()
+    grain = GRAIN if planned >= 64 * GRAIN else SMALLEST
+    return max(SMALLEST, planned // grain * grain)
+
+
 def _rung(first: Attempt, tried: list[Row], write: Callable[[Row], Row], within: float, seconds: float) -> None:
-    """Search one rung's longest sequence; what was tried in an earlier run counts, its time too."""
-    spent = sum(row["seconds"] for row in tried)
-    until = time.monotonic() + seconds - spent
+    """Search one rung's longest sequence; what was tried in an earlier run is not tried again."""
+    until = time.monotonic() + seconds
     print(f"{RUNGS[first.rung].name}" + (f", going on after {len(tried)} attempts" if tried else ""), flush=True)
 
     def attempt(one: Attempt) -> Row | None:
@@ -117,7 +138,7 @@ def _rung(first: Attempt, tried: list[Row], write: Callable[[Row], Row], within:
         begin = time.monotonic()
         found = run_child(JOB, asdict(one), timeout_s=left)
         taken = {"kind": "attempt", "tokens": one.tokens, "layers_run": one.layers, "seconds": time.monotonic() - begin}
-        if "no result within" in found.get("error", ""):
+        if TIMED_OUT in found.get("error", ""):
             return None
         if "error" in found and not any(word in found["error"] for word in FULL):
             raise UserError(f"{RUNGS[one.rung].name}, {one.tokens:,} tokens: {found['error']}")
@@ -130,7 +151,7 @@ def _rung(first: Attempt, tried: list[Row], write: Callable[[Row], Row], within:
     fits, fails, timely = search(first, attempt, within)
     row: Row = {
         "max_length": fits["tokens"] if fits else 0, "shortest_that_failed": fails["tokens"] if fails else None,
-        "limited_by": _limit(fails), "search_ended": "close enough" if timely else "the time was up",
+        "limited_by": _limit(fails), "search_ended": CLOSE if timely else "the time was up",
         "layers_run": first.layers,
     }  # fmt: skip
     if fits:
@@ -147,14 +168,14 @@ def _rung(first: Attempt, tried: list[Row], write: Callable[[Row], Row], within:
 def search(
     first: Attempt, attempt: Callable[[Attempt], Row | None], within: float
 ) -> tuple[Row | None, Row | None, bool]:
-    """The longest attempt that fits and the shortest that does not, by doubling, halving and then bisecting.
+    """The longest attempt that fits and the shortest that does not: farther each time from the first, then between.
 
     Returns:
         Both rows, and whether they are as close as asked for; None from ``attempt`` means that the time is up.
     """
     fits: Row | None = None
     fails: Row | None = None
-    tokens = first.tokens
+    tokens, away = first.tokens, 1 / 8
     while True:
         row = attempt(replace(first, tokens=tokens))
         if row is None:
@@ -166,9 +187,11 @@ def search(
         if fits is None:
             if tokens <= SMALLEST:
                 return fits, fails, True
-            tokens = max(SMALLEST, tokens // 2)
+            tokens = max(SMALLEST, int(tokens / (1 + away)) // SMALLEST * SMALLEST)
+            away = min(1.0, 2 * away)
         elif fails is None:
-            tokens *= 2
+            tokens = (int(tokens * (1 + away)) // SMALLEST + 1) * SMALLEST
+            away = min(1.0, 2 * away)
         else:
             low, high = fits["tokens"], fails["tokens"]
             if high - low <= max(within * low, SMALLEST):
@@ -176,17 +199,6 @@ def search(
             tokens = (low + high) // 2 // SMALLEST * SMALLEST
             if tokens <= low:
                 return fits, fails, True
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of earlier runs; a last line that was cut off is taken away."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 def show(rows: list[Row]) -> None:
@@ -214,6 +226,13 @@ def _bytes(name: str, text: str) -> int:
     if not size:
         raise UserError(f"got {name} {text!r}, expected a size such as 128GiB")
     return size
+
+
+def _adapters(text: str) -> Lora:
+    rank = text.removeprefix("r=")
+    if not rank.isdigit() or not int(rank):
+        raise UserError(f"got --lora {text!r}, expected a rank such as 16 or r=16")
+    return Lora(int(rank))
 
 
 def _numbers(text: str) -> list[int]:

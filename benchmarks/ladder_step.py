@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from seqtile.bench.technique_ladder import GIB, requests
 from seqtile.counting import count_live_bytes
 from seqtile.devices import peak_bytes, reset_peak, synchronize
 from seqtile.models.discover.decoder_layers import decoder_layers
+from seqtile.ops.attention.kernel_calls import names_of_kernels
 from seqtile.options import changed
 from seqtile.planner.accelerators import Device
 from seqtile.planner.fake_step import build, build_bare, compute_loss, prepare_optimizer, update
@@ -31,7 +33,7 @@ from seqtile.planner.step_config import Lora, make_optimizer
 from seqtile.planner.tile_choice import head_tile
 
 WARM_UP = 256
-"""Tokens of the step before the measured one, which loads kernels."""
+"""Tokens of the step before the full-size ones."""
 
 JOB = f"{__file__}:measure_attempt"
 
@@ -143,8 +145,9 @@ def measure_attempt(arguments: dict[str, Any]) -> dict[str, Any]:
         arguments: fields of :class:`Attempt`.
 
     Returns:
-        ``peak_gib`` (weights and all), ``peak_from``, ``step_s``, ``loss``, ``layers_of_model``, ``layers_on_host``
-        (of those that run).
+        ``peak_gib`` (weights and all), ``peak_from``, ``step_s`` (of the second full-size step: the first pins host
+        memory and loads kernels, ``first_step_s``), ``loss``, ``layers_of_model``, ``layers_on_host``
+        (of those that run), ``attention`` (its operators).
     """
     attempt = Attempt(**arguments)
     request = attempt.request()
@@ -176,26 +179,31 @@ def measure_attempt(arguments: dict[str, Any]) -> dict[str, Any]:
         others.stand(optimizer)
         vocabulary = text.vocab_size
         generator = torch.Generator().manual_seed(attempt.seed)
+        seconds: list[float] = []
+        operators: set[str] = set()
         ids = torch.randint(0, vocabulary, (1, attempt.tokens), generator=generator).to(attempt.device)
-        for row in (ids[:, :WARM_UP], ids):
+        for number, row in enumerate((ids[:, :WARM_UP], ids, ids)):
             synchronize()
             begin = time.perf_counter()
-            if row is ids:
+            if number == 1:
                 peak.begin()
             others.forward = True
-            loss = compute_loss(model, setup, row)
+            with names_of_kernels() if number == 0 else nullcontext() as names:
+                loss = compute_loss(model, setup, row)
+            operators |= names or set()
             others.forward = False
             loss.backward()
             update(optimizer, weights)
             others.held.pop("gradients")
             synchronize()
-            seconds = time.perf_counter() - begin
+            seconds.append(time.perf_counter() - begin)
         found = peak.bytes()
     if attempt.memory and found > attempt.memory:
         raise torch.OutOfMemoryError(f"{found / GIB:.3f} GiB of {attempt.memory / GIB:.3f} GiB")
     return {
-        "peak_gib": found / GIB, "peak_from": peak.source, "step_s": seconds, "loss": float(loss.detach()),
-        "layers_of_model": whole, "layers_on_host": mine,
+        "peak_gib": found / GIB, "peak_from": peak.source, "step_s": seconds[2], "first_step_s": seconds[1],
+        "loss": float(loss.detach()), "layers_of_model": whole, "layers_on_host": mine,
+        "attention": sorted(operators),
     }  # fmt: skip
 
 

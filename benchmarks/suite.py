@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from seqtile._errors import UserError
-from seqtile.bench.cell import run_child
+from seqtile.bench.cell import TIMED_OUT, run_child
 from seqtile.bench.environment import append_rows, stamp
 
 RESULTS = Path(__file__).parent / "results"
@@ -32,33 +33,68 @@ class Check:
         return f"{verdict}  {self.claim}: {self.value}"
 
 
+LATE = "skipped: the time was up"
+
+
 class Suite:
     """Runs parts one after another until the time is up, and keeps rows and checks.
+
+    Every row is written when it is measured. A file without checks was ended, or its time was up: the next run on that
+    device with those versions goes on there.
 
     Args:
         name: of the results file, ``NAME-DATE.jsonl``.
         out: directory of the results.
-        minutes: no part starts after this.
+        minutes: no measurement goes on after this.
     """
 
     def __init__(self, name: str, out: Path, minutes: float) -> None:
         self.found = run_child("environment", {})
         if "error" in self.found:
             raise UserError(f"cannot start a measurement: {self.found['error']}")
-        self.file = out / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.jsonl"
         self.rows: list[Row] = []
+        self.file = out / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.jsonl"
+        self._go_on(out, name)
         self.checks: list[Check] = []
+        self.late = False
         self._until = time.monotonic() + 60 * minutes
         self._begin = time.monotonic()
 
-    def run(self, part: str, measure: Callable[[], list[Row]]) -> list[Row]:
-        """Measure one part and write its rows; a part that comes too late is a row that says so."""
-        if time.monotonic() > self._until:
-            rows: list[Row] = [{"error": "skipped: the time was up"}]
-        else:
+    def _go_on(self, out: Path, name: str) -> None:
+        for file in sorted(out.glob(f"{name}-*.jsonl")):
+            rows = read_rows(file)
+            same = all(row[key] == self.found[key] for row in rows for key in ("device_name", "versions"))
+            if rows and same and not any(row["kind"] == "check" for row in rows):
+                self.file, self.rows = file, rows
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return max(0.0, self._until - time.monotonic())
+
+    def run(self, part: str, key: Row, measure: Callable[[float], list[Row]]) -> list[Row]:
+        """Measure one thing and write its rows, or take those of the run that this one goes on with.
+
+        Args:
+            part: what it belongs to.
+            key: what tells it from others of the part, as it stands in a line of JSON.
+            measure: told the seconds that are left.
+
+        Returns:
+            The rows; one that says so where the time was up, which is not written.
+        """
+        known = {"kind": part, **key}
+        before = [row for row in self.rows if all(row.get(name) == value for name, value in known.items())]
+        if before:
+            return before
+        rows: list[Row] = [{"error": LATE}]
+        if self.left:
             print(f"[{time.monotonic() - self._begin:5.0f} s] {part}", flush=True)
-            rows = measure()
-        rows = [{"kind": part, **self._stamp(), **row} for row in rows]
+            rows = measure(self.left)
+        if any(TIMED_OUT in row.get("error", "") or row.get("error") == LATE for row in rows):
+            self.late = True
+            return [{**known, "error": LATE} for _ in rows]
+        rows = [{**self._stamp(), **row, **known} for row in rows]
         append_rows(self.file, rows)
         self.rows += rows
         return rows
@@ -72,13 +108,26 @@ class Suite:
         return stamp(self.found, ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
     def finish(self) -> None:
-        """Write the checks beside the rows and print the summary."""
-        checks = [{"kind": "check", **self._stamp(), **asdict(check)} for check in self.checks]
-        append_rows(self.file, checks)
+        """Print the summary, and write the checks beside the rows if no row is missing."""
+        if not self.late:
+            append_rows(self.file, [{"kind": "check", **self._stamp(), **asdict(check)} for check in self.checks])
         print(f"\n{self.found['device_name']}, torch {self.found['versions']['torch']}, "
               f"{time.monotonic() - self._begin:.0f} s, written to {self.file}\n")  # fmt: skip
         for check in self.checks:
             print(check)
+        if self.late:
+            print("\nThe time was up: start it again with the same --out, and it goes on with what is missing.")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of earlier runs; a last line that was cut off is taken away."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def show(rows: list[Row]) -> None:

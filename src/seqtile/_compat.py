@@ -605,6 +605,18 @@ ATTENTION_KERNELS = (
 )
 """PyTorch's fused attention forwards, in ``torch.ops.aten``."""
 
+EFFICIENT_ATTENTION = "_scaled_dot_product_efficient_attention"
+
+ATTENTION_BACKENDS = {
+    "_scaled_dot_product_cudnn_attention": "cuDNN",
+    "_scaled_dot_product_flash_attention": "FlashAttention-2 of PyTorch",
+    "_scaled_dot_product_flash_attention_for_cpu": "FlashAttention of PyTorch's CPU",
+    "_flash_attention_forward": "FlashAttention-2 of PyTorch",
+    EFFICIENT_ATTENTION: "memory-efficient",
+    "_efficient_attention_forward": "memory-efficient",
+}
+"""What their kernels are called."""
+
 
 def schema_of(operator: Any) -> Any:
     """Name, arguments and returns of an operator's overload."""
@@ -975,9 +987,6 @@ def _check_memory_history() -> None:
 SET_CHECKPOINTING = "_set_gradient_checkpointing"
 """The method by which transformers hands its checkpoint function to a model's layers."""
 
-ENABLE_CHECKPOINTING = "_activation_checkpointing_enable"
-"""The method behind ``gradient_checkpointing_enable``, where this version of transformers has one."""
-
 CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 """Where a layer keeps the function that its forward is checkpointed with."""
 
@@ -1050,19 +1059,6 @@ def _with_signature_of(model: Any, name: str, calls: list[dict[str, Any]]) -> No
 
     noting.__signature__ = original.replace(parameters=list(original.parameters.values())[1:])  # type: ignore[attr-defined]
     model.__dict__[name] = noting
-
-
-@_contract("transformers.PreTrainedModel._activation_checkpointing_enable", _MODELING, "`offload` is set in public")
-def _check_enable_checkpointing() -> None:
-    from transformers import PreTrainedModel
-
-    if not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
-        return  # an older transformers, which has neither, nor an offload of its own
-    words = list(inspect.signature(getattr(PreTrainedModel, ENABLE_CHECKPOINTING)).parameters)
-    _expect(
-        words[1:4] == ["activation_checkpointing_kwargs", "every_n_layers", "offload"], f"its arguments, got {words}"
-    )
-    _expect(ENABLE_CHECKPOINTING in _names_in(PreTrainedModel.activation_checkpointing_enable), "it to be called")
 
 
 @_contract("transformers.PreTrainedModel._gradient_checkpointing_func", _MODELING, "layers take a checkpoint function")

@@ -125,6 +125,16 @@ def device_name(index: int | None = None) -> str:
     return str(module.get_device_name(index)) if hasattr(module, "get_device_name") else here.type
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """That of the current CUDA device, such as (9, 0) for Hopper; None on any other kind."""
+    import torch
+
+    here = accelerator()
+    if here is None or here.type != "cuda" or torch.version.cuda is None:  # ROCm has numbers of its own
+        return None
+    return torch.cuda.get_device_capability()
+
+
 def total_device_bytes(index: int | None = None) -> int:
     """Memory of an accelerator.
 

@@ -205,6 +205,22 @@ def test_the_script_measures_and_goes_on_where_it_was_ended(
     assert "2 layers run, 2 extrapolated" in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_the_search_starts_near_the_plan(model: str) -> None:
+    planned = script.planned_length(attempt_of(model, memory=32 * MIB), 32 * MIB)
+    tried = []
+
+    def attempt(one: Attempt) -> dict[str, Any]:
+        tried.append(one.tokens)
+        return (
+            {"tokens": one.tokens} if one.tokens <= 1.1 * planned else {"tokens": one.tokens, "error": script.FULL[0]}
+        )
+
+    fits, fails, timely = script.search(attempt_of(model, tokens=planned), attempt, 1 / 16)
+    assert timely and fits is not None and fails is not None
+    assert fits["tokens"] <= 1.1 * planned < fails["tokens"] <= fits["tokens"] * 17 / 16 + 16
+    assert tried[0] == planned >= 16 and len(tried) <= 4
+
+
 def test_a_rung_ends_when_its_time_is_up_and_the_script_says_what_it_needs(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +231,7 @@ def test_a_rung_ends_when_its_time_is_up_and_the_script_says_what_it_needs(
     assert script.main() == 0
     [row] = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert (row["max_length"], row["search_ended"], row["name"]) == (0, "the time was up", "- attention saved")
+    assert script.main() == 0 and len(out.read_text(encoding="utf-8").splitlines()) == 2, "which is not done"
     for more, said in (([*words[:5], "--out", str(out)], "--memory SIZE"), ([*words, "--rungs", "9"], "expected numb"),
                        ([*words, "--host-memory", "x"], "expected a size")):  # fmt: skip
         monkeypatch.setattr("sys.argv", more)

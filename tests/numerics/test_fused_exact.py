@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from numerics._blocks import HIDDEN, INTERMEDIATE, check_gradcheck, random
 from numerics._fused import (
     ALL,
-    KINDS,
     Fused,
     GatedMLP,
     PlainMLP,
@@ -125,48 +124,6 @@ def test_packed_weights_are_made_dense_once_per_pass(keep: float, holds: bool) -
     assert len(asked) == (3 if holds else 3 * (3 if keep else 5))
     (expected,) = torch.autograd.grad(model(x), x, upstream)
     torch.testing.assert_close(x.grad, expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_kernels_agree(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The accelerators' kernels, traced and run by PyTorch on the CPU."""
-    kernels = pointwise.Compiled()
-    for build in (pointwise._forward_kernel, pointwise._backward_kernel):
-        monkeypatch.setattr(pointwise, build.__name__, lambda act, build=build: _traced(build.__wrapped__, act))
-    monkeypatch.setattr(mlp_tile, "pointwise_on", lambda device: kernels)
-    check_batch(kind)
-    assert not kernels.failed
-
-
-def _traced(build: Callable[..., Callable[..., None]], act: pointwise.Activation) -> Callable[..., None]:
-    compile_ = torch.compile
-    try:
-        torch.compile = lambda kernel, **how: compile_(kernel, backend="aot_eager", **how)
-        return build(act)
-    finally:
-        torch.compile = compile_
-
-
-def test_a_compiler_that_fails_is_said_and_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(act: pointwise.Activation) -> Callable[..., None]:
-        raise RuntimeError("no compiler here")
-
-    kernels = pointwise.Compiled()
-    monkeypatch.setattr(pointwise, "_forward_kernel", broken)
-    monkeypatch.setattr(pointwise, "_backward_kernel", broken)
-    monkeypatch.setattr(mlp_tile, "pointwise_on", lambda device: kernels)
-    check_batch()
-    assert kernels.failed
-    assert [record.message for record in caplog.records] == [
-        "pointwise kernels run eagerly: torch.compile failed (no compiler here)"
-    ]
-
-
-def test_which_device_gets_which_kernels() -> None:
-    assert pointwise.pointwise_on(torch.device("cpu")) is pointwise.EAGER
-    assert pointwise.pointwise_on(torch.device("cuda")) is pointwise.COMPILED
 
 
 def test_the_sum_over_projections_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import seqtile
-from seqtile.activation_checkpointing import host_offload, policies
+from seqtile.activation_checkpointing import host_offload
 from seqtile.activation_checkpointing.host_offload import HostMemory
 from seqtile.activation_checkpointing.policies import standing_checkpointing
 from zoo import ARCHITECTURES, EXPERTS, HIDDEN, causal_lm, tokens
@@ -163,24 +162,6 @@ def test_the_host_is_asked_before_the_first_copy(monkeypatch: pytest.MonkeyPatch
             step(model)
 
 
-def test_copies_in_flight_are_bounded_and_one_is_fetched_ahead() -> None:
-    """What a device's streams are told: its copies themselves need one (``test_on_a_device``)."""
-    memory, waited = HostMemory(), list[int]()
-    current = SimpleNamespace(wait_event=waited.append)
-    for number in range(host_offload.IN_FLIGHT + 3):
-        memory.wait_for_room(number, current)
-        assert number + 1 - len(waited) <= host_offload.IN_FLIGHT
-    assert waited == [0, 1, 2]
-    parked = [memory.park(torch.full((2,), float(number))) for number in range(3)]
-    assert torch.equal(parked[2].take(), torch.full((2,), 2.0))
-    assert parked[1].fetched is not None and parked[0].fetched is None
-    # a layer's input and its attention's output: a whole layer ahead, and nothing that is back already once more
-    inputs, outputs = zip(*[(memory.park(torch.zeros(2)), memory.park(torch.zeros(3))) for _ in range(3)], strict=True)
-    inputs[2].take()
-    outputs[2].take()
-    assert [one.fetched is not None for one in (*inputs, *outputs)] == [False, True, False, False, True, False]
-
-
 @pytest.mark.parametrize("checkpoint", ["full", "attention-saved"])
 def test_what_a_bound_has_no_room_for_stays_on_the_device(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = checkpointed()
@@ -200,36 +181,6 @@ def test_what_a_bound_has_no_room_for_stays_on_the_device(checkpoint: str, monke
         seqtile.apply(model, blocks="none", offload=f"memory:{room}", checkpoint=checkpoint)
         assert_equal(step(model), expected)
         assert most == takes if checkpoint == "full" else most <= room
-
-
-def test_transformers_own_offload_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It pins memory, so it needs an accelerator; there it is switched on, whoever enables checkpointing."""
-    from transformers import PreTrainedModel
-
-    if not hasattr(PreTrainedModel, "_activation_checkpointing_enable"):
-        pytest.skip("this version of transformers has no offload of its own")
-    model = causal_lm("llama", use_cache=False)
-    monkeypatch.setattr(policies.torch.accelerator, "is_available", lambda: True)
-    asked: list[bool] = []
-    monkeypatch.setattr(
-        PreTrainedModel, "_activation_checkpointing_enable", lambda self, kwargs, every, offload: asked.append(offload)
-    )
-    monkeypatch.setattr(policies, "_transformers_offloads", lambda module: torch.accelerator.is_available())
-    report = seqtile.apply(model, blocks="none", offload=True)
-    assert "Transformers' own offload" in str(report)
-    model.gradient_checkpointing_enable()
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    assert asked == [True, True, True]
-    # Its budget is the same: what transformers hands to the layers is asked first.
-    parked: list[str] = []
-    model._set_gradient_checkpointing(gradient_checkpointing_func=lambda *_: parked.append("by transformers"))
-    model.model.layers[0](torch.zeros(1, 3, HIDDEN, requires_grad=True))
-    assert parked == ["by transformers"]
-    monkeypatch.setattr(host_offload, "available_host_bytes", lambda: 1)
-    with pytest.raises(seqtile.UserError, match="free on this host"):
-        model.model.layers[0](torch.zeros(2, 3, HIDDEN, requires_grad=True))
-    seqtile.undo(model)
-    assert "_activation_checkpointing_enable" not in model.__dict__
 
 
 def test_two_offloads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +216,7 @@ def test_the_checker_notices_a_wrong_copy(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator, to copy to the host and back")
-@pytest.mark.parametrize("settings", [{"offload": "memory:1GiB"}, {"offload": True}], ids=["ours", "transformers"])
+@pytest.mark.parametrize("settings", [{"offload": "memory:1GiB"}, {"offload": True}], ids=["bound", "all"])
 @pytest.mark.parametrize("policy", ["full", "attention-saved"])
 def test_on_a_device(settings: dict[str, Any], policy: str) -> None:
     device = torch.accelerator.current_accelerator()

@@ -107,7 +107,6 @@ BREAKS: dict[str, Any] = {
     "torch.cuda._initialized": "torch.cuda._initialized",
     "torch.cuda.memory._record_memory_history": "torch.cuda.memory._record_memory_history",
     "transformers.PreTrainedModel._set_gradient_checkpointing": ("SET_CHECKPOINTING", "_gone"),
-    "transformers.PreTrainedModel._activation_checkpointing_enable": ("ENABLE_CHECKPOINTING", "_gone"),
     "transformers.PreTrainedModel._gradient_checkpointing_func": ("CHECKPOINT_FUNCTION", "_gone"),
     "transformers.PreTrainedModel._require_grads_hooks": ("INPUT_HOOKS", ("_gone",)),
     "transformers.PreTrainedModel._loss_function": ("LOSS_FUNCTION", "_gone"),
@@ -136,9 +135,6 @@ BREAKS: dict[str, Any] = {
 }
 
 
-NEW_IN_5 = "transformers.PreTrainedModel._activation_checkpointing_enable"
-
-
 def test_each_contract_is_broken_once() -> None:
     assert BREAKS.keys() == BY_NAME.keys()
 
@@ -149,10 +145,6 @@ def test_a_name_that_moves_fails_its_contract(name: str, monkeypatch: pytest.Mon
     if _compat.installed(contract.library) is None:
         pytest.skip(f"{contract.library} is not installed")
     assert examine(contract).status == "ok"
-    if name == NEW_IN_5 and not hasattr(
-        pkgutil.resolve_name("transformers.PreTrainedModel"), _compat.ENABLE_CHECKPOINTING
-    ):
-        pytest.skip("this transformers has the former name alone, which is public")
     if "output_capturing" in name and importlib.util.find_spec("transformers.utils.output_capturing") is None:
         pytest.skip("this transformers captures outputs without hooks")
     if isinstance(BREAKS[name], str):

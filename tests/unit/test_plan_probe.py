@@ -38,6 +38,7 @@ def test_every_phase_is_where_the_plan_said(folder: Path, capsys: pytest.Capture
         assert found[side]["most_off"] in found[side]["terms"]
         assert found[side]["terms"]["kept attention outputs"]["measured_gib"] > 0
     assert found["snapshot"] is None
+    assert "attention ran on FlashAttention of PyTorch's CPU" in found["notes"]
     assert found["tiled"]["peak_gib"] < 0.95 * found["untiled"]["peak_gib"]
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
 

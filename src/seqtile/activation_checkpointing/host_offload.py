@@ -1,15 +1,20 @@
 """Tensors that wait for the backward in host memory.
 
-On an accelerator copies run on a stream of their own: pinned memory, at most :data:`IN_FLIGHT` copies outward at once,
-and on the way back the tensor that was packed before is fetched ahead. On the CPU, where device and host are one, each
-is a plain copy, so that the same path is tested there.
+On an accelerator copies run on one stream of their own, to and from a pool of pinned chunks of one size, which later
+steps of any length use again: PyTorch's own pinned blocks are rounded up to powers of two, nearly twice the bytes at
+worst. A device tensor is kept until its copy has ended, so that no more than :data:`IN_FLIGHT` layers' are there
+besides what computes, and on the way back as many are fetched ahead. On the CPU, where device and host are one, and on
+backends without pinned memory each is a plain copy.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import threading
 import weakref
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -18,64 +23,240 @@ import torch
 from torch import Tensor
 
 from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
+from seqtile.counting.fake import PLAIN
 from seqtile.devices import available_host_bytes
 
+logger = first_rank_logger(__name__)
+
 IN_FLIGHT = 2
-"""Copies to the host that may be under way at once; each holds its device tensor until it has ended."""
+"""Layers whose tensors may be on the device for a copy, outward or back, the one at work included."""
+
+CHUNK = 2**28
+"""Bytes that are pinned at once: a power of two, which PyTorch's allocator of pinned memory does not round up."""
+
+ALIGNMENT = 16
 
 GIB = 2**30
+
+
+def pool_bytes(nbytes: int, budget: int = 0) -> int:
+    """Pinned bytes that the pool holds once ``nbytes`` have been in it at a time.
+
+    Args:
+        nbytes: of the tensors.
+        budget: most bytes that it may hold, 0 for no bound.
+    """
+    total = 0
+    while total < nbytes and (size := _next_chunk(total, budget)):
+        total += size
+    return total
+
+
+def _next_chunk(capacity: int, budget: int) -> int:
+    """Bytes of the chunk after those of ``capacity`` bytes; the last of a budget are smaller, 0 where it is used up."""
+    if not budget:
+        return CHUNK
+    left = budget - capacity
+    return min(CHUNK, 1 << (left.bit_length() - 1)) if left >= ALIGNMENT else 0
+
+
+Extent = tuple[int, int]
+"""First byte and number of bytes, of all chunks one after another; inside one chunk."""
+
+
+class ChunkPool:
+    """Memory in chunks, of which tensors take any free extents, the lowest first; nothing is lost between them.
+
+    Args:
+        budget: most bytes in all chunks, 0 for no bound.
+        allocate: makes a chunk of so many bytes; a RuntimeError means that the host has none left.
+    """
+
+    def __init__(self, budget: int, allocate: Callable[[int], Tensor]) -> None:
+        self.budget, self._allocate = budget, allocate
+        self._chunks: list[Tensor] = []
+        self._starts: list[int] = []
+        self._free: list[Extent] = []
+        self._lock = threading.RLock()  # what a backward releases is given back by its thread
+        self.capacity = 0
+        self.full = False
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that no tensor has."""
+        with self._lock:
+            return sum(size for _, size in self._free)
+
+    def make_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` are free, after more chunks are made if need be."""
+        nbytes = _aligned(nbytes)
+        while self.free_bytes < nbytes:
+            size = _next_chunk(self.capacity, self.budget)
+            if not size or self.full:
+                return False
+            try:
+                chunk = self._allocate(size)
+            except RuntimeError as error:
+                self.full = True
+                logger.warning(
+                    "offload: the host gives no more than %.3g GiB of pinned memory, the rest stays on the device (%s)",
+                    self.capacity / GIB, str(error).splitlines()[0],
+                )  # fmt: skip
+                return False
+            with self._lock:
+                self._chunks.append(chunk)
+                self._starts.append(self.capacity)
+                self._free.append((self.capacity, size))
+                self.capacity += size
+        return True
+
+    def take(self, nbytes: int) -> list[Extent]:
+        """Extents of ``nbytes`` in all, which :meth:`make_room` has found room for."""
+        taken, left = [], _aligned(nbytes)
+        with self._lock:
+            while left:
+                start, size = self._free.pop(0)
+                part = min(size, left)
+                taken.append((start, part))
+                left -= part
+                if part < size:
+                    self._free.insert(0, (start + part, size - part))
+        return taken
+
+    def give(self, extents: list[Extent]) -> None:
+        """Take extents back."""
+        with self._lock:
+            merged: list[Extent] = []
+            for start, size in sorted([*self._free, *extents]):
+                before = merged[-1] if merged else None
+                if before is not None and sum(before) == start and start not in self._starts:
+                    merged[-1] = (before[0], before[1] + size)
+                else:
+                    merged.append((start, size))
+            self._free = merged
+
+    def bytes_of(self, extent: Extent) -> Tensor:
+        """The memory of an extent, ``uint8``."""
+        start, size = extent
+        number = bisect(self._starts, start) - 1
+        return self._chunks[number].narrow(0, start - self._starts[number], size)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Lane:
+    """The copies of one device.
+
+    One stream runs them all, so that memory of the pool that is given back can be written at once: by a later copy.
+
+    Args:
+        stream: of the copies.
+        current: gives the stream that computes.
+        pool: where tensors wait.
+        in_flight: layers whose device tensors may be in flight.
+    """
+
+    def __init__(self, stream: Any, current: Callable[[], Any], pool: ChunkPool, in_flight: int) -> None:
+        self.stream, self.current, self.pool, self.in_flight = stream, current, pool, in_flight
+        self.outward: deque[tuple[int, Tensor, Any]] = deque()
+        self.inward: dict[int, tuple[Tensor, Any]] = {}
+        self._numbers = itertools.count()
+
+    def write(self, tensor: Tensor, layer: int) -> list[Extent]:
+        """Begin to copy ``tensor``, dense, to the host."""
+        extents = self.pool.take(tensor.nbytes)
+        self.stream.wait_stream(self.current())
+        self._copy(tensor, extents, outward=True)
+        self.outward.append((layer, tensor, self.stream.record_event()))
+        self.release(layer - self.in_flight)
+        return extents
+
+    def release(self, layer: int) -> None:
+        """Release the device tensors up to ``layer``, once what computes has waited for their copies."""
+        while self.outward and (self.outward[0][0] <= layer or self.outward[0][2].query()):
+            _, _, event = self.outward.popleft()
+            if not event.query():
+                self.current().wait_event(event)
+
+    def read(self, extents: list[Extent], like: Tensor) -> tuple[Tensor, Any, int]:
+        """Begin to copy extents back: a tensor like ``like``, the event after which it is whole, its number."""
+        # Made for the stream that computes, to which it belongs: it may still use that memory for what came before.
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.stream.device)
+        self.stream.wait_stream(self.current())
+        self._copy(tensor, extents, outward=False)
+        number = next(self._numbers)
+        # Held until it is taken, or until the copy has ended: nobody else may get this memory before.
+        self.inward = {key: one for key, one in self.inward.items() if not one[1].query()}
+        self.inward[number] = (tensor, self.stream.record_event())
+        return *self.inward[number], number
+
+    def _copy(self, tensor: Tensor, extents: list[Extent], *, outward: bool) -> None:
+        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        start = 0
+        with self.stream:
+            for extent in extents:
+                here = flat[start : start + extent[1]]  # the last extent may be longer, by its alignment
+                there = self.pool.bytes_of(extent)[: len(here)]
+                target, source = (there, here) if outward else (here, there)
+                target.copy_(source, non_blocking=True)
+                start += len(here)
 
 
 class Parked:
     """One tensor on the host, and how it comes back."""
 
     def __init__(self, owner: HostMemory, tensor: Tensor) -> None:
-        self.owner, self.device = owner, tensor.device
+        self.owner, self.device, self.layer = owner, tensor.device, owner.layer
         self.nbytes = tensor.numel() * tensor.element_size()
-        self.copied: Any = None
-        self.fetched: tuple[Tensor, Any] | None = None
+        self.fetched: tuple[Tensor, Any, int] | None = None
         self.taken = False
-        self.host = self._to_host(tensor.detach())
-
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        stream = self.owner.stream(tensor.device)
-        if stream is None:
-            return tensor.clone()
+        tensor = tensor.detach()
+        self.lane = owner.lane_of(tensor)
         # Strides are kept: with others, a recompute would run other operators than the forward did.
-        host = torch.empty_like(tensor, device="cpu", pin_memory=can_pin())
-        current = torch.accelerator.current_stream(tensor.device)
-        stream.wait_stream(current)
-        with stream:
-            host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)  # its memory is not given away before the copy has ended
-        self.copied = stream.record_event()
-        self.owner.wait_for_room(self.copied, current)
-        return host
+        if self.lane is None:
+            self.host = torch.empty_like(tensor, device="cpu").copy_(tensor)
+            return
+        if not _is_dense(tensor):
+            tensor = torch.empty_like(tensor).copy_(tensor)
+        self.host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        self.extents = self.lane.write(tensor, self.layer)
+        weakref.finalize(self, self.lane.pool.give, self.extents).atexit = False
 
-    def fetch(self) -> tuple[Tensor, Any]:
-        """The device tensor and the event after which it is whole; begun once, by whoever comes first."""
+    def fetch(self) -> tuple[Tensor, Any, int]:
+        """The device tensor, the event after which it is whole, its number; begun once, by whoever comes first."""
         if self.fetched is None:
-            stream = self.owner.stream(self.device)
-            if stream is None:
-                self.fetched = (self.host, None)
+            if self.lane is None:
+                self.fetched = (self.host if self.device.type == "cpu" else self.host.to(self.device), None, 0)
             else:
-                with stream:
-                    stream.wait_event(self.copied)
-                    tensor = self.host.to(self.device, non_blocking=True)
-                self.fetched = (tensor, stream.record_event())
+                self.fetched = self.lane.read(self.extents, self.host)
         return self.fetched
 
     def take(self) -> Tensor:
-        """The tensor back on its device, for the stream that computes; the layer before is fetched ahead."""
-        tensor, event = self.fetch()
+        """The tensor back on its device, for the stream that computes; the layers before are fetched ahead."""
+        if self.lane is not None:
+            self.lane.release(self.owner.layer)
+        tensor, event, number = self.fetch()
         self.fetched, self.taken = None, True
         for earlier in self.owner.before(self):
             earlier.fetch()
-        if event is not None:
-            current = torch.accelerator.current_stream(self.device)
-            current.wait_event(event)
-            tensor.record_stream(current)
+        if self.lane is not None:
+            self.lane.current().wait_event(event)
+            self.lane.inward.pop(number, None)
         return tensor
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one stretch of memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 class HostMemory:
@@ -83,65 +264,81 @@ class HostMemory:
 
     Args:
         budget: bytes that they may take, what is beyond stays on its device; 0 for what the host has free.
+        in_flight: layers whose tensors may be on the device for a copy.
     """
 
-    def __init__(self, budget: int = 0) -> None:
-        self.budget = budget
+    def __init__(self, budget: int = 0, in_flight: int = IN_FLIGHT) -> None:
+        self.budget, self.in_flight = budget, in_flight
+        self.layer = 0
         self._order: deque[weakref.ref[Parked]] = deque()
-        self._outward: deque[Any] = deque()
-        self._streams: dict[torch.device, Any] = {}
+        self._lanes: dict[torch.device, Lane] = {}
         self._checked = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"budget": self.budget}
+        return {"budget": self.budget, "in_flight": self.in_flight}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        HostMemory.__init__(self, state["budget"])
+        HostMemory.__init__(self, **state)
 
     @property
     def parked_bytes(self) -> int:
-        """Bytes on the host now."""
+        """Bytes of tensors on the host now."""
         return sum(one.nbytes for ref in self._order if (one := ref()) is not None)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that are pinned for them, now and later."""
+        return sum(lane.pool.capacity for lane in self._lanes.values())
+
+    def begin_layer(self) -> None:
+        """What is parked from here on is the next layer's."""
+        self.layer += 1
 
     def has_room(self, tensor: Tensor) -> bool:
         """Whether the budget holds ``tensor`` too; the layers that come first, and are wanted last, find room."""
-        return not self.budget or self.parked_bytes + tensor.numel() * tensor.element_size() <= self.budget
+        nbytes = tensor.numel() * tensor.element_size()
+        lane = self.lane_of(tensor)
+        if lane is not None:
+            return lane.pool.make_room(nbytes)
+        return not self.budget or self.parked_bytes + nbytes <= self.budget
 
     def park(self, tensor: Tensor) -> Parked:
-        """Begin to copy ``tensor`` to the host."""
+        """Begin to copy ``tensor``, which there is room for, to the host."""
         while self._order and self._order[-1]() is None:  # what an earlier step left behind
             self._order.pop()
+        while self._order and self._order[0]() is None:
+            self._order.popleft()
         one = Parked(self, tensor)
         self._order.append(weakref.ref(one))
         return one
 
     def before(self, one: Parked) -> list[Parked]:
-        """What was parked before ``one`` and not taken yet, back to the tensor of its shape: one layer's tensors."""
-        found: list[Parked] = []
+        """What the layers before ``one``'s have parked and not taken, as many of them as may be in flight with it."""
         parked = [other for ref in self._order if (other := ref()) is not None]
-        for other in reversed(parked[: parked.index(one)]):
-            if not other.taken:
-                found.append(other)
-                if other.host.shape == one.host.shape:
-                    return found
-        return found[:1]
+        return [
+            other for other in reversed(parked)
+            if one.layer - self.in_flight < other.layer < one.layer and not other.taken
+        ]  # fmt: skip
 
-    def stream(self, device: torch.device) -> Any:
-        """The stream of copies, None where there is nothing to copy between."""
-        if device.type == "cpu":
+    def lane_of(self, tensor: Tensor) -> Lane | None:
+        """The copies of this tensor, None where they are plain: what wraps other tensors is no stretch of memory."""
+        return self.lane(tensor.device) if type(tensor) in PLAIN else None
+
+    def lane(self, device: torch.device) -> Lane | None:
+        """The copies of ``device``, None where they are plain ones."""
+        if device.type == "cpu" or not can_pin():
             return None
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device)
-        return self._streams[device]
+        if device not in self._lanes:
+            self._lanes[device] = self._make_lane(device)
+        return self._lanes[device]
 
-    def wait_for_room(self, event: Any, current: Any) -> None:
-        """Let what computes wait until no more than :data:`IN_FLIGHT` copies are under way."""
-        self._outward.append(event)
-        if len(self._outward) > IN_FLIGHT:
-            current.wait_event(self._outward.popleft())
+    def _make_lane(self, device: torch.device) -> Lane:
+        left = max(ALIGNMENT, self.budget - self.pool_bytes) if self.budget else 0
+        pool = ChunkPool(left, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        return Lane(torch.Stream(device), lambda: torch.accelerator.current_stream(device), pool, self.in_flight)
 
-    def check(self, each: int, layers: Callable[[], int]) -> None:
-        """Refuse a step whose ``layers()`` tensors of ``each`` bytes do not fit, before the first is copied.
+    def check(self, each: int, layers: Callable[[], int], device: torch.device) -> None:
+        """Refuse a step whose ``layers()`` tensors of ``each`` bytes on ``device`` do not fit, before one is copied.
 
         Raises:
             UserError: with the sizes, and what to change.
@@ -154,11 +351,14 @@ class HostMemory:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         free = available_host_bytes()
         room = free // ranks
-        if free and each * count > room:
+        whole = each * count if self.lane(device) is None else pool_bytes(each * count, self.budget)
+        held = self.pool_bytes
+        if free and whole - held > room:
             raise UserError(
-                f"offload would put {count} layer inputs of {each / GIB:.3g} GiB on the host, {each * count / GIB:.3g} "
-                f"GiB in all, but {room / GIB:.3g} GiB are free on this host for each of its {ranks} ranks; use "
-                f"shorter sequences, more ranks per sequence, or a part only: offload='memory:{room // 2**20}MiB'"
+                f"offload would put {count} layer inputs of {each / GIB:.3g} GiB on the host, {whole / GIB:.3g} GiB in "
+                f"all, but {(room + held) / GIB:.3g} GiB are free on this host for each of its {ranks} ranks; use "
+                f"shorter sequences, more ranks per sequence, or a part only: "
+                f"offload='memory:{(room + held) // 2**20}MiB'"
             )
         self._checked = each
 

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from seqtile._compat import SavedValue, TorchDispatchMode, saved_values, tree_iter
+from seqtile._compat import SavedValue, saved_values, tree_iter
 from seqtile.activation_checkpointing.host_offload import HostMemory, Parked
+from seqtile.counting.watch import LettingCompile, name_of
+from seqtile.ops.attention.backends import refuse_wrong
 from seqtile.ops.attention.kernel_calls import Kept, is_attention, keeping, kept_now
 from seqtile.ops.rng import RandomState
 
@@ -36,6 +38,7 @@ class AttentionSaved:
         self.calls = 0
         self.saved = 0
         self.saved_bytes = 0
+        self.operators: set[str] = set()
         self.told: Callable[[Tensor], object] | None = None
         """Hears of every tensor that is kept."""
 
@@ -53,9 +56,13 @@ class AttentionSaved:
             if self.told is not None:
                 self.told(tensor)
 
-    def _policy(self, context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    def _policy(self, context: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
         kept = kept_now()
-        if not is_attention(op) or (kept is not None and kept.computing):
+        if not is_attention(op):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        refuse_wrong(op, args)
+        self.operators.add(name_of(op))
+        if kept is not None and kept.computing:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if not getattr(context, "is_recompute", False):
             results = [t for t in tree_iter(getattr(context, "op_output", None)) if isinstance(t, Tensor)]
@@ -148,7 +155,7 @@ class _Recompute:
         return result
 
 
-class _GoingOn(TorchDispatchMode):
+class _GoingOn(LettingCompile):
     """Where a kernel's kept results stand for it, random numbers go on as after the kernel."""
 
     def __init__(self, kept: Kept) -> None:

@@ -8,7 +8,6 @@ layers, so that it does not matter who switches it on, nor when.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from seqtile._compat import (
     CHECKPOINT_FUNCTION,
-    ENABLE_CHECKPOINTING,
     INPUT_HOOKS,
     SET_CHECKPOINTING,
     attention_kind,
@@ -29,6 +27,7 @@ from seqtile._log import first_rank_logger
 from seqtile._stand_in import StandIn
 from seqtile.activation_checkpointing.host_offload import HostMemory
 from seqtile.activation_checkpointing.keep_attention import AttentionSaved
+from seqtile.ops.attention.backends import described, has_long_mask, without_wrong_kernel
 
 logger = first_rank_logger(__name__)
 
@@ -102,7 +101,6 @@ class Checkpointing(StandIn):
         self.offload = bool(offload)
         self.host = HostMemory(0 if isinstance(offload, bool) else offload) if offload else None
         self.attention = AttentionSaved(self.host) if policy == "attention-saved" else None
-        self.upstream = self.offload and policy == "full" and not _has(offload) and _transformers_offloads(module)
         self.switched_on = False
         self.hooks: list[Any] = []
 
@@ -111,9 +109,7 @@ class Checkpointing(StandIn):
         on = _is_on(module)
         module.__dict__[_MARK] = self
         module.__dict__[SET_CHECKPOINTING] = self
-        if self.upstream:
-            module.__dict__[ENABLE_CHECKPOINTING] = self._enable_upstream
-        if on and not self.upstream:
+        if on:
             self._change(lambda former: former if _ours(former) else self.around(former))
         else:
             self.before = {name: module.__dict__[name] for name in INPUT_HOOKS if name in module.__dict__}
@@ -123,7 +119,7 @@ class Checkpointing(StandIn):
 
     def remove(self) -> None:
         own = self.module.__dict__
-        for name in (_MARK, SET_CHECKPOINTING, ENABLE_CHECKPOINTING):
+        for name in (_MARK, SET_CHECKPOINTING):
             own.pop(name, None)
         if self.switched_on:
             self.module.gradient_checkpointing_disable()
@@ -134,8 +130,6 @@ class Checkpointing(StandIn):
             for hook in self.hooks:
                 if hook not in self.before.get(INPUT_HOOKS[0], ()):
                     hook.remove()
-        elif self.upstream:
-            _quietly_enable(self.module)  # with the former function, the offload gone
         else:
             self._change(lambda former: former.keywords["_seqtile_former"] if _ours(former) else former)
 
@@ -144,14 +138,6 @@ class Checkpointing(StandIn):
             former = part.__dict__.get(CHECKPOINT_FUNCTION)
             if former is not None:
                 part.__dict__[CHECKPOINT_FUNCTION] = change(former)
-
-    def _enable_upstream(
-        self, activation_checkpointing_kwargs: Any = None, every_n_layers: int = 1, offload: bool = True
-    ) -> Any:
-        """Transformers' own offload, switched on whoever asks for checkpointing."""
-        self.switched_on = False  # other code enabled checkpointing: it stays when we are removed
-        original = getattr(type(self.module), ENABLE_CHECKPOINTING)
-        return original(self.module, activation_checkpointing_kwargs, every_n_layers, True)
 
     def __call__(
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **rest: Any
@@ -170,7 +156,7 @@ class Checkpointing(StandIn):
         """
         words = dict(getattr(former, "keywords", {}))
         base = getattr(former, "func", former)
-        if self.offload and not self.upstream and base is not checkpoint:
+        if self.offload and base is not checkpoint:
             raise UserError(
                 "both seqtile's offload and the offload of gradient_checkpointing_kwargs are on; drop one of them"
             )
@@ -189,6 +175,9 @@ class Checkpointing(StandIn):
 
     def run(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: dict[str, Any]) -> Any:
         """One layer's checkpoint."""
+        bound = getattr(function, "keywords", {})  # transformers binds what it passes to a layer by name
+        if has_long_mask((*args, *words.values(), *bound.values())):
+            function = functools.partial(without_wrong_kernel, function)
         if self.attention is not None and torch.compiler.is_compiling():
             return self._uncompiled(base, function, args, words)
         if self.host is None:
@@ -196,9 +185,9 @@ class Checkpointing(StandIn):
         first = next((value for value in args if isinstance(value, Tensor) and value.is_floating_point()), None)
         if first is None or not torch.is_grad_enabled():
             return base(function, *args, **words)
-        self.host.check(first.numel() * first.element_size() * (2 if self.attention else 1), self.layers)
-        if self.upstream:
-            return base(function, *args, **words)  # which parks the input itself
+        each = first.numel() * first.element_size() * (2 if self.attention else 1)
+        self.host.check(each, self.layers, first.device)
+        self.host.begin_layer()
         pack, unpack = _only(first, self.host)
         with saved_tensors_hooks(pack, unpack):
             return base(function, *args, **words)
@@ -226,9 +215,7 @@ class Checkpointing(StandIn):
         words = []
         if self.attention is not None:
             words.append("attention's output kept, not recomputed")
-        if self.upstream:
-            words.append("layer inputs on the host (Transformers' own offload)")
-        elif self.offload:
+        if self.offload:
             words.append("layer inputs on the host" + (", attention's output too" if self.attention else ""))
         return "; ".join(words) or "plain activation checkpoints"
 
@@ -242,7 +229,8 @@ class Checkpointing(StandIn):
                 "attention-saved has found no attention kernel in the layers: nothing was kept, all is recomputed; "
                 "load the model with attn_implementation='sdpa' or a FlashAttention"
             ]
-        return [f"attention's output: {saved.saved_bytes / saved.calls / 2**20:.3g} MiB kept per layer and forward"]
+        kept = f"attention's output: {saved.saved_bytes / saved.calls / 2**20:.3g} MiB kept per layer and forward"
+        return [kept, *described(saved.operators)]
 
 
 def _call(one: Checkpointing, base: Any, function: Any, *args: Any, _seqtile_former: Any, **words: Any) -> Any:
@@ -265,17 +253,6 @@ def _only(wanted: Tensor, host: HostMemory) -> tuple[Callable[[Tensor], Any], Ca
 
 def _ours(function: Any) -> bool:
     return "_seqtile_former" in getattr(function, "keywords", {})
-
-
-def _has(offload: bool | int) -> bool:
-    """Whether bytes were given, which Transformers' offload does not know."""
-    return not isinstance(offload, bool)
-
-
-def _transformers_offloads(module: Any) -> bool:
-    """Whether this version of transformers offloads layer inputs, and can here: it pins memory."""
-    enable = getattr(type(module), ENABLE_CHECKPOINTING, None)
-    return enable is not None and "offload" in inspect.signature(enable).parameters and torch.accelerator.is_available()
 
 
 def _is_on(module: Any) -> bool:

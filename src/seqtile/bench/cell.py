@@ -29,6 +29,8 @@ OURS = ("generic", "fused")
 TRAIN = ("full", "frozen", "lora")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LORA_RANK = 16
+TIMED_OUT = "no result within"
+"""How the error of a measurement begins that was given too little time."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Child:
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            return {"error": f"no result within {timeout_s:.0f} s"}
+            return {"error": f"{TIMED_OUT} {timeout_s:.0f} s"}
         self._out.seek(0)
         self._err.seek(0)
         lines = self._out.read().strip().splitlines()

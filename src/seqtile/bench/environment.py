@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from seqtile.devices import accelerator, device_name, device_type, package_version
+from seqtile.devices import accelerator, device_name, device_type, package_version, total_device_bytes
 
 PACKAGES = ("seqtile", "torch", "triton", "transformers", "accelerate", "peft", "liger-kernel", "deepspeed")
 
@@ -26,6 +26,7 @@ def environment() -> dict[str, Any]:
         "device_name": device_name(),
         "device_count": torch.accelerator.device_count() if here is not None else 0,
         "device_type": device_type(),
+        "device_bytes": total_device_bytes(),
         "driver": _driver(here),
         "versions": {name: found for name in PACKAGES if (found := package_version(name))},
         "python": platform.python_version(),

@@ -176,20 +176,28 @@ def _join_launch() -> Any:
 
 
 def _peak(once: Callable[[], None], device: Any, allocator: bool) -> Row:
-    """Peak bytes of the second step, above what was there before; the first one makes the optimiser's state."""
+    """Attention's operators, and peak bytes of the second step, above what was there before.
+
+    The first one makes the optimiser's state.
+    """
 
     from seqtile.counting import count_live_bytes
+    from seqtile.ops.attention.kernel_calls import names_of_kernels
 
-    once()
+    with names_of_kernels() as operators:
+        once()
+    attention = {"attention": sorted(operators)}
     if not allocator:
         with count_live_bytes("cpu") as live:
             once()
-        return {"peak_allocated_bytes": live.peak, "peak_reserved_bytes": None, "peak_from": "counted live bytes"}
+        found = {"peak_allocated_bytes": live.peak, "peak_reserved_bytes": None, "peak_from": "counted live bytes"}
+        return {**attention, **found}
     empty_cache()
     reset_peak(device)
     start = allocated_bytes(device)
     once()
     return {
+        **attention,
         "peak_allocated_bytes": peak_bytes(device) - start,
         "peak_reserved_bytes": peak_reserved_bytes(device),
         "peak_from": "allocator",

@@ -21,7 +21,15 @@ from seqtile._compat import (
 _DEVICE = torch.ops.prim.device.default
 
 
-class Watch(TorchDispatchMode):
+class LettingCompile(TorchDispatchMode):
+    """A dispatch mode under which compiled code stays compiled; by default torch.compile skips what runs under one."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class Watch(LettingCompile):
     """Hand every operator call to ``see`` with its arguments and result.
 
     Calls under a fake tensor mode are handed on only if that mode was entered first.

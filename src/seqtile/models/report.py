@@ -107,6 +107,10 @@ class Report(PrintsAsSentence):
                 "early stop of activation checkpointing is switched off: each block runs once more (14 units for a "
                 "gated MLP, untiled 12)"
             )
+        if model is not None and any(
+            getattr(one.__dict__.get("forward"), "compiled", False) for one in model.modules()
+        ):
+            notes.append("heads is left out where torch.compile compiles a layer: its attention runs all heads at once")
         return (*notes, *(rest_notes(model) if model is not None else ()))
 
     def __str__(self) -> str:

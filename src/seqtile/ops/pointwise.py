@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from seqtile._compat import active_fake_mode, dispatch_modes
 from seqtile._log import first_rank_logger
 
 logger = first_rank_logger(__name__)
@@ -191,10 +194,22 @@ class Eager:
 
 
 class Compiled(Eager):
-    """One kernel forward and one backward, in fp32 inside; falls back to eager for good if the compiler fails."""
+    """One kernel forward and one backward, in fp32 inside.
+
+    Where a kernel cannot run, the same call runs eagerly in the same buffers: for that call alone under a dispatch mode
+    that the compiler does not run under, at its limit of recompiled variants and out of memory; from then on where the
+    compiler fails, so that it is not asked at every tile. Each reason is said once.
+    """
 
     def __init__(self) -> None:
-        self.failed = False
+        self._kernels: dict[Variant, Kernel] = {}
+        self._failed: set[Variant] = set()
+        self._said: set[str] = set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the compiler has failed on a kernel, which is not tried again."""
+        return bool(self._failed)
 
     def forward(self, act: Activation, gate: Tensor, up: Tensor | None, out: Tensor) -> None:
         """See :meth:`Eager.forward`."""
@@ -211,55 +226,142 @@ class Compiled(Eager):
         write_gradient: WriteGradient | None,
     ) -> None:
         """See :meth:`Eager.backward`; the gradient of ``h`` is computed first, so that one kernel does the rest."""
-        if self.failed or act.derivative is None or write_gradient is None:
+        if (
+            act.derivative is None
+            or write_gradient is None
+            or _variant(act, _backward_kernel, gate, up) in self._failed
+        ):
             super().backward(act, gate, up, spare, use_hidden, write_gradient)
             return
         gradient = spare(0)
         write_gradient(gradient)
         hidden = gradient if up is None else spare(1)
-        if self._ran(act, _backward_kernel, gate, up, gradient, hidden):
-            if use_hidden is not None:
-                use_hidden(hidden)
-            return
+        if not self._ran(act, _backward_kernel, gate, up, gradient, hidden):
+            _backward_in_pieces(act, gate, up, gradient, hidden)
+        if use_hidden is not None:
+            use_hidden(hidden)
 
-        def again(buffer: Tensor) -> None:
-            write_gradient(buffer)
-
-        super().backward(act, gate, up, spare, use_hidden, again)
-
-    def _ran(
-        self, act: Activation, build: Callable[[Activation], Callable[..., None]], *buffers: Tensor | None
-    ) -> bool:
-        if self.failed or act.derivative is None:
+    def _ran(self, act: Activation, build: Build, gate: Tensor, up: Tensor | None, *buffers: Tensor) -> bool:
+        variant = _variant(act, build, gate, up)
+        if act.derivative is None or variant in self._failed or active_fake_mode() is not None:
             return False
+        hides = next((mode for mode in dispatch_modes() if not mode.ignore_compile_internals()), None)
+        if hides is not None:  # the compiler would skip the kernel for good if it were called under this mode
+            self._say(_CALL, f"torch.compile does not run under the dispatch mode {type(hides).__name__}")
+            return False
+        if variant not in self._kernels:
+            self._kernels[variant] = _compile(build(act), len(self._kernels))
         try:
-            build(act)(*buffers)
+            self._kernels[variant](*_as_bases(variant, (gate, up, *buffers)))
+        except _RanEagerlyError:
+            del self._kernels[variant]  # what the compiler has skipped once it skips for good
+            self._say(_CALL, "torch.compile is switched off or has skipped them")
         except Exception as error:  # noqa: BLE001  # whatever a compiler raises; nothing was written
-            self.failed = True
-            logger.warning("pointwise kernels run eagerly: torch.compile failed (%s)", error)
-            return False
-        return True
+            if _is_out_of_memory(error):
+                self._say(_CALL, "out of memory for a kernel")
+            elif "RecompileLimit" in type(error).__name__:  # its class is private to the compiler
+                self._say(_CALL, "torch.compile has reached its limit of recompiled variants")
+            else:
+                self._failed.add(variant)
+                # The first line is often no more than "backend='inductor' raised:".
+                self._say(_FAILED, " ".join((str(error) or type(error).__name__).splitlines()[:2]))
+        else:
+            return True
+        return False
+
+    def _say(self, text: str, reason: str) -> None:
+        if text % reason not in self._said:
+            self._said.add(text % reason)
+            logger.warning(text, reason)
+
+
+_CALL = "pointwise kernels run eagerly for this call: %s"
+_FAILED = "pointwise kernels run eagerly: torch.compile failed (%s)"
+
+Kernel = Callable[..., None]
+Build = Callable[[Activation], Kernel]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What has a kernel of its own, with a limit of recompiled variants of its own.
+
+    Attributes:
+        build: makes the kernel's body.
+        act: the activation.
+        gated: whether there is an ``up``.
+        dtype: of the buffers.
+        contiguous: whether the buffers are whole, not halves of a fused ``gate_up``.
+    """
+
+    build: Build
+    act: Activation
+    gated: bool
+    dtype: torch.dtype
+    contiguous: bool
+
+
+def _variant(act: Activation, build: Build, gate: Tensor, up: Tensor | None) -> Variant:
+    whole = gate.is_contiguous() and (up is None or up.is_contiguous())
+    return Variant(build, act, up is not None, gate.dtype, whole)
+
+
+def _as_bases(variant: Variant, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The same memory as tensors that are no views, which would be compiled again for other sizes of what they view.
+
+    Where they are whole, one dimension leaves no number of rows that is a case of its own. One tensor stays one.
+    """
+    known: dict[int, Tensor | None] = {id(None): None}
+    for tensor in tensors:
+        if tensor is not None and id(tensor) not in known:
+            known[id(tensor)] = (tensor.view(-1) if variant.contiguous else tensor).data
+    return [known[id(tensor)] for tensor in tensors]
+
+
+class _RanEagerlyError(RuntimeError):
+    """A kernel's body was called as Python; it would hold a dozen fp32 buffers."""
+
+
+def _only_compiled() -> None:
+    if not torch.compiler.is_dynamo_compiling():
+        raise _RanEagerlyError
+
+
+def _compile(kernel: Kernel, number: int) -> Kernel:
+    """The compiled kernel; its code object, by which the compiler counts variants and remembers skips, is its own."""
+    own = cast(FunctionType, kernel)
+    code = own.__code__.replace(co_name=f"{own.__name__}_{number}")
+    copy = FunctionType(code, own.__globals__, code.co_name, own.__defaults__, own.__closure__)
+    return torch.compile(copy, dynamic=True, fullgraph=True)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-@functools.cache
-def _forward_kernel(act: Activation) -> Callable[..., None]:
-    def kernel(gate: Tensor, up: Tensor | None, out: Tensor) -> None:
+def _forward_kernel(act: Activation) -> Kernel:
+    def pointwise_forward(gate: Tensor, up: Tensor | None, out: Tensor) -> None:
+        _only_compiled()
         activated = act.function(_wide(gate))
         out.copy_(activated if up is None else activated * _wide(up))
 
-    return torch.compile(kernel, dynamic=True)
+    return pointwise_forward
 
 
-@functools.cache
-def _backward_kernel(act: Activation) -> Callable[..., None]:
+def _backward_kernel(act: Activation) -> Kernel:
     assert act.derivative is not None
     derivative = act.derivative
 
-    def kernel(gate: Tensor, up: Tensor | None, gradient: Tensor, hidden: Tensor) -> None:
+    def pointwise_backward(gate: Tensor, up: Tensor | None, gradient: Tensor, hidden: Tensor) -> None:
+        _only_compiled()
         z, dh = _wide(gate), _wide(gradient)
         activated, slope = act.function(z), derivative(z)
         if up is None:  # hidden and gradient are one buffer: read it first
@@ -271,7 +373,22 @@ def _backward_kernel(act: Activation) -> Callable[..., None]:
         gate.copy_(dh * u * slope)
         up.copy_(dh * activated)
 
-    return torch.compile(kernel, dynamic=True)
+    return pointwise_backward
+
+
+def _backward_in_pieces(act: Activation, gate: Tensor, up: Tensor | None, gradient: Tensor, hidden: Tensor) -> None:
+    """What the backward kernel computes, eagerly, in the same buffers and a piece of one; overwrites ``gradient``."""
+    if up is None:
+        for zs, dhs in _pieces(gate, gradient):
+            activated = act.function(zs)
+            act.gradient_into(dhs, zs, zs)
+            dhs.copy_(activated)
+        return
+    for zs, us, dhs, hs in _pieces(gate, up, gradient, hidden):
+        activated = act.function(zs)
+        torch.mul(activated, us, out=hs)
+        act.gradient_into(us.mul_(dhs), zs, zs)
+        torch.mul(dhs, activated, out=us)
 
 
 EAGER = Eager()

@@ -14,6 +14,8 @@ from seqtile._compat import dump_memory, record_memory
 from seqtile._errors import UserError
 from seqtile.counting import Sample
 from seqtile.models.runs import what_ran
+from seqtile.ops.attention.backends import described
+from seqtile.ops.attention.kernel_calls import names_of_kernels
 from seqtile.options import changed
 from seqtile.planner.accelerators import this_device
 from seqtile.planner.extrapolate import KEPT_TILES, Prediction, by_place, predict
@@ -119,9 +121,12 @@ def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, 
         run_at = _within_memory(config, setup, tokens, here.memory)
         if snapshot is not None:
             notes.append("no memory snapshot: the CPU's allocator keeps none")
-        tiled = _measure("tiled", config, setup, run_at, kind, None)
-    else:
-        run_at, tiled = _doubling(config, setup, tokens, kind, snapshot)
+    with names_of_kernels() as operators:
+        if kind == "cpu":
+            tiled = _measure("tiled", config, setup, run_at, kind, None)
+        else:
+            run_at, tiled = _doubling(config, setup, tokens, kind, snapshot)
+    notes += described(operators)
     if run_at < tokens:
         notes.append(f"{tokens:,} tokens do not fit here; this is {run_at:,}")
     sides = [tiled]

@@ -70,6 +70,8 @@ class HeadWise(Installed):
     def __init__(self, module: nn.Module, setting: HeadSetting) -> None:
         super().__init__(module, setting)  # type: ignore[arg-type]
         self.heads = setting
+        self.compiled = False
+        """Whether torch.compile has compiled a layer with all heads at once."""
 
     takes_norm = True
 
@@ -95,6 +97,7 @@ class HeadWise(Installed):
     ) -> tuple[Cut, ...]:
         """The passes of a call; empty where it runs untouched, which is said once where passes were asked for."""
         if torch.compiler.is_compiling():
+            self.compiled = True
             return ()
         module = self.module
         kind = attention_kind(module) or ""

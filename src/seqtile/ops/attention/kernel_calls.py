@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqtile._compat import ATTENTION_KERNELS, TorchDispatchMode, TreeSpec, storage_key, tree_flatten, tree_unflatten
+from seqtile._compat import ATTENTION_KERNELS, TreeSpec, storage_key, tree_flatten, tree_unflatten
+from seqtile.counting.watch import LettingCompile, name_of
+from seqtile.ops.attention.backends import refuse_wrong
 from seqtile.ops.rng import RandomState
 
 
@@ -107,25 +109,46 @@ def _placed(place: Place, output: Tensor) -> Tensor:
         return copy.as_strided(place.shape, place.stride, copy.storage_offset() + place.offset)
 
 
-class _Recording(TorchDispatchMode):
+class _Recording(LettingCompile):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.results: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_attention(func):
+            refuse_wrong(func, args)
         result = func(*args, **(kwargs or {}))
         if is_attention(func):
             self.results.append(result)
         return result
 
 
-class _Replaying(TorchDispatchMode):
+class _Replaying(LettingCompile):
     def __init__(self, results: list[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._results = results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._results.pop(0) if is_attention(func) else func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def names_of_kernels() -> Iterator[set[str]]:
+    """The names of the attention operators that run inside, such as ``aten::_scaled_dot_product_cudnn_attention``."""
+    with _Naming() as mode:
+        yield mode.names
+
+
+class _Naming(LettingCompile):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_attention(func):
+            refuse_wrong(func, args)
+            self.names.add(name_of(func))
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass

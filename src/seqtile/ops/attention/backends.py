@@ -1,0 +1,125 @@
+"""Which kernel computes attention: its name, whether the device has a faster one, and one that must not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqtile._compat import ATTENTION_BACKENDS, EFFICIENT_ATTENTION
+from seqtile._errors import UserError
+from seqtile.devices import compute_capability, is_accelerator
+
+FASTER = {"memory-efficient": 0, "FlashAttention-2": 1, "cuDNN": 2, "FlashAttention-3": 3}
+"""Order of speed on Hopper, the slowest first; a name stands for all that begin with it."""
+
+MASKED_TOKENS = 65_536
+"""With a mask, SDPA's memory-efficient kernel is wrong beyond this many tokens, in every PyTorch that is supported:
+https://github.com/pytorch/pytorch/issues/162588 and https://github.com/pytorch/pytorch/issues/187227."""
+
+
+def backend_of(operator: str) -> str:
+    """The name of the kernel behind an attention operator, such as ``aten::_scaled_dot_product_cudnn_attention``."""
+    space, _, name = operator.partition("::")
+    if space == "aten":
+        return ATTENTION_BACKENDS.get(name.partition(".")[0], name)
+    return "FlashAttention-3" if "3" in space else "FlashAttention-2"
+
+
+def recommended(capability: tuple[int, int] | None) -> str:
+    """The fastest attention for a CUDA device of this compute capability, and how to have it; "" where one is left."""
+    if capability is None or capability < (8, 0):
+        return ""
+    if capability[0] == 9:
+        return (
+            "FlashAttention-3 (attn_implementation='flash_attention_3' with its package), else cuDNN "
+            "(with torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION), attn_implementation='sdpa')"
+        )
+    return "FlashAttention-2 (attn_implementation='flash_attention_2', or 'sdpa' without a mask)"
+
+
+def slower_than_possible(operators: Collection[str], capability: tuple[int, int] | None, *, flash3: bool) -> str:
+    """One sentence where an attention ran that this device has a faster one for, else "".
+
+    Args:
+        operators: that ran; none means plain products.
+        capability: of the CUDA device, None for another.
+        flash3: whether FlashAttention-3 is installed.
+    """
+    way_out = recommended(capability)
+    if not way_out:
+        return ""
+    names = sorted({backend_of(one) for one in operators})
+    ranks = [rank for name in names for known, rank in FASTER.items() if name.startswith(known)]
+    best = (3 if flash3 else 2) if capability is not None and capability[0] == 9 else 1
+    if names and min(ranks, default=best) >= best:
+        return ""
+    ran = ", ".join(names) or "plain products"
+    return f"attention ran on {ran}, and this device has a faster one: {way_out}"
+
+
+def described(operators: Collection[str]) -> list[str]:
+    """What ran on this machine, and what would be faster, in sentences."""
+    slower = slower_than_possible(operators, compute_capability(), flash3=find_spec("flash_attn_interface") is not None)
+    ran = ", ".join(sorted({backend_of(one) for one in operators})) or "plain products"
+    return [slower or f"attention ran on {ran}"]
+
+
+def refuse_wrong(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse the memory-efficient kernel where its numbers are wrong.
+
+    Args:
+        func: an attention operator.
+        args: its arguments.
+
+    Raises:
+        UserError: it has a mask, and more tokens than it can address.
+    """
+    if EFFICIENT_ATTENTION not in func.name():
+        return
+    query, key, bias = args[0], args[1], args[3] if len(args) > 3 else None
+    if isinstance(bias, Tensor) and _is_faulty(query.device) and max(query.shape[-2], key.shape[-2]) > MASKED_TOKENS:
+        raise UserError(_REFUSED % max(query.shape[-2], key.shape[-2]))
+
+
+_REFUSED = (
+    "PyTorch's memory-efficient attention computes wrong numbers with a mask beyond 65,536 tokens, got %d "
+    "(https://github.com/pytorch/pytorch/issues/162588); use attn_implementation='flash_attention_2', which packs "
+    "documents without a mask, or rows without padding"
+)
+
+
+def _is_faulty(device: torch.device) -> bool:
+    return is_accelerator(device) and compute_capability() is not None
+
+
+def has_long_mask(values: Collection[Any]) -> bool:
+    """Whether a mask for every two tokens is among a layer's arguments, longer than :data:`MASKED_TOKENS`."""
+    for value in values:
+        if isinstance(value, Tensor) and value.dim() == 4 and _is_faulty(value.device):
+            if value.shape[-1] > MASKED_TOKENS and value.shape[-2] > 1:
+                return True
+    return False
+
+
+def without_wrong_kernel(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
+    """Call ``function``, in which SDPA takes another kernel than the memory-efficient one.
+
+    Raises:
+        UserError: no other kernel takes these arguments; plain products of so many tokens fit nowhere.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+        try:
+            return function(*args, **words)
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            bound = getattr(function, "keywords", {})
+            masks = [value for value in (*args, *words.values(), *bound.values()) if isinstance(value, Tensor)]
+            tokens = max(mask.shape[-1] for mask in masks if mask.dim() == 4)
+            raise UserError(_REFUSED % tokens) from error

@@ -1,0 +1,121 @@
+"""Attention's kernel is named, a slower one than the device has is said, and a wrong one does not run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import seqtile
+from seqtile.ops.attention import backends
+from seqtile.ops.attention.backends import backend_of, refuse_wrong, slower_than_possible, without_wrong_kernel
+from seqtile.ops.attention.kernel_calls import names_of_kernels
+from zoo import causal_lm, tokens
+
+CUDNN = "aten::_scaled_dot_product_cudnn_attention"
+FLASH = "aten::_scaled_dot_product_flash_attention"
+EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
+FLASH2, FLASH3 = "flash_attn::_flash_attn_forward", "flash_attn_3::_flash_attn_forward"
+HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("ran", "capability", "flash3", "faster"),
+    [
+        ({CUDNN}, HOPPER, False, False), ({CUDNN}, HOPPER, True, True), ({FLASH3}, HOPPER, True, False),
+        ({FLASH}, HOPPER, False, True), ({FLASH2}, HOPPER, False, True), ({EFFICIENT, CUDNN}, HOPPER, False, True),
+        (set(), HOPPER, False, True), ({FLASH}, AMPERE, False, False), ({EFFICIENT}, AMPERE, False, True),
+        ({"another::kernel_flash_attn"}, AMPERE, False, False), ({EFFICIENT}, TURING, False, False),
+        ({FLASH}, None, False, False),
+    ],
+)  # fmt: skip
+def test_a_slower_kernel_than_the_device_has_is_said(
+    ran: set[str], capability: Any, flash3: bool, faster: bool
+) -> None:
+    said = slower_than_possible(ran, capability, flash3=flash3)
+    assert bool(said) == faster
+    if faster:
+        assert said.startswith(f"attention ran on {', '.join(sorted(map(backend_of, ran))) or 'plain products'}, and")
+        assert ("cuDNN" in said) == (capability == HOPPER) and "attn_implementation=" in said
+
+
+def test_the_kernel_that_ran_is_named() -> None:
+    query = torch.randn(1, 2, 8, 4)
+    with names_of_kernels() as names:
+        F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert {backend_of(name) for name in names} == {"FlashAttention of PyTorch's CPU"}
+    model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")
+    report = seqtile.apply(model, blocks="none", checkpoint="attention-saved")
+    ids = tokens(1, 8)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert "attention ran on FlashAttention of PyTorch's CPU" in report.notes
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands for a device whose kernel is wrong beyond eight tokens."""
+    monkeypatch.setattr(backends, "MASKED_TOKENS", 8)
+    monkeypatch.setattr(backends, "_is_faulty", lambda device: True)
+
+
+def test_the_wrong_kernel_is_refused(faulty: None) -> None:
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    long, short = torch.empty(1, 1, 9, 4, device="meta"), torch.empty(1, 1, 8, 4, device="meta")
+    mask = torch.empty(1, 1, 9, 9, device="meta")
+    refuse_wrong(efficient, (short, short, short, mask[..., :8, :8]))
+    refuse_wrong(efficient, (long, long, long, None))
+    refuse_wrong(torch.ops.aten._scaled_dot_product_cudnn_attention.default, (long, long, long, mask))
+    with pytest.raises(seqtile.UserError, match=r"beyond 65,536 tokens, got 9 .*162588.*; use attn_implementation="):
+        refuse_wrong(efficient, (long, long, long, mask))
+
+
+def test_no_kernel_is_left(faulty: None) -> None:
+    query, mask = torch.randn(1, 2, 9, 4), torch.zeros(1, 1, 9, 9)
+
+    def attention(query: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask, dropout_p=dropout)
+
+    torch.testing.assert_close(without_wrong_kernel(attention, query, mask), attention(query, mask))
+    with pytest.raises(seqtile.UserError, match="got 9"):
+        without_wrong_kernel(attention, query, mask, dropout=0.5)  # the CPU's kernel takes no dropout
+    with pytest.raises(RuntimeError, match="another"):
+        without_wrong_kernel(lambda: (_ for _ in ()).throw(RuntimeError("another")))
+
+
+@pytest.mark.parametrize("length", [8, 9])
+def test_masked_layers_run_without_it_in_forward_and_recompute(length: int, faulty: None) -> None:
+    ids = tokens(2, length)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+
+    def step(model: nn.Module) -> list[Tensor]:
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    expected = step(causal_lm("llama", use_cache=False, attn_implementation="sdpa"))
+    model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")
+    seqtile.apply(model, blocks="none", checkpoint="full")
+    allowed: list[bool] = []
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda *_: allowed.append(torch.backends.cuda.mem_efficient_sdp_enabled())
+    )
+    torch.testing.assert_close(step(model), expected)
+    assert allowed == [length == 8] * 2
+    assert torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+def test_what_a_compiled_layer_leaves_out_is_said() -> None:
+    model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")
+    report = seqtile.apply(model, blocks="none", heads=1)
+    ids = tokens(1, 8)
+    model(input_ids=ids)
+    assert not any("torch.compile" in note for note in report.notes)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    model(input_ids=ids)
+    torch.compiler.reset()
+    assert any(note.startswith("heads is left out where torch.compile") for note in report.notes)

@@ -1,0 +1,55 @@
+"""The recorder behind the page "What a GPU will show": launches, bytes and FLOPs of a layer on fake tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import gpu_estimates
+from gpu_estimates import HIDDEN, INTERMEDIATE, METHODS, RATES, TILE, record_layer, row, step_row
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpu-estimates.md"
+UNIT = 2 * 512 * 64 * 256
+"""FLOPs of one product of the small layer."""
+
+
+def small(method: str, tiles: int = 4) -> gpu_estimates.Record:
+    return record_layer(method, 512, 64, 256, 512 // tiles)
+
+
+@pytest.mark.parametrize(("method", "units"), [("untiled", 11), ("fused", 11), ("generic", 11)])
+def test_products(method: str, units: int) -> None:
+    assert small(method).flops == units * UNIT
+
+
+def test_a_small_layer() -> None:
+    """One row is 512 x 64 in bf16, a buffer 512 x 256: what the fused layer's operations read and write."""
+    found = small("fused")
+    pointwise = {name: tuple(value) for name, value in found.operations.items() if name.startswith("pointwise")}
+    buffer = 2 * 512 * 256
+    assert pointwise == {"pointwise forward": (4, 3 * buffer), "pointwise backward": (4, 6 * buffer)}
+    assert found.operations["aten::mm"][0] + found.operations["aten::addmm"][0] == 11 * 4
+    launches = [small("fused", tiles).launches for tiles in (1, 2, 4)]
+    assert launches[2] - launches[1] == 2 * (launches[1] - launches[0]), "each tile costs the same"
+    assert launches == [63, 117, 225]
+    assert found.launches == launches[2] and found.nbytes == sum(nbytes for _, nbytes in found.operations.values())
+
+
+def test_times_are_the_longer_of_products_and_memory() -> None:
+    found = gpu_estimates.Record()
+    found.add("a", 0)
+    assert found.seconds == RATES.launch
+    found.add("b", int(4.3e12))
+    found.add("c", 1, int(720e12))
+    assert found.seconds == pytest.approx(RATES.launch + 2)
+
+
+@pytest.mark.parametrize(("tokens", "launches"), [(32768, 263), (131072, 1019)])
+def test_the_page_says_what_the_command_prints(tokens: int, launches: int) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    found = record_layer("fused", tokens, HIDDEN, INTERMEDIATE, TILE)
+    assert row(tokens, "fused", found) in page
+    assert all(step_row(tokens, kernel, found) in page for kernel in gpu_estimates.ATTENTION)
+    assert found.launches <= launches
+    assert all(f"| {tokens:,} | {method} |" in page for method in METHODS)
