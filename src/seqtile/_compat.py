@@ -397,14 +397,9 @@ def has_gradient_step(weight: Tensor) -> bool:
     return bool(getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
-def in_forward_mode() -> bool:
-    """Whether forward-mode derivatives are computed here."""
-    return bool(torch.autograd.forward_ad._current_level >= 0)
-
-
-def in_transform() -> bool:
-    """Whether ``vmap``, ``grad`` or another transform of ``torch.func`` runs."""
-    return torch._C._functorch.maybe_current_level() is not None
+def is_transformed() -> bool:
+    """Whether forward-mode derivatives are computed here, or a transform of ``torch.func`` runs."""
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
 def call_parameter(tensor: Tensor) -> None:
@@ -507,15 +502,15 @@ def _check_call_parameter() -> None:
 
 @_contract("torch._C._functorch.maybe_current_level", "torch/csrc/functorch/init.cpp", "a public way to ask")
 def _check_in_transform() -> None:
-    _expect(not in_transform(), "none outside")
-    _expect(torch.func.vmap(lambda x: x + in_transform())(torch.zeros(2)).sum() == 2, "one inside of vmap")
+    _expect(not is_transformed(), "none outside")
+    _expect(torch.func.vmap(lambda x: x + is_transformed())(torch.zeros(2)).sum() == 2, "one inside of vmap")
 
 
 @_contract("torch.autograd.forward_ad._current_level", "torch/autograd/forward_ad.py", "a public way to ask")
 def _check_forward_mode() -> None:
-    _expect(not in_forward_mode(), "no level outside")
+    _expect(not is_transformed(), "no level outside")
     with torch.autograd.forward_ad.dual_level():
-        _expect(in_forward_mode(), "a level inside")
+        _expect(is_transformed(), "a level inside")
 
 
 @_contract(

@@ -22,8 +22,7 @@ from seqtile._compat import (
     dispatch_modes,
     function_mode_count,
     function_modes,
-    in_forward_mode,
-    in_transform,
+    is_transformed,
     version_of,
 )
 from seqtile._log import first_rank_logger
@@ -213,7 +212,7 @@ class Installed(ForwardStandIn):
         if handed := _handed_per_sequence(parts):
             self._tell_untiled(f"PEFT hands its adapters one entry per sequence ({handed}), which tiles do not keep")
             return call(list(tensors))
-        if why := _why_watched() or _why_transformed():
+        if why := _why_watched():
             self._tell_untiled(why)
             return call(list(tensors))
         x, setting = tensors[0], self.setting
@@ -338,6 +337,8 @@ def _why_watched() -> str:
     """Why a call would run once per tile what its caller hooked into every module or function, or ""."""
     if torch.compiler.is_compiling():
         return ""
+    if is_transformed():
+        return "forward-mode derivatives or a transform of torch.func are computed, which tiles do not carry"
     if any(GLOBAL_HOOKS) and any(_is_foreign(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a hook is registered for all modules (torch.nn.modules.module), which tiles would run on other tensors"
     modes = [*(function_modes() if function_mode_count() else ()), *(dispatch_modes() if dispatch_mode_count() else ())]
@@ -348,13 +349,6 @@ def _why_watched() -> str:
                 "changes no result says so with observes_only = True)"
             )
     return ""
-
-
-def _why_transformed() -> str:
-    """Why a call would lose tangents or the rows of ``vmap``, or ""."""
-    if torch.compiler.is_compiling() or not (in_forward_mode() or in_transform()):
-        return ""
-    return "forward-mode derivatives or a transform of torch.func are computed, which tiles do not carry"
 
 
 def _is_foreign(value: Any) -> bool:
