@@ -1,4 +1,7 @@
-"""The one exception that is the user's to fix."""
+"""The exceptions that end a command with one sentence, and its exit codes."""
+
+RUN_ERROR = 1
+USER_ERROR = 2
 
 
 class UserError(ValueError):

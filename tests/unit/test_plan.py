@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +25,9 @@ from seqtile.planner.fake_step import build, fake_step
 from seqtile.planner.layer_structure import count_weights
 from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose
 from seqtile.planner.model_shapes import NAMED, read_config
+from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.request import Request
-from seqtile.planner.sharding_terms import CONSTANTS, STATE_BYTES, on_device
+from seqtile.planner.sharding_terms import CONSTANTS, on_device
 from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_optimizer
 from seqtile.train.fit import request_of as planned_again
 from seqtile.train.recipe import build_recipe, read_recipe, resolve
@@ -130,9 +133,11 @@ BAD = [
     (["--lora", "r=none"], "expected a rank"),
     (["--lora", "16", "--full"], "give one of them"),
     (["--host-memory", "much"], "expected a size"),
+    (["--host-memory", "64"], "with its unit"),
+    (["--gpus", "0"], "at least 1"),
+    (["--batch-size", "0"], "at least 1"),
     (["--plot", "/nowhere/plot.png"], "does not exist"),
     (["--recipe", "/"], "is a directory"),
-    (["--device", "64MiB"], "at any length"),
 ]
 
 
@@ -149,6 +154,44 @@ def test_bad_input_is_one_sentence(
     assert words in shown.err
     assert shown.err.startswith("seqtile: ")
     assert shown.err.count("\n") == 1
+
+
+NAMES = [["--device", "h1000"], ["--model", "llama-9b"], ["--engine", "zero9"], ["--optimizer", "adam"],
+         ["--offload", "brains"], ["--lora", "r=none"], ["--gpus", "0"], ["--gpus", "8"], ["--host-memory", "64"],
+         ["--attention", "linear"], ["--checkpoint", "some"], ["--plot", "/nowhere/plot.png"]]  # fmt: skip
+
+
+def test_what_is_wrong_at_first_sight_is_refused_before_anything_heavy_is_imported() -> None:
+    code = (
+        "import json, sys\n"
+        "from seqtile.cli import main\n"
+        "for one in json.loads(sys.argv[1]):\n"
+        "    assert main(['plan', *([] if '--model' in one else ['--model', 'llama-8b']), *one]) == 2, one\n"
+        "assert not {'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(NAMES)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == len(NAMES)
+    assert "did you mean 'llama-8b'?" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--max-length", "65536"], ["--device", "64MiB"]], ids=["asked", "any"])
+def test_what_does_not_fit_is_exit_code_1(
+    arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", str(folder), "--device", "1GiB", *arguments]) == 1
+    shown = capsys.readouterr()
+    assert "do not fit: " in shown.out or ("at any length" in shown.err and shown.err.count("\n") == 1)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("bert", "an encoder"), ("vit", "no causal language model")])
+def test_what_is_no_causal_language_model_is_refused(
+    kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--device", "h100"]) == 2
+    shown = capsys.readouterr().err
+    assert words in shown and shown.count("\n") == 1
 
 
 def test_a_model_without_decoder_layers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,8 @@ def ladder(
     from seqtile.cli.plan_command import host_bytes, parse_adapters
     from seqtile.planner.accelerators import find_device
     from seqtile.planner.model_shapes import read_config
-    from seqtile.planner.request import Request, split_offload
+    from seqtile.planner.names import split_offload
+    from seqtile.planner.request import Request
 
     if full and lora is not None:
         raise UserError("--full trains every weight and --lora does not; give one of them")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from seqtile._errors import UserError
+from seqtile._errors import RUN_ERROR, UserError
 from seqtile.cli.option_flags import options_of, takes_options
 
 if TYPE_CHECKING:
@@ -46,10 +49,10 @@ def command(
     from pathlib import Path
 
     from seqtile.planner.accelerators import find_device
-    from seqtile.planner.model_shapes import read_config
-    from seqtile.planner.request import Request, split_offload
-    from seqtile.planner.step_config import Lora
+    from seqtile.planner.model_shapes import read_config, refuse_missing
+    from seqtile.planner.names import check_names, split_offload
 
+    # All that names, numbers and paths can have wrong comes first: what runs the step takes seconds to import.
     if full and (lora is not None or qlora):
         raise UserError("--full trains every weight and --lora and --qlora do not; give one of them")
     _check_trains(engine, gpus, sp_size, max_length)
@@ -61,23 +64,49 @@ def command(
     if plot is not None and not plot.endswith(".png"):
         raise UserError(f"--plot {plot!r}: expected a name that ends with .png")
     asked, (on_host, moved) = options_of(options), split_offload(offload)
-    adapters = parse_adapters(lora) if lora is not None else Lora() if qlora else None
-    target = find_device(device)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    request = Request(
-        model=model, config=read_config(model), device=target, gpus=gpus, host_memory=host_bytes(host_memory),
-        engine=engine, sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
-        engine_offload=moved, attention=attention, options=replace(asked, offload=on_host), batch=batch_size,
+    check_names(
+        engine=engine, attention=attention, precision=precision, optimizer=optimizer, engine_offload=moved, gpus=gpus,
+        sp_size=sp_size, batch=batch_size,
     )  # fmt: skip
-    from seqtile.cli import plan_show as show
-    from seqtile.planner.memory_plan import plan as make_plan
+    target, of_the_host = find_device(device), host_bytes(host_memory)
+    refuse_missing(model)
+    with status(json, "reading the model's configuration") as progress:
+        adapters = parse_adapters(lora) if lora is not None else parse_adapters("16") if qlora else None
+        from seqtile.planner.request import Request
 
-    with show.status(json, "running the step on shapes"):
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        request = Request(
+            model=model, config=read_config(model), device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
+            sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
+            engine_offload=moved, attention=attention, options=replace(asked, offload=on_host), batch=batch_size,
+        )  # fmt: skip
+        progress("running the step on shapes")
+        from seqtile.cli import plan_show as show
+        from seqtile.planner.explain import next_step
+        from seqtile.planner.memory_plan import plan as make_plan
+
         planner, estimate, longest, limit, saving = make_plan(request, max_length)
+        fits = max_length is None or planner.fits(estimate)
+        progress("looking for what would buy length")
+        better = next_step(planner, longest) if json or max_length is None or not fits or not longest else None
     show.show_plan(
         planner, estimate, longest, limit, as_json=json, reasons=explain, recipe_file=recipe, plot_file=plot,
-        asked=max_length, saving=saving,
+        asked=max_length, saving=saving, better=better,
     )  # fmt: skip
+    if not fits:
+        raise typer.Exit(RUN_ERROR)
+
+
+@contextmanager
+def status(quiet: bool, words: str) -> Iterator[Callable[[str], None]]:
+    """A line on a terminal's stderr that says what takes its time; it is told what comes next."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(words) as line:
+        yield lambda text: line.update(text)
 
 
 def _check_trains(engine: str, gpus: int, sp_size: int, max_length: int | None) -> None:
@@ -95,13 +124,14 @@ def parse_adapters(text: str) -> Lora:
     """The adapters that ``--lora`` gives, as ``seqtile train`` takes them."""
     from pydantic import ValidationError
 
-    from seqtile.planner.step_config import Lora
     from seqtile.train.recipe import LoraRecipe, parse_lora
 
     try:
         found = LoraRecipe(**parse_lora(text))
     except (ValidationError, ValueError):
         raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16,alpha=32,dropout=0.05'") from None
+    from seqtile.planner.step_config import Lora
+
     return Lora(found.r, found.target_modules, found.alpha, found.dropout)
 
 
@@ -112,6 +142,6 @@ def host_bytes(text: str | None) -> int | None:
     if text is None:
         return None
     size = parse_bytes(text)
-    if not size:
-        raise UserError(f"got --host-memory {text!r}, expected a size such as 512GiB or 1TiB")
+    if not size or not text.strip()[-1].isalpha():
+        raise UserError(f"got --host-memory {text!r}, expected a size with its unit, such as 512GiB or 1TiB")
     return size

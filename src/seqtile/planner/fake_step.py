@@ -97,9 +97,17 @@ def build_bare(config: Any, setup: Setup, device: str) -> Any:
     """The model as Transformers makes it.
 
     Raises:
-        UserError: it cannot.
+        UserError: it cannot, or it is no causal language model.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM
+
+    encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    if encoder or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")):
+        what = "an encoder or an encoder-decoder" if encoder else "no causal language model of transformers"
+        raise UserError(
+            f"model type {config.model_type!r} is {what}, and a plan is of a causal language model; give the "
+            "configuration of one"
+        )
 
     attention = register_flash() if setup.attention == "flash" else setup.attention
     config = copy.deepcopy(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from seqtile._errors import UserError
+from seqtile._errors import RunError
 from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.options import changed
@@ -17,13 +17,13 @@ from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, fl
 from seqtile.planner.layer_structure import Counts, Depths, count_layers, count_weights, cut, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
 from seqtile.planner.model_shapes import max_positions
+from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE, Phase
 from seqtile.planner.request import Request, attention_cannot_be_saved, check_request, check_split
 from seqtile.planner.sharding_terms import (
     BUFFERS,
     CONSTANTS,
     CONTEXT,
-    STATE_BYTES,
     offload_checkpoints,
     on_device,
     on_host,
@@ -351,7 +351,8 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
     Last comes what was decided about attention's output, where the request leaves it to the plan.
 
     Raises:
-        UserError: a setting that cannot run, or nothing that fits.
+        UserError: a setting that cannot run.
+        RunError: nothing fits, at any length.
     """
     auto = request.options.checkpoint == "auto"
     planner = Planner(changed(request, checkpoint="full") if auto else request, max_length)
@@ -361,7 +362,7 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
     longest, limit = planner.longest()
     if max_length is None and longest == 0:
         short = planner.estimate(128 * request.sp_size)
-        raise UserError(
+        raise RunError(
             f"{request.model!r} does not fit {request.gpus} x {request.device.name} at any length: "
             f"{short.device.expected / 2**30:.1f} GiB of {request.device.memory / 2**30:.1f} GiB before the first "
             f"tokens, most of it {limit.partition(': ')[2]}; shard it (--engine zero3 --gpus 8), train adapters "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from seqtile.planner.accelerators import GIB
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS
+from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import ATTENTION, OPTIMIZER_STEP, Phase
 from seqtile.planner.request import Request
 
@@ -53,9 +54,6 @@ CONSTANTS: dict[str, Constant] = {
         1, 2, 3, "assumed: checkpointed hidden states on the device while others are copied: one going, one coming"
     ),
 }  # fmt: skip
-
-STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 8 / 256, "lion": 4.0, "adafactor": 0.0, "sgd": 0.0, "sgd-momentum": 4.0}
-"""Bytes of optimiser state per element of an fp32 master weight."""
 
 NF4_BYTES = 0.5 + 0.127 / 8
 """Bytes per element of a 4-bit weight with doubly quantised scales (QLoRA, arXiv 2305.14314, section 3)."""

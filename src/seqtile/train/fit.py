@@ -43,7 +43,8 @@ def fit(recipe: Recipe) -> Fitted:
         recipe: resolved, with the number of its processes, and with ``fit``.
 
     Raises:
-        UserError: nothing fits, or a setting that no plan knows.
+        UserError: a setting that no plan knows.
+        RunError: nothing fits.
     """
     from seqtile.planner.explain import offload_of
     from seqtile.planner.ladder import CHOSEN, choose
@@ -99,7 +100,8 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
     Raises:
         UserError: something that no plan knows.
     """
-    from seqtile.planner.request import ENGINES, Request
+    from seqtile.planner.names import ENGINES
+    from seqtile.planner.request import Request
     from seqtile.train.load import load_config
 
     if recipe.engine not in ENGINES:
