@@ -220,7 +220,6 @@ def test_fit_refuses_before_anything_is_written(folder: Path, capsys: Any):
             ["--on-oom", "retry", "--recipe", str(other)],
             "on_oom 'retry' does not go with trainer.save_only_model; keep",
         ),
-        (["--fit", "--engine", "zero2", "--nproc", "2"], "no plan knows engine 'zero2'; use one of single, ddp"),
     ):
         assert main([*words, *more]) == (1 if "do not fit" in said else 2)
         error = capsys.readouterr().err

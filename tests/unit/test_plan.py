@@ -27,7 +27,7 @@ from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose
 from seqtile.planner.model_shapes import NAMED, read_config
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.request import Request
-from seqtile.planner.sharding_terms import CONSTANTS, on_device
+from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, on_device
 from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_optimizer
 from seqtile.train.fit import request_of as planned_again
 from seqtile.train.recipe import build_recipe, read_recipe, resolve
@@ -244,14 +244,14 @@ def test_what_the_host_has_no_room_for_stays_on_the_device(planner: Planner) -> 
 
 @pytest.mark.parametrize("changes", [
     {"lora": Lora(4, r".*\.(q_proj|v_proj)", 12.0, 0.1), "qlora": True}, {"optimizer": "sgd-momentum", "heads": 1},
-    {"blocks": "mlp+norm+projections", "batch": 2, "checkpoint": "attention-saved"},
+    {"blocks": "mlp+norm+projections", "batch": 2, "accumulation": 2, "checkpoint": "attention-saved"},
 ])  # fmt: skip
 def test_the_recipe_is_planned_as_what_it_was_made_of(folder: Path, changes: dict[str, Any]) -> None:
     request = request_of(folder, **changes)
     read, _ = build_recipe(recipe(Planner(request), 4096), {"dataset": "rows.jsonl"})
     assert read.fit is False
     again = planned_again(resolve(read), DEVICE.memory)
-    for name in ("lora", "qlora", "optimizer", "batch", "attention"):
+    for name in ("lora", "qlora", "optimizer", "batch", "accumulation", "attention"):
         assert getattr(again, name) == getattr(request, name), name
     assert replace(again.options, loss_tile="auto") == request.options
     assert again.options.loss_tile == Planner(request).resolved(4096).options.loss_tile
@@ -410,6 +410,33 @@ def test_shards_divide_what_stands(sharded: Planner) -> None:
     assert host.terms["weights"] == 2 * weights / 8
     assert host.terms.get("optimiser state", 0.0) == 0
     assert host.host_terms["optimiser state"] == (8 + 4) * weights
+
+
+def test_what_engines_keep_beside_their_shards(sharded: Planner) -> None:
+    request, counts = sharded.request, sharded.counts
+    trained, forward = counts.trained, "MLP#0, forward"
+
+    def held(phase: str = forward, **changes: Any) -> dict[str, float]:
+        return on_device(replace(request, **changes), counts, {}, phase)
+
+    assert held()["gradients"] == 0
+    # FSDP2 reduces nothing before the last micro-batch; DeepSpeed has its partition from set-up on
+    assert held(accumulation=2)["gradients"] == 2 * trained
+    assert held(engine="zero3")["gradients"] == held(engine="zero3", accumulation=2)["gradients"] == 2 * trained / 8
+    assert held(engine="zero2")["weights"] == 2 * counts.weights + 4 * trained / 8
+    assert held(engine="zero2", accumulation=2)["gradients"] == 2 * trained / 8
+    # the bucket, a flat bf16 copy of the partition, and its fp32 copy
+    step = held("optimiser step", engine="zero3")
+    assert step["engine buffers"] == 2 * ZERO_BUCKET + (2 + 4) * trained / 8
+    assert held("optimiser step", engine="zero3", engine_offload=("optimizer",))["engine buffers"] == 2 * ZERO_BUCKET
+
+
+def test_micro_batches_are_in_the_plan_and_its_recipe(planner: Planner) -> None:
+    several = Planner(replace(planner.request, accumulation=4), like=planner)
+    forward = {phase: terms for phase, terms in several.lines(4096).at(4096).items() if "forward" in phase}
+    assert {terms["gradients"] for terms in forward.values()} == {4 * planner.counts.trained}
+    assert recipe(several, 4096)["gradient_accumulation"] == 4
+    assert "gradient_accumulation" not in recipe(planner, 4096)
 
 
 def test_ranks_that_share_a_sequence_hold_a_part_of_it(sharded: Planner) -> None:

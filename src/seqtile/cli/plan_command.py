@@ -27,7 +27,7 @@ def command(
     device: str = typer.Option("h100", help="h200, h100, a100-80, a100-40, rtx4090, ... or its memory, 141GiB."),
     gpus: int = typer.Option(1, help="Devices of the node.", metavar="N"),
     max_length: int = typer.Option(None, help="Does this fit? Without it: the longest that does.", metavar="TOKENS"),
-    engine: str = typer.Option("single", help="single, ddp, fsdp2 or zero3."),
+    engine: str = typer.Option("single", help="single, ddp, fsdp2, zero2 or zero3."),
     sp_size: int = typer.Option(1, help="Ranks that share one sequence.", metavar="N"),
     full: bool = typer.Option(False, "--full", help="Train every weight (the default)."),
     lora: str = typer.Option(None, help="Train adapters: a rank, or r=16.", metavar="R"),
@@ -38,7 +38,8 @@ def command(
     host_memory: str = typer.Option(None, help="Host memory of the node, 1TiB.", metavar="SIZE"),
     attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),
     options: Any = None,
-    batch_size: int = typer.Option(1, help="Rows per rank.", metavar="N"),
+    batch_size: int = typer.Option(1, help="Rows per rank and micro-batch.", metavar="N"),
+    grad_accumulation: int = typer.Option(1, help="Micro-batches per update.", metavar="N"),
     explain: bool = typer.Option(False, "--explain", help="Why each setting."),
     json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
     recipe: str = typer.Option(None, help="Write the recipe that seqtile train takes.", metavar="FILE"),
@@ -66,7 +67,7 @@ def command(
     asked, (on_host, moved) = options_of(options), split_offload(offload)
     check_names(
         engine=engine, attention=attention, precision=precision, optimizer=optimizer, engine_offload=moved, gpus=gpus,
-        sp_size=sp_size, batch=batch_size,
+        sp_size=sp_size, batch=batch_size, accumulation=grad_accumulation,
     )  # fmt: skip
     target, of_the_host = find_device(device), host_bytes(host_memory)
     refuse_missing(model)
@@ -79,6 +80,7 @@ def command(
             model=model, config=read_config(model), device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
             sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
             engine_offload=moved, attention=attention, options=replace(asked, offload=on_host), batch=batch_size,
+            accumulation=grad_accumulation,
         )  # fmt: skip
         progress("running the step on shapes")
         from seqtile.cli import plan_show as show
@@ -113,7 +115,7 @@ def _check_trains(engine: str, gpus: int, sp_size: int, max_length: int | None) 
     """Refuse what could be planned, but ``seqtile train`` would not take as a recipe."""
     if engine == "ddp" and gpus == 1:
         raise UserError("engine 'ddp' needs at least 2 GPUs; add --gpus 2 or more, or use --engine single")
-    if sp_size > 1 and engine in ("ddp", "fsdp2"):
+    if sp_size > 1 and engine in ("ddp", "fsdp2", "zero2"):
         raise UserError(f"sp-size {sp_size} splits sequences by DeepSpeed, got engine {engine!r}; use --engine zero3")
     if sp_size > 1 and max_length is not None and max_length % sp_size:
         nearest = max_length // sp_size * sp_size or sp_size

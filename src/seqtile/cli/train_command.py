@@ -39,6 +39,7 @@ def command(
         None, help="Out of memory: stop (default) or retry, with smaller tiles.", metavar="WHAT"
     ),
     steps: int = typer.Option(None, help="Optimiser steps (default one pass over the data).", metavar="N"),
+    grad_accumulation: int = typer.Option(None, help="Micro-batches per update (default 1).", metavar="N"),
     learning_rate: float = typer.Option(
         None, help="Peak learning rate (default 2e-5, with --lora 2e-4).", metavar="RATE"
     ),
@@ -86,6 +87,7 @@ def command(
         "fit": fit if fit_memory is None else f"memory:{fit_memory}",
         "on_oom": on_oom,
         "steps": steps,
+        "gradient_accumulation": grad_accumulation,
         "learning_rate": learning_rate,
         "seed": seed,
         "compare": compare,

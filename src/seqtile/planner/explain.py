@@ -121,7 +121,7 @@ def proposals(planner: Planner) -> list[Technique]:
         (TILED_MLP, not options.tiled),
         (CHECKPOINTS_ON_HOST, not options.offload and options.checkpoint is not None),
         (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.engine_offload),
-        (SHARDED, request.gpus > 1 and request.engine == "ddp"),
+        (SHARDED, request.gpus > 1 and request.engine in ("ddp", "zero2")),
         (sequence, request.gpus > request.sp_size),
         (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None),
         (MINIMAL_MEMORY, untouched and runs_on_some_heads(planner.built.model)),
@@ -162,7 +162,8 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
     if request.attention in ("flash", "flash3"):
         lines.append("flash attention: nothing of [tokens, tokens] is built.")
     if request.sharded:
-        lines.append(f"{request.engine}: weights, gradients and states in {request.gpus} parts.")
+        what = "" if request.engine == "zero2" else "weights, "
+        lines.append(f"{request.engine}: {what}gradients and states in {request.gpus} parts.")
     if request.sp_size > 1:
         lines.append(f"sp-size {request.sp_size}: each rank holds {planner.local(estimate.tokens):,} tokens.")
     return lines
@@ -192,6 +193,8 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     """The choices as a recipe that ``seqtile train`` takes."""
     request, setup = planner.request, planner.resolved(tokens)
     found: dict[str, Any] = {"model": request.model, "max_length": tokens, "batch_size": request.batch}
+    if request.accumulation > 1:
+        found["gradient_accumulation"] = request.accumulation
     found["fit"] = False  # all is chosen; on an accelerator the trainer would choose again
     options = request.options
     found["tiled_mlp"] = options.tiled

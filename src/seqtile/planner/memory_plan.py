@@ -179,6 +179,8 @@ class Planner:
         context: float = getattr(CONSTANTS["context"], bound) + activations * getattr(CONSTANTS["fragmentation"], bound)
         if self.request.gpus > 1:
             context += getattr(CONSTANTS["communicator"], bound)
+        if self.request.sp_size > 1:
+            context += getattr(CONSTANTS["all-to-all"], bound)
         found[CONTEXT] = context + activations * error
         return sum(found.values())
 

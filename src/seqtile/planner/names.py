@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from seqtile._errors import UserError
 
-ENGINES = ("single", "ddp", "fsdp2", "zero3")
-SHARDED = ("fsdp2", "zero3")
+ENGINES = ("single", "ddp", "fsdp2", "zero2", "zero3")
+SHARDED = ("fsdp2", "zero2", "zero3")
+DEEPSPEED = ("zero2", "zero3")
 CHECKPOINTS = "checkpoints"
 ENGINE_OFFLOADS = ("optimizer", "weights")
 ATTENTIONS = ("flash", "flash3", "sdpa", "eager")
@@ -25,7 +26,7 @@ def split_offload(words: str) -> tuple[bool, tuple[str, ...]]:
 
 def check_names(
     *, engine: str, attention: str, precision: str, optimizer: str, engine_offload: Iterable[str], gpus: int,
-    sp_size: int, batch: int,
+    sp_size: int, batch: int, accumulation: int,
 ) -> None:  # fmt: skip
     """Refuse a name that no plan knows, and a number that is none.
 
@@ -42,13 +43,16 @@ def check_names(
         if name not in ENGINE_OFFLOADS:
             known = (CHECKPOINTS, *ENGINE_OFFLOADS)
             raise UserError(f"offload {name!r} is not known here; use some of {', '.join(known)}")
-    for name, number in (("gpus", gpus), ("sp-size", sp_size), ("batch size", batch)):
+    numbers = (("gpus", gpus), ("sp-size", sp_size), ("batch size", batch), ("grad-accumulation", accumulation))
+    for name, number in numbers:
         if number < 1:
             raise UserError(f"got {name} {number}, expected at least 1")
     if engine == "single" and gpus > 1:
-        raise UserError(f"{gpus} GPUs need an engine; add --engine ddp, fsdp2 or zero3, or use --gpus 1")
+        raise UserError(f"{gpus} GPUs need an engine; add --engine ddp, fsdp2, zero2 or zero3, or use --gpus 1")
     if gpus % sp_size:
         raise UserError(f"sp-size {sp_size} does not divide {gpus} GPUs; every sequence needs that many ranks")
+    if engine == "zero2" and "weights" in engine_offload:
+        raise UserError("offload of weights needs an engine that shards them, got engine 'zero2'; use zero3 or fsdp2")
     moved = [name for name in ENGINE_OFFLOADS if name in engine_offload]
     if moved and engine not in SHARDED:
         raise UserError(

@@ -36,7 +36,8 @@ class Request:
         options: what :func:`seqtile.apply` is told. ``checkpoint`` None is no activation checkpoints; ``"auto"``
             chooses between ``"full"`` and ``"attention-saved"`` at the planned length.
         precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
-        batch: rows per rank.
+        batch: rows per rank and micro-batch.
+        accumulation: micro-batches whose gradients one update sums.
         device_type: of the device, which ``tile="auto"`` asks for.
     """
 
@@ -55,6 +56,7 @@ class Request:
     options: TilingOptions = replace(PLANNED, loss_tile="auto")
     precision: str = "mixed"
     batch: int = 1
+    accumulation: int = 1
     device_type: str = "cuda"
 
     @property
@@ -75,6 +77,7 @@ class Request:
             optimizer=self.optimizer,
             attention=self.attention if self.attention in ("sdpa", "eager") else "flash",
             batch=self.batch,
+            accumulation=min(self.accumulation, 2),  # a third adds nothing
             device_type=self.device_type,
         )
 
@@ -98,6 +101,7 @@ def check_request(request: Request, max_length: int | None) -> None:
     check_names(
         engine=request.engine, attention=request.attention, precision=request.precision, optimizer=request.optimizer,
         engine_offload=request.engine_offload, gpus=request.gpus, sp_size=request.sp_size, batch=request.batch,
+        accumulation=request.accumulation,
     )  # fmt: skip
     check_keep(options)
     refusal = attention_cannot_be_saved(request) if options.checkpoint == "attention-saved" else None

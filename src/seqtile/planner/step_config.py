@@ -41,6 +41,7 @@ class Setup:
         optimizer: one of :data:`OPTIMIZERS`.
         attention: ``"flash"``, the shapes of FlashAttention, or Transformers' name of an attention function.
         batch: rows.
+        accumulation: batches whose gradients one update sums.
         liger: the shapes of Liger's norm and SwiGLU kernels, on fake tensors only.
         device_type: of the device that the step is sized for; fake tensors themselves are on the CPU.
     """
@@ -52,6 +53,7 @@ class Setup:
     optimizer: str = "adamw"
     attention: str = "sdpa"
     batch: int = 1
+    accumulation: int = 1
     device_type: str = "cpu"
     liger: bool = False
 

@@ -100,12 +100,9 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
     Raises:
         UserError: something that no plan knows.
     """
-    from seqtile.planner.names import ENGINES
     from seqtile.planner.request import Request
     from seqtile.train.load import load_config
 
-    if recipe.engine not in ENGINES:
-        raise UserError(f"no plan knows engine {recipe.engine!r}; use one of {', '.join(ENGINES)}, or leave --fit out")
     optim = str(recipe.trainer.get("optim", "adamw_torch_fused"))
     if optim not in OPTIMIZERS:
         raise UserError(f"no plan knows optimiser {optim!r}; use one of {', '.join(OPTIMIZERS)}, or leave --fit out")
@@ -121,7 +118,7 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
         model=recipe.model, config=config, device=find_memory(recipe, memory), gpus=recipe.nproc or 1,
         engine=recipe.engine, sp_size=recipe.sp_size, qlora=four_bit, optimizer=optimizer, attention=attention,
         lora=None if recipe.lora is None else _adapters(recipe.lora), options=settings_of(recipe),
-        precision=_precision(recipe, config), batch=recipe.batch_size,
+        precision=_precision(recipe, config), batch=recipe.batch_size, accumulation=recipe.gradient_accumulation,
         device_type=device_type(), host_memory=(available_host_bytes() or None) if can_offload() else None,
     )  # fmt: skip
 
