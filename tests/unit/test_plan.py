@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from seqtile._errors import UserError
 from seqtile.cli import main
+from seqtile.cli.plan_command import parse_adapters
 from seqtile.counting import count_products
 from seqtile.options import changed
 from seqtile.planner.accelerators import DEVICES, Device, find_device
@@ -27,10 +28,10 @@ from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose
 from seqtile.planner.model_shapes import NAMED, read_config
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.request import Request
-from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, on_device
+from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, on_device, on_host
 from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_optimizer
 from seqtile.train.fit import request_of as planned_again
-from seqtile.train.recipe import build_recipe, read_recipe, resolve
+from seqtile.train.recipe import build_recipe, parse_lora, read_recipe, resolve
 
 SIZES: dict[str, Any] = dict(
     hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -136,6 +137,8 @@ BAD = [
     (["--host-memory", "64"], "with its unit"),
     (["--gpus", "0"], "at least 1"),
     (["--batch-size", "0"], "at least 1"),
+    (["--gpus", "8", "--engine", "zero3", "--nodes", "3"], "nodes of equally many"),
+    (["--gpus", "8", "--engine", "zero2", "--offload", "weights"], "use zero3 or fsdp2"),
     (["--plot", "/nowhere/plot.png"], "does not exist"),
     (["--recipe", "/"], "is a directory"),
 ]
@@ -429,6 +432,38 @@ def test_what_engines_keep_beside_their_shards(sharded: Planner) -> None:
     step = held("optimiser step", engine="zero3")
     assert step["engine buffers"] == 2 * ZERO_BUCKET + (2 + 4) * trained / 8
     assert held("optimiser step", engine="zero3", engine_offload=("optimizer",))["engine buffers"] == 2 * ZERO_BUCKET
+
+
+def test_gathered_weights_that_zero3_keeps(sharded: Planner) -> None:
+    request, counts = replace(sharded.request, engine="zero3"), sharded.counts
+    small = on_device(request, counts, {}, "MLP#0, forward")["engine buffers"]
+    # a model below DeepSpeed's limits stays whole, twice while the flat buffer is there
+    assert small - 2 * ZERO_BUCKET == 2 * 2 * counts.weights
+    large = replace(counts, weights=70 * 10**9, layer=856 * 10**6, root=2 * 10**9)
+    held = on_device(request, large, {}, "MLP#0, forward")["engine buffers"]
+    assert held - 2 * ZERO_BUCKET == 2 * (2 * large.layer + large.root) + 2 * (50 * 10**6 + large.layer)
+
+
+def test_host_memory_is_each_nodes(planner: Planner) -> None:
+    sharding = {"engine": "zero3", "gpus": 16, "engine_offload": ("optimizer",)}
+    one, two = (other(planner, **sharding, nodes=nodes).request for nodes in (1, 2))
+    for name, held in on_host(one, planner.counts, {}).items():
+        assert on_host(two, planner.counts, {})[name] == held / 2, name
+    assert two.per_node == 8
+    offloaded = replace(two, options=replace(two.options, offload=True))
+    assert on_host(offloaded, planner.counts, {"checkpointed hidden states": 1.0})["checkpointed hidden states"] == 8
+
+
+def test_the_users_kernels_and_targets_are_planned(folder: Path) -> None:
+    config = read_config(str(folder))
+    setup = Setup(options=replace(PLANNED, loss_tile=256, blocks="none", checkpoint=None))
+    assert fake_step(config, replace(setup, liger=True), 512).peak < fake_step(config, setup, 512).peak
+    assert recipe(Planner(request_of(folder, liger=True)), 4096)["trainer"] == {"use_liger_kernel": True}
+    assert parse_lora("r=4,target_modules=q_proj+v_proj") == {"r": "4", "target_modules": ["q_proj", "v_proj"]}
+    few = parse_adapters("r=4,target_modules=q_proj+v_proj")
+    assert few.target_modules == ("q_proj", "v_proj")
+    trained = Planner(request_of(folder, lora=few)).counts.trained
+    assert trained == 4 * 4 * (256 + 256 + 256 + 128)  # layers, rank, in and out of queries and of values
 
 
 def test_micro_batches_are_in_the_plan_and_its_recipe(planner: Planner) -> None:

@@ -25,18 +25,20 @@ if TYPE_CHECKING:
 def command(
     model: str = typer.Option(..., help="config.json, model directory, Hub id, or a shape: llama-8b, qwen3-8b, ..."),
     device: str = typer.Option("h100", help="h200, h100, a100-80, a100-40, rtx4090, ... or its memory, 141GiB."),
-    gpus: int = typer.Option(1, help="Devices of the node.", metavar="N"),
+    gpus: int = typer.Option(1, help="Devices, of all nodes together.", metavar="N"),
+    nodes: int = typer.Option(1, help="Nodes that they are on.", metavar="N"),
     max_length: int = typer.Option(None, help="Does this fit? Without it: the longest that does.", metavar="TOKENS"),
     engine: str = typer.Option("single", help="single, ddp, fsdp2, zero2 or zero3."),
     sp_size: int = typer.Option(1, help="Ranks that share one sequence.", metavar="N"),
     full: bool = typer.Option(False, "--full", help="Train every weight (the default)."),
-    lora: str = typer.Option(None, help="Train adapters: a rank, or r=16.", metavar="R"),
+    lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,target_modules=q_proj+v_proj.", metavar="R"),
     qlora: bool = typer.Option(False, "--qlora", help="Adapters on a model in 4 bits (rank 16 without --lora)."),
     optimizer: str = typer.Option("adamw", help="adamw, adamw-8bit, lion, adafactor, sgd, sgd-momentum."),
     precision: str = typer.Option("mixed", help="mixed, bfloat16 or float32."),
     offload: str = typer.Option("", help="To the host: checkpoints, optimizer, weights.", metavar="WHAT,.."),
-    host_memory: str = typer.Option(None, help="Host memory of the node, 1TiB.", metavar="SIZE"),
+    host_memory: str = typer.Option(None, help="Host memory of each node, 1TiB.", metavar="SIZE"),
     attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),
+    liger: bool = typer.Option(False, "--liger", help="With Liger's norm and SwiGLU kernels (use_liger_kernel)."),
     options: Any = None,
     batch_size: int = typer.Option(1, help="Rows per rank and micro-batch.", metavar="N"),
     grad_accumulation: int = typer.Option(1, help="Micro-batches per update.", metavar="N"),
@@ -67,7 +69,7 @@ def command(
     asked, (on_host, moved) = options_of(options), split_offload(offload)
     check_names(
         engine=engine, attention=attention, precision=precision, optimizer=optimizer, engine_offload=moved, gpus=gpus,
-        sp_size=sp_size, batch=batch_size, accumulation=grad_accumulation,
+        sp_size=sp_size, batch=batch_size, accumulation=grad_accumulation, nodes=nodes,
     )  # fmt: skip
     target, of_the_host = find_device(device), host_bytes(host_memory)
     refuse_missing(model)
@@ -80,7 +82,7 @@ def command(
             model=model, config=read_config(model), device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
             sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
             engine_offload=moved, attention=attention, options=replace(asked, offload=on_host), batch=batch_size,
-            accumulation=grad_accumulation,
+            accumulation=grad_accumulation, nodes=nodes, liger=liger,
         )  # fmt: skip
         progress("running the step on shapes")
         from seqtile.cli import plan_show as show

@@ -172,6 +172,8 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
 def recipe_lacks(request: Request) -> list[str]:
     """What was planned and no recipe key sets."""
     found = [f"offload of {name} (the engine's own configuration)" for name in request.engine_offload]
+    if request.nodes > 1:
+        found.append(f"{request.nodes} nodes (a launcher of your own starts a process on each device of all of them)")
     if request.options.loss is None:
         found.append("the loss over whole logits (the trainer's own head runs in tiles)")
     return found
@@ -223,6 +225,8 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     if request.qlora:
         found["model_kwargs"]["quantization_config"] = dict(FOUR_BIT)
     trainer: dict[str, Any] = {"bf16": False} if request.precision == "float32" else {}
+    if request.liger:
+        trainer["use_liger_kernel"] = True
     if request.optimizer != "adamw":
         words = {"adamw-8bit": "adamw_bnb_8bit", "lion": "lion_32bit", "sgd-momentum": "sgd"}
         trainer["optim"] = words.get(request.optimizer, request.optimizer)

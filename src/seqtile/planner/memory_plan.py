@@ -143,14 +143,14 @@ class Planner:
         host_terms = on_host(self.request, self.counts, {name: share * held for name, held in kept.items()})
         processes = CONSTANTS["host process"]
         counted_host = sum(host_terms.values())
-        host = [counted_host + getattr(processes, bound) * self.request.gpus for bound in _BOUNDS]
+        host = [counted_host + getattr(processes, bound) * self.request.per_node for bound in _BOUNDS]
         return Estimate(
             tokens=tokens,
             device=Bounds(best["low"][0], total, best["high"][0]),
             host=Bounds(*host),
             peak_at=Phase.read(phase).named(self.depths.layers),
             terms=_named(found, self.setup),
-            host_terms={**host_terms, HOST_PROCESS: processes.expected * self.request.gpus},
+            host_terms={**host_terms, HOST_PROCESS: processes.expected * self.request.per_node},
             square=lines.square,
             moved=share,
         )
@@ -160,7 +160,7 @@ class Planner:
         if self.request.host_memory is None:
             return None
         others = sum(on_host(self.request, self.counts, {}).values())
-        each = (self.request.host_memory - others) / self.request.gpus - CONSTANTS["host process"].high
+        each = (self.request.host_memory - others) / self.request.per_node - CONSTANTS["host process"].high
         return max(0.0, each)
 
     def _moved(self, kept: Mapping[str, float]) -> float:

@@ -26,7 +26,7 @@ def split_offload(words: str) -> tuple[bool, tuple[str, ...]]:
 
 def check_names(
     *, engine: str, attention: str, precision: str, optimizer: str, engine_offload: Iterable[str], gpus: int,
-    sp_size: int, batch: int, accumulation: int,
+    sp_size: int, batch: int, accumulation: int, nodes: int,
 ) -> None:  # fmt: skip
     """Refuse a name that no plan knows, and a number that is none.
 
@@ -43,12 +43,17 @@ def check_names(
         if name not in ENGINE_OFFLOADS:
             known = (CHECKPOINTS, *ENGINE_OFFLOADS)
             raise UserError(f"offload {name!r} is not known here; use some of {', '.join(known)}")
-    numbers = (("gpus", gpus), ("sp-size", sp_size), ("batch size", batch), ("grad-accumulation", accumulation))
+    numbers = (("gpus", gpus), ("sp-size", sp_size), ("batch size", batch), ("grad-accumulation", accumulation),
+               ("nodes", nodes))  # fmt: skip
     for name, number in numbers:
         if number < 1:
             raise UserError(f"got {name} {number}, expected at least 1")
     if engine == "single" and gpus > 1:
         raise UserError(f"{gpus} GPUs need an engine; add --engine ddp, fsdp2, zero2 or zero3, or use --gpus 1")
+    if gpus % nodes:
+        raise UserError(
+            f"{gpus} GPUs are not {nodes} nodes of equally many; give the number of all of them with --gpus"
+        )
     if gpus % sp_size:
         raise UserError(f"sp-size {sp_size} does not divide {gpus} GPUs; every sequence needs that many ranks")
     if engine == "zero2" and "weights" in engine_offload:

@@ -24,8 +24,9 @@ class Request:
         model: as the user named it.
         config: its configuration.
         device: each accelerator.
-        gpus: how many.
-        host_memory: bytes of the node's host memory; None if not given.
+        gpus: how many, on all nodes together.
+        nodes: hosts that they are on, equally many on each.
+        host_memory: bytes of each node's host memory; None if not given.
         engine: one of :data:`seqtile.planner.names.ENGINES`.
         sp_size: ranks that share one sequence (Ulysses).
         lora: adapters on a frozen model.
@@ -38,6 +39,7 @@ class Request:
         precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
         batch: rows per rank and micro-batch.
         accumulation: micro-batches whose gradients one update sums.
+        liger: Liger's norm and SwiGLU kernels (``use_liger_kernel``), which write gradients over what was saved.
         device_type: of the device, which ``tile="auto"`` asks for.
     """
 
@@ -45,6 +47,7 @@ class Request:
     config: Any = field(repr=False)
     device: Device
     gpus: int = 1
+    nodes: int = 1
     host_memory: int | None = None
     engine: str = "single"
     sp_size: int = 1
@@ -57,7 +60,13 @@ class Request:
     precision: str = "mixed"
     batch: int = 1
     accumulation: int = 1
+    liger: bool = False
     device_type: str = "cuda"
+
+    @property
+    def per_node(self) -> int:
+        """Devices, and processes, of each node."""
+        return self.gpus // self.nodes
 
     @property
     def sharded(self) -> bool:
@@ -79,6 +88,7 @@ class Request:
             batch=self.batch,
             accumulation=min(self.accumulation, 2),  # a third adds nothing
             device_type=self.device_type,
+            liger=self.liger,
         )
 
 
@@ -101,7 +111,7 @@ def check_request(request: Request, max_length: int | None) -> None:
     check_names(
         engine=request.engine, attention=request.attention, precision=request.precision, optimizer=request.optimizer,
         engine_offload=request.engine_offload, gpus=request.gpus, sp_size=request.sp_size, batch=request.batch,
-        accumulation=request.accumulation,
+        accumulation=request.accumulation, nodes=request.nodes,
     )  # fmt: skip
     check_keep(options)
     refusal = attention_cannot_be_saved(request) if options.checkpoint == "attention-saved" else None

@@ -69,6 +69,12 @@ ZERO_BUCKET = 500_000_000
 ZERO3_SUB_GROUP = 1_000_000_000
 """Elements that DeepSpeed updates at a time (``sub_group_size``)."""
 
+ZERO3_LIVE = 1_000_000_000
+"""Gathered elements that DeepSpeed keeps for their next use (``max_live_parameters``, ``max_reuse_distance``)."""
+
+ZERO3_PREFETCH = 50_000_000
+"""Elements that DeepSpeed gathers ahead, in one flat buffer that each weight is then copied from."""
+
 
 def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phase: str) -> dict[str, float]:
     """The terms of one part of the step on one rank's device, in bytes.
@@ -106,7 +112,6 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
     now = Phase.read(phase)
     update = now.part in (OPTIMIZER, OPTIMIZER_STEP)
     backward = now.direction in ("backward", "recompute") and not update
-    gathered = 0.0 if update else size * (2 * counts.layer + counts.root)
     layer_gradients = size * counts.layer if backward and request.lora is None else 0.0
     moved = request.engine_offload
     found[OPTIMIZER] = 0.0 if "optimizer" in moved else STATE_BYTES[request.optimizer] * trained / ranks
@@ -120,6 +125,7 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
             found[GRADIENTS] = size * trained
         # The outermost unit's gradients are reduced last, so that they are whole until the backward ends.
         root_gradients = size * counts.root if backward and request.lora is None else 0.0
+        gathered = 0.0 if update else size * (2 * counts.layer + counts.root)
         reduction = 0.0 if update else size * counts.layer
         found[BUFFERS] = gathered + reduction + layer_gradients + root_gradients
         return
@@ -134,7 +140,10 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
     found[GRADIENTS] = 0.0 if "optimizer" in moved else size * share * trained / ranks
     # ZeRO-2 has its bucket during the backward (stage_1_and_2.py, setup_buckets), ZeRO-3 from set-up on.
     bucket = size * ZERO_BUCKET if backward or not whole else 0.0
-    found[BUFFERS] = bucket + layer_gradients + (0.0 if whole else gathered)
+    found[BUFFERS] = bucket + layer_gradients
+    if not whole and not update:
+        live = max(2 * counts.layer + counts.root, min(ZERO3_LIVE, counts.weights))
+        found[BUFFERS] += size * (live + min(ZERO3_PREFETCH + counts.layer, counts.weights))
     if update and "optimizer" not in moved:
         # A flat copy of the gradients and its fp32 copy (stage3.py, _prepare_fp32_grad_for_sub_group).
         group = trained / ranks if whole else min(ZERO3_SUB_GROUP, trained / ranks)
@@ -161,13 +170,13 @@ def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float]) 
     """
     found: dict[str, float] = {}
     if request.options.offload:
-        found.update((name, held * request.gpus) for name, held in checkpoints.items() if held)
+        found.update((name, held * request.per_node) for name, held in checkpoints.items() if held)
     if "optimizer" in request.engine_offload:
         states = STATE_BYTES[request.optimizer] + (4.0 if request.engine in DEEPSPEED else 0.0)
-        found[OPTIMIZER] = states * counts.trained
+        found[OPTIMIZER] = states * counts.trained / request.nodes
         # DeepSpeed's gradients come in the type of the device, and the update reads fp32 ones.
         size = request.setup().dtype.itemsize if request.engine in DEEPSPEED else 0
-        found[GRADIENTS] = (4.0 + size) * counts.trained
+        found[GRADIENTS] = (4.0 + size) * counts.trained / request.nodes
     if "weights" in request.engine_offload:
-        found[WEIGHTS] = 2.0 * counts.weights if request.engine == "zero3" else 4.0 * counts.weights
+        found[WEIGHTS] = (2.0 if request.engine == "zero3" else 4.0) * counts.weights / request.nodes
     return found

@@ -119,6 +119,7 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
         engine=recipe.engine, sp_size=recipe.sp_size, qlora=four_bit, optimizer=optimizer, attention=attention,
         lora=None if recipe.lora is None else _adapters(recipe.lora), options=settings_of(recipe),
         precision=_precision(recipe, config), batch=recipe.batch_size, accumulation=recipe.gradient_accumulation,
+        liger=bool(recipe.trainer.get("use_liger_kernel")),
         device_type=device_type(), host_memory=(available_host_bytes() or None) if can_offload() else None,
     )  # fmt: skip
 
