@@ -141,6 +141,9 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
     # ZeRO-2 has its bucket during the backward (stage_1_and_2.py, setup_buckets), ZeRO-3 from set-up on.
     bucket = size * ZERO_BUCKET if backward or not whole else 0.0
     found[BUFFERS] = bucket + layer_gradients
+    if whole and "optimizer" in moved and request.lora is None:
+        # stage_1_and_2.py, temp_grad_buffer_for_gpu_offload: the largest weight's gradient on its way to the host.
+        found[BUFFERS] += size * max(counts.largest, counts.vocabulary * counts.hidden)
     if not whole and not update:
         live = max(2 * counts.layer + counts.root, min(ZERO3_LIVE, counts.weights))
         found[BUFFERS] += size * (live + min(ZERO3_PREFETCH + counts.layer, counts.weights))
@@ -177,6 +180,8 @@ def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float]) 
         # DeepSpeed's gradients come in the type of the device, and the update reads fp32 ones.
         size = request.setup().dtype.itemsize if request.engine in DEEPSPEED else 0
         found[GRADIENTS] = (4.0 + size) * counts.trained / request.nodes
+        if request.engine == "zero2" and request.lora is None:  # temp_grad_buffer_for_cpu_offload, on every rank
+            found[GRADIENTS] += size * max(counts.largest, counts.vocabulary * counts.hidden) * request.per_node
     if "weights" in request.engine_offload:
         found[WEIGHTS] = (2.0 if request.engine == "zero3" else 4.0) * counts.weights / request.nodes
     return found
