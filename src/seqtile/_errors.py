@@ -1,8 +1,11 @@
-"""The one exception that is the user's to fix."""
+"""The exceptions that end a command with one sentence, and its exit codes."""
 
 from __future__ import annotations
 
 from typing import Any
+
+RUN_ERROR = 1
+USER_ERROR = 2
 
 
 class UserError(ValueError):

@@ -258,9 +258,13 @@ def test_flags_become_a_request_whose_recipe_is_planned_the_same(flags: str, pla
         ("verify --tile wide", "tile='wide' is not a tile rule"),
     ],
 )
-def test_a_bad_value_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_value_is_one_sentence(
+    words: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command, *flags = words.split()
-    assert main([command, "--model", "llama-8b", *flags]) == 2
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "llama"}')
+    assert main([command, "--model", str(config), *flags]) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.strip().count("\n") == 0, error
 

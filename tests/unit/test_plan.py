@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from transformers import AutoConfig
 
 from seqtile._errors import UserError
 from seqtile.cli import main
+from seqtile.cli.plan_command import parse_adapters
 from seqtile.counting import count_products
 from seqtile.options import changed
 from seqtile.planner.accelerators import DEVICES, Device, find_device
@@ -23,11 +26,12 @@ from seqtile.planner.fake_step import build, fake_step
 from seqtile.planner.layer_structure import count_weights
 from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose
 from seqtile.planner.model_shapes import NAMED, read_config
+from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.request import Request
-from seqtile.planner.sharding_terms import CONSTANTS, STATE_BYTES, on_device
+from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, on_device, on_host
 from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_optimizer
 from seqtile.train.fit import request_of as planned_again
-from seqtile.train.recipe import build_recipe, read_recipe, resolve
+from seqtile.train.recipe import build_recipe, parse_lora, read_recipe, resolve
 
 SIZES: dict[str, Any] = dict(
     hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -130,9 +134,13 @@ BAD = [
     (["--lora", "r=none"], "expected a rank"),
     (["--lora", "16", "--full"], "give one of them"),
     (["--host-memory", "much"], "expected a size"),
+    (["--host-memory", "64"], "with its unit"),
+    (["--gpus", "0"], "at least 1"),
+    (["--batch-size", "0"], "at least 1"),
+    (["--gpus", "8", "--engine", "zero3", "--nodes", "3"], "nodes of equally many"),
+    (["--gpus", "8", "--engine", "zero2", "--offload", "weights"], "use zero3 or fsdp2"),
     (["--plot", "/nowhere/plot.png"], "does not exist"),
     (["--recipe", "/"], "is a directory"),
-    (["--device", "64MiB"], "at any length"),
 ]
 
 
@@ -149,6 +157,44 @@ def test_bad_input_is_one_sentence(
     assert words in shown.err
     assert shown.err.startswith("seqtile: ")
     assert shown.err.count("\n") == 1
+
+
+NAMES = [["--device", "h1000"], ["--model", "llama-9b"], ["--engine", "zero9"], ["--optimizer", "adam"],
+         ["--offload", "brains"], ["--lora", "r=none"], ["--gpus", "0"], ["--gpus", "8"], ["--host-memory", "64"],
+         ["--attention", "linear"], ["--checkpoint", "some"], ["--plot", "/nowhere/plot.png"]]  # fmt: skip
+
+
+def test_what_is_wrong_at_first_sight_is_refused_before_anything_heavy_is_imported() -> None:
+    code = (
+        "import json, sys\n"
+        "from seqtile.cli import main\n"
+        "for one in json.loads(sys.argv[1]):\n"
+        "    assert main(['plan', *([] if '--model' in one else ['--model', 'llama-8b']), *one]) == 2, one\n"
+        "assert not {'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(NAMES)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == len(NAMES)
+    assert "did you mean 'llama-8b'?" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--max-length", "65536"], ["--device", "64MiB"]], ids=["asked", "any"])
+def test_what_does_not_fit_is_exit_code_1(
+    arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", str(folder), "--device", "1GiB", *arguments]) == 1
+    shown = capsys.readouterr()
+    assert "do not fit: " in shown.out or ("at any length" in shown.err and shown.err.count("\n") == 1)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("bert", "an encoder"), ("vit", "no causal language model")])
+def test_what_is_no_causal_language_model_is_refused(
+    kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--device", "h100"]) == 2
+    shown = capsys.readouterr().err
+    assert words in shown and shown.count("\n") == 1
 
 
 def test_a_model_without_decoder_layers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,14 +247,14 @@ def test_what_the_host_has_no_room_for_stays_on_the_device(planner: Planner) -> 
 
 @pytest.mark.parametrize("changes", [
     {"lora": Lora(4, r".*\.(q_proj|v_proj)", 12.0, 0.1), "qlora": True}, {"optimizer": "sgd-momentum", "heads": 1},
-    {"blocks": "mlp+norm+projections", "batch": 2, "checkpoint": "attention-saved"},
+    {"blocks": "mlp+norm+projections", "batch": 2, "accumulation": 2, "checkpoint": "attention-saved"},
 ])  # fmt: skip
 def test_the_recipe_is_planned_as_what_it_was_made_of(folder: Path, changes: dict[str, Any]) -> None:
     request = request_of(folder, **changes)
     read, _ = build_recipe(recipe(Planner(request), 4096), {"dataset": "rows.jsonl"})
     assert read.fit is False
     again = planned_again(resolve(read), DEVICE.memory)
-    for name in ("lora", "qlora", "optimizer", "batch", "attention"):
+    for name in ("lora", "qlora", "optimizer", "batch", "accumulation", "attention"):
         assert getattr(again, name) == getattr(request, name), name
     assert replace(again.options, loss_tile="auto") == request.options
     assert again.options.loss_tile == Planner(request).resolved(4096).options.loss_tile
@@ -374,6 +420,65 @@ def test_shards_divide_what_stands(sharded: Planner) -> None:
     assert host.terms["weights"] == 2 * weights / 8
     assert host.terms.get("optimiser state", 0.0) == 0
     assert host.host_terms["optimiser state"] == (8 + 4) * weights
+
+
+def test_what_engines_keep_beside_their_shards(sharded: Planner) -> None:
+    request, counts = sharded.request, sharded.counts
+    trained, forward = counts.trained, "MLP#0, forward"
+
+    def held(phase: str = forward, **changes: Any) -> dict[str, float]:
+        return on_device(replace(request, **changes), counts, {}, phase)
+
+    assert held()["gradients"] == 0
+    # FSDP2 reduces nothing before the last micro-batch; DeepSpeed has its partition from set-up on
+    assert held(accumulation=2)["gradients"] == 2 * trained
+    assert held(engine="zero3")["gradients"] == held(engine="zero3", accumulation=2)["gradients"] == 2 * trained / 8
+    assert held(engine="zero2")["weights"] == 2 * counts.weights + 4 * trained / 8
+    assert held(engine="zero2", accumulation=2)["gradients"] == 2 * trained / 8
+    # the bucket, a flat bf16 copy of the partition, and its fp32 copy
+    step = held("optimiser step", engine="zero3")
+    assert step["engine buffers"] == 2 * ZERO_BUCKET + (2 + 4) * trained / 8
+    assert held("optimiser step", engine="zero3", engine_offload=("optimizer",))["engine buffers"] == 2 * ZERO_BUCKET
+
+
+def test_gathered_weights_that_zero3_keeps(sharded: Planner) -> None:
+    request, counts = replace(sharded.request, engine="zero3"), sharded.counts
+    small = on_device(request, counts, {}, "MLP#0, forward")["engine buffers"]
+    # a model below DeepSpeed's limits stays whole, twice while the flat buffer is there
+    assert small - 2 * ZERO_BUCKET == 2 * 2 * counts.weights
+    large = replace(counts, weights=70 * 10**9, layer=856 * 10**6, root=2 * 10**9)
+    held = on_device(request, large, {}, "MLP#0, forward")["engine buffers"]
+    assert held - 2 * ZERO_BUCKET == 2 * (2 * large.layer + large.root) + 2 * (50 * 10**6 + large.layer)
+
+
+def test_host_memory_is_each_nodes(planner: Planner) -> None:
+    sharding = {"engine": "zero3", "gpus": 16, "engine_offload": ("optimizer",)}
+    one, two = (other(planner, **sharding, nodes=nodes).request for nodes in (1, 2))
+    for name, held in on_host(one, planner.counts, {}).items():
+        assert on_host(two, planner.counts, {})[name] == held / 2, name
+    assert two.per_node == 8
+    offloaded = replace(two, options=replace(two.options, offload=True))
+    assert on_host(offloaded, planner.counts, {"checkpointed hidden states": 1.0})["checkpointed hidden states"] == 8
+
+
+def test_the_users_kernels_and_targets_are_planned(folder: Path) -> None:
+    config = read_config(str(folder))
+    setup = Setup(options=replace(PLANNED, loss_tile=256, blocks="none", checkpoint=None))
+    assert fake_step(config, replace(setup, liger=True), 512).peak < fake_step(config, setup, 512).peak
+    assert recipe(Planner(request_of(folder, liger=True)), 4096)["trainer"] == {"use_liger_kernel": True}
+    assert parse_lora("r=4,target_modules=q_proj+v_proj") == {"r": "4", "target_modules": ["q_proj", "v_proj"]}
+    few = parse_adapters("r=4,target_modules=q_proj+v_proj")
+    assert few.target_modules == ("q_proj", "v_proj")
+    trained = Planner(request_of(folder, lora=few)).counts.trained
+    assert trained == 4 * 4 * (256 + 256 + 256 + 128)  # layers, rank, in and out of queries and of values
+
+
+def test_micro_batches_are_in_the_plan_and_its_recipe(planner: Planner) -> None:
+    several = Planner(replace(planner.request, accumulation=4), like=planner)
+    forward = {phase: terms for phase, terms in several.lines(4096).at(4096).items() if "forward" in phase}
+    assert {terms["gradients"] for terms in forward.values()} == {4 * planner.counts.trained}
+    assert recipe(several, 4096)["gradient_accumulation"] == 4
+    assert "gradient_accumulation" not in recipe(planner, 4096)
 
 
 def test_ranks_that_share_a_sequence_hold_a_part_of_it(sharded: Planner) -> None:

@@ -13,7 +13,9 @@ from transformers import AutoConfig
 import zoo
 from seqtile.counting import fake
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens
+from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS
 from seqtile.options import changed
+from seqtile.planner import fake_step as planner_step
 from seqtile.planner.extrapolate import fit_lines
 from seqtile.planner.fake_step import build, fake_step, real_step
 from seqtile.planner.layer_structure import cut, find_depths
@@ -39,6 +41,7 @@ CASES = {
     "qwen3, attention saved": setup(checkpoint="attention-saved"),
     "gpt2": setup(optimizer="sgd"),
     "opt": setup(optimizer="adamw-8bit"),
+    "phi3, accumulation": setup(accumulation=2),
     "gemma3_text": setup(),
     "mixtral, adapters": setup(lora=Lora(4, ("q_proj", "v_proj")), checkpoint=None),
 }
@@ -60,6 +63,22 @@ def test_fake_and_real_run_the_same_operators_and_hold_the_same_bytes(
     assert len(real.operators) > 300
     assert {name: part.total for name, part in made_up.peaks.items()} == {
         name: part.total for name, part in real.peaks.items()
+    }
+
+
+@pytest.mark.parametrize("softcap", [None, 8.0], ids=["plain", "softcap"])
+def test_the_heads_blocks_in_the_middle_hold_what_the_second_does(
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("gemma2" if softcap else "llama")
+    how = setup(device_type="cuda", attention="eager" if softcap else "sdpa")
+    monkeypatch.setitem(BLOCK_ELEMENTS, "cuda", 9 * config.vocab_size)  # eight blocks of a tile of 64 tokens
+    short = fake_step(config, how, LENGTH)
+    monkeypatch.setattr(planner_step, "_ends", lambda blocks: blocks)
+    whole = fake_step(config, how, LENGTH)
+    assert len(short.operators) < 0.8 * len(whole.operators)
+    assert {name: part.terms for name, part in short.peaks.items()} == {
+        name: part.terms for name, part in whole.peaks.items()
     }
 
 

@@ -12,7 +12,7 @@ from importlib import import_module
 import typer
 
 from seqtile import __version__
-from seqtile._errors import RunError, UserError
+from seqtile._errors import RUN_ERROR, USER_ERROR, RunError, UserError
 from seqtile._log import process_rank
 
 EXAMPLES = {
@@ -28,8 +28,6 @@ EXAMPLES = {
 COMMANDS = tuple(EXAMPLES)
 """Each is a module ``seqtile.cli.NAME`` with a function ``command``, or with an ``app`` of several."""
 
-RUN_ERROR = 1
-USER_ERROR = 2
 INTERRUPTED = 130
 OTHER_RANKS_WAIT = 5.0
 """Seconds that the other processes of a launch leave the first one to say what is wrong."""
@@ -62,8 +60,8 @@ def build_app() -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0 for success, 1 for a run that could not go on, 2 for input that the user has to fix (one sentence on stderr),
-    130 for Ctrl-C.
+    0 for success, 1 for a run that could not go on or a length that does not fit, 2 for input that the user has to fix
+    (one sentence on stderr), 130 for Ctrl-C.
     """
     try:
         build_app()(list(sys.argv[1:] if arguments is None else arguments))

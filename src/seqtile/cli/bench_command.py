@@ -124,7 +124,8 @@ def ladder(
     from seqtile.cli.plan_command import host_bytes, read_adapters
     from seqtile.planner.accelerators import find_device
     from seqtile.planner.model_shapes import read_config
-    from seqtile.planner.request import Request, split_offload
+    from seqtile.planner.names import split_offload
+    from seqtile.planner.request import Request
 
     adapters = read_adapters(full=full, lora=lora)
     if not 0 < efficiency <= 1:

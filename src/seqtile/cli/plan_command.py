@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from seqtile._errors import UserError
+from seqtile._errors import RUN_ERROR, UserError
 from seqtile.cli.option_flags import options_of, takes_options
 
 if TYPE_CHECKING:
@@ -22,21 +25,24 @@ if TYPE_CHECKING:
 def command(
     model: str = typer.Option(..., help="config.json, model directory, Hub id, or a shape: llama-8b, qwen3-8b, ..."),
     device: str = typer.Option("h100", help="h200, h100, a100-80, a100-40, rtx4090, ... or its memory, 141GiB."),
-    gpus: int = typer.Option(1, help="Devices of the node.", metavar="N"),
+    gpus: int = typer.Option(1, help="Devices, of all nodes together.", metavar="N"),
+    nodes: int = typer.Option(1, help="Nodes that they are on.", metavar="N"),
     max_length: int = typer.Option(None, help="Does this fit? Without it: the longest that does.", metavar="TOKENS"),
-    engine: str = typer.Option("single", help="single, ddp, fsdp2 or zero3."),
+    engine: str = typer.Option("single", help="single, ddp, fsdp2, zero2 or zero3."),
     sp_size: int = typer.Option(1, help="Ranks that share one sequence.", metavar="N"),
     full: bool = typer.Option(False, "--full", help="Train every weight (the default)."),
-    lora: str = typer.Option(None, help="Train adapters: a rank, or r=16.", metavar="R"),
+    lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,target_modules=q_proj+v_proj.", metavar="R"),
     qlora: bool = typer.Option(False, "--qlora", help="Adapters on a model in 4 bits (rank 16 without --lora)."),
     optimizer: str = typer.Option("adamw", help="adamw, adamw-8bit, lion, adafactor, sgd, sgd-momentum."),
     precision: str = typer.Option("mixed", help="mixed, bfloat16 or float32."),
     offload: str = typer.Option("", help="To the host: checkpoints, optimizer, weights.", metavar="WHAT,.."),
-    host_memory: str = typer.Option(None, help="Host memory of the node, 1TiB.", metavar="SIZE"),
+    host_memory: str = typer.Option(None, help="Host memory of each node, 1TiB.", metavar="SIZE"),
     attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),
     scans: str = typer.Option("kernels", help="Layers with a state: kernels, pytorch or installed."),
+    liger: bool = typer.Option(False, "--liger", help="With Liger's norm and SwiGLU kernels (use_liger_kernel)."),
     options: Any = None,
-    batch_size: int = typer.Option(1, help="Rows per rank.", metavar="N"),
+    batch_size: int = typer.Option(1, help="Rows per rank and micro-batch.", metavar="N"),
+    grad_accumulation: int = typer.Option(1, help="Micro-batches per update.", metavar="N"),
     explain: bool = typer.Option(False, "--explain", help="Why each setting."),
     json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
     recipe: str = typer.Option(None, help="Write the recipe that seqtile train takes.", metavar="FILE"),
@@ -47,10 +53,10 @@ def command(
     from pathlib import Path
 
     from seqtile.planner.accelerators import find_device
-    from seqtile.planner.model_shapes import read_config
-    from seqtile.planner.request import Request, split_offload
-    from seqtile.planner.step_config import Lora
+    from seqtile.planner.model_shapes import read_config, refuse_missing
+    from seqtile.planner.names import check_names, split_offload
 
+    # All that names, numbers and paths can have wrong comes first: what runs the step takes seconds to import.
     if full and (lora is not None or qlora):
         raise UserError("--full trains every weight and --lora and --qlora do not; give one of them")
     _check_trains(engine, gpus, sp_size, max_length)
@@ -62,31 +68,57 @@ def command(
     if plot is not None and not plot.endswith(".png"):
         raise UserError(f"--plot {plot!r}: expected a name that ends with .png")
     asked, (on_host, moved) = options_of(options), split_offload(offload)
-    adapters = parse_adapters(lora) if lora is not None else Lora() if qlora else None
-    target = find_device(device)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    request = Request(
-        model=model, config=read_config(model), device=target, gpus=gpus, host_memory=host_bytes(host_memory),
-        engine=engine, sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
-        engine_offload=moved, attention=attention, scans=scans, batch=batch_size,
-        options=replace(asked, offload=on_host),
+    check_names(
+        engine=engine, attention=attention, precision=precision, optimizer=optimizer, engine_offload=moved, gpus=gpus,
+        sp_size=sp_size, batch=batch_size, accumulation=grad_accumulation, nodes=nodes, scans=scans,
     )  # fmt: skip
-    from seqtile.cli import plan_show as show
-    from seqtile.planner.memory_plan import plan as make_plan
+    target, of_the_host = find_device(device), host_bytes(host_memory)
+    refuse_missing(model)
+    with status(json, "reading the model's configuration") as progress:
+        adapters = parse_adapters(lora) if lora is not None else parse_adapters("16") if qlora else None
+        from seqtile.planner.request import Request
 
-    with show.status(json, "running the step on shapes"):
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        request = Request(
+            model=model, config=read_config(model), device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
+            sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
+            engine_offload=moved, attention=attention, options=replace(asked, offload=on_host), batch=batch_size,
+            accumulation=grad_accumulation, nodes=nodes, liger=liger, scans=scans,
+        )  # fmt: skip
+        progress("running the step on shapes")
+        from seqtile.cli import plan_show as show
+        from seqtile.planner.explain import next_step
+        from seqtile.planner.memory_plan import plan as make_plan
+
         planner, estimate, longest, limit, saving = make_plan(request, max_length)
+        fits = max_length is None or planner.fits(estimate)
+        progress("looking for what would buy length")
+        better = next_step(planner, longest) if json or max_length is None or not fits or not longest else None
     show.show_plan(
         planner, estimate, longest, limit, as_json=json, reasons=explain, recipe_file=recipe, plot_file=plot,
-        asked=max_length, saving=saving,
+        asked=max_length, saving=saving, better=better,
     )  # fmt: skip
+    if not fits:
+        raise typer.Exit(RUN_ERROR)
+
+
+@contextmanager
+def status(quiet: bool, words: str) -> Iterator[Callable[[str], None]]:
+    """A line on a terminal's stderr that says what takes its time; it is told what comes next."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(words) as line:
+        yield lambda text: line.update(text)
 
 
 def _check_trains(engine: str, gpus: int, sp_size: int, max_length: int | None) -> None:
     """Refuse what could be planned, but ``seqtile train`` would not take as a recipe."""
     if engine == "ddp" and gpus == 1:
         raise UserError("engine 'ddp' needs at least 2 GPUs; add --gpus 2 or more, or use --engine single")
-    if sp_size > 1 and engine in ("ddp", "fsdp2"):
+    if sp_size > 1 and engine in ("ddp", "fsdp2", "zero2"):
         raise UserError(f"sp-size {sp_size} splits sequences by DeepSpeed, got engine {engine!r}; use --engine zero3")
     if sp_size > 1 and max_length is not None and max_length % sp_size:
         nearest = max_length // sp_size * sp_size or sp_size
@@ -97,13 +129,14 @@ def parse_adapters(text: str) -> Lora:
     """The adapters that ``--lora`` gives, as ``seqtile train`` takes them."""
     from pydantic import ValidationError
 
-    from seqtile.planner.step_config import Lora
     from seqtile.train.recipe import LoraRecipe, parse_lora
 
     try:
         found = LoraRecipe(**parse_lora(text))
     except (ValidationError, ValueError):
         raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16,alpha=32,dropout=0.05'") from None
+    from seqtile.planner.step_config import Lora
+
     return Lora(found.r, found.target_modules, found.alpha, found.dropout)
 
 
@@ -121,6 +154,6 @@ def host_bytes(text: str | None) -> int | None:
     if text is None:
         return None
     size = parse_bytes(text)
-    if not size:
-        raise UserError(f"got --host-memory {text!r}, expected a size such as 512GiB or 1TiB")
+    if not size or not text.strip()[-1].isalpha():
+        raise UserError(f"got --host-memory {text!r}, expected a size with its unit, such as 512GiB or 1TiB")
     return size

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from rich.text import Text
 
 from seqtile.options import to_flag
 from seqtile.planner.estimate import Bounds, Estimate, Saving
-from seqtile.planner.explain import explain, next_step, not_modelled, recipe, recipe_lacks
+from seqtile.planner.explain import Step, explain, not_modelled, recipe, recipe_lacks
 from seqtile.planner.flops import EFFICIENCY
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.model_shapes import NAMED
@@ -24,19 +21,9 @@ from seqtile.planner.model_shapes import NAMED
 GIB = 2**30
 
 
-@contextmanager
-def status(quiet: bool, words: str) -> Iterator[None]:
-    """A line on a terminal's stderr while it takes."""
-    if quiet or not sys.stderr.isatty():
-        yield
-        return
-    with Console(stderr=True).status(words):
-        yield
-
-
 def show_plan(
     planner: Planner, estimate: Estimate, longest: int, limit: str, *, as_json: bool, reasons: bool,
-    recipe_file: str | None, plot_file: str | None, asked: int | None, saving: Saving | None,
+    recipe_file: str | None, plot_file: str | None, asked: int | None, saving: Saving | None, better: Step | None,
 ) -> None:  # fmt: skip
     """Print the plan, write what was asked for."""
     chosen = recipe(planner, estimate.tokens)
@@ -47,7 +34,7 @@ def show_plan(
 
         plot_lengths(planner, max(longest, estimate.tokens), Path(plot_file).expanduser())
     if as_json:
-        print(json.dumps(_object(planner, estimate, longest, limit, chosen, saving)))
+        print(json.dumps(_object(planner, estimate, longest, limit, chosen, saving, better)))
         return
     console = Console(highlight=False, soft_wrap=True, markup=False)
     request = planner.request
@@ -57,7 +44,7 @@ def show_plan(
         f"{request.gpus} x {device.name} ({device.memory / GIB:.1f} GiB), {request.engine}"
     )
     console.print(_table(planner, estimate))
-    _print_verdict(console, planner, estimate, longest, limit, asked)
+    _print_verdict(console, planner, estimate, longest, limit, asked, better)
     if saving is not None:
         console.print(f"attention-saved: {saving.why}.")
     for note in planner.notes():
@@ -98,8 +85,9 @@ def _gib(value: float) -> str:
 
 
 def _print_verdict(
-    console: Console, planner: Planner, estimate: Estimate, longest: int, limit: str, asked: int | None
-) -> None:
+    console: Console, planner: Planner, estimate: Estimate, longest: int, limit: str, asked: int | None,
+    better: Step | None,
+) -> None:  # fmt: skip
     request = planner.request
     fits = planner.fits(estimate)
     room = request.device.memory - estimate.device.expected
@@ -113,10 +101,8 @@ def _print_verdict(
             console.print(f"{estimate.tokens:,} tokens do not fit into the host's memory.", style="bold")
     high = f"({planner.sure():,} at the high estimate)"
     console.print(f"Longest sequence that fits: {longest:,} tokens {high}. Limited by {limit}.")
-    if longest == 0 or not fits or asked is None:
-        better = next_step(planner, longest)
-        if better is not None:
-            console.print(f"Next: {better.flags} reaches {better.length:,} tokens ({better.why}).")
+    if better is not None:
+        console.print(f"Next: {better.flags} reaches {better.length:,} tokens ({better.why}).")
     work = planner.work(estimate.tokens)
     line = (
         f"One step of one row: {work.total:.3g} floating-point operations, {work.attention / work.total:.0%} attention"
@@ -134,12 +120,12 @@ def _time(seconds: float) -> str:
 
 
 def _object(
-    planner: Planner, estimate: Estimate, longest: int, limit: str, chosen: dict[str, Any], saving: Saving | None
-) -> dict[str, Any]:
+    planner: Planner, estimate: Estimate, longest: int, limit: str, chosen: dict[str, Any], saving: Saving | None,
+    better: Step | None,
+) -> dict[str, Any]:  # fmt: skip
     request = planner.request
     work = planner.work(estimate.tokens)
     tflops = request.device.tflops
-    better = next_step(planner, longest)
     return {
         "fits": planner.fits(estimate),
         "tokens": estimate.tokens,

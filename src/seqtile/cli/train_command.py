@@ -44,6 +44,7 @@ def command(
     packing: str = typer.Option(None, help="Join rows: true (bfd), bfd_split, wrapped or false.", metavar="HOW"),
     epochs: float = typer.Option(None, help="Passes over the data (default 1).", metavar="N"),
     steps: int = typer.Option(None, help="Optimiser steps (default one pass over the data).", metavar="N"),
+    grad_accumulation: int = typer.Option(None, help="Micro-batches per update (default 1).", metavar="N"),
     learning_rate: float = typer.Option(
         None, help="Peak learning rate (default 2e-5, with --lora 2e-4).", metavar="RATE"
     ),
@@ -97,6 +98,7 @@ def command(
         "packing": None if packing is None else _packing(packing),
         "epochs": epochs,
         "steps": steps,
+        "gradient_accumulation": grad_accumulation,
         "learning_rate": learning_rate,
         "save_steps": save_steps,
         "trainer": _trainer_flags(

@@ -64,13 +64,14 @@ def command(
         "trust_remote_code": trust_remote_code,
         **options,
     }
-    from seqtile.cli import worker
     from seqtile.train.check_early import check_model
+
+    if not (model.endswith(".json") and Path(model).expanduser().is_file()):
+        check_model(model)
+    from seqtile.cli import worker
     from seqtile.train.verify_model import check, check_recipe
 
     recipe = check_recipe({key: value for key, value in given.items() if value is not None})
-    if not (model.endswith(".json") and Path(model).expanduser().is_file()):
-        check_model(model)
     quiet()
     try:
         result = check(recipe, worker.MODULE)

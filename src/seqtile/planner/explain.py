@@ -125,7 +125,7 @@ def proposals(planner: Planner) -> list[Technique]:
         (STATE_TILES, options.state is None and can_carry(planner.built.model)),
         (CHECKPOINTS_ON_HOST, not options.offload and options.checkpoint is not None),
         (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.engine_offload),
-        (SHARDED, request.gpus > 1 and request.engine == "ddp"),
+        (SHARDED, request.gpus > 1 and request.engine in ("ddp", "zero2")),
         (sequence, request.gpus > request.sp_size),
         (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None),
         (MINIMAL_MEMORY, untouched and runs_on_some_heads(planner.built.model)),
@@ -166,7 +166,8 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
     if request.attention in ("flash", "flash3"):
         lines.append("flash attention: nothing of [tokens, tokens] is built.")
     if request.sharded:
-        lines.append(f"{request.engine}: weights, gradients and states in {request.gpus} parts.")
+        what = "" if request.engine == "zero2" else "weights, "
+        lines.append(f"{request.engine}: {what}gradients and states in {request.gpus} parts.")
     if request.sp_size > 1:
         lines.append(f"sp-size {request.sp_size}: each rank holds {planner.local(estimate.tokens):,} tokens.")
     return lines
@@ -175,6 +176,8 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
 def recipe_lacks(request: Request) -> list[str]:
     """What was planned and no recipe key sets."""
     found = [f"offload of {name} (the engine's own configuration)" for name in request.engine_offload]
+    if request.nodes > 1:
+        found.append(f"{request.nodes} nodes (a launcher of your own starts a process on each device of all of them)")
     if request.options.loss is None:
         found.append("the loss over whole logits (the trainer's own head runs in tiles)")
     return found
@@ -196,6 +199,8 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     """The choices as a recipe that ``seqtile train`` takes."""
     request, setup = planner.request, planner.resolved(tokens)
     found: dict[str, Any] = {"model": request.model, "max_length": tokens, "batch_size": request.batch}
+    if request.accumulation > 1:
+        found["gradient_accumulation"] = request.accumulation
     found["fit"] = False  # all is chosen; on an accelerator the trainer would choose again
     options = request.options
     found["tiled_mlp"] = options.tiled
@@ -224,6 +229,8 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     if request.qlora:
         found["model_kwargs"]["quantization_config"] = dict(FOUR_BIT)
     trainer: dict[str, Any] = {"bf16": False} if request.precision == "float32" else {}
+    if request.liger:
+        trainer["use_liger_kernel"] = True
     if request.optimizer != "adamw":
         words = {"adamw-8bit": "adamw_bnb_8bit", "lion": "lion_32bit", "sgd-momentum": "sgd"}
         trainer["optim"] = words.get(request.optimizer, request.optimizer)

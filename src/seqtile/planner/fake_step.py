@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ from seqtile.models.apply import apply, apply_options, undo
 from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
-from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS
+from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS, HeadRows
 from seqtile.planner.flash_shapes import register as register_flash
 from seqtile.planner.liger_shapes import use_shapes as use_liger_shapes
 from seqtile.planner.live_at_peaks import (
@@ -100,9 +100,17 @@ def build_bare(config: Any, setup: Setup, device: str) -> Any:
     """The model as Transformers makes it.
 
     Raises:
-        UserError: it cannot.
+        UserError: it cannot, or it is no causal language model.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM
+
+    encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    if encoder or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")):
+        what = "an encoder or an encoder-decoder" if encoder else "no causal language model of transformers"
+        raise UserError(
+            f"model type {config.model_type!r} is {what}, and a plan is of a causal language model; give the "
+            "configuration of one"
+        )
 
     attention = register_flash() if setup.attention == "flash" else setup.attention
     config = copy.deepcopy(config)
@@ -162,7 +170,10 @@ def real_step(config: Any, setup: Setup, tokens: int) -> StepRun:
 
 
 def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> StepRun:
-    """One step in the middle of a training run, followed by ``live``: the optimiser has its states already."""
+    """One step in the middle of a training run, followed by ``live``: the optimiser has its states already.
+
+    Of several batches that are accumulated only the last one runs, which holds the most.
+    """
     model = built.model
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = make_optimizer(setup.optimizer, weights)
@@ -188,6 +199,10 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     for one in standing_checkpointing(model):
         if one.attention is not None:
             one.attention.told = lambda tensor: live.file(tensor, KEPT)
+    if setup.accumulation > 1:  # the last of several batches: every gradient of those before is there throughout
+        with live.phase(GRADIENTS):
+            for weight in weights:
+                weight.grad = torch.zeros_like(weight)
     live.watching = True
     try:
         with label_phases(live, model, built.blocks, layers=True) as labels:
@@ -227,15 +242,32 @@ def compute_loss(model: Any, setup: Setup, ids: Tensor) -> Tensor:
         return loss
 
 
+def _ends(blocks: Callable[[HeadRows, int], Iterator[slice]]) -> Callable[[HeadRows, int], Iterator[slice]]:
+    """The first, the second and the last of a tile's blocks of rows: those in between hold what the second holds.
+
+    A tile's logits are worked through block after block, nothing of a block outlives it, and a plan has some ten
+    thousand of them.
+    """
+
+    def ends(head: HeadRows, rows: int) -> Iterator[slice]:
+        found = list(blocks(head, rows))
+        yield from found if len(found) <= 3 else (*found[:2], found[-1])
+
+    return ends
+
+
 @contextmanager
 def _sized_for(device_type: str) -> Iterator[None]:
     """The head's blocks of rows as large as on ``device_type``, and weight gradients summed as there."""
     before = BLOCK_ELEMENTS.get("cpu")
+    blocks = HeadRows.blocks
     if device_type != "cpu" and before is not None:
         BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
+        HeadRows.blocks = _ends(blocks)  # type: ignore[method-assign, assignment]
     try:
         with nullcontext() if device_type == "cpu" else as_on_an_accelerator():
             yield
     finally:
+        HeadRows.blocks = blocks  # type: ignore[method-assign]
         if before is not None:
             BLOCK_ELEMENTS["cpu"] = before

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from seqtile._errors import UserError
+from seqtile._errors import RunError
 from seqtile.models.attention.headwise import runs_on_some_heads
 from seqtile.models.carried_state.state_layers import can_carry
 from seqtile.options import DEFAULTS, TilingOptions, changed
@@ -124,7 +124,7 @@ def choose(request: Request, tokens: int, given: Mapping[str, Any], *, can_offlo
         can_offload: whether checkpoints can be moved to the host.
 
     Raises:
-        UserError: nothing fits; names the longest sequence that would.
+        RunError: nothing fits; names the longest sequence that would.
     """
     tiles = {name: given.get(name, "auto") for name in ("tile", "loss_tile")}
     first = Planner(changed(request, checkpoint="full", keep=0.0, **tiles), tokens)
@@ -154,7 +154,7 @@ def choose(request: Request, tokens: int, given: Mapping[str, Any], *, can_offlo
         return possible
     planner, estimate = tried[-1].planner, tried[-1].estimate
     longest, limit = planner.longest()
-    raise UserError(
+    raise RunError(
         f"rows of {tokens:,} tokens do not fit {_devices(request)} by the plan, with the tightest settings: "
         f"{estimate.device.expected / GIB:,.2f} GiB of {request.device.memory / GIB:,.2f} GiB ({limit}); "
         + (f"the longest that would is {longest:,}: --max-length {longest}" if longest else "no length would")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from seqtile._errors import UserError
+from seqtile._errors import RunError
 from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.options import changed
@@ -17,6 +17,7 @@ from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, fl
 from seqtile.planner.layer_structure import Counts, Depths, count_layers, count_weights, cut, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
 from seqtile.planner.model_shapes import max_positions
+from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE, Phase
 from seqtile.planner.request import Request, attention_cannot_be_saved, check_request, check_split
 from seqtile.planner.scan_kernels import SOURCES
@@ -24,7 +25,6 @@ from seqtile.planner.sharding_terms import (
     BUFFERS,
     CONSTANTS,
     CONTEXT,
-    STATE_BYTES,
     offload_checkpoints,
     on_device,
     on_host,
@@ -151,14 +151,14 @@ class Planner:
         host_terms = on_host(self.request, self.counts, {name: share * held for name, held in kept.items()})
         processes = CONSTANTS["host process"]
         counted_host = sum(host_terms.values())
-        host = [counted_host + getattr(processes, bound) * self.request.gpus for bound in _BOUNDS]
+        host = [counted_host + getattr(processes, bound) * self.request.per_node for bound in _BOUNDS]
         return Estimate(
             tokens=tokens,
             device=Bounds(best["low"][0], total, best["high"][0]),
             host=Bounds(*host),
             peak_at=Phase.read(phase).named(self.depths.layers),
             terms=_named(found, self.setup),
-            host_terms={**host_terms, HOST_PROCESS: processes.expected * self.request.gpus},
+            host_terms={**host_terms, HOST_PROCESS: processes.expected * self.request.per_node},
             square=lines.square,
             moved=share,
         )
@@ -168,7 +168,7 @@ class Planner:
         if self.request.host_memory is None:
             return None
         others = sum(on_host(self.request, self.counts, {}).values())
-        each = (self.request.host_memory - others) / self.request.gpus - CONSTANTS["host process"].high
+        each = (self.request.host_memory - others) / self.request.per_node - CONSTANTS["host process"].high
         return max(0.0, each)
 
     def _moved(self, kept: Mapping[str, float]) -> float:
@@ -187,6 +187,8 @@ class Planner:
         context: float = getattr(CONSTANTS["context"], bound) + activations * getattr(CONSTANTS["fragmentation"], bound)
         if self.request.gpus > 1:
             context += getattr(CONSTANTS["communicator"], bound)
+        if self.request.sp_size > 1:
+            context += getattr(CONSTANTS["all-to-all"], bound)
         found[CONTEXT] = context + activations * error
         return sum(found.values())
 
@@ -369,7 +371,8 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
     Last comes what was decided about attention's output, where the request leaves it to the plan.
 
     Raises:
-        UserError: a setting that cannot run, or nothing that fits.
+        UserError: a setting that cannot run.
+        RunError: nothing fits, at any length.
     """
     auto = request.options.checkpoint == "auto"
     planner = Planner(changed(request, checkpoint="full") if auto else request, max_length)
@@ -379,7 +382,7 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
     longest, limit = planner.longest()
     if max_length is None and longest == 0:
         short = planner.estimate(128 * request.sp_size)
-        raise UserError(
+        raise RunError(
             f"{request.model!r} does not fit {request.gpus} x {request.device.name} at any length: "
             f"{short.device.expected / 2**30:.1f} GiB of {request.device.memory / 2**30:.1f} GiB before the first "
             f"tokens, most of it {limit.partition(': ')[2]}; shard it (--engine zero3 --gpus 8), train adapters "

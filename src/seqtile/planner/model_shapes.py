@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,34 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 """Published shapes by name (the models' own config.json), with positions for as long a sequence as is asked for."""
 
 
+def refuse_missing(model: str) -> None:
+    """Refuse a model that is neither a name, nor a path that exists, nor like a Hub id; imports no library.
+
+    Raises:
+        UserError: with what would do.
+    """
+    if model in NAMED:
+        return
+    path = Path(model).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"model directory {model!r} has no config.json; give a directory written by save_pretrained")
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix == ".json"
+    if not path.exists() and looks_local:
+        close = difflib.get_close_matches(model.lower(), NAMED, n=1, cutoff=0.6)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise UserError(
+            f"model {model!r} does not exist; {hint}give a config.json, a model directory, a Hub id or one of "
+            f"{', '.join(NAMED)}"
+        )
+
+
 def read_config(model: str, trust_remote_code: bool = False) -> Any:
     """Transformers' configuration of ``model``: a name of :data:`NAMED`, a config.json, a directory or a Hub id.
 
     Raises:
         UserError: none of them.
     """
+    refuse_missing(model)
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -39,14 +62,6 @@ def read_config(model: str, trust_remote_code: bool = False) -> Any:
         kind, sizes = NAMED[model]
         return AutoConfig.for_model(kind, max_position_embeddings=2**24, **sizes)
     path = Path(model).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise UserError(f"model directory {model!r} has no config.json; give a directory written by save_pretrained")
-    looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix == ".json"
-    if not path.exists() and looks_local:
-        raise UserError(
-            f"model {model!r} does not exist; give a config.json, a model directory, a Hub id or one of "
-            f"{', '.join(NAMED)}"
-        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

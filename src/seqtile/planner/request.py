@@ -12,15 +12,8 @@ from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.model_shapes import max_positions
-from seqtile.planner.scans import SCANS
-from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup
-
-ENGINES = ("single", "ddp", "fsdp2", "zero3")
-SHARDED = ("fsdp2", "zero3")
-CHECKPOINTS = "checkpoints"
-ENGINE_OFFLOADS = ("optimizer", "weights")
-ATTENTIONS = ("flash", "flash3", "sdpa", "eager")
-PRECISIONS = ("mixed", "bfloat16", "float32")
+from seqtile.planner.names import SHARDED, check_names
+from seqtile.planner.step_config import PLANNED, Lora, Setup
 
 
 @dataclass(frozen=True)
@@ -31,21 +24,24 @@ class Request:
         model: as the user named it.
         config: its configuration.
         device: each accelerator.
-        gpus: how many.
-        host_memory: bytes of the node's host memory; None if not given.
-        engine: one of :data:`ENGINES`.
+        gpus: how many, on all nodes together.
+        nodes: hosts that they are on, equally many on each.
+        host_memory: bytes of each node's host memory; None if not given.
+        engine: one of :data:`seqtile.planner.names.ENGINES`.
         sp_size: ranks that share one sequence (Ulysses).
         lora: adapters on a frozen model.
         qlora: the frozen model in 4 bits.
-        optimizer: one of the optimisers of :mod:`seqtile.planner.step_config`.
-        engine_offload: what the engine keeps on the host, of :data:`ENGINE_OFFLOADS`.
-        attention: one of :data:`ATTENTIONS`.
+        optimizer: one of :data:`seqtile.planner.names.STATE_BYTES`.
+        engine_offload: what the engine keeps on the host, of :data:`seqtile.planner.names.ENGINE_OFFLOADS`.
+        attention: one of :data:`seqtile.planner.names.ATTENTIONS`.
         scans: of layers with a state: in the fast ``"kernels"``, in transformers' ``"pytorch"`` paths, or in the
             kernels that are ``"installed"`` here.
         options: what :func:`seqtile.apply` is told. ``checkpoint`` None is no activation checkpoints; ``"auto"``
             chooses between ``"full"`` and ``"attention-saved"`` at the planned length.
         precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
-        batch: rows per rank.
+        batch: rows per rank and micro-batch.
+        accumulation: micro-batches whose gradients one update sums.
+        liger: Liger's norm and SwiGLU kernels (``use_liger_kernel``), which write gradients over what was saved.
         device_type: of the device, which ``tile="auto"`` asks for.
     """
 
@@ -53,6 +49,7 @@ class Request:
     config: Any = field(repr=False)
     device: Device
     gpus: int = 1
+    nodes: int = 1
     host_memory: int | None = None
     engine: str = "single"
     sp_size: int = 1
@@ -65,7 +62,14 @@ class Request:
     options: TilingOptions = replace(PLANNED, loss_tile="auto")
     precision: str = "mixed"
     batch: int = 1
+    accumulation: int = 1
+    liger: bool = False
     device_type: str = "cuda"
+
+    @property
+    def per_node(self) -> int:
+        """Devices, and processes, of each node."""
+        return self.gpus // self.nodes
 
     @property
     def sharded(self) -> bool:
@@ -85,15 +89,11 @@ class Request:
             optimizer=self.optimizer,
             attention=self.attention if self.attention in ("sdpa", "eager") else "flash",
             batch=self.batch,
+            accumulation=min(self.accumulation, 2),  # a third adds nothing
             device_type=self.device_type,
             scans="pytorch" if self.device_type == "cpu" else self.scans,
+            liger=self.liger,
         )
-
-
-def split_offload(words: str) -> tuple[bool, tuple[str, ...]]:
-    """``--offload``: whether checkpoints wait on the host, and what the engine keeps there."""
-    names = [word.strip() for word in words.split(",") if word.strip()]
-    return CHECKPOINTS in names, tuple(name for name in names if name != CHECKPOINTS)
 
 
 def attention_cannot_be_saved(request: Request) -> str | None:
@@ -112,27 +112,12 @@ def check_request(request: Request, max_length: int | None) -> None:
         UserError: with what to do instead.
     """
     options = request.options
-    for name, value, known in (
-        ("engine", request.engine, ENGINES), ("attention", request.attention, ATTENTIONS),
-        ("precision", request.precision, PRECISIONS), ("scans", request.scans, SCANS),
-        ("optimizer", request.optimizer, tuple(OPTIMIZERS)),
-    ):  # fmt: skip
-        if value not in known:
-            raise UserError(f"{name} {value!r} is not known here; use one of {', '.join(known)}")
-    for name in request.engine_offload:
-        if name not in ENGINE_OFFLOADS:
-            known = (CHECKPOINTS, *ENGINE_OFFLOADS)
-            raise UserError(f"offload {name!r} is not known here; use some of {', '.join(known)}")
-    for name, number in (("gpus", request.gpus), ("sp-size", request.sp_size), ("batch size", request.batch)):
-        if number < 1:
-            raise UserError(f"got {name} {number}, expected at least 1")
+    check_names(
+        engine=request.engine, attention=request.attention, precision=request.precision, optimizer=request.optimizer,
+        engine_offload=request.engine_offload, gpus=request.gpus, sp_size=request.sp_size, batch=request.batch,
+        accumulation=request.accumulation, nodes=request.nodes, scans=request.scans,
+    )  # fmt: skip
     check_keep(options)
-    moved = request.engine_offload
-    if moved and not request.sharded:
-        raise UserError(
-            f"offload of {' and '.join(moved)} is the engine's, and engine {request.engine!r} has none; "
-            "add --engine zero3 or fsdp2"
-        )
     refusal = attention_cannot_be_saved(request) if options.checkpoint == "attention-saved" else None
     if refusal is not None:
         raise UserError(f"checkpoint 'attention-saved' {refusal}")
@@ -170,12 +155,6 @@ def check_split(request: Request, counts: Counts) -> None:
     Raises:
         UserError: with numbers that would do.
     """
-    if request.engine == "single" and request.gpus > 1:
-        raise UserError(f"{request.gpus} GPUs need an engine; add --engine ddp, fsdp2 or zero3, or use --gpus 1")
-    if request.gpus % request.sp_size:
-        raise UserError(
-            f"sp-size {request.sp_size} does not divide {request.gpus} GPUs; every sequence needs that many ranks"
-        )
     if request.sp_size > 1 and counts.heads % request.sp_size:
         raise UserError(
             f"sp-size {request.sp_size} does not divide the {counts.heads} attention heads of {request.model!r}; use "

@@ -25,7 +25,6 @@ from seqtile.counting.fake import fake_tensors
 from seqtile.counting.live import count_live_bytes
 from seqtile.planner.scan_kernels import KERNELS
 
-SCANS = ("kernels", "pytorch", "installed")
 """Scans run in the fast kernels, in transformers' PyTorch paths, or in the kernels that are installed here."""
 
 LOOPS: dict[str, dict[str, int]] = {
@@ -70,7 +69,7 @@ def planned_scans(model: nn.Module, scans: str) -> Iterator[None]:
 
     Args:
         model: on fake tensors.
-        scans: one of :data:`SCANS`.
+        scans: one of :data:`seqtile.planner.names.SCANS`.
     """
     undo: list[Callable[[], None]] = []
     try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from seqtile.planner.accelerators import GIB
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS
+from seqtile.planner.names import DEEPSPEED, STATE_BYTES
 from seqtile.planner.phases import ATTENTION, OPTIMIZER_STEP, Phase
 from seqtile.planner.request import Request
 
@@ -41,6 +42,11 @@ CONSTANTS: dict[str, Constant] = {
     "communicator": Constant(
         0.25 * GIB, 0.5 * GIB, 1.5 * GIB, "assumed: NCCL's channels with more than one GPU; not measured here"
     ),
+    "all-to-all": Constant(
+        0.25 * GIB, 1.0 * GIB, 3.25 * GIB,
+        "NVIDIA/nccl issue 1685: 1.06 GB before and 4.34 GB after the first all-to-all on eight H100 is the high end; "
+        "what is expected is assumed; on top of the communicator with --sp-size",
+    ),
     "fragmentation": Constant(
         0.0, 0.03, 0.10,
         "assumed: share of the activations that the caching allocator cannot use; expandable segments are near the low "
@@ -54,14 +60,20 @@ CONSTANTS: dict[str, Constant] = {
     ),
 }  # fmt: skip
 
-STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 8 / 256, "lion": 4.0, "adafactor": 0.0, "sgd": 0.0, "sgd-momentum": 4.0}
-"""Bytes of optimiser state per element of an fp32 master weight."""
-
 NF4_BYTES = 0.5 + 0.127 / 8
 """Bytes per element of a 4-bit weight with doubly quantised scales (QLoRA, arXiv 2305.14314, section 3)."""
 
-ZERO3_BUCKET = 500_000_000
-"""Most elements of DeepSpeed's gradient bucket when it is not set; ``"auto"`` makes it hidden * hidden."""
+ZERO_BUCKET = 500_000_000
+"""Elements of DeepSpeed's gradient bucket, its own default and that of ``seqtile train`` (``reduce_bucket_size``)."""
+
+ZERO3_SUB_GROUP = 1_000_000_000
+"""Elements that DeepSpeed updates at a time (``sub_group_size``)."""
+
+ZERO3_LIVE = 1_000_000_000
+"""Gathered elements that DeepSpeed keeps for their next use (``max_live_parameters``, ``max_reuse_distance``)."""
+
+ZERO3_PREFETCH = 50_000_000
+"""Elements that DeepSpeed gathers ahead, in one flat buffer that each weight is then copied from."""
 
 
 def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phase: str) -> dict[str, float]:
@@ -92,35 +104,53 @@ def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phas
 
 
 def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str) -> None:
-    """Weights, gradients and states in ``gpus`` parts; in bf16 what is gathered for a layer and the one after it."""
-    ranks = request.gpus
-    trained = counts.trained
-    frozen = counts.weights - trained
+    """What stands in ``gpus`` parts, and what is gathered, staged and kept whole meanwhile."""
+    ranks, trained = request.gpus, counts.trained
     # The fake run holds every weight and gradient in the type that is gathered (adapters in fp32).
     size = float(request.setup().dtype.itemsize)
     gradient_share = found.get(GRADIENTS, 0.0) / max(1.0, trained * (4.0 if request.lora else size))
-    master = 4.0 * trained / ranks
-    low = size < 4  # else the weights that are gathered are the ones that are updated
-    copies = size * (counts.weights if request.engine == "zero3" and low else frozen) / ranks
-    gathered = size * (2 * counts.layer + counts.root)
-    bucket = size * min(ZERO3_BUCKET, counts.hidden**2) if request.engine == "zero3" else size * counts.layer
-    # FSDP2 reduces the outermost unit's gradients last, so that they are whole until the backward ends.
-    whole = counts.layer + (counts.root if request.engine == "fsdp2" else 0)
-    layer_gradients = 0.0 if request.lora else size * whole
     now = Phase.read(phase)
     update = now.part in (OPTIMIZER, OPTIMIZER_STEP)
-    if "weights" in request.engine_offload:
-        copies = 0.0
-        master = 0.0
-    if "optimizer" in request.engine_offload and request.engine == "zero3":
-        master = 0.0  # DeepSpeed keeps the fp32 weights with the optimiser
-    found[WEIGHTS] = master + copies
-    states = STATE_BYTES[request.optimizer] * trained / ranks
-    found[OPTIMIZER] = 0.0 if "optimizer" in request.engine_offload else states
-    bytes_each = 4.0 if request.engine == "fsdp2" else size
-    shards = bytes_each * gradient_share * trained / ranks
-    found[GRADIENTS] = 0.0 if "optimizer" in request.engine_offload and request.engine == "zero3" else shards
-    found[BUFFERS] = 0.0 if update else gathered + bucket + (layer_gradients if now.direction == "backward" else 0.0)
+    backward = now.direction in ("backward", "recompute") and not update
+    layer_gradients = size * counts.layer if backward and request.lora is None else 0.0
+    moved = request.engine_offload
+    found[OPTIMIZER] = 0.0 if "optimizer" in moved else STATE_BYTES[request.optimizer] * trained / ranks
+    if request.engine == "fsdp2":
+        # What is gathered are bf16 copies of fp32 shards; a frozen model is in bf16 itself.
+        found[WEIGHTS] = 0.0 if "weights" in moved else (4.0 * trained + size * (counts.weights - trained)) / ranks
+        found[GRADIENTS] = 4.0 * gradient_share * trained / ranks
+        if request.accumulation > 1 and not update:
+            # Between updates nothing is reduced: every rank keeps every gradient whole, in the type that is gathered
+            # (accelerate's no_sync; torch/distributed/fsdp/_fully_shard/_fsdp_param.py, unsharded_accumulated_grad).
+            found[GRADIENTS] = size * trained
+        # The outermost unit's gradients are reduced last, so that they are whole until the backward ends.
+        root_gradients = size * counts.root if backward and request.lora is None else 0.0
+        gathered = 0.0 if update else size * (2 * counts.layer + counts.root)
+        reduction = 0.0 if update else size * counts.layer
+        found[BUFFERS] = gathered + reduction + layer_gradients + root_gradients
+        return
+    # DeepSpeed's fp32 weights are copies, of whatever type the others are, and go to the host with the optimiser.
+    master = 0.0 if "optimizer" in moved else 4.0 * trained / ranks
+    whole = request.engine == "zero2"
+    copies = size * counts.weights / (1 if whole else ranks)
+    found[WEIGHTS] = master + (0.0 if "weights" in moved else copies)
+    # ZeRO-3 has one buffer of all gradients from set-up on (stage3.py, grad_partitions_flat_buffer).
+    # A rank's part of ZeRO-2's is a stretch of the weights in order, whose gradients may all be there early.
+    share = 1.0 if not whole or request.accumulation > 1 else min(1.0, ranks * gradient_share)
+    found[GRADIENTS] = 0.0 if "optimizer" in moved else size * share * trained / ranks
+    # ZeRO-2 has its bucket during the backward (stage_1_and_2.py, setup_buckets), ZeRO-3 from set-up on.
+    bucket = size * ZERO_BUCKET if backward or not whole else 0.0
+    found[BUFFERS] = bucket + layer_gradients
+    if whole and "optimizer" in moved and request.lora is None:
+        # stage_1_and_2.py, temp_grad_buffer_for_gpu_offload: the largest weight's gradient on its way to the host.
+        found[BUFFERS] += size * max(counts.largest, counts.vocabulary * counts.hidden)
+    if not whole and not update:
+        live = max(2 * counts.layer + counts.root, min(ZERO3_LIVE, counts.weights))
+        found[BUFFERS] += size * (live + min(ZERO3_PREFETCH + counts.layer, counts.weights))
+    if update and "optimizer" not in moved:
+        # A flat copy of the gradients and its fp32 copy (stage3.py, _prepare_fp32_grad_for_sub_group).
+        group = trained / ranks if whole else min(ZERO3_SUB_GROUP, trained / ranks)
+        found[BUFFERS] += (size + (4.0 if size < 4 else 0.0)) * group
 
 
 def offload_checkpoints(terms: dict[str, float], layers: int, in_flight: float, share: float = 1.0) -> float:
@@ -143,11 +173,15 @@ def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float]) 
     """
     found: dict[str, float] = {}
     if request.options.offload:
-        found.update((name, held * request.gpus) for name, held in checkpoints.items() if held)
+        found.update((name, held * request.per_node) for name, held in checkpoints.items() if held)
     if "optimizer" in request.engine_offload:
-        states = STATE_BYTES[request.optimizer] + (4.0 if request.engine == "zero3" else 0.0)
-        found[OPTIMIZER] = states * counts.trained
-        found[GRADIENTS] = 4.0 * counts.trained
+        states = STATE_BYTES[request.optimizer] + (4.0 if request.engine in DEEPSPEED else 0.0)
+        found[OPTIMIZER] = states * counts.trained / request.nodes
+        # DeepSpeed's gradients come in the type of the device, and the update reads fp32 ones.
+        size = request.setup().dtype.itemsize if request.engine in DEEPSPEED else 0
+        found[GRADIENTS] = (4.0 + size) * counts.trained / request.nodes
+        if request.engine == "zero2" and request.lora is None:  # temp_grad_buffer_for_cpu_offload, on every rank
+            found[GRADIENTS] += size * max(counts.largest, counts.vocabulary * counts.hidden) * request.per_node
     if "weights" in request.engine_offload:
-        found[WEIGHTS] = 2.0 * counts.weights if request.engine == "zero3" else 4.0 * counts.weights
+        found[WEIGHTS] = (2.0 if request.engine == "zero3" else 4.0) * counts.weights / request.nodes
     return found

@@ -41,7 +41,8 @@ class Setup:
         optimizer: one of :data:`OPTIMIZERS`.
         attention: ``"flash"``, the shapes of FlashAttention, or Transformers' name of an attention function.
         batch: rows.
-        scans: of layers with a state, one of :data:`seqtile.planner.scans.SCANS`.
+        accumulation: batches whose gradients one update sums.
+        scans: of layers with a state, one of :data:`seqtile.planner.names.SCANS`.
         liger: the shapes of Liger's norm and SwiGLU kernels, on fake tensors only.
         device_type: of the device that the step is sized for; fake tensors themselves are on the CPU.
     """
@@ -53,6 +54,7 @@ class Setup:
     optimizer: str = "adamw"
     attention: str = "sdpa"
     batch: int = 1
+    accumulation: int = 1
     device_type: str = "cpu"
     scans: str = "pytorch"
     liger: bool = False

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from seqtile.options import WHOLE_LAYER, changed
-from seqtile.planner.request import CHECKPOINTS, Request
+from seqtile.planner.names import CHECKPOINTS
+from seqtile.planner.request import Request
 
 
 @dataclass(frozen=True, eq=False)

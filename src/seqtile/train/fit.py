@@ -43,7 +43,8 @@ def fit(recipe: Recipe) -> Fitted:
         recipe: resolved, with the number of its processes, and with ``fit``.
 
     Raises:
-        UserError: nothing fits, or a setting that no plan knows.
+        UserError: a setting that no plan knows.
+        RunError: nothing fits.
     """
     from seqtile.planner.explain import offload_of
     from seqtile.planner.ladder import CHOSEN, choose
@@ -100,11 +101,9 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
     Raises:
         UserError: something that no plan knows.
     """
-    from seqtile.planner.request import ENGINES, Request
+    from seqtile.planner.request import Request
     from seqtile.train.load import load_config
 
-    if recipe.engine not in ENGINES:
-        raise UserError(f"no plan knows engine {recipe.engine!r}; use one of {', '.join(ENGINES)}, or leave --fit out")
     optim = str(recipe.trainer.get("optim", "adamw_torch_fused"))
     if optim not in OPTIMIZERS:
         raise UserError(f"no plan knows optimiser {optim!r}; use one of {', '.join(OPTIMIZERS)}, or leave --fit out")
@@ -120,7 +119,8 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
         model=recipe.model, config=config, device=find_memory(recipe, memory), gpus=recipe.nproc or 1,
         engine=recipe.engine, sp_size=recipe.sp_size, qlora=four_bit, optimizer=optimizer, attention=attention,
         lora=None if recipe.lora is None else _adapters(recipe.lora), options=settings_of(recipe),
-        precision=_precision(recipe, config), batch=recipe.batch_size, scans="installed",
+        precision=_precision(recipe, config), batch=recipe.batch_size, accumulation=recipe.gradient_accumulation,
+        liger=bool(recipe.trainer.get("use_liger_kernel")), scans="installed",
         device_type=device_type(), host_memory=(available_host_bytes() or None) if can_offload() else None,
     )  # fmt: skip
 

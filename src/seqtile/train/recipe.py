@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -481,14 +482,21 @@ def save_recipe(recipe: Recipe, path: Path) -> None:
 
 
 def parse_lora(text: str) -> dict[str, Any]:
-    """``"16"`` or ``"r=16,alpha=32,dropout=0.05"`` as the recipe's ``lora`` section."""
+    """``"16"``, ``"r=16,alpha=32,dropout=0.05"`` or ``"r=16,target_modules=q_proj+v_proj"`` as the recipe's ``lora``.
+
+    Names of layers are joined by ``+``; any other text is PEFT's, a regular expression of whole names.
+    """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if len(words) == 1 and "=" not in words[0]:
         words = [f"r={words[0]}"]
     pairs = [word.partition("=") for word in words]
     if not pairs or not all(key.strip() and value.strip() for key, _, value in pairs):
         raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16,alpha=32,dropout=0.05'")
-    return {key.strip(): value.strip() for key, _, value in pairs}
+    found: dict[str, Any] = {key.strip(): value.strip() for key, _, value in pairs}
+    targets = found.get("target_modules", "")
+    if re.fullmatch(r"\w+(\+\w+)*", targets):
+        found["target_modules"] = targets.split("+")
+    return found
 
 
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -124,7 +124,8 @@ def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None]) -> R
     tiled and untiled; and without a plan it leaves things as they are.
 
     Raises:
-        UserError: it was told to, and nothing fits.
+        UserError: it was told to, and no plan knows a setting.
+        RunError: it was told to, and nothing fits.
     """
     from seqtile.train.fit import can_offload, fit
 

@@ -1,0 +1,287 @@
+"""The plan's engine terms against real runs of two processes on the CPU.
+
+Run it from the repository, with nothing else running::
+
+    python benchmarks/plan_engines.py                      # all cells, docs/planning.md's table
+    python benchmarks/plan_engines.py --only zero3         # some, printed only
+
+Measured is what PyTorch's allocator reports in the first process, from before the model is made, at its highest in the
+second update. On a CPU device and host are one memory, so that the plan's device bytes and its share of the host's are
+added; what no allocator shows (driver context, communicator, fragmentation, the process itself) is left out of both.
+DeepSpeed's bucket is set to vocabulary * hidden elements on both sides: its default would be most of a small model's
+bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import warnings
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AutoConfig
+
+from seqtile.bench.environment import environment, stamp
+from seqtile.models.discover.decoder_layers import decoder_layers
+from seqtile.options import TilingOptions
+from seqtile.planner import sharding_terms
+from seqtile.planner.accelerators import Device
+from seqtile.planner.fake_step import build, compute_loss
+from seqtile.planner.memory_plan import HOST_PROCESS, Planner
+from seqtile.planner.names import DEEPSPEED
+from seqtile.planner.request import Request
+from seqtile.planner.sharding_terms import CONTEXT
+from seqtile.planner.step_config import Lora
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "plan-engines.jsonl"
+PAGE = ROOT / "docs" / "planning.md"
+BEGIN, END = "<!-- plan-engines: begin -->", "<!-- plan-engines: end -->"
+
+RANKS = 2
+TOKENS = 1024
+CONFIG: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 8192, "pad_token_id": 0,
+}  # fmt: skip
+BUCKET = CONFIG["hidden_size"] * CONFIG["vocab_size"]  # no gradient is larger
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of two processes.
+
+    Attributes:
+        engine: of :data:`seqtile.planner.names.ENGINES`.
+        lora: adapters instead of every weight.
+        accumulation: micro-batches per update.
+        offload: the optimiser on the host.
+    """
+
+    engine: str
+    lora: bool
+    accumulation: int
+    offload: bool
+
+    def request(self) -> Request:
+        """What the plan is asked."""
+        return Request(
+            "llama", AutoConfig.for_model("llama", **CONFIG), Device("cpu", 2**34, None, "made up"), gpus=RANKS,
+            engine=self.engine, lora=Lora(8) if self.lora else None, precision="float32", attention="flash",
+            engine_offload=("optimizer",) if self.offload else (), accumulation=self.accumulation, device_type="cpu",
+            options=TilingOptions(tile=256, loss="tiled", loss_tile=256, checkpoint="full"),
+        )  # fmt: skip
+
+
+def all_cells() -> list[Cell]:
+    """Those that can be measured: DDP offloads nothing, and FSDP2's offload on a CPU moves nothing."""
+    return [
+        Cell(engine, lora, accumulation, offload)
+        for accumulation in (1, 2)
+        for engine in ("zero3", "zero2", "fsdp2", "ddp")
+        for lora in (False, True)
+        for offload in ((False, True) if engine in DEEPSPEED else (False,))
+    ]
+
+
+def planned(cell: Cell) -> tuple[float, dict[str, float], str]:
+    """Bytes of one rank by the plan, its terms, and where the peak is."""
+    sharding_terms.ZERO_BUCKET = BUCKET
+    estimate = Planner(cell.request()).estimate(TOKENS)
+    terms = {name: value for name, value in estimate.terms.items() if name != CONTEXT}
+    for name, value in estimate.host_terms.items():
+        if name != HOST_PROCESS:
+            terms[f"host: {name}"] = value / RANKS
+    return sum(terms.values()), terms, estimate.peak_at
+
+
+class Run:
+    """One rank's model on its engine."""
+
+    def __init__(self, cell: Cell, rank: int) -> None:
+        setup = Planner(cell.request()).resolved(TOKENS)
+        self.cell, self.setup = cell, setup
+        model = build(cell.request().config, setup, "cpu").model
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.model: Any
+        if cell.engine in DEEPSPEED:
+            self.model = self._deepspeed(model)
+            return
+        if cell.engine == "ddp":
+            self.model = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            from torch.distributed.fsdp import fully_shard
+
+            for layer in decoder_layers(model):
+                fully_shard(model.get_submodule(layer.name))
+            self.model = fully_shard(model)
+            self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-5, fused=True)
+
+    def _deepspeed(self, model: Any) -> Any:
+        import deepspeed
+
+        stage = int(self.cell.engine[-1])
+        zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET}
+        if self.cell.offload:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": self.cell.accumulation,
+            "gradient_clipping": 1.0, "zero_optimization": zero, "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }  # fmt: skip
+        optimizer = torch.optim.AdamW(self.weights, lr=1e-5, fused=True)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+
+    def update(self) -> None:
+        """One update of all its micro-batches."""
+        ids = torch.zeros(1, TOKENS, dtype=torch.long)
+        for number in range(self.cell.accumulation):
+            last = number == self.cell.accumulation - 1
+            context: Any = nullcontext()
+            if self.cell.engine == "ddp" and not last:
+                context = self.model.no_sync()
+            if self.cell.engine == "fsdp2":
+                self.model.set_requires_gradient_sync(last)
+            with context:
+                loss = compute_loss(self.model, self.setup, ids)
+                if self.cell.engine in DEEPSPEED:
+                    self.model.backward(loss)
+                    del loss
+                    self.model.step()
+                    continue
+                loss.backward()
+                del loss
+        if self.cell.engine not in DEEPSPEED:
+            torch.nn.utils.clip_grad_norm_(self.weights, 1.0, foreach=True)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+
+def measure(cell: Cell) -> int:
+    """Highest total of this rank's allocator events within the second update."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+        run = Run(cell, torch.distributed.get_rank())
+        for _ in range(2):
+            with record_function("whole update"):
+                run.update()
+    found = events.profiler.kineto_results.events()
+    begin = max(event.start_ns() for event in found if event.name() == "whole update")
+    live = peak = 0
+    for when, change in sorted((one.start_ns(), one.nbytes()) for one in found if one.name() == "[memory]"):
+        live += change
+        if when >= begin:
+            peak = max(peak, live)
+    return peak
+
+
+def worker(cell: Cell, result: Path) -> None:
+    """What each of the two processes runs."""
+    warnings.simplefilter("ignore")
+    peak = measure(cell)
+    if torch.distributed.get_rank() == 0:
+        result.write_text(json.dumps(peak), encoding="utf-8")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def run_cell(cell: Cell, seconds: float = 300.0) -> dict[str, Any]:
+    """Both numbers, in bytes, or why there is none."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "peak.json"
+        words = [sys.executable, __file__, "--worker", json.dumps(asdict(cell)), str(result)]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
+        ranks = [
+            subprocess.Popen(
+                words, env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(RANKS)
+        ]  # fmt: skip
+        try:
+            said = [rank.communicate(timeout=seconds)[1] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            said = ["no answer in time"]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if not result.is_file():
+            return {**asdict(cell), "failed": said[0].strip().splitlines()[-1][:300] if said[0].strip() else "unknown"}
+        measured = json.loads(result.read_text(encoding="utf-8"))
+    predicted, terms, peak_at = planned(cell)
+    return {
+        **asdict(cell), "predicted_bytes": round(predicted), "measured_bytes": measured,
+        "error": predicted / measured - 1, "peak_at": peak_at,
+        "terms": {name: round(one) for name, one in terms.items()},
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The rows in Markdown, with what they were measured with."""
+    first, found = rows[0], [row for row in rows if "error" in row]
+    versions = ", ".join(f"{name} {first['versions'][name]}" for name in ("torch", "deepspeed", "transformers", "peft"))
+    errors = [row["error"] for row in found]
+    lines = [
+        f"{len(found)} cells, {first['date'][:10]}, {first['device_name']}, {versions}; `{first['command']}`. "
+        f"Errors from {min(errors):+.1%} to {max(errors):+.1%}.", "",
+        "| engine | trains | accumulation | optimiser | predicted MiB | measured MiB | error |",
+        "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in rows:
+        trains, place = "adapters" if row["lora"] else "all", "host" if row["offload"] else "device"
+        numbers = row.get("failed") or (
+            f"{row['predicted_bytes'] / 2**20:.1f} | {row['measured_bytes'] / 2**20:.1f} | {row['error']:+.1%}"
+        )
+        lines.append(f"| {row['engine']} | {trains} | {row['accumulation']} | {place} | {numbers} |")
+    return lines
+
+
+def main() -> int:
+    """Run the cells; write results and the page's table as far as they are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="cells whose description holds this word; nothing is written")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        worker(Cell(**json.loads(given.worker[0])), Path(given.worker[1]))
+        return 0
+    about = stamp(environment(), ["python", *sys.argv])
+    rows = []
+    for cell in all_cells():
+        if given.only and given.only not in str(cell):
+            continue
+        row = {**about, **run_cell(cell)}
+        rows.append(row)
+        shown = row.get("failed") or f"{row['error']:+.2%} {row['predicted_bytes']:>12,} {row['measured_bytes']:>12,}"
+        print(f"{shown}  {cell}  {row.get('peak_at')} {row.get('terms')}", flush=True)
+        if not given.only:
+            RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+            after = rest.partition(END)[2]
+            PAGE.write_text("\n".join([before + BEGIN, "", *table(rows), "", END + after]), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

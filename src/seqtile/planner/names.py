@@ -1,0 +1,67 @@
+"""What a plan can be asked, by name: checked before torch or a model library is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from seqtile._errors import UserError
+
+ENGINES = ("single", "ddp", "fsdp2", "zero2", "zero3")
+SHARDED = ("fsdp2", "zero2", "zero3")
+DEEPSPEED = ("zero2", "zero3")
+CHECKPOINTS = "checkpoints"
+ENGINE_OFFLOADS = ("optimizer", "weights")
+ATTENTIONS = ("flash", "flash3", "sdpa", "eager")
+PRECISIONS = ("mixed", "bfloat16", "float32")
+SCANS = ("kernels", "pytorch", "installed")
+
+STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 8 / 256, "lion": 4.0, "adafactor": 0.0, "sgd": 0.0, "sgd-momentum": 4.0}
+"""The optimisers, each with its bytes of state per element of an fp32 master weight."""
+
+
+def split_offload(words: str) -> tuple[bool, tuple[str, ...]]:
+    """``--offload``: whether checkpoints wait on the host, and what the engine keeps there."""
+    names = [word.strip() for word in words.split(",") if word.strip()]
+    return CHECKPOINTS in names, tuple(name for name in names if name != CHECKPOINTS)
+
+
+def check_names(
+    *, engine: str, attention: str, precision: str, optimizer: str, engine_offload: Iterable[str], gpus: int,
+    sp_size: int, batch: int, accumulation: int, nodes: int, scans: str,
+) -> None:  # fmt: skip
+    """Refuse a name that no plan knows, and a number that is none.
+
+    Raises:
+        UserError: with the names that are known.
+    """
+    for name, value, known in (
+        ("engine", engine, ENGINES), ("attention", attention, ATTENTIONS), ("precision", precision, PRECISIONS),
+        ("optimizer", optimizer, tuple(STATE_BYTES)), ("scans", scans, SCANS),
+    ):  # fmt: skip
+        if value not in known:
+            raise UserError(f"{name} {value!r} is not known here; use one of {', '.join(known)}")
+    for name in engine_offload:
+        if name not in ENGINE_OFFLOADS:
+            known = (CHECKPOINTS, *ENGINE_OFFLOADS)
+            raise UserError(f"offload {name!r} is not known here; use some of {', '.join(known)}")
+    numbers = (("gpus", gpus), ("sp-size", sp_size), ("batch size", batch), ("grad-accumulation", accumulation),
+               ("nodes", nodes))  # fmt: skip
+    for name, number in numbers:
+        if number < 1:
+            raise UserError(f"got {name} {number}, expected at least 1")
+    if engine == "single" and gpus > 1:
+        raise UserError(f"{gpus} GPUs need an engine; add --engine ddp, fsdp2, zero2 or zero3, or use --gpus 1")
+    if gpus % nodes:
+        raise UserError(
+            f"{gpus} GPUs are not {nodes} nodes of equally many; give the number of all of them with --gpus"
+        )
+    if gpus % sp_size:
+        raise UserError(f"sp-size {sp_size} does not divide {gpus} GPUs; every sequence needs that many ranks")
+    if engine == "zero2" and "weights" in engine_offload:
+        raise UserError("offload of weights needs an engine that shards them, got engine 'zero2'; use zero3 or fsdp2")
+    moved = [name for name in ENGINE_OFFLOADS if name in engine_offload]
+    if moved and engine not in SHARDED:
+        raise UserError(
+            f"offload of {' and '.join(moved)} is the engine's, and engine {engine!r} has none; add --engine zero3 or "
+            "fsdp2"
+        )
