@@ -25,8 +25,6 @@ from seqtile.counting.fake import fake_tensors
 from seqtile.counting.live import count_live_bytes
 from seqtile.planner.scan_kernels import KERNELS
 
-"""Scans run in the fast kernels, in transformers' PyTorch paths, or in the kernels that are installed here."""
-
 LOOPS: dict[str, dict[str, int]] = {
     "torch_chunk_gated_delta_rule": {"query": 1, "key": 1, "value": 1, "g": 1, "beta": 1},
     "chunk_kimi_delta_attention": {"query": 1, "key": 1, "value": 1, "g": 1, "beta": 1},
