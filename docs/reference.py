@@ -21,6 +21,8 @@ PAGE = Path(__file__).with_name("reference.md")
 
 HEAD = """# Recipe keys and flags
 
+For those who write a recipe or a command line: every key and flag with its type and default.
+
 Written by `python docs/reference.py` from the schema and the command line, and compared with them by a test.
 
 A recipe is a YAML file of `key: value` lines, given with `seqtile train --recipe FILE`; flags win over it. `trainer:`
