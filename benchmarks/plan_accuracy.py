@@ -2,7 +2,7 @@
 
 Run it from the repository::
 
-    python benchmarks/plan_accuracy.py                     # all cells, docs/planning.md's table
+    python benchmarks/plan_accuracy.py                     # all cells, docs/planning-reference.md's table
     python benchmarks/plan_accuracy.py --hybrid            # models whose layers carry a state, printed only
     python benchmarks/plan_accuracy.py --only llama        # some, printed only
 
@@ -38,7 +38,7 @@ from seqtile.planner.step_config import Lora, Setup, make_optimizer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan-cpu.jsonl"
-PAGE = ROOT / "docs" / "planning.md"
+PAGE = ROOT / "docs" / "planning-reference.md"
 BEGIN, END = "<!-- plan-accuracy: begin -->", "<!-- plan-accuracy: end -->"
 
 COMMON = {

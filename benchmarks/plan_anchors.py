@@ -4,7 +4,7 @@ The counted part comes from fake runs. What a device reports beyond it (driver c
 buffers, the allocator's cache) is one constant per row: what was reported less what was counted. A row is predicted
 with the mean constant of the *other* comparable rows, never its own.
 
-python benchmarks/plan_anchors.py       # writes the table into docs/planning.md
+python benchmarks/plan_anchors.py       # writes the table into docs/planning-reference.md
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from seqtile.planner.phases import Phase
 from seqtile.planner.sharding_terms import CONSTANTS, offload_checkpoints
 from seqtile.planner.step_config import PLANNED, Setup
 
-PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+PAGE = Path(__file__).parents[1] / "docs" / "planning-reference.md"
 BEGIN, END = "<!-- plan-anchors: begin -->", "<!-- plan-anchors: end -->"
 LAYERS = 32
 DATA = Path(__file__).parent / "data" / "alst_memory.csv"

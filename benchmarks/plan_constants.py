@@ -1,6 +1,6 @@
 """Each number that a plan assumes, its source, and how far the answer moves when it is doubled; no GPU is needed.
 
-python benchmarks/plan_constants.py       # writes the table into docs/planning.md
+python benchmarks/plan_constants.py       # writes the table into docs/planning-reference.md
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from seqtile.planner.model_shapes import read_config
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS, Constant
 
-PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+PAGE = Path(__file__).parents[1] / "docs" / "planning-reference.md"
 BEGIN, END = "<!-- plan-constants: begin -->", "<!-- plan-constants: end -->"
 
 ASKED = (

@@ -2,7 +2,7 @@
 
 Run it from the repository, with nothing else running::
 
-    python benchmarks/plan_engines.py                      # all cells, docs/planning.md's table
+    python benchmarks/plan_engines.py                      # all cells, docs/planning-reference.md's table
     python benchmarks/plan_engines.py --only zero3         # some, printed only
 
 Measured is what PyTorch's allocator reports in the first process, from before the model is made, at its highest in the
@@ -50,7 +50,7 @@ from seqtile.planner.step_config import Lora
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan-engines.jsonl"
-PAGE = ROOT / "docs" / "planning.md"
+PAGE = ROOT / "docs" / "planning-reference.md"
 BEGIN, END = "<!-- plan-engines: begin -->", "<!-- plan-engines: end -->"
 
 RANKS = 2

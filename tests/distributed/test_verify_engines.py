@@ -51,7 +51,7 @@ def test_both_ranks_find_the_same(engine: str, lines: dict[tuple[str, str], list
     for kind in ("full", "lora", "lost"):
         one, other = lines[engine, kind]
         assert one["parameters"] == other["parameters"] and one["with_dropout"] == other["with_dropout"]
-        assert one["blocks"] == 2 and one["cut"] and one["reference"] == "float64"
+        assert one["blocks"] == 2 and one["ran"]["cut"] and one["reference"] == "float64"
         errors = [found["untiled_error"] for found in one["parameters"]]
         assert max(errors) < 1e-5  # the engine itself gives the mean over the ranks
     assert lines[engine, "full"][0]["ok"], lines[engine, "full"][0]["text"]

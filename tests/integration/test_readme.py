@@ -47,7 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((folder / "PATH" / "config.json").read_text(encoding="utf-8"))
     (folder / "CONFIG").mkdir()
     (folder / "CONFIG" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**18}))
-    rows = [{"messages": [{"role": "user", "content": row["text"]}]} for row in tiny_run.text_rows()]
+    rows = [
+        {"messages": [{"role": "user", "content": "go on"}, {"role": "assistant", "content": row["text"]}]}
+        for row in tiny_run.text_rows()
+    ]
     tiny_run.write_jsonl(folder / "chat.jsonl", rows)
     for name in ("FILE_OR_ID", "FILE"):
         tiny_run.write_jsonl(folder / name, tiny_run.text_rows())

@@ -1,4 +1,4 @@
-"""Predicted bytes against the allocator's own, on cells of the table in docs/planning.md."""
+"""Predicted bytes against the allocator's own, on cells of the table in docs/planning-reference.md."""
 
 from __future__ import annotations
 

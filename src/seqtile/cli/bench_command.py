@@ -106,7 +106,7 @@ def ladder(
     sp_size: int = typer.Option(1, help="Ranks that share one sequence.", metavar="N"),
     lora: str = typer.Option(None, help="Train adapters: a rank, or r=16.", metavar="R"),
     full: bool = typer.Option(False, "--full", help="Train every weight (the default)."),
-    optimizer: str = typer.Option("adamw", help="adamw, adamw-8bit, lion, adafactor, sgd, sgd-momentum."),
+    optimizer: str = typer.Option("adamw", help="adamw, adamw-8bit, lion, sgd, sgd-momentum, adafactor."),
     precision: str = typer.Option("mixed", help="mixed, bfloat16 or float32."),
     offload: str = typer.Option("", help="On the host from the first rung on: optimizer, weights.", metavar="WHAT,.."),
     attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),

@@ -33,7 +33,7 @@ def command(
     full: bool = typer.Option(False, "--full", help="Train every weight (the default)."),
     lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,target_modules=q_proj+v_proj.", metavar="R"),
     qlora: bool = typer.Option(False, "--qlora", help="Adapters on a model in 4 bits (rank 16 without --lora)."),
-    optimizer: str = typer.Option("adamw", help="adamw, adamw-8bit, lion, adafactor, sgd, sgd-momentum."),
+    optimizer: str = typer.Option("adamw", help="adamw, adamw-8bit, lion, sgd, sgd-momentum, adafactor."),
     precision: str = typer.Option("mixed", help="mixed, bfloat16 or float32."),
     offload: str = typer.Option("", help="To the host: checkpoints, optimizer, weights.", metavar="WHAT,.."),
     host_memory: str = typer.Option(None, help="Host memory of each node, 1TiB.", metavar="SIZE"),

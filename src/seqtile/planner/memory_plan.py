@@ -33,7 +33,7 @@ from seqtile.planner.step_config import Setup
 from seqtile.planner.tile_choice import head_tile, kept_share, largest_tile, resolve
 
 MODEL_ERROR = 0.01
-"""Largest error of the counted bytes, as measured on the CPU (docs/planning.md)."""
+"""Largest error of the counted bytes, as measured on the CPU (docs/planning-reference.md)."""
 
 LONGEST = 2**26
 """Longest sequence that is looked at where the model has no limit of its own."""

@@ -566,7 +566,7 @@ class Facts:
                     self._contain(hooks)
                     found += [self._freeze(hook, depth + 1) for hook in hooks.values()]
                 found.append(self._forward(own))
-            elif kind.__module__.partition(".")[0] == "torch":  # read by PyTorch's own code
+            elif kind.__module__.startswith("torch.distributions."):  # read by PyTorch's own code
                 found.append(self._named(own, list(own), own, depth))
         if slots := [name for name in slots_of(kind) if self._known is None or name in self._known]:
             self._watch(functools.partial(_read_slots, slots), value, value, slots)
