@@ -30,7 +30,7 @@ class KeptTokens:
 
         Cost:
             One synchronisation with the host, for the number of tokens that a shape depends on. Fake tensors have no
-            values to count: for them every token counts, the upper bound.
+            values to count: for them every token is kept and looked up by its position, the upper bound.
 
         Raises:
             ValueError: labels that are no integers, or outside the vocabulary.
@@ -38,9 +38,12 @@ class KeptTokens:
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise ValueError(f"labels are of dtype {labels.dtype}, expected the integers of a vocabulary; pass .long()")
         labels, total = labels.long(), labels.numel()
-        if total == 0 or labels.is_meta or isinstance(labels, FakeTensor):
+        if total == 0 or labels.is_meta:
             return cls(total, labels, None)
         valid = labels != ignore_index
+        if isinstance(labels, FakeTensor):
+            index = valid.to(torch.uint8).argsort(descending=True, stable=True)
+            return cls(total, labels.index_select(0, index), index)
         inside = torch.where(valid, labels, 0)
         count, low, high = torch.stack([valid.sum(), inside.amin(), inside.amax()]).cpu().tolist()
         if low < 0 or high >= vocabulary:
