@@ -397,9 +397,13 @@ def has_gradient_step(weight: Tensor) -> bool:
     return bool(getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
-def is_transformed() -> bool:
-    """Whether forward-mode derivatives are computed here, or a transform of ``torch.func`` runs."""
-    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are computed here."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
+transform_level = _find("torch._C._functorch.maybe_current_level")
+"""The number of the innermost transform of ``torch.func`` (``vmap``, ``grad``) that runs, None outside of them."""
 
 
 def call_parameter(tensor: Tensor) -> None:
@@ -502,15 +506,17 @@ def _check_call_parameter() -> None:
 
 @_contract("torch._C._functorch.maybe_current_level", "torch/csrc/functorch/init.cpp", "a public way to ask")
 def _check_in_transform() -> None:
-    _expect(not is_transformed(), "none outside")
-    _expect(torch.func.vmap(lambda x: x + is_transformed())(torch.zeros(2)).sum() == 2, "one inside of vmap")
+    _expect(transform_level() is None, "none outside")
+    _expect(
+        torch.func.vmap(lambda x: x + (transform_level() is not None))(torch.zeros(2)).sum() == 2, "one inside of vmap"
+    )
 
 
 @_contract("torch.autograd.forward_ad._current_level", "torch/autograd/forward_ad.py", "a public way to ask")
 def _check_forward_mode() -> None:
-    _expect(not is_transformed(), "no level outside")
+    _expect(not in_forward_mode(), "no level outside")
     with torch.autograd.forward_ad.dual_level():
-        _expect(is_transformed(), "a level inside")
+        _expect(in_forward_mode(), "a level inside")
 
 
 @_contract(

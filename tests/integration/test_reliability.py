@@ -302,8 +302,9 @@ def test_another_number_of_processes_is_refused_and_other_versions_are_said(
 
 OTHERWISE = {
     "model": "other", "dataset": "other.jsonl", "dataset_split": "test", "max_length": 32, "packing": True,
-    "skip_bad_rows": True, "activation_checkpointing": False, "lora": {"r": 2}, "epochs": 2, "batch_size": 2, "gradient_accumulation": 2,
-    "learning_rate": 1.0, "seed": 5, "dtype": "bfloat16", "rope_scaling": {"rope_type": "linear", "factor": 2},
+    "skip_bad_rows": True, "activation_checkpointing": False, "lora": {"r": 2}, "epochs": 2, "batch_size": 2,
+    "gradient_accumulation": 2, "learning_rate": 1.0, "seed": 5, "dtype": "bfloat16",
+    "rope_scaling": {"rope_type": "linear", "factor": 2},
     "trust_remote_code": True, "model_kwargs": {"revision": "x"}, "trainer": {"weight_decay": 0.1},
 }  # fmt: skip
 """Another value for every key of a recipe that may not change."""

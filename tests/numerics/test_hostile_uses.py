@@ -303,7 +303,7 @@ def test_tangents_and_transforms_run_untiled(caplog: pytest.LogCaptureFixture) -
     seqtile.undo(model)
     for one, other in zip(got, (derivative(), rows()), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
-    assert "torch.func" in caplog.text
+    assert "torch.func" in caplog.text and "forward-mode" in caplog.text
 
 
 def test_compiled_calls_are_of_the_block_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

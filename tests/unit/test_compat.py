@@ -59,8 +59,8 @@ BREAKS: dict[str, Any] = {
     # a name of _compat and what it would be, or the dotted name of what disappears
     "functools._lru_cache_wrapper": ("LruCache", int),
     "torch.nn.Parameter._is_param": ("call_parameter", lambda tensor: None),
-    "torch.autograd.forward_ad._current_level": ("is_transformed", lambda: False),
-    "torch._C._functorch.maybe_current_level": ("is_transformed", lambda: False),
+    "torch.autograd.forward_ad._current_level": ("in_forward_mode", lambda: False),
+    "torch._C._functorch.maybe_current_level": ("transform_level", lambda: None),
     "abc._abc_data": ("AbcData", int),
     "atexit._run_exitfuncs": "atexit._run_exitfuncs",
     "torch.nn.Module._modules": ("MODULES", "_gone"),

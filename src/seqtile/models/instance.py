@@ -22,7 +22,8 @@ from seqtile._compat import (
     dispatch_modes,
     function_mode_count,
     function_modes,
-    is_transformed,
+    in_forward_mode,
+    transform_level,
     version_of,
 )
 from seqtile._log import first_rank_logger
@@ -242,6 +243,11 @@ class Installed(ForwardStandIn):
         dense = mlp.dense_numel() * x.element_size() if mlp is not None else 0
         tokens = x.shape[:-1].numel()
         live = [weight for weight in weights().values() if weight.requires_grad]
+        # With gradients PyTorch itself refuses forward-mode derivatives of a custom function; without, they are lost.
+        with_graph = torch.is_grad_enabled() and any([one.requires_grad for one in (*tensors, *live)])
+        if not with_graph and not torch.compiler.is_compiling() and in_forward_mode():
+            self._tell_untiled("forward-mode derivatives are computed, which tiles do not carry")
+            return call(list(tensors))
         shape = setting.shape(x, live, mlp is not None, lanes)
         sizes = setting.rule.tile_sizes(tokens, shape)
         if not torch.compiler.is_compiling():
@@ -337,8 +343,8 @@ def _why_watched() -> str:
     """Why a call would run once per tile what its caller hooked into every module or function, or ""."""
     if torch.compiler.is_compiling():
         return ""
-    if is_transformed():
-        return "forward-mode derivatives or a transform of torch.func are computed, which tiles do not carry"
+    if transform_level() is not None:
+        return "a transform of torch.func runs, which tiles do not carry"
     if any(GLOBAL_HOOKS) and any(_is_foreign(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a hook is registered for all modules (torch.nn.modules.module), which tiles would run on other tensors"
     modes = [*(function_modes() if function_mode_count() else ()), *(dispatch_modes() if dispatch_mode_count() else ())]

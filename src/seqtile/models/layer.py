@@ -256,7 +256,7 @@ class TiledLayer(Installed):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _together(self, *args: Any, **kwargs: Any) -> Any:
-        layer = self.module
+        layer = self._module() or self.module
         self.check()
         fsdp1 = wrapper()
         shares, hooked = [], []  # shares: attributes that hold the probability of a functional dropout
