@@ -30,6 +30,7 @@ import transformers
 from peft import get_peft_model
 
 import seqtile
+from pages import write_between
 from seqtile._errors import UserError
 from seqtile.bench.environment import environment, stamp
 from seqtile.engines.sequence_parallel import refuse_split_states
@@ -263,10 +264,8 @@ def main() -> int:
         rows.append(row(describe(family, planned=options.buys), equal))
         print(rows[-1], flush=True)
     if options.write:
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        after = rest.partition(END)[2]
         table = page(rows, stamp(environment(), ["python", *sys.argv]), buys=options.buys)
-        PAGE.write_text("\n".join([before + BEGIN, "", table, "", END + after]), encoding="utf-8")
+        write_between(PAGE, BEGIN, END, [table])
     return 0
 
 

@@ -29,6 +29,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig
 
+from pages import write_between
 from seqtile.bench.environment import environment, stamp
 from seqtile.options import TilingOptions
 from seqtile.planner.extrapolate import predict
@@ -227,9 +228,7 @@ def main() -> int:
     if not chosen and not options.hybrid:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        after = rest.partition(END)[2]
-        PAGE.write_text("\n".join([before + BEGIN, "", *table(rows), "", END + after]), encoding="utf-8")
+        write_between(PAGE, BEGIN, END, table(rows))
     return 0
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pages import write_between
 from seqtile.bench.environment import environment, stamp
 from seqtile.planner.accelerators import GIB
 from seqtile.planner.extrapolate import predict
@@ -123,8 +124,7 @@ def main() -> int:
     versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "transformers"))
     rows = [f"{about['date'][:10]}, {versions}; `{about['command']}`.", "", *table(anchors)]
     print("\n".join(rows))
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text("\n".join([before + BEGIN, "", *rows, "", END + rest.partition(END)[2]]), encoding="utf-8")
+    write_between(PAGE, BEGIN, END, rows)
     return 0
 
 

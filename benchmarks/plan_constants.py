@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from pages import write_between
 from seqtile.bench.environment import environment, stamp
 from seqtile.options import changed
 from seqtile.planner.accelerators import GIB, find_device
@@ -77,8 +78,7 @@ def main() -> int:
     versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "transformers"))
     rows = [f"{about['date'][:10]}, {versions}; `{about['command']}`.", "", *table()]
     print("\n".join(rows))
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text("\n".join([before + BEGIN, "", *rows, "", END + rest.partition(END)[2]]), encoding="utf-8")
+    write_between(PAGE, BEGIN, END, rows)
     return 0
 
 

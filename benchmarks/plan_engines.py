@@ -6,7 +6,7 @@ Run it from the repository, with nothing else running::
     python benchmarks/plan_engines.py --only zero3         # some, printed only
 
 Measured is what PyTorch's allocator reports in the first process, from before the model is made, at its highest in the
-second update. On a CPU device and host are one memory, so that the plan's device bytes and its share of the host's are
+second update. On a CPU device and host are one memory, so that the plan's device bytes and its part of the host's are
 added; what no allocator shows (driver context, communicator, fragmentation, the process itself) is left out of both.
 DeepSpeed's bucket is set to vocabulary * hidden elements on both sides: its default would be most of a small model's
 bytes.
@@ -36,6 +36,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig
 
+from pages import write_between
 from seqtile.bench.environment import environment, stamp
 from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.options import TilingOptions
@@ -277,9 +278,7 @@ def main() -> int:
         print(f"{shown}  {cell}  {row.get('peak_at')} {row.get('terms')}", flush=True)
         if not given.only:
             RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-            after = rest.partition(END)[2]
-            PAGE.write_text("\n".join([before + BEGIN, "", *table(rows), "", END + after]), encoding="utf-8")
+            write_between(PAGE, BEGIN, END, table(rows))
     return 0
 
 

@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("tokens", 262_144), ("hidden", 4096), ("vocabulary", 151_936)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--trained", type=float, default=0.1, help="share of the tokens that have a target")
+    parser.add_argument("--trained", type=float, default=0.1, help="fraction of the tokens that have a target")
     asked = parser.parse_args()
     print(f"{asked.tokens} tokens, {asked.trained:.0%} trained, {asked.hidden} x {asked.vocabulary}, bf16; counted on "
           f"fake tensors, torch {torch.__version__}, trl {version('trl')}, {datetime.date.today()}")  # fmt: skip

@@ -23,7 +23,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--max-completion", type=int, default=4096)
     parser.add_argument("--beta", type=float, default=0.5, help="0: KL(teacher || student), 1: the reverse")
-    parser.add_argument("--on-policy", type=float, default=0.5, help="share of the steps on the student's own answers")
+    parser.add_argument(
+        "--on-policy", type=float, default=0.5, help="fraction of the steps on the student's own answers"
+    )
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args(words)
 

@@ -42,7 +42,7 @@ class Case:
         tiled_loss: head and loss in tiles too, cut by the same rule.
         scored: the loss is made of log-probabilities and entropies that TRL's trainers ask for.
         deferred: the loss is made of logits, which the tiled model hands out before they are there.
-        trained: share of the positions that have a label, the last ones, on each rank.
+        trained: fraction of the positions that have a label, the last ones, on each rank.
         more: further arguments of ``seqtile.apply``.
         checkpoint: ``""``, ``"non-reentrant"`` or ``"reentrant"``: activation checkpointing of the decoder layers.
         steps: optimiser steps.

@@ -31,7 +31,7 @@ class Event:
 
 
 class Stream:
-    """Keeps what it is told in ``log``; nothing that it runs is over before somebody has waited for it."""
+    """Records every call in ``log``; a copy is complete only after something has waited for it."""
 
     device = torch.device("cpu")
 

@@ -282,9 +282,7 @@ class Installed(ForwardStandIn):
             return False
         [(dim, dtype)] = kinds
         axes = _AXES.get(dim) or ("b",) * (dim - 1)
-        casts = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-        autocast = torch.get_autocast_dtype(device.type) if casts else None
-        mode = Mode((((*axes, setting.hidden), dtype),), device, autocast, gradients)
+        mode = Mode((((*axes, setting.hidden), dtype),), device, _autocast_dtype(device.type), gradients)
         proof = self.proof(Chain(((setting.name, self.module),)), mode)
         if proof.why_not:
             self._tell_untiled(proof.why_not)
@@ -368,16 +366,18 @@ _AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s
 def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode:
     """How a call with these tensors runs; the first ones are split along all but the last dimension."""
     x = tensors[0]
-    kind = x.device.type
-    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     inputs: list[Any] = []
     for one in tensors:
         axes = _AXES.get(one.dim()) or ("b",) * (one.dim() - 1)
         inputs.append(((*axes, one.shape[-1]), one.dtype))
     for one in constants:
         inputs.append((tuple(one.shape), one.dtype))
-    dtype = torch.get_autocast_dtype(kind) if casts else None
-    return Mode(tuple(inputs), x.device, dtype, torch.is_grad_enabled())
+    return Mode(tuple(inputs), x.device, _autocast_dtype(x.device.type), torch.is_grad_enabled())
+
+
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if casts else None
 
 
 class _Unchanged:

@@ -49,8 +49,8 @@ CONSTANTS: dict[str, Constant] = {
     ),
     "fragmentation": Constant(
         0.0, 0.03, 0.10,
-        "assumed: share of the activations that the caching allocator cannot use; expandable segments are near the low "
-        "end; not measured here",
+        "assumed: fraction of the activations that the caching allocator cannot use; expandable segments are near the "
+        "low end; not measured here",
     ),
     "host process": Constant(
         2 * GIB, 4 * GIB, 8 * GIB, "assumed: Python, PyTorch and the driver, per process; not measured here"
