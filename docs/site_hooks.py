@@ -13,6 +13,8 @@ from typing import Any, TypeGuard
 ROOT = Path(__file__).resolve().parents[1]
 TREE = "<!-- tree -->"
 NAMES = "<!-- names -->"
+SHORT = 28
+"""Code of at most this many characters stays on one line."""
 
 
 _texts: dict[str, tuple[str, str]] = {}
@@ -46,8 +48,10 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def _with_whole_flags(code: re.Match[str]) -> str:
-    """A browser breaks a line at every hyphen, in the middle of a flag too."""
-    words = re.sub(r"[^\s<>]*-[^\s<>]*", r'<span class="whole">\g<0></span>', code[1])
+    """A browser breaks a line at every space, hyphen and slash: flags stay whole, and what is short as it is."""
+    if len(code[1]) <= SHORT:
+        return f'<code class="whole">{code[1]}</code>'
+    words = re.sub(r"[^\s<>]*[-/][^\s<>]*", r'<span class="whole">\g<0></span>', code[1])
     return f"<code>{words}</code>"
 
 
