@@ -108,7 +108,7 @@ def _print_verdict(
         f"One step of one row: {work.total:.3g} floating-point operations, {work.attention / work.total:.0%} attention"
     )
     if request.device.tflops is not None:
-        seconds = work.seconds(request.device.tflops, request.sp_size)
+        seconds = work.seconds(request.device.tflops, request.split)
         line += f"; about {_time(seconds)} at {EFFICIENCY:.0%} of {request.device.tflops:g} TFLOPS (assumed)"
     console.print(line + ".")
 
@@ -153,7 +153,7 @@ def _object(
         "recipe": chosen,
         "recipe_lacks": recipe_lacks(request),
         "flops": work.total,
-        "step_seconds": None if tflops is None else work.seconds(tflops, request.sp_size),
+        "step_seconds": None if tflops is None else work.seconds(tflops, request.split),
         "efficiency": EFFICIENCY,
         "notes": planner.notes(),
         "not_modelled": not_modelled(request, estimate),
