@@ -1,7 +1,8 @@
-"""``seqtile train --nodes``: two "nodes" on this machine, the losses and weights of one process, and a node that dies."""
+"""``seqtile train --nodes``: two "nodes" on this machine, the results of one process, and a node that dies."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,8 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 import node_fronts
+from seqtile.planner.accelerators import Device
+from seqtile.planner.memory_plan import Planner
+from seqtile.planner.request import Request
+from seqtile.planner.traffic import bytes_between_nodes
 from seqtile.train.checkpoint_files import newest_whole
 from seqtile.train.nodes import free_port
 from seqtile.train.recipe import save_recipe
@@ -45,10 +51,31 @@ def test_context_and_data_parallel_over_two_nodes_train_as_one_process(folder: P
     assert sum("which all share" in text for text in shown) == 2
 
 
+def test_what_a_step_moves_is_what_the_plan_counts(folder: Path) -> None:
+    """One ring over both nodes: of each node, one process's sends leave it."""
+    values = {"engine": "fsdp2", "nproc": 4, "cp_size": 4, "steps": 1}
+    assert node_fronts.train_on_nodes(folder, folder / "whole-ring", **values) == {0: 0, 1: 0}
+    carried = [json.loads((folder / "whole-ring" / f"carried-{rank}.json").read_text()) for rank in range(4)]
+    request = Request(
+        model="tiny", config=AutoConfig.from_pretrained(folder / "model"), device=Device("any", 2**37, None, "a test"),
+        gpus=4, nodes=2, engine="fsdp2", cp_size=4, precision="float32", attention="sdpa",
+    )  # fmt: skip
+    counts = Planner(request, 96).counts
+    planned = bytes_between_nodes(request, counts, carried[0]["tokens"])
+    of_the_ring = planned["keys and values"] + planned["gradients of keys and values"]
+    for rank in range(4):
+        found = carried[rank]["bytes"]
+        assert found["ring torch.float32"] == of_the_ring
+        # Of W bytes of all ranks together, a ring puts (P - 1) / P * W on each of its links; shards are padded.
+        assert found["_reduce_scatter_base_"] * 3 / 4 == pytest.approx(planned["gradients"], rel=0.01)
+        at_least = planned["weights"] - 3 / 4 * 4 * counts.root
+        assert at_least <= found["_allgather_base_"] * 3 / 4 <= 1.01 * planned["weights"]
+
+
 FRONT = """
 import sys
 from seqtile.train import nodes
-nodes.LOST_SECONDS = 8.0
+nodes.LOST_SECONDS = 20.0
 from seqtile.cli import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -57,10 +84,10 @@ sys.exit(main(sys.argv[1:]))
 def start(folder: Path, rank: int, port: int, *more: str) -> subprocess.Popen[str]:
     """The command of one node, in a session of its own."""
     words = ["train", *more, "--nodes", "2", "--node-rank", str(rank), "--rendezvous", f"127.0.0.1:{port}"]
-    log = (folder / f"node-{rank}.log").open("w")
-    return subprocess.Popen(
-        [sys.executable, "-c", FRONT, *words], stdout=log, stderr=log, text=True, start_new_session=True
-    )
+    with (folder / f"node-{rank}.log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", FRONT, *words], stdout=log, stderr=log, text=True, start_new_session=True
+        )
 
 
 def said(folder: Path, rank: int) -> str:

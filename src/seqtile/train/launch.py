@@ -48,6 +48,10 @@ GRACE_SECONDS = 15.0
 """How long the others may go on after one process has ended with an error, or after a second signal."""
 
 
+PARTNER_SECONDS = 5.0
+"""How long this node's processes may go on after another node has ended or is lost."""
+
+
 def launch(
     recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool, worker: str, say: Callable[[str], None],
     nodes: Nodes | None = None, wait_seconds: float = MEETING_SECONDS,
@@ -315,8 +319,10 @@ class _Launch:
 
     def _is_over(self) -> bool:
         """After one process has failed the others would wait for it."""
-        if self._deadline == math.inf and (self._failed() or (self._meeting and self._meeting.news())):
+        if self._deadline == math.inf and self._failed():
             self._end_by(GRACE_SECONDS)
+        elif self._deadline == math.inf and self._meeting and self._meeting.news():
+            self._end_by(PARTNER_SECONDS)
         return time.monotonic() >= self._deadline
 
     def _failed(self) -> bool:
