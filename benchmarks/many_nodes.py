@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from pages import write_between
 from seqtile.devices import package_version
@@ -35,7 +36,7 @@ OPTIONS: TilingOptions = replace(PLANNED, loss_tile="auto", checkpoint="full", o
 def planner(way: str, gpus: int, like: Planner | None) -> Planner:
     """Ring attention or Ulysses with one row on all devices, or on as many as the heads allow."""
     ring = way == "ring"
-    split = {"cp_size": gpus} if ring else {"sp_size": min(gpus, 32)}
+    split: dict[str, Any] = {"cp_size": gpus} if ring else {"sp_size": min(gpus, 32)}
     request = Request(
         model=MODEL, config=like.request.config if like else read_config(MODEL), device=find_device(DEVICE), gpus=gpus,
         nodes=gpus // PER_NODE, host_memory=HOST, engine="fsdp2" if ring else "zero3", options=OPTIONS, **split,
