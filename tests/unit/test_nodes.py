@@ -237,5 +237,7 @@ def test_each_node_saves_where_directories_are_its_own() -> None:
     recipe = build_recipe(values, {})[0]
     assert saving(recipe, shared=True).trainer == {"bf16": False}
     assert saving(recipe, shared=False).trainer == {"bf16": False, "save_on_each_node": True}
-    with pytest.raises(UserError, match="give --output a directory that all nodes share"):
-        saving(recipe.changed(engine="fsdp2"), shared=False)
+    for engine in ("fsdp2", "zero2", "zero3"):
+        assert saving(recipe.changed(engine=engine), shared=True).engine == engine
+        with pytest.raises(UserError, match="give --output a directory that all nodes share"):
+            saving(recipe.changed(engine=engine), shared=False)

@@ -169,16 +169,16 @@ def saving(recipe: Recipe, *, shared: bool) -> Recipe:
     """``recipe`` with checkpoints written once, to a directory that all nodes share, or by each node to its own.
 
     Raises:
-        UserError: the engine writes from its first rank alone, and the others could not read it.
+        UserError: the engine writes its shards to one directory, or was not proven to go on from several.
     """
     key = "save_on_each_node"
     trainer = {name: value for name, value in recipe.trainer.items() if name != key}
     if shared:
         return recipe.changed(trainer=trainer)
-    if recipe.engine == "fsdp2":
+    if recipe.engine != "ddp":
         raise UserError(
-            f"output {recipe.output!r} is another directory on each node, and the checkpoints of engine 'fsdp2' are "
-            "written by all to one; give --output a directory that all nodes share, or use --engine ddp, zero2 or zero3"
+            f"output {recipe.output!r} is another directory on each node, and the checkpoints of engine "
+            f"{recipe.engine!r} belong in one; give --output a directory that all nodes share, or use --engine ddp"
         )
     return recipe.changed(trainer={**trainer, key: True})
 

@@ -17,6 +17,7 @@ from trl import SFTTrainer  # type: ignore[attr-defined]
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
 from seqtile.models.runs import what_ran
+from seqtile.planner.phases import causal_model
 from seqtile.train.checkpoint_files import MARK, RESULT, Mark, newest_whole, rotate, set_aside, write_mark
 from seqtile.train.data_summary import DataSummary, summarise
 from seqtile.train.model_card import write_card
@@ -119,14 +120,19 @@ class Trainer(SFTTrainer, _SplitLoss):
         return prepared
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Under ZeRO-3 the first rank alone has the whole weights: the first of another node would save empty ones."""
-        each_node = self.args.save_on_each_node
-        zero3 = self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3
-        self.args.save_on_each_node = each_node and not zero3
+        """Where each node has a directory of its own, its first rank saves the model there.
+
+        Transformers' model saves on rank 0 alone, whatever it is told (``should_save_on_this_rank``, 5.23).
+        """
+        if not self.args.save_on_each_node:
+            super().save_model(*args, **kwargs)
+            return
+        model: Any = causal_model(self.model)
+        model.should_save_on_this_rank = bool
         try:
             super().save_model(*args, **kwargs)
         finally:
-            self.args.save_on_each_node = each_node
+            del model.should_save_on_this_rank
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Called by TRL at each checkpoint, and at the end."""
