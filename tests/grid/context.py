@@ -52,11 +52,16 @@ def missing() -> str:
 
 def start() -> None:
     """Once per process."""
+    open_ring_to_the_cpu()
+    _let_accelerate_shard_on_the_cpu()
+
+
+def open_ring_to_the_cpu() -> None:
+    """PyTorch's ring takes the operators of accelerators alone."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
     ring.custom_ops[_ATTENTION] = _ring(ring._templated_ring_attention, _ATTENTION, results=2)
     ring.custom_ops[_BACKWARD] = _ring(ring._templated_ring_attention_backward, _BACKWARD, results=3)
-    _let_accelerate_shard_on_the_cpu()
 
 
 def _ring(attention: Callable[..., Any], operator: Any, results: int) -> Callable[..., tuple[DTensor, ...]]:

@@ -63,8 +63,9 @@ uneven over the ranks and with a rank that holds nothing but padding.
 - Ulysses (`sp_backend="deepspeed"`): over ZeRO-3. Over ZeRO-2, and without seqtile too, its gradients are `sp_size`
   times too large (DeepSpeed 0.19.8, accelerate 1.15.0): Adam hides it, clipping and SGD do not. A test sees that it
   is still so, and `seqtile train` refuses it.
-- Context parallel (`cp_size`): over FSDP2. accelerate and PyTorch offer it on accelerators only; the test adds the
-  CPU's attention to PyTorch's ring, and is skipped, with the reason, where PyTorch has changed that private part.
+- Context parallel (`cp_size`, `seqtile train --cp-size`): over FSDP2. accelerate and PyTorch offer it on accelerators
+  only; the test adds the CPU's attention to PyTorch's ring, and is skipped, with the reason, where PyTorch has changed
+  that private part.
 
 ## Packed documents
 

@@ -54,6 +54,17 @@ FLASH = {"attn_implementation": "flash_attention_2"}
         ),
         ({"engine": "zero3", "sp_size": 2, "trainer": {"pad_to_multiple_of": 3}}, "multiple of sp_size 2"),
         ({"engine": "zero3", "trainer": {"parallelism_config": {}}}, "use 'sp_size' instead"),
+        ({"engine": "zero3", "cp_size": 2}, "use --engine fsdp2"),
+        ({"engine": "zero3", "cp_size": 2, "sp_size": 2}, "both split sequences"),
+        ({"engine": "fsdp2", "nproc": 3, "cp_size": 2}, "cp_size 2 does not divide nproc 3"),
+        ({"engine": "fsdp2", "cp_size": 2, "max_length": 66}, "use --max-length 64"),
+        ({"engine": "fsdp2", "cp_size": 2, "trainer": {"pad_to_multiple_of": 2}}, "multiple of twice cp_size 2"),
+        ({"engine": "fsdp2", "cp_size": 2, "packing": True}, "ring attention knows no documents"),
+        ({"engine": "fsdp2", "cp_size": 2, "packing": "wrapped"}, "ring attention knows no documents"),
+        ({"engine": "fsdp2", "cp_size": 2, "trainer": {"padding_free": True}}, "ring attention knows no documents"),
+        ({"engine": "fsdp2", "cp_size": 2, "heads": 1}, "heads 1 with cp_size 2"),
+        ({"engine": "fsdp2", "cp_size": 2, "checkpoint": "attention-saved"}, "'attention-saved' with cp_size 2"),
+        ({"engine": "fsdp2", "cp_size": 2, "model_kwargs": FLASH}, "needs PyTorch's own attention"),
         ({"engine": "zero3", "trainer": {"deepspeed": "x.json"}}, "use 'engine' instead"),
     ],
 )
@@ -110,6 +121,27 @@ def test_a_sliding_window_that_ulysses_would_lose(tmp_path: Path):
         check_split(recipe_of(**values))
     check_split(recipe_of(**values, model_kwargs={"attn_implementation": "flash_attention_2"}))
     check_split(recipe_of(**{**values, "max_length": 32}))
+
+
+def test_layers_that_ring_attention_cannot_compute(tmp_path: Path):
+    from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3_5TextConfig
+
+    from seqtile.train.load import check_split
+
+    values = {"model": str(tmp_path), "engine": "fsdp2", "cp_size": 2, "max_length": 64}
+    small = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    MistralConfig(**small, sliding_window=32).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="cp_size 2 drops the mask of .* sliding window of 32 tokens"):
+        check_split(recipe_of(**values))
+    check_split(recipe_of(**{**values, "max_length": 32}))
+    Gemma3TextConfig(**small, sliding_window=32, num_hidden_layers=6).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="sliding window of 32"):
+        check_split(recipe_of(**values))
+    Qwen3_5TextConfig(**small, num_hidden_layers=4).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"cp_size 2 would train .* with wrong gradients: .*\(Gated DeltaNet\)"):
+        check_split(recipe_of(**values))
+    LlamaConfig(**small).save_pretrained(tmp_path)
+    check_split(recipe_of(**values))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +207,7 @@ def accelerator(kind: str, processes: int, *, stage: int | None = None, fsdp2: b
         num_processes=processes,
         is_fsdp2=fsdp2,
         state=SimpleNamespace(deepspeed_plugin=stage and SimpleNamespace(zero_stage=stage)),
-        parallelism_config=SimpleNamespace(sp_size=sp_size),
+        parallelism_config=SimpleNamespace(sp_size=sp_size, cp_size=1),
     )
 
 

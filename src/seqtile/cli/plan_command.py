@@ -30,6 +30,7 @@ def command(
     max_length: int = typer.Option(None, help="Does this fit? Without it: the longest that does.", metavar="TOKENS"),
     engine: str = typer.Option("single", help="single, ddp, fsdp2, zero2 or zero3."),
     sp_size: int = typer.Option(1, help="Ranks that share one sequence.", metavar="N"),
+    cp_size: int = typer.Option(1, help="The same by ring attention (fsdp2).", metavar="N"),
     full: bool = typer.Option(False, "--full", help="Train every weight (the default)."),
     lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,target_modules=q_proj+v_proj.", metavar="R"),
     qlora: bool = typer.Option(False, "--qlora", help="Adapters on a model in 4 bits (rank 16 without --lora)."),
@@ -60,6 +61,11 @@ def command(
     if full and (lora is not None or qlora):
         raise UserError("--full trains every weight and --lora and --qlora do not; give one of them")
     _check_trains(engine, gpus, sp_size, max_length)
+    if cp_size > 1 and max_length is not None and max_length % (2 * cp_size):
+        nearest = max_length // (2 * cp_size) * 2 * cp_size or 2 * cp_size
+        raise UserError(
+            f"max length {max_length} is not a multiple of twice cp-size {cp_size}; use --max-length {nearest}"
+        )
     for name, file in (("--recipe", recipe), ("--plot", plot)):
         if file is not None and not Path(file).expanduser().parent.is_dir():
             raise UserError(f"{name} {file!r}: its directory does not exist; make it first")
@@ -71,6 +77,7 @@ def command(
     check_names(
         engine=engine, attention=attention, precision=precision, optimizer=optimizer, engine_offload=moved, gpus=gpus,
         sp_size=sp_size, batch=batch_size, accumulation=grad_accumulation, nodes=nodes, scans=scans,
+        cp_size=cp_size,
     )  # fmt: skip
     target, of_the_host = find_device(device), host_bytes(host_memory)
     refuse_missing(model)
@@ -81,7 +88,7 @@ def command(
         logging.getLogger("transformers").setLevel(logging.ERROR)
         request = Request(
             model=model, config=read_config(model), device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
-            sp_size=sp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
+            sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
             engine_offload=moved, attention=attention, options=replace(asked, offload=on_host), batch=batch_size,
             accumulation=grad_accumulation, nodes=nodes, liger=liger, scans=scans,
         )  # fmt: skip

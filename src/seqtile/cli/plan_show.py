@@ -17,6 +17,8 @@ from seqtile.planner.explain import Step, explain, not_modelled, recipe, recipe_
 from seqtile.planner.flops import EFFICIENCY
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.model_shapes import NAMED
+from seqtile.planner.request import Request
+from seqtile.planner.traffic import bytes_between_nodes
 
 GIB = 2**30
 
@@ -42,6 +44,7 @@ def show_plan(
     console.print(
         f"{request.model}: {_count(planner.counts.weights)} weights, {_count(planner.counts.trained)} train; "
         f"{request.gpus} x {device.name} ({device.memory / GIB:.1f} GiB), {request.engine}"
+        + (f", on {request.nodes} nodes" if request.nodes > 1 else "")
     )
     console.print(_table(planner, estimate))
     _print_verdict(console, planner, estimate, longest, limit, asked, better)
@@ -108,9 +111,18 @@ def _print_verdict(
         f"One step of one row: {work.total:.3g} floating-point operations, {work.attention / work.total:.0%} attention"
     )
     if request.device.tflops is not None:
-        seconds = work.seconds(request.device.tflops, request.sp_size)
+        seconds = work.seconds(request.device.tflops, request.split)
         line += f"; about {_time(seconds)} at {EFFICIENCY:.0%} of {request.device.tflops:g} TFLOPS (assumed)"
     console.print(line + ".")
+    if moved := bytes_between_nodes(request, planner.counts, estimate.tokens):
+        told = ", ".join(f"{name} {value / GIB:,.1f}" for name, value in moved.items())
+        console.print(f"Between nodes a step moves {sum(moved.values()) / GIB:,.1f} GiB out of each: {told}.")
+        console.print(f"Start it on each node with: {start_command(request)}")
+
+
+def start_command(request: Request) -> str:
+    """What starts the emitted recipe on every node; under Slurm and torchrun without the last three flags."""
+    return f"seqtile train --recipe RECIPE --dataset DATA --nodes {request.nodes} --node-rank R --rendezvous HOST:PORT"
 
 
 def _time(seconds: float) -> str:
@@ -152,8 +164,13 @@ def _object(
         },
         "recipe": chosen,
         "recipe_lacks": recipe_lacks(request),
+        "nodes": request.nodes,
+        "command": start_command(request) if request.nodes > 1 else None,
+        "between_nodes_gib": {
+            name: value / GIB for name, value in bytes_between_nodes(request, planner.counts, estimate.tokens).items()
+        },
         "flops": work.total,
-        "step_seconds": None if tflops is None else work.seconds(tflops, request.sp_size),
+        "step_seconds": None if tflops is None else work.seconds(tflops, request.split),
         "efficiency": EFFICIENCY,
         "notes": planner.notes(),
         "not_modelled": not_modelled(request, estimate),

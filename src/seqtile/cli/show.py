@@ -221,7 +221,7 @@ def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, s
 
 
 def _engine(recipe: Recipe) -> str:
-    split = f", {recipe.sp_size} of them to a sequence" if recipe.sp_size > 1 else ""
+    split = f", {recipe.split} of them to a sequence" if recipe.split > 1 else ""
     return f"{recipe.engine}, {recipe.nproc} processes{split}; seconds and memory are the first one's"
 
 

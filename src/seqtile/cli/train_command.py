@@ -31,8 +31,15 @@ def command(
     lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
     options: Any = None,
     engine: str = typer.Option(None, help="single (default), ddp, fsdp2, zero2 or zero3.", metavar="NAME"),
-    nproc: int = typer.Option(None, help="Processes of the engine (default one per accelerator).", metavar="N"),
+    nproc: int = typer.Option(
+        None, help="Processes of the engine, on all nodes (default one per accelerator).", metavar="N"
+    ),
     sp_size: int = typer.Option(None, help="Processes that share one sequence (zero3).", metavar="N"),
+    cp_size: int = typer.Option(None, help="The same by ring attention (fsdp2).", metavar="N"),
+    nodes: int = typer.Option(None, help="Nodes; the same command on each. Slurm and torchrun say it.", metavar="N"),
+    node_rank: int = typer.Option(None, help="Which of them this is, from 0.", metavar="R"),
+    rendezvous: str = typer.Option(None, help="Where they meet: node 0 and a free port.", metavar="HOST:PORT"),
+    wait_nodes: float = typer.Option(None, help="Seconds to wait for the others (default 600).", metavar="SECONDS"),
     fit: bool = typer.Option(
         None, "--fit/--no-fit", help="Choose what the length needs on these devices (default: on accelerators)."
     ),
@@ -75,6 +82,7 @@ def command(
     from seqtile.cli import show
     from seqtile.train import recipe as recipes
     from seqtile.train.check_early import check_early
+    from seqtile.train.nodes import MEETING_SECONDS, find_nodes
     from seqtile.train.output import resumed_recipe
     from seqtile.train.ranks import is_first
     from seqtile.train.run import locate, require_packages
@@ -92,6 +100,7 @@ def command(
         "engine": engine,
         "nproc": nproc,
         "sp_size": sp_size,
+        "cp_size": cp_size,
         "fit": fit if fit_memory is None else f"memory:{fit_memory}",
         "on_oom": on_oom,
         "batch_size": batch_size,
@@ -123,6 +132,18 @@ def command(
     chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
     require_packages()
     how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
+    of_nodes = find_nodes(nodes, node_rank, rendezvous)
+    launched = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
+    if launched:
+        if nodes is not None:
+            raise UserError("a launcher started this process, and says itself how many nodes there are; drop --nodes")
+        of_nodes = None
+    if of_nodes is not None and chosen.engine == "single":
+        raise UserError(
+            f"engine 'single' is one process, got {of_nodes.count} nodes; give --engine ddp, fsdp2, zero2 or zero3"
+        )
+    if of_nodes is not None:  # before torch is imported: of a lost connection its store writes stacks
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     check_early(recipes.resolve(chosen))
     if not resume:
         locate(chosen, **how)
@@ -132,7 +153,6 @@ def command(
         quiet()
     for note in notes:
         logging.getLogger("seqtile").warning(note)
-    launched = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
     if launched and chosen.on_oom == "retry" and chosen.engine != "single":
         raise UserError(
             "--on-oom retry starts the processes again, which a launcher of your own does not let it; start them with "
@@ -144,7 +164,9 @@ def command(
     from seqtile.cli import worker
     from seqtile.train.launch import launch
 
-    raise typer.Exit(launch(chosen, **how, worker=worker.MODULE, say=show.print_plain))
+    seconds = MEETING_SECONDS if wait_nodes is None else wait_nodes
+    code = launch(chosen, **how, worker=worker.MODULE, say=show.print_plain, nodes=of_nodes, wait_seconds=seconds)
+    raise typer.Exit(code)
 
 
 def run(recipe: Any, **how: Any) -> None:

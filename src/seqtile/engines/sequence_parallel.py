@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from seqtile._errors import UserError
 from seqtile.devices import package_version
@@ -76,6 +77,40 @@ def refuse_split_states(
             f"{setting} {ranks} would train {model} with wrong gradients: {first} carries a state along the sequence "
             f"({kind}), which starts from nothing on every rank ({support.thread}); use {setting} 1"
             + (f", or install {needs}" if needs else "")
+        )
+
+
+def refuse_ring(model: str, config: Any, tokens: int, ranks: int, setting: str = "cp_size") -> None:
+    """Refuse attention that ring attention cannot compute: it knows causal masks over whole sequences alone.
+
+    accelerate replaces every mask by ``is_causal`` under context parallelism (``_attach_context_parallel_hooks``), so
+    that a window would be dropped without a word.
+
+    Args:
+        model: what to call it.
+        config: the configuration of the language model.
+        tokens: of a sequence.
+        ranks: ranks that share one sequence.
+        setting: what set that number.
+
+    Raises:
+        UserError: names the window, or the kind of attention.
+    """
+    if ranks <= 1:
+        return
+    window = getattr(config, "sliding_window", None) or tokens
+    kinds = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window < tokens else []))
+    if window >= tokens:
+        kinds.discard("sliding_attention")
+    if "sliding_attention" in kinds:
+        raise UserError(
+            f"{setting} {ranks} drops the mask of {model}'s sliding window of {window} tokens: ring attention is "
+            "causal over whole sequences; use sp-size with flash attention instead"
+        )
+    if other := sorted(kinds - {"full_attention"}):
+        raise UserError(
+            f"{setting} {ranks} does not fit {model}, whose layers have {', '.join(other)}: ring attention is causal "
+            "over whole sequences"
         )
 
 

@@ -126,7 +126,7 @@ def proposals(planner: Planner) -> list[Technique]:
         (CHECKPOINTS_ON_HOST, not options.offload and options.checkpoint is not None),
         (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.engine_offload),
         (SHARDED, request.gpus > 1 and request.engine in ("ddp", "zero2")),
-        (sequence, request.gpus > request.sp_size),
+        (sequence, request.gpus > request.split and request.cp_size == 1),
         (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None),
         (MINIMAL_MEMORY, untouched and runs_on_some_heads(planner.built.model)),
     )
@@ -168,16 +168,15 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
     if request.sharded:
         what = "" if request.engine == "zero2" else "weights, "
         lines.append(f"{request.engine}: {what}gradients and states in {request.gpus} parts.")
-    if request.sp_size > 1:
-        lines.append(f"sp-size {request.sp_size}: each rank holds {planner.local(estimate.tokens):,} tokens.")
+    if request.split > 1:
+        setting = "sp-size" if request.sp_size > 1 else "cp-size"
+        lines.append(f"{setting} {request.split}: each rank holds {planner.local(estimate.tokens):,} tokens.")
     return lines
 
 
 def recipe_lacks(request: Request) -> list[str]:
     """What was planned and no recipe key sets."""
     found = [f"offload of {name} (the engine's own configuration)" for name in request.engine_offload]
-    if request.nodes > 1:
-        found.append(f"{request.nodes} nodes (a launcher of your own starts a process on each device of all of them)")
     if request.options.loss is None:
         found.append("the loss over whole logits (the trainer's own head runs in tiles)")
     return found
@@ -222,9 +221,11 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
         found["nproc"] = request.gpus
     if request.sp_size > 1:
         found["sp_size"] = request.sp_size
+    if request.cp_size > 1:
+        found["cp_size"] = request.cp_size
     if request.precision != "mixed":
         found["dtype"] = request.precision
-    names = {"flash": "flash_attention_2", "flash3": "flash_attention_3"}
+    names = {"flash": "flash_attention_2", "flash3": "flash_attention_3"} if request.cp_size == 1 else {"flash": "sdpa"}
     found["model_kwargs"] = {"attn_implementation": names.get(request.attention, request.attention)}
     if request.qlora:
         found["model_kwargs"]["quantization_config"] = dict(FOUR_BIT)

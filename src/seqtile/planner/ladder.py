@@ -218,7 +218,7 @@ def _rungs(
     """Every rung that differs from those before it, with what is given left as it is."""
     seen: list[TilingOptions] = []
     # With Ulysses passes divide the heads that a rank has after the exchange, which no plan counts.
-    by_heads = request.sp_size == 1 and runs_on_some_heads(planner.built.model)
+    by_heads = request.split == 1 and runs_on_some_heads(planner.built.model)
     before = planner.work(tokens).total
     share = 1 - count_work(changed(request, checkpoint="attention-saved"), planner.counts, tokens).total / before
     for rung in LADDER:

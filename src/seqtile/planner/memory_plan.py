@@ -81,8 +81,9 @@ class Planner:
             self.depths, self.states = find_depths(request.config, model), states_of(model)
             low, high = (self._count(depth) for depth in self.depths.shallow)
             self.counts = count_layers(self.depths, low, high)
-        refuse_split_states(repr(request.model), self.states, request.sp_size, "sp-size")
-        check_split(request, self.counts)
+        setting = "sp-size" if request.cp_size == 1 else "cp-size"
+        refuse_split_states(repr(request.model), self.states, request.split, setting)
+        check_split(request, self.counts, max_positions(request.config) or LONGEST)
         self.built = build(cut(request.config, self.depths.shallow[0]), self.setup, "meta")
         flash = flash3_workspace if request.attention == "flash3" else flash2_workspace
         self.workspace = cpu_workspace if request.device_type == "cpu" else flash
@@ -104,7 +105,7 @@ class Planner:
 
     def local(self, tokens: int) -> int:
         """Tokens of each row that one rank holds."""
-        return -(-tokens // self.request.sp_size)
+        return -(-tokens // self.request.split)
 
     def resolved(self, tokens: int) -> Setup:
         """The setup with the tiles that a rank's part of ``tokens`` is cut into."""
@@ -212,9 +213,9 @@ class Planner:
         """The longest sequence that fits (0 if none does), and what limits it."""
         found, lines, self._near = self._reach(self.fits, 0.05)
         if not found:
-            return 0, self._limit(self.estimate(self.request.sp_size, lines))
+            return 0, self._limit(self.estimate(self.request.split, lines))
         positions = max_positions(self.request.config)
-        grain = 128 * self.request.sp_size
+        grain = 128 * self.request.split
         beyond = self.estimate(min(found + max(grain, found // 256), 2**27), lines)
         return found, "positions" if positions and found >= positions else self._limit(beyond)
 
@@ -243,9 +244,9 @@ class Planner:
         top = max_positions(self.request.config) or LONGEST
         if holds(top):
             return top
-        grain = 128 * self.request.sp_size
+        grain = 128 * self.request.split
         if not holds(min(grain, top)):
-            grain = self.request.sp_size
+            grain = self.request.split
         low, high = 0, -(-top // grain)  # in grains; the first holds, the second does not
         while high - low > max(1, low // 512):
             middle = (low + high) // 2
@@ -381,7 +382,7 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
         planner, saving = choose(planner, max_length)
     longest, limit = planner.longest()
     if max_length is None and longest == 0:
-        short = planner.estimate(128 * request.sp_size)
+        short = planner.estimate(128 * request.split)
         raise RunError(
             f"{request.model!r} does not fit {request.gpus} x {request.device.name} at any length: "
             f"{short.device.expected / 2**30:.1f} GiB of {request.device.memory / 2**30:.1f} GiB before the first "

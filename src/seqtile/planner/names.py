@@ -28,7 +28,7 @@ def split_offload(words: str) -> tuple[bool, tuple[str, ...]]:
 
 def check_names(
     *, engine: str, attention: str, precision: str, optimizer: str, engine_offload: Iterable[str], gpus: int,
-    sp_size: int, batch: int, accumulation: int, nodes: int, scans: str,
+    sp_size: int, batch: int, accumulation: int, nodes: int, scans: str, cp_size: int = 1,
 ) -> None:  # fmt: skip
     """Refuse a name that no plan knows, and a number that is none.
 
@@ -46,7 +46,7 @@ def check_names(
             known = (CHECKPOINTS, *ENGINE_OFFLOADS)
             raise UserError(f"offload {name!r} is not known here; use some of {', '.join(known)}")
     numbers = (("gpus", gpus), ("sp-size", sp_size), ("batch size", batch), ("grad-accumulation", accumulation),
-               ("nodes", nodes))  # fmt: skip
+               ("nodes", nodes), ("cp-size", cp_size))  # fmt: skip
     for name, number in numbers:
         if number < 1:
             raise UserError(f"got {name} {number}, expected at least 1")
@@ -58,6 +58,14 @@ def check_names(
         )
     if gpus % sp_size:
         raise UserError(f"sp-size {sp_size} does not divide {gpus} GPUs; every sequence needs that many ranks")
+    if gpus % cp_size:
+        raise UserError(f"cp-size {cp_size} does not divide {gpus} GPUs; every sequence needs that many ranks")
+    if cp_size > 1 and sp_size > 1:
+        raise UserError(f"cp-size {cp_size} and sp-size {sp_size} both split sequences, by different engines; keep one")
+    if cp_size > 1 and engine != "fsdp2":
+        raise UserError(f"cp-size {cp_size} splits sequences by FSDP2, got engine {engine!r}; use --engine fsdp2")
+    if cp_size > 1 and attention not in ("flash", "sdpa"):
+        raise UserError(f"cp-size {cp_size} needs PyTorch's own flash kernel, got {attention!r}; use --attention sdpa")
     if engine == "zero2" and "weights" in engine_offload:
         raise UserError("offload of weights needs an engine that shards them, got engine 'zero2'; use zero3 or fsdp2")
     moved = [name for name in ENGINE_OFFLOADS if name in engine_offload]

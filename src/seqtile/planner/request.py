@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from seqtile._errors import UserError
+from seqtile.engines.sequence_parallel import refuse_ring
 from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
 from seqtile.planner.layer_structure import Counts
@@ -29,6 +30,7 @@ class Request:
         host_memory: bytes of each node's host memory; None if not given.
         engine: one of :data:`seqtile.planner.names.ENGINES`.
         sp_size: ranks that share one sequence (Ulysses).
+        cp_size: ranks that share one sequence (ring attention over FSDP2, with PyTorch's own attention kernel).
         lora: adapters on a frozen model.
         qlora: the frozen model in 4 bits.
         optimizer: one of :data:`seqtile.planner.names.STATE_BYTES`.
@@ -53,6 +55,7 @@ class Request:
     host_memory: int | None = None
     engine: str = "single"
     sp_size: int = 1
+    cp_size: int = 1
     lora: Lora | None = None
     qlora: bool = False
     optimizer: str = "adamw"
@@ -70,6 +73,11 @@ class Request:
     def per_node(self) -> int:
         """Devices, and processes, of each node."""
         return self.gpus // self.nodes
+
+    @property
+    def split(self) -> int:
+        """Ranks that share one sequence, by whichever way."""
+        return max(self.sp_size, self.cp_size)
 
     @property
     def sharded(self) -> bool:
@@ -115,9 +123,12 @@ def check_request(request: Request, max_length: int | None) -> None:
     check_names(
         engine=request.engine, attention=request.attention, precision=request.precision, optimizer=request.optimizer,
         engine_offload=request.engine_offload, gpus=request.gpus, sp_size=request.sp_size, batch=request.batch,
-        accumulation=request.accumulation, nodes=request.nodes, scans=request.scans,
+        accumulation=request.accumulation, nodes=request.nodes, scans=request.scans, cp_size=request.cp_size,
     )  # fmt: skip
     check_keep(options)
+    if request.cp_size > 1 and (options.checkpoint == "attention-saved" or options.heads is not None):
+        what = "checkpoint 'attention-saved'" if options.heads is None else f"heads {options.heads}"
+        raise UserError(f"{what} with cp-size {request.cp_size}: ring attention takes all heads at once; drop it")
     refusal = attention_cannot_be_saved(request) if options.checkpoint == "attention-saved" else None
     if refusal is not None:
         raise UserError(f"checkpoint 'attention-saved' {refusal}")
@@ -149,12 +160,13 @@ def check_keep(options: TilingOptions) -> None:
         raise UserError("keep says what tiles keep, and without tiling there are none; drop --keep or --tile none")
 
 
-def check_split(request: Request, counts: Counts) -> None:
+def check_split(request: Request, counts: Counts, tokens: int) -> None:
     """Refuse a number of ranks that the model cannot be divided over.
 
     Raises:
-        UserError: with numbers that would do.
+        UserError: with numbers that would do, or the layers that ring attention has no masks for.
     """
+    refuse_ring(repr(request.model), request.config.get_text_config(), tokens, request.cp_size, "cp-size")
     if request.sp_size > 1 and counts.heads % request.sp_size:
         raise UserError(
             f"sp-size {request.sp_size} does not divide the {counts.heads} attention heads of {request.model!r}; use "

@@ -76,6 +76,17 @@ ZERO3_PREFETCH = 50_000_000
 """Elements that DeepSpeed gathers ahead, in one flat buffer that each weight is then copied from."""
 
 
+RING_FORWARD, RING_BACKWARD = (16.0, 8.0), (6.0, 36.0)
+"""Bytes that ring attention holds beside attention's own tensors, per token of a rank and element of its query heads,
+and of its key-value heads.
+
+Forward: fp32 outputs (the block's, what it is merged into, their difference and the sum: 4 x 4); keys and values
+joined to be sent and as they arrive (2 x 2 x 2). Backward: the query's fp32 gradient and the block's (4 + 2); of keys
+and values the same (2 x 6), themselves to be sent and arriving (8) and their fp32 gradients too (16).
+(torch/distributed/tensor/experimental/_context_parallel/_attention.py, torch 2.13.)
+"""
+
+
 def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phase: str) -> dict[str, float]:
     """The terms of one part of the step on one rank's device, in bytes.
 
@@ -99,6 +110,10 @@ def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phas
         keys = max(counts.key_heads, request.sp_size)
         width = 2 * counts.heads + 2 * keys
         found[BUFFERS] = found.get(BUFFERS, 0.0) + 2.0 * width * counts.head_width * found.pop("tokens", 0.0)
+    if request.cp_size > 1 and Phase.read(phase).part == ATTENTION:
+        of_queries, of_keys = RING_BACKWARD if Phase.read(phase).direction == "backward" else RING_FORWARD
+        of_token = (of_queries * counts.heads + of_keys * counts.key_heads) * counts.head_width
+        found[BUFFERS] = found.get(BUFFERS, 0.0) + of_token * found.pop("tokens", 0.0)
     found.pop("tokens", None)
     return found
 

@@ -152,22 +152,33 @@ def _packing(recipe: Recipe, documents: bool) -> dict[str, Any]:
     packing = recipe.packing
     if packing is None and documents:
         packing = "wrapped"
+    if packing and recipe.cp_size > 1:
+        raise UserError(
+            f"text files are joined to rows of max_length tokens, and ring attention (cp_size {recipe.cp_size}) knows "
+            "no documents; give rows, or 'packing: false' for one row a file"
+        )
     if not packing:
         return {"packing": False}
     return {"packing": True, "packing_strategy": "bfd" if packing is True else packing}
 
 
 def _sequence_split(recipe: Recipe) -> dict[str, Any]:
-    """Ulysses: ``sp_size`` processes share a row, each with a part of its tokens and, in attention, of its heads."""
-    if recipe.sp_size == 1:
+    """Ulysses: ``sp_size`` processes share a row, each with a part of its tokens and, in attention, of its heads.
+
+    Ring attention: ``cp_size`` processes, each with two parts of its tokens, to which all keys and values come round.
+    """
+    if recipe.split == 1:
         return {}
     import torch
     from accelerate import ParallelismConfig
-    from accelerate.utils import DeepSpeedSequenceParallelConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 
-    if recipe.gradient_accumulation > 1 or (recipe.nproc or 0) > recipe.sp_size:
-        # transformers 5.23: deepspeed_sp_compute_loss averages one row's tokens, and then the rows.
-        logger.warning("under sp_size %d every row of a step weighs the same, whatever its tokens", recipe.sp_size)
+    if recipe.cp_size > 1:
+        ring = ParallelismConfig(
+            cp_size=recipe.cp_size, dp_shard_size=(recipe.nproc or recipe.cp_size) // recipe.cp_size,
+            cp_handler=TorchContextParallelConfig(cp_comm_strategy="alltoall"),
+        )  # fmt: skip
+        return {"parallelism_config": ring, "pad_to_multiple_of": 2 * recipe.cp_size}
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=recipe.attention)
     split = ParallelismConfig(
         sp_backend="deepspeed",

@@ -36,11 +36,12 @@ class Fitted:
     why: tuple[str, ...]
 
 
-def fit(recipe: Recipe) -> Fitted:
+def fit(recipe: Recipe, nodes: int = 1) -> Fitted:
     """Choose what ``recipe`` leaves open: what is not the default is the user's, and stays.
 
     Args:
         recipe: resolved, with the number of its processes, and with ``fit``.
+        nodes: that they are on.
 
     Raises:
         UserError: a setting that no plan knows.
@@ -50,7 +51,7 @@ def fit(recipe: Recipe) -> Fitted:
     from seqtile.planner.ladder import CHOSEN, choose
 
     memory = parse_bytes(recipe.fit[len("memory:") :]) if isinstance(recipe.fit, str) else None
-    request = request_of(recipe, memory)
+    request = request_of(recipe, memory, nodes)
     settings = settings_of(recipe)
     given = {name: getattr(settings, name) for name in CHOSEN if getattr(recipe.options, name) != DEFAULTS[name]}
     if not recipe.activation_checkpointing:
@@ -91,12 +92,13 @@ def can_offload() -> bool:
     return torch.accelerator.is_available()
 
 
-def request_of(recipe: Recipe, memory: int | None = None) -> Request:
+def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Request:
     """What a plan is asked of ``recipe``.
 
     Args:
         recipe: resolved.
         memory: bytes of each device; None reads them.
+        nodes: that the processes are on.
 
     Raises:
         UserError: something that no plan knows.
@@ -116,16 +118,16 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
     config = load_config(recipe)
     attention = recipe.attention.replace("flash_attention_2", "flash").replace("flash_attention_3", "flash3")
     return Request(
-        model=recipe.model, config=config, device=find_memory(recipe, memory), gpus=recipe.nproc or 1,
-        engine=recipe.engine, sp_size=recipe.sp_size, qlora=four_bit, optimizer=optimizer, attention=attention,
-        lora=None if recipe.lora is None else _adapters(recipe.lora), options=settings_of(recipe),
+        model=recipe.model, config=config, device=find_memory(recipe, memory, nodes), gpus=recipe.nproc or 1,
+        nodes=nodes, engine=recipe.engine, sp_size=recipe.sp_size, cp_size=recipe.cp_size, qlora=four_bit,
+        lora=None if recipe.lora is None else _adapters(recipe.lora), options=settings_of(recipe), optimizer=optimizer,
         precision=_precision(recipe, config), batch=recipe.batch_size, accumulation=recipe.gradient_accumulation,
-        liger=bool(recipe.trainer.get("use_liger_kernel")), scans="installed",
+        liger=bool(recipe.trainer.get("use_liger_kernel")), scans="installed", attention=attention,
         device_type=device_type(), host_memory=(available_host_bytes() or None) if can_offload() else None,
     )  # fmt: skip
 
 
-def find_memory(recipe: Recipe, given: int | None = None) -> Device:
+def find_memory(recipe: Recipe, given: int | None = None, nodes: int = 1) -> Device:
     """The device that each process trains on: the smallest accelerator, or each process's part of the free host memory.
 
     Raises:
@@ -138,7 +140,7 @@ def find_memory(recipe: Recipe, given: int | None = None) -> Device:
     if given is not None:
         return Device("the memory given", given, None, "as given")
     if not torch.accelerator.is_available():
-        free = available_host_bytes() // (recipe.nproc or 1)
+        free = available_host_bytes() * nodes // (recipe.nproc or 1)
         if not free:
             raise UserError("this system does not say how much memory is free; give it: --fit-memory 16GiB")
         return Device("this host", free, None, "free memory of the host, divided by the processes on it")

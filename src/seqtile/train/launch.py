@@ -26,7 +26,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from seqtile._errors import RunError, UserError
 from seqtile.devices import cpu_cores
-from seqtile.train.recipe import RECIPE_FILE, Recipe, resolve, save_recipe
+from seqtile.train.nodes import LOST_SECONDS, MEETING_SECONDS, Meeting, Nodes, facts_of, saving
+from seqtile.train.recipe import RECIPE_FILE, Recipe, build_recipe, resolve, save_recipe
 from seqtile.train.signals import handle_signals
 
 if TYPE_CHECKING:
@@ -47,9 +48,14 @@ GRACE_SECONDS = 15.0
 """How long the others may go on after one process has ended with an error, or after a second signal."""
 
 
+PARTNER_SECONDS = 5.0
+"""How long this node's processes may go on after another node has ended or is lost."""
+
+
 def launch(
-    recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool, worker: str, say: Callable[[str], None]
-) -> int:
+    recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool, worker: str, say: Callable[[str], None],
+    nodes: Nodes | None = None, wait_seconds: float = MEETING_SECONDS,
+) -> int:  # fmt: skip
     """Check everything that can be checked without the model, start the processes, and wait for them.
 
     Args:
@@ -57,25 +63,70 @@ def launch(
         resume, resume_from, overwrite: as in :func:`seqtile.train.run.train`.
         worker: the module that each process runs, with the folder of :data:`HOW_FILE` as its argument.
         say: shows one piece of text: the configuration and the command.
+        nodes: the nodes of the run, each of which is started by the same command; None where this is the only one.
+        wait_seconds: how long to wait for the other nodes.
 
     Returns:
         The exit code: 0, 130 or 143 for a run that a signal stopped, 1 for a crash, whose traceback was shown.
 
     Raises:
         UserError: bad input, found here or by a process that was started.
-        RunError: a process could not go on.
+        RunError: a process could not go on, or a node is missing or lost.
     """
-    from seqtile.train.checkpoint_files import newest_whole
+    how = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
+    if nodes is None:
+        return _launch(recipe, how, worker, say, None)
+    if recipe.on_oom == "retry":
+        raise UserError("--on-oom retry starts the processes of one node again, got several nodes; drop it")
+    meeting = Meeting(nodes, wait_seconds)
+    code, message = 1, "it was stopped"
+    try:
+        code, message = _launch(recipe, how, worker, say, meeting), ""
+    except KeyboardInterrupt:
+        code, message = 130, ""
+        raise
+    except (UserError, RunError) as error:
+        message = str(error).splitlines()[0]
+        raise
+    finally:
+        meeting.end(code, message)
+    return code
+
+
+def _launch(
+    recipe: Recipe, asked: dict[str, Any], worker: str, say: Callable[[str], None], meeting: Meeting | None
+) -> int:
+    """One node's part of :func:`launch`."""
+    from seqtile.train.checkpoint_files import find_checkpoint, newest_whole
     from seqtile.train.run import fitted, locate, require_packages
 
     require_packages()
-    recipe = _counted(recipe)
-    if recipe.sp_size > 1:
+    nodes = meeting.nodes if meeting else None
+    recipe = _counted(recipe, nodes.count if nodes else 1)
+    if recipe.split > 1:
         from seqtile.train.load import check_split
 
         check_split(recipe)
-    recipe, start = locate(recipe, resume=resume, resume_from=resume_from, overwrite=overwrite)
-    recipe = fitted(recipe, start, say)
+    overwrite = asked["overwrite"]
+    recipe, start = locate(recipe, **asked)
+    port = 0
+    if meeting is not None:
+        output = Path(str(recipe.output))
+        verdict = meeting.agree(facts_of(recipe, meeting.nodes), output, start)
+        port = verdict["port"]
+        recipe = saving(recipe, shared=verdict["shared"])
+        if start is not None and verdict["start"] not in (None, start.name):
+            start = find_checkpoint(output, verdict["start"])
+        first = meeting.nodes.rank == 0
+        fixed = fitted(recipe, start, say, meeting.nodes.count) if first else recipe
+        chosen = meeting.share(json.dumps(fixed.model_dump(mode="json")) if first else None)
+        recipe, _ = build_recipe(json.loads(chosen), {})
+        say(
+            f"node {meeting.nodes.rank} of {meeting.nodes.count}: output {output}, "
+            + ("which all share" if verdict["shared"] else "of its own")
+        )
+    else:
+        recipe = fitted(recipe, start, say)
     config = config_of(recipe.engine)
     say(f"engine {recipe.engine}, {recipe.nproc} processes, by accelerate with {config}:")
     say(config.read_text(encoding="utf-8").rstrip())
@@ -84,9 +135,9 @@ def launch(
         with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
             folder = Path(name)
             how = {"resume": start is not None, "resume_from": start.name if start else None, "overwrite": overwrite}
-            command = _write_orders(recipe, folder, {**how, "retries": retries}, worker)
+            command = _write_orders(recipe, folder, {**how, "retries": retries}, worker, nodes, port)
             say(shlex.join(["accelerate", "launch", *command[3:]]))
-            run = _Launch(recipe, command, folder)
+            run = _Launch(recipe, command, folder, meeting)
             try:
                 return run.wait()
             except RunError as error:
@@ -126,21 +177,28 @@ def launch_check(recipe: Recipe, worker: str) -> VerifyResult:
         return result
 
 
-def _counted(recipe: Recipe) -> Recipe:
-    """The recipe with the number of its processes, checked against what there is."""
+def _counted(recipe: Recipe, nodes: int = 1) -> Recipe:
+    """The recipe with the number of its processes, on all nodes together, checked against what there is."""
     if recipe.engine.startswith("zero") and find_spec("deepspeed") is None:
         raise UserError(f"engine {recipe.engine!r} needs DeepSpeed; install it with: pip install 'seqtile[deepspeed]'")
     recipe = resolve(recipe)
-    recipe = resolve(recipe.model_copy(update={"nproc": recipe.nproc or count_accelerators(recipe)}))
-    check_devices(recipe)
+    recipe = resolve(recipe.model_copy(update={"nproc": recipe.nproc or nodes * count_accelerators(recipe)}))
+    if (recipe.nproc or 1) % nodes:
+        raise UserError(
+            f"got nproc {recipe.nproc} on {nodes} nodes, which have equally many processes each; give --nproc a "
+            f"multiple of {nodes}: it counts those of all nodes"
+        )
+    check_devices(recipe, nodes)
     return recipe
 
 
-def _write_orders(recipe: Recipe, folder: Path, how: dict[str, Any], worker: str) -> list[str]:
+def _write_orders(
+    recipe: Recipe, folder: Path, how: dict[str, Any], worker: str, nodes: Nodes | None = None, port: int = 0
+) -> list[str]:
     """Write what the workers read; returns the command that starts them."""
     save_recipe(recipe, folder / RECIPE_FILE)
     (folder / HOW_FILE).write_text(json.dumps({**how, "front": os.getpid(), "cwd": os.getcwd()}), encoding="utf-8")
-    return launch_command(recipe, worker, [str(folder)])
+    return launch_command(recipe, worker, [str(folder)], nodes, port)
 
 
 def config_of(engine: str) -> Path:
@@ -148,11 +206,20 @@ def config_of(engine: str) -> Path:
     return CONFIGS / f"{engine}.yaml"
 
 
-def launch_command(recipe: Recipe, worker: str, arguments: list[str]) -> list[str]:
-    """``accelerate launch`` of the module ``worker``, run by this interpreter; ``arguments`` are the worker's."""
+def launch_command(
+    recipe: Recipe, worker: str, arguments: list[str], nodes: Nodes | None = None, port: int = 0
+) -> list[str]:
+    """``accelerate launch`` of the module ``worker``, run by this interpreter; ``arguments`` are the worker's.
+
+    ``port`` is free on node 0; the one at which the nodes met is still in use.
+    """
+    of_nodes = [] if nodes is None else [
+        "--num_machines", str(nodes.count), "--machine_rank", str(nodes.rank), "--main_process_ip", nodes.host,
+        "--main_process_port", str(port),
+    ]  # fmt: skip
     return [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_of(recipe.engine)),
-        "--num_processes", str(recipe.nproc), "--module", worker, *arguments,
+        "--num_processes", str(recipe.nproc), *of_nodes, "--module", worker, *arguments,
     ]  # fmt: skip
 
 
@@ -172,32 +239,44 @@ def count_accelerators(recipe: Recipe) -> int:
     return torch.accelerator.device_count()
 
 
-def check_devices(recipe: Recipe) -> None:
+def check_devices(recipe: Recipe, nodes: int = 1) -> None:
     """Refuse more processes than there are accelerators, where there are any."""
     import torch
 
-    if torch.accelerator.is_available() and (recipe.nproc or 1) > torch.accelerator.device_count():
+    if torch.accelerator.is_available() and (recipe.nproc or 1) > nodes * torch.accelerator.device_count():
+        on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
         raise UserError(
-            f"got nproc {recipe.nproc}, but torch sees {torch.accelerator.device_count()} accelerators; "
-            "give --nproc that number or less"
+            f"got nproc {recipe.nproc}{on_nodes}, but torch sees {torch.accelerator.device_count()} accelerators"
+            f"{' on this one' if nodes > 1 else ''}; give --nproc {nodes * torch.accelerator.device_count()} or less"
         )
 
 
-def _environment(recipe: Recipe) -> dict[str, str]:
+def _environment(processes: int) -> dict[str, str]:
     """The launcher would give every process one thread, with a warning."""
-    threads = str(max(1, cpu_cores() // (recipe.nproc or 1)))
+    threads = str(max(1, cpu_cores() // processes))
     found = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **os.environ}
     if "PYTHONPATH" in found:  # the processes start in another folder
         found["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, found["PYTHONPATH"].split(os.pathsep)))
     return found
 
 
+def _go_on(output: Path) -> str:
+    """What to do when another node is gone."""
+    from seqtile.train.checkpoint_files import newest_whole
+
+    checkpoint, _ = newest_whole(output)
+    if checkpoint is None:
+        return "no checkpoint was saved; start again, with --overwrite, on each node"
+    return f"the last whole checkpoint is {checkpoint}: go on from it with --resume on each node"
+
+
 class _Launch:
     """The launcher's process and, through files in ``folder``, the workers': ``RANK.pid`` and ``RANK.end``."""
 
-    def __init__(self, recipe: Recipe, command: list[str], folder: Path) -> None:
-        self._command, self._folder, self._count = command, folder, recipe.nproc
-        self._environment = _environment(recipe)
+    def __init__(self, recipe: Recipe, command: list[str], folder: Path, meeting: Meeting | None = None) -> None:
+        self._command, self._folder, self._meeting = command, folder, meeting
+        self._count = (recipe.nproc or 1) // (meeting.nodes.count if meeting else 1)
+        self._output, self._environment = recipe.output, _environment(self._count)
         self._signals: list[signal.Signals] = []
         self._deadline = math.inf
 
@@ -242,6 +321,8 @@ class _Launch:
         """After one process has failed the others would wait for it."""
         if self._deadline == math.inf and self._failed():
             self._end_by(GRACE_SECONDS)
+        elif self._deadline == math.inf and self._meeting and self._meeting.news():
+            self._end_by(PARTNER_SECONDS)
         return time.monotonic() >= self._deadline
 
     def _failed(self) -> bool:
@@ -291,6 +372,10 @@ class _Launch:
         for rank in sorted(ends):
             if ends[rank]["message"]:
                 raise (UserError if ends[rank]["code"] == 2 else RunError)(ends[rank]["message"])
+        if self._meeting and not self._signals and (launcher_code or self._failed() or len(ends) != self._count):
+            # A process whose partner is gone ends with a stack; what has become of the partner is heard a little later.
+            if news := self._meeting.news(seconds=LOST_SECONDS + GRACE_SECONDS):
+                raise RunError(f"{news}; {_go_on(Path(str(self._output)))}")
         if launcher_code == 0 and not self._failed():
             if len(ends) != self._count:
                 raise RunError(f"{self._count} processes were to train, and {len(ends)} came to their end")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.engines.sequence_parallel import refuse_split_states
+from seqtile.engines.sequence_parallel import refuse_ring, refuse_split_states
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.planner.model_shapes import max_positions as max_positions
 from seqtile.planner.phases import causal_model as causal_model
@@ -164,15 +164,19 @@ def load_config(recipe: Recipe) -> Any:
 
 
 def check_split(recipe: Recipe) -> None:
-    """Refuse a model whose attention cannot be split over ``sp_size`` processes, from its configuration alone.
+    """Refuse a model whose sequences cannot be split over processes, from its configuration alone.
 
     Raises:
         UserError: it has layers with a state, the heads do not divide, or it would lose a mask that its attention
             needs.
     """
-    config, size = load_config(recipe), recipe.sp_size
-    refuse_split_states(repr(recipe.model), states_of(_without_weights(config, recipe)), size)
+    config, size, ring = load_config(recipe), recipe.split, recipe.cp_size > 1
+    setting = "cp_size" if ring else "sp_size"
+    refuse_split_states(repr(recipe.model), states_of(_without_weights(config, recipe)), size, setting)
     text = config.get_text_config()
+    if ring:
+        refuse_ring(repr(recipe.model), text, recipe.max_length, size)
+        return
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     if heads % size or (groups % size and size % groups):

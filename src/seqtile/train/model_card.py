@@ -45,7 +45,7 @@ def write_card(folder: Path, recipe: Recipe, state: Any, data: Mapping[str, Data
         dataset=_named(recipe.dataset, "datasets/", on_hub),
         data=data,
         steps=state.global_step,
-        rows=recipe.batch_size * recipe.gradient_accumulation * (recipe.nproc or 1) // recipe.sp_size,
+        rows=recipe.batch_size * recipe.gradient_accumulation * (recipe.nproc or 1) // recipe.split,
         max_length=recipe.max_length,
         learning_rate=recipe.learning_rate,
         seed=recipe.seed,

@@ -28,9 +28,20 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
+def launched_nodes() -> int:
+    """Nodes that they are on, with equally many on each."""
+    return world_size() // int(os.environ.get("LOCAL_WORLD_SIZE") or world_size())
+
+
 def is_first() -> bool:
     """Whether this process speaks and writes for all."""
     return not is_launched() or process_rank() == 0
+
+
+def is_first_writer(recipe: Recipe) -> bool:
+    """Whether this process writes the run's own files: one process, or one on each node that has its own directory."""
+    each_node = bool(recipe.trainer.get("save_on_each_node"))
+    return is_first() or (each_node and os.environ.get("LOCAL_RANK") == "0")
 
 
 def join_launch(recipe: Recipe) -> Recipe:
@@ -103,13 +114,16 @@ def check_engine(accelerator: Any, recipe: Recipe) -> None:
             f"{got!r} ({kind}) in {_count(processes)}; nothing was trained: start it with seqtile train --engine "
             f"{recipe.engine}, or with accelerate launch and the configuration of that engine"
         )
-    split = getattr(getattr(accelerator, "parallelism_config", None), "sp_size", 1)
-    if split != recipe.sp_size:
-        raise UserError(f"asked for sp_size {recipe.sp_size}, but accelerate splits sequences over {split}")
+    for name in ("sp_size", "cp_size"):
+        split = getattr(getattr(accelerator, "parallelism_config", None), name, 1)
+        if split != getattr(recipe, name):
+            raise UserError(f"asked for {name} {getattr(recipe, name)}, but accelerate splits sequences over {split}")
 
 
-def check_same_recipe(accelerator: Any, recipe: Recipe) -> None:
+def check_same_recipe(accelerator: Any, recipe: Recipe, data: str) -> None:
     """Refuse ranks with different settings; under a launcher of the user's each has read, or chosen, its own.
+
+    ``data`` is the digest of the prepared rows.
 
     Raises:
         UserError: names the setting and the rank.
@@ -118,7 +132,7 @@ def check_same_recipe(accelerator: Any, recipe: Recipe) -> None:
         return
     from accelerate.utils import gather_object
 
-    mine = recipe.model_dump(mode="json")
+    mine = recipe.model_dump(mode="json") | {"data": data}
     for rank, other in enumerate(gather_object([mine])):
         for key in (key for key in mine if other[key] != mine[key]):
             raise UserError(

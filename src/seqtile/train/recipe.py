@@ -207,8 +207,9 @@ class Recipe(CheckedModel):
     activation_checkpointing: bool = Field(True, description="recompute the layers in backward")
     lora: LoraRecipe | None = None
     engine: Literal["single", "ddp", "fsdp2", "zero2", "zero3"] = "single"
-    nproc: int | None = Field(None, ge=1, description="processes; None is one per accelerator")
+    nproc: int | None = Field(None, ge=1, description="processes, on all nodes; None is one per accelerator")
     sp_size: int = Field(1, ge=1, description="processes that share one sequence (Ulysses)")
+    cp_size: int = Field(1, ge=1, description="processes that share one sequence (ring attention)")
 
     steps: int | None = Field(None, ge=1)
     epochs: float | None = Field(None, gt=0)
@@ -301,6 +302,11 @@ class Recipe(CheckedModel):
         """What :func:`seqtile.apply` is told: all but the head, which the trainer tiles."""
         options = replace(self.options, loss=None, loss_tile="auto")
         return options if options.tiled else options.without_blocks()
+
+    @property
+    def split(self) -> int:
+        """Processes that share one sequence, by whichever way."""
+        return max(self.sp_size, self.cp_size)
 
     @property
     def attention(self) -> str:
@@ -448,6 +454,8 @@ def _check_engine(recipe: Recipe) -> None:
             "checkpoint 'attention-saved' needs non-reentrant checkpoints, and with lora under engine 'zero3' "
             "TRL makes them reentrant; drop checkpoint, or use --engine zero2 or fsdp2"
         )
+    if recipe.cp_size > 1:
+        _check_ring(recipe)
     if sp_size == 1:
         return
     if engine == "zero2":
@@ -473,6 +481,37 @@ def _check_engine(recipe: Recipe) -> None:
             f"packing (or padding_free) with sp_size {sp_size} would let packed documents see each other, and crashes "
             "under flash attention; use 'packing: wrapped' or none"
         )
+
+
+def _check_ring(recipe: Recipe) -> None:
+    """Refuse what accelerate's context parallelism over FSDP2 cannot do, or was not proven to."""
+    size, given = recipe.cp_size, f"cp_size {recipe.cp_size}"
+    if recipe.sp_size > 1:
+        raise UserError(f"{given} and sp_size {recipe.sp_size} both split sequences, by different engines; keep one")
+    if recipe.engine != "fsdp2":
+        raise UserError(f"{given} splits sequences by FSDP2, got engine {recipe.engine!r}; use --engine fsdp2")
+    if recipe.nproc is not None and recipe.nproc % size:
+        raise UserError(f"{given} does not divide nproc {recipe.nproc}; give a multiple of {size} processes")
+    parts = 2 * size  # each process has two, one from either end, so that all have as much to do
+    if recipe.max_length % parts:
+        raise UserError(
+            f"max_length {recipe.max_length} is not a multiple of twice {given}; "
+            f"use --max-length {recipe.max_length // parts * parts or parts}"
+        )
+    if recipe.trainer.get("pad_to_multiple_of", parts) % parts:
+        raise UserError(f"trainer.pad_to_multiple_of has to be a multiple of twice {given}; drop it")
+    if recipe.attention != "sdpa":
+        raise UserError(f"{given} needs PyTorch's own attention, got {recipe.attention!r}; drop attn_implementation")
+    if recipe.packing or recipe.trainer.get("padding_free"):
+        raise UserError(
+            f"packing (or padding_free) with {given}: ring attention knows no documents; use 'packing: false'"
+        )
+    if recipe.options.heads is not None:
+        raise UserError(
+            f"heads {recipe.options.heads} with {given}: ring attention takes all heads at once; drop heads"
+        )
+    if recipe.options.checkpoint == "attention-saved":
+        raise UserError(f"checkpoint 'attention-saved' with {given} is not proven; use --checkpoint full")
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:

@@ -48,7 +48,7 @@ def numbers(outcome: Outcome) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": ["seqtile", *sys.argv[1:]],
         "device": device_name(),
-        "engine": {key: getattr(outcome.recipe, key) for key in ("engine", "nproc", "sp_size")},
+        "engine": {key: getattr(outcome.recipe, key) for key in ("engine", "nproc", "sp_size", "cp_size")},
         "python": platform.python_version(),
         "versions": {name: package_version(name) for name in PACKAGES},
         "tiling": None if outcome.tiling is None else f"{outcome.tiling}; {outcome.ran}",

@@ -28,6 +28,7 @@ from seqtile.train.checkpoint_files import newest_whole
 from seqtile.train.fit import can_offload, request_of, settings_of, updates_of
 from seqtile.train.load import tile, tile_head
 from seqtile.train.out_of_memory import Place, Whereabouts, device_memory, find_place, is_out_of_memory, largest_tensors
+from seqtile.train.ranks import launched_nodes
 from seqtile.train.recipe import RECIPE_FILE, TRL_LOSS_TILE, Recipe, save_recipe
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def _by_plan(recipe: Recipe, place: Place) -> list[str]:
     from seqtile.planner.memory_plan import Planner
 
     try:
-        request = request_of(recipe)
+        request = request_of(recipe, nodes=launched_nodes())
         estimate = Planner(request, recipe.max_length).estimate(tokens)
         settings = _settings(recipe, place)
         avoided = would_avoid(request, settings, tokens, max(1, place.asked), can_offload=can_offload())

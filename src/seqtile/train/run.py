@@ -117,7 +117,7 @@ def train(
         logger.warning("%s", said(done[-1]))
 
 
-def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None]) -> Recipe:
+def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None], nodes: int = 1) -> Recipe:
     """``recipe`` with what it leaves to be chosen; a run that goes on keeps what it has.
 
     Not told whether to choose, it does where there is an accelerator, but not for the demo, which shows one setting
@@ -134,7 +134,7 @@ def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None]) -> R
     if start is not None:
         return recipe.model_copy(update={"fit": False})
     try:
-        found = fit(recipe)
+        found = fit(recipe, nodes)
     except Exception as error:
         if recipe.fit is not None:  # else nobody asked for a plan: a model that it cannot read trains all the same
             raise
@@ -162,7 +162,7 @@ def _attempt(
     from seqtile.train.metrics import Silent
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.output import clear_output
-    from seqtile.train.ranks import check_engine, check_same_recipe, is_first
+    from seqtile.train.ranks import check_engine, check_same_recipe, is_first_writer
     from seqtile.train.retry import OutOfMemory
     from seqtile.train.same_run import check_same_run, describe_run
 
@@ -175,8 +175,8 @@ def _attempt(
             raise
         raise OutOfMemory(f"out of memory while the model was loaded: {str(error).splitlines()[0]}") from None
     check_engine(trainer.accelerator, recipe)
-    check_same_recipe(trainer.accelerator, recipe)
     trainer.run = describe_run(recipe, trainer)
+    check_same_recipe(trainer.accelerator, recipe, trainer.run["data"])
     mark = read_mark(start) if start is not None and not retries else None
     trainer.run["retries"] = list(retries) if mark is None else mark.run.get("retries", [])
     if start is not None:
@@ -184,7 +184,7 @@ def _attempt(
         for note in check_same_run(trainer.run, start, recipe, trainer, tiling):
             logger.warning(note)
         trainer.all_done = _all_done(trainer, start, output)
-    if is_first():
+    if is_first_writer(recipe):
         if overwrite:
             clear_output(output)
         output.mkdir(parents=True, exist_ok=True)

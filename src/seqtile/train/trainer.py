@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import transformers
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from trl import SFTTrainer  # type: ignore[attr-defined]
@@ -16,6 +17,7 @@ from trl import SFTTrainer  # type: ignore[attr-defined]
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
 from seqtile.models.runs import what_ran
+from seqtile.planner.phases import causal_model
 from seqtile.train.checkpoint_files import MARK, RESULT, Mark, newest_whole, rotate, set_aside, write_mark
 from seqtile.train.data_summary import DataSummary, summarise
 from seqtile.train.model_card import write_card
@@ -31,7 +33,39 @@ SHOWN_CHARACTERS = 120
 SHOWN_SEQUENCES = 4
 
 
-class Trainer(SFTTrainer):
+class _SplitLoss(transformers.Trainer):
+    """Under Ulysses every token of a step weighs the same, whichever row, rank and micro-batch it is in.
+
+    Transformers averages each row's tokens, and then the rows (``deepspeed_sp_compute_loss``, 5.23). It also gathers
+    the ranks' losses by an operation whose backward, with gloo, fails where a group does not begin at rank 0 (torch
+    2.13). TRL's trainer comes before this class and asks it for the loss of its fused head.
+    """
+
+    @property
+    def _splits_rows(self) -> bool:
+        split = getattr(self.accelerator, "parallelism_config", None)
+        return split is not None and split.sp_enabled
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, count = super().get_batch_samples(*args, **kwargs)
+        if self._splits_rows and batches:
+            # Of all ranks, each of which has counted its own part; Transformers takes the parts for whole rows.
+            mine = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
+            count = self.accelerator.gather(mine.to(self.args.device)).sum()
+        return batches, count
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if not self._splits_rows or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        outputs = model(**{**inputs, "labels": inputs["shift_labels"]})
+        # The engine divides the sum of the ranks' gradients by their number.
+        loss = -outputs.log_probs.sum() * self.accelerator.num_processes / num_items_in_batch.clamp(min=1)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Trainer(SFTTrainer, _SplitLoss):
     """``SFTTrainer`` that never leaves a checkpoint that looks whole and is not, or that holds a broken step.
 
     Attributes:
@@ -50,6 +84,8 @@ class Trainer(SFTTrainer):
         self.data: dict[str, DataSummary] = {}
         self._left_out = left_out or {}
         super().__init__(*args, **kwargs)
+        # Else Transformers would divide each micro-batch's part of the step's mean by the number of micro-batches.
+        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or self._splits_rows
         self.run: dict[str, Any] = {}
         self.all_done = False
         self.step: Step | None = None
@@ -82,6 +118,21 @@ class Trainer(SFTTrainer):
                 "whose labels are not all masked, or a larger --max-length"
             )
         return prepared
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Where each node has a directory of its own, its first rank saves the model there.
+
+        Transformers' model saves on rank 0 alone, whatever it is told (``should_save_on_this_rank``, 5.23).
+        """
+        if not self.args.save_on_each_node:
+            super().save_model(*args, **kwargs)
+            return
+        model: Any = causal_model(self.model)
+        model.should_save_on_this_rank = bool
+        try:
+            super().save_model(*args, **kwargs)
+        finally:
+            del model.should_save_on_this_rank
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Called by TRL at each checkpoint, and at the end."""

@@ -1,0 +1,477 @@
+"""Several nodes: which of them this is, that all would do the same, and what is heard of the others while they train.
+
+The command that waits in front on each node meets the others at a ``TCPStore`` that node 0 serves, before any process
+is started, and so before any collective that could hang. The same store carries a sign of life from each node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seqtile._errors import RunError, UserError
+from seqtile.devices import package_version
+from seqtile.train.same_run import PACKAGES
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from seqtile.train.recipe import Recipe
+
+MEETING_SECONDS = 600.0
+"""How long the first of the nodes waits for the last, unless the command says otherwise."""
+
+LOST_SECONDS = 40.0
+"""A node that gives no sign of life for so long is lost."""
+
+BEAT_SECONDS = 2.0
+_POLL_SECONDS = 0.1
+_READ_SECONDS = 10.0
+"""How long node 0 serves a refusal that a node has not read."""
+
+_SLURM_PORTS = (20_000, 20_000)
+"""First port, and how many: which of them a Slurm job takes follows from its number."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of one run.
+
+    Attributes:
+        count: how many, at least 2.
+        rank: which one this is, from 0.
+        host, port: where they meet; node 0 is there.
+    """
+
+    count: int
+    rank: int
+    host: str
+    port: int
+
+    @property
+    def rendezvous(self) -> str:
+        """Where they meet, as ``--rendezvous`` takes it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def find_nodes(
+    count: int | None, rank: int | None, rendezvous: str | None, environment: Mapping[str, str] = os.environ
+) -> Nodes | None:
+    """The nodes that the flags, or else the environment of torchrun or of a Slurm step, name; None for one node.
+
+    torchrun takes its own flags from ``PET_NNODES``, ``PET_NODE_RANK`` and ``PET_RDZV_ENDPOINT``, or
+    ``PET_MASTER_ADDR`` and ``PET_MASTER_PORT``, which operators such as Kubeflow's set; of Slurm the variables of
+    ``srun`` are read.
+
+    Raises:
+        UserError: one is missing, or is no number in its range.
+    """
+    said = _torchrun(environment) or _slurm(environment)
+    given = {"--nodes": count, "--node-rank": rank, "--rendezvous": rendezvous}
+    if count == 1 or (count is None and said.get("--nodes") == "1"):
+        if (rank or 0) > 0:
+            raise UserError(f"got --node-rank {rank} of one node; give --nodes too")
+        return None
+    said |= {flag: str(value) for flag, value in given.items() if value is not None}
+    if not said:
+        return None
+    for flag in given:
+        if flag not in said:
+            raise UserError(
+                f"{' and '.join(said)} need {flag} too: --nodes N --node-rank R --rendezvous HOST:PORT, the same N and "
+                "HOST:PORT on each node, where HOST is node 0"
+            )
+    numbers = [_whole(said[flag], flag) for flag in ("--nodes", "--node-rank")]
+    if numbers[1] >= numbers[0]:
+        raise UserError(f"got --node-rank {numbers[1]} of {numbers[0]} nodes; they are numbered from 0")
+    host, separator, port = said["--rendezvous"].rpartition(":")
+    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(
+            f"got --rendezvous {said['--rendezvous']!r}, expected HOST:PORT, an address of node 0 that all reach, and "
+            "a port that is free there"
+        )
+    return Nodes(numbers[0], numbers[1], host.strip("[]"), int(port))
+
+
+def _whole(text: str, flag: str) -> int:
+    if not text.isdigit():
+        raise UserError(f"got {flag} {text!r}, expected a whole number; how many nodes train is fixed at the start")
+    return int(text)
+
+
+def _torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of the variables from which torchrun takes its flags."""
+    if "PET_NNODES" not in environment:
+        return {}
+    found = {"--nodes": environment["PET_NNODES"], "--node-rank": environment.get("PET_NODE_RANK", "")}
+    place = environment.get("PET_RDZV_ENDPOINT", "")
+    if not place and "PET_MASTER_ADDR" in environment:
+        place = f"{environment['PET_MASTER_ADDR']}:{environment.get('PET_MASTER_PORT', '29500')}"
+    return {flag: value for flag, value in {**found, "--rendezvous": place}.items() if value}
+
+
+def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of the variables that ``srun`` gives each task of a step.
+
+    Raises:
+        UserError: there are several tasks on a node.
+    """
+    count = environment.get("SLURM_STEP_NUM_NODES")
+    if count is None:
+        return {}
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", count)
+    if count != "1" and tasks != count:
+        raise UserError(
+            f"srun started {tasks} tasks on {count} nodes; seqtile train is started once on each and starts the "
+            "processes of its devices itself: srun --ntasks-per-node=1"
+        )
+    first, span = _SLURM_PORTS
+    port = environment.get("MASTER_PORT") or str(first + int(environment.get("SLURM_JOB_ID", "0")) % span)
+    host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    found = {"--nodes": count, "--node-rank": environment.get("SLURM_NODEID", "")}
+    return {flag: value for flag, value in {**found, "--rendezvous": f"{host}:{port}"}.items() if value}
+
+
+def first_host(hosts: str) -> str:
+    """The first of a Slurm list of hosts: ``node[03-05,9],other1`` is ``node03``."""
+    head = re.match(r"([^,\[]*)(?:\[([^,\]-]+)[^\]]*\])?([^,\[]*)", hosts)
+    return "".join(part or "" for part in head.groups()) if head else hosts
+
+
+def facts_of(recipe: Recipe, nodes: Nodes) -> dict[str, Any]:
+    """What has to be the same on every node, by what it is called in a sentence."""
+    versions = {name: package_version(name) for name in ("seqtile", *PACKAGES)}
+    if recipe.engine.startswith("zero"):
+        versions["deepspeed"] = package_version("deepspeed")
+    found: dict[str, Any] = {"--nodes": nodes.count, "python": ".".join(platform.python_version_tuple()[:2])}
+    found |= versions
+    found |= {f"recipe key {key!r}": value for key, value in recipe.model_dump(mode="json").items()}
+    found["digest of the model's config.json"] = digest_files(recipe.model, "config.json")
+    for what, name in (("dataset", recipe.dataset), ("eval_dataset", recipe.eval_dataset)):
+        found[f"digest of {what} {name!r}"] = None if name is None else digest_files(name)
+    return found
+
+
+def saving(recipe: Recipe, *, shared: bool) -> Recipe:
+    """``recipe`` with checkpoints written once, to a directory that all nodes share, or by each node to its own.
+
+    Raises:
+        UserError: the engine writes its shards to one directory, or was not proven to go on from several.
+    """
+    key = "save_on_each_node"
+    trainer = {name: value for name, value in recipe.trainer.items() if name != key}
+    if shared:
+        return recipe.changed(trainer=trainer)
+    if recipe.engine != "ddp":
+        raise UserError(
+            f"output {recipe.output!r} is another directory on each node, and the checkpoints of engine "
+            f"{recipe.engine!r} belong in one; give --output a directory that all nodes share, or use --engine ddp"
+        )
+    return recipe.changed(trainer={**trainer, key: True})
+
+
+def digest_files(source: str, pattern: str = "**/*") -> str | None:
+    """A digest of a file, or of the files below a directory: names, sizes, and the ends and middle of each.
+
+    None for what is no path, such as a Hub id.
+    """
+    path = Path(source).expanduser()
+    if not path.exists():
+        return None
+    digest, sample = hashlib.blake2b(digest_size=16), 1 << 16
+    for file in sorted(one for one in path.glob(pattern) if one.is_file()) if path.is_dir() else [path]:
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path) if file != path else ''} {size} ".encode())
+        with file.open("rb") as opened:
+            for start in (0, size // 2, size - sample):
+                opened.seek(max(0, start))
+                digest.update(opened.read(sample))
+    return digest.hexdigest()
+
+
+class Meeting:
+    """One node's connection to the others.
+
+    Args:
+        nodes: which one this is.
+        seconds: how long to wait for the others.
+
+    Raises:
+        UserError: the port is in use on node 0, or this node's number is taken.
+        RunError: node 0 does not answer.
+    """
+
+    def __init__(self, nodes: Nodes, seconds: float = MEETING_SECONDS) -> None:
+        self.nodes, self._seconds = nodes, seconds
+        self._store = _serve(nodes) if nodes.rank == 0 else _join(nodes, seconds)
+        self._deadline = time.monotonic() + seconds
+        self._done, self._lock = threading.Event(), threading.Lock()
+        self._others = {rank: f"node {rank}" for rank in range(nodes.count) if rank != nodes.rank}
+        self._agreed = self._ended = False
+        self._lost, self._heard = "", time.monotonic()
+        if self._store.add(f"claim/{nodes.rank}", 1) > 1:
+            raise UserError(
+                f"another command says --node-rank {nodes.rank} at {nodes.rendezvous} already; give each node its own"
+            )
+
+    def agree(self, facts: Mapping[str, Any], output: Path, start: Path | None) -> dict[str, Any]:
+        """Compare every node's facts.
+
+        Args:
+            facts: of :func:`facts_of`.
+            output: the run's directory on this node.
+            start: the newest whole checkpoint on this node, of a run that goes on.
+
+        Returns:
+            The same on every node, among it: ``"shared"``, whether all write to one directory; ``"start"``, the newest
+            checkpoint that may be whole on all; ``"port"``, for the processes' own rendezvous on node 0.
+
+        Raises:
+            UserError: the nodes disagree, or one has refused.
+            RunError: a node did not come in time.
+        """
+        mine: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "facts": dict(facts),
+            "start": start.name if start else None,
+        }
+        probe = _Probe(output) if self.nodes.rank == 0 else None
+        try:
+            if probe is not None:
+                self._store.set("probe", probe.name)
+            mine["sees"] = _nearest(output).joinpath(self._wait_for("probe")).exists()
+            self._store.set(f"node/{self.nodes.rank}", json.dumps(mine))
+            if self.nodes.rank == 0:
+                self._store.set("verdict", json.dumps(self._judge()))
+            verdict: dict[str, Any] = json.loads(self._wait_for("verdict"))
+        finally:
+            if probe is not None:
+                probe.close()
+        self._store.set(f"read/{self.nodes.rank}", "")
+        if not verdict["refused"] and verdict["count"] != self.nodes.count:
+            verdict["refused"] = f"node 0 was told --nodes {verdict['count']} and this one {self.nodes.count}"
+        if verdict["refused"]:
+            if self.nodes.rank == 0:
+                self._wait_until(lambda: all(self._store.check([f"read/{other}"]) for other in verdict["came"]))
+            raise (RunError if verdict["missing"] else UserError)(verdict["refused"])
+        self._others = {int(rank): f"node {rank} ({host})" for rank, host in verdict["hosts"].items()}
+        self._others.pop(self.nodes.rank)
+        self._agreed = True
+        threading.Thread(target=self._beat, daemon=True).start()
+        return verdict
+
+    def share(self, value: str | None) -> str:
+        """What node 0 says, on every node; on the others ``value`` is None."""
+        if value is not None:
+            self._store.set("shared", value)
+        return self._wait_for("shared")
+
+    def news(self, seconds: float = 0.0) -> str:
+        """What has happened to another node, for at most so many seconds to come; empty while all is well."""
+        end = time.monotonic() + seconds
+        while True:
+            with self._lock:
+                silent = time.monotonic() - self._heard > LOST_SECONDS and not self._ended
+                if self._lost or (silent and self.nodes.rank):
+                    return self._lost or f"{self._others[0]} is lost: no sign of life for {LOST_SECONDS:.0f} s"
+            if time.monotonic() >= end:
+                return ""
+            time.sleep(_POLL_SECONDS)
+
+    def end(self, code: int, message: str = "") -> None:
+        """Tell the others how it ended here; node 0 stays until all others have ended too, or are lost."""
+        with self._lock:
+            self._ended = True
+        with suppress(RuntimeError):
+            self._store.set(f"end/{self.nodes.rank}", json.dumps({"code": code, "message": message}))
+            while self.nodes.rank == 0 and self._agreed and not self.news():
+                if all(self._store.check([f"end/{other}"]) for other in self._others):
+                    break
+                time.sleep(_POLL_SECONDS)
+            if self.nodes.rank == 0 and code:
+                time.sleep(BEAT_SECONDS)  # for those that are to hear it
+        self._done.set()
+
+    def _judge(self) -> dict[str, Any]:
+        """Node 0's verdict."""
+        count = self.nodes.count
+        keys = {rank: f"node/{rank}" for rank in range(count)}
+        self._wait_until(
+            lambda: all(self._store.check([key]) or self._end_of(rank) for rank, key in keys.items()),
+            self._deadline,
+        )
+        here = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        verdict: dict[str, Any] = {"count": count, "refused": "", "missing": False, "port": free_port()}
+        verdict["came"] = [*here]
+        for rank in range(count):
+            if end := self._end_of(rank):
+                return {**verdict, "refused": f"node {rank} refuses: {end['message']}"}
+        if missing := [rank for rank in keys if rank not in here]:
+            names, plural = ", ".join(map(str, missing)), "s" if len(missing) > 1 else ""
+            words = (
+                f"node{plural} {names} of {count} did not come to {self.nodes.rendezvous} within "
+                f"{self._seconds:.0f} s; start the same command there, with --node-rank {names}"
+            )
+            return {**verdict, "refused": words, "missing": True}
+        verdict["hosts"] = {rank: node["host"] for rank, node in here.items()}
+        for rank, node in here.items():
+            for name, value in here[0]["facts"].items():
+                other = node["facts"].get(name)
+                if other != value:
+                    words = (
+                        f"nodes disagree: {name} is {value!r} on node 0 ({here[0]['host']}) and {other!r} on node "
+                        f"{rank} ({node['host']}); start the same command with the same versions and files on each"
+                    )
+                    return {**verdict, "refused": words}
+        steps = [node["start"] for node in here.values()]
+        oldest = None if None in steps else min(steps, key=lambda name: int(name.rpartition("-")[2]))
+        return {**verdict, "shared": all(node["sees"] for node in here.values()), "start": oldest}
+
+    def _end_of(self, rank: int) -> dict[str, Any] | None:
+        key = f"end/{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _wait_for(self, key: str) -> str:
+        """What node 0 sets, unless it ends before."""
+        # Node 0 is the first to say who is missing.
+        late = self._deadline + (_READ_SECONDS if self.nodes.rank else 0)
+        if not self._wait_until(lambda: self._store.check([key]) or bool(self._end_of(0)), late):
+            raise RunError(f"node 0 said nothing at {self.nodes.rendezvous} within {self._seconds:.0f} s")
+        if not self._store.check([key]):
+            end = self._end_of(0) or {"message": ""}
+            raise UserError(f"node 0 refuses: {end['message']}")
+        return bytes(self._store.get(key)).decode()
+
+    def _wait_until(self, holds: Callable[[], bool], deadline: float | None = None) -> bool:
+        """Whether it comes to hold in time."""
+        deadline = time.monotonic() + _READ_SECONDS if deadline is None else deadline
+        while True:
+            try:
+                if holds():
+                    return True
+            except RuntimeError:
+                raise RunError(f"the connection to node 0 at {self.nodes.rendezvous} has broken") from None
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+
+    def _beat(self) -> None:
+        """Give signs of life and look for those of the others."""
+        seen = {rank: (0, time.monotonic()) for rank in self._others}
+        while not self._done.wait(BEAT_SECONDS):
+            try:
+                self._store.add(f"beat/{self.nodes.rank}", 1)
+                lost = self._look(seen)
+            except RuntimeError:
+                lost = "" if self.nodes.rank == 0 else f"{self._others[0]} is lost: its connection has broken"
+            with self._lock:
+                self._heard = time.monotonic()
+                self._lost = self._lost or lost
+            if lost:
+                return
+
+    def _look(self, seen: dict[int, tuple[int, float]]) -> str:
+        for rank, name in self._others.items():
+            if end := self._end_of(rank):
+                if end["code"]:
+                    return f"{name} ended first: {end['message'] or 'exit code ' + str(end['code'])}"
+                continue
+            beats, since = self._store.add(f"beat/{rank}", 0), seen[rank]
+            if beats != since[0]:
+                seen[rank] = (beats, time.monotonic())
+            elif time.monotonic() - since[1] > LOST_SECONDS:
+                return f"{name} is lost: no sign of life for {LOST_SECONDS:.0f} s"
+        return ""
+
+
+class _Probe:
+    """An empty file beside the output, by which another node sees that it writes to the same directory."""
+
+    def __init__(self, output: Path) -> None:
+        descriptor, path = tempfile.mkstemp(prefix=".seqtile-", dir=_nearest(output))
+        os.close(descriptor)
+        self._path = Path(path)
+        self.name = self._path.name
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def _nearest(path: Path) -> Path:
+    """The directory, or the first above it that exists."""
+    path = path.expanduser().absolute()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def free_port() -> int:
+    """A port that nothing listens at now."""
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _serve(nodes: Nodes) -> TCPStore:
+    """Node 0's store, which listens on every address of this machine."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    both = socket.has_dualstack_ipv6()
+    try:
+        server = socket.create_server(
+            ("", nodes.port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=1024
+        )
+    except OSError as error:
+        raise UserError(
+            f"node 0 cannot listen at port {nodes.port} ({error.strerror}); another program, or an earlier run, has "
+            "it: give --rendezvous another port, the same on each node"
+        ) from None
+    return TCPStore(
+        "localhost", nodes.port, None, True, timedelta(seconds=LOST_SECONDS), wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )  # fmt: skip
+
+
+def _join(nodes: Nodes, seconds: float) -> TCPStore:
+    """The store of node 0, as soon as it is there."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    deadline = time.monotonic() + seconds
+    while True:  # torch would write a stack to stderr for each try
+        try:
+            socket.create_connection((nodes.host, nodes.port), timeout=max(1.0, deadline - time.monotonic())).close()
+            break
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise RunError(
+                    f"node 0 did not answer at {nodes.rendezvous} within {seconds:.0f} s ({error.strerror or error}); "
+                    "start the same command there with --node-rank 0, or give --rendezvous an address of it"
+                ) from None
+            time.sleep(_POLL_SECONDS)
+    found: list[TCPStore] = []
+
+    def connect() -> None:
+        with suppress(RuntimeError):
+            found.append(
+                TCPStore(nodes.host, nodes.port, None, False, timedelta(seconds=LOST_SECONDS), wait_for_workers=False)
+            )
+
+    # Whatever else listens there is asked for an answer without a time limit (torch 2.13).
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(max(_READ_SECONDS, deadline - time.monotonic()))
+    if not found:
+        raise RunError(
+            f"what listens at {nodes.rendezvous} is not seqtile train's node 0; give --rendezvous an address of it"
+        )
+    return found[0]

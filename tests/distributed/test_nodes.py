@@ -1,0 +1,142 @@
+"""``seqtile train --nodes``: two "nodes" on this machine, the results of one process, and a node that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+import node_fronts
+from seqtile.planner.accelerators import Device
+from seqtile.planner.memory_plan import Planner
+from seqtile.planner.request import Request
+from seqtile.planner.traffic import bytes_between_nodes
+from seqtile.train.checkpoint_files import newest_whole
+from seqtile.train.nodes import free_port
+from seqtile.train.recipe import save_recipe
+
+SECONDS = 600
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(SECONDS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return node_fronts.prepare(tmp_path_factory.mktemp("nodes"))
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in node_fronts.environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def test_context_and_data_parallel_over_two_nodes_train_as_one_process(folder: Path) -> None:
+    values = node_fronts.CASES["FSDP2 + context parallel, 2 processes a node"]
+    shown: list[str] = []
+    assert node_fronts.train_on_nodes(folder, folder / "ring", say=shown.append, **values) == {0: 0, 1: 0}
+    by_losses, by_weights = node_fronts.differences(folder, folder / "ring", node_fronts.rows_of_a_step(values))
+    assert by_losses < 1e-5 and by_weights < 1e-2  # Adam divides each gradient by its own size
+    commands = [text for text in shown if text.startswith("accelerate launch")]
+    for rank in range(2):
+        assert sum(f"--num_processes 4 --num_machines 2 --machine_rank {rank}" in text for text in commands) == 1
+    assert sum("which all share" in text for text in shown) == 2
+
+
+def test_what_a_step_moves_is_what_the_plan_counts(folder: Path) -> None:
+    """One ring over both nodes: of each node, one process's sends leave it."""
+    values = {"engine": "fsdp2", "nproc": 4, "cp_size": 4, "steps": 1}
+    assert node_fronts.train_on_nodes(folder, folder / "whole-ring", **values) == {0: 0, 1: 0}
+    carried = [json.loads((folder / "whole-ring" / f"carried-{rank}.json").read_text()) for rank in range(4)]
+    request = Request(
+        model="tiny", config=AutoConfig.from_pretrained(folder / "model"), device=Device("any", 2**37, None, "a test"),
+        gpus=4, nodes=2, engine="fsdp2", cp_size=4, precision="float32", attention="sdpa",
+    )  # fmt: skip
+    counts = Planner(request, 96).counts
+    planned = bytes_between_nodes(request, counts, carried[0]["tokens"])
+    of_the_ring = planned["keys and values"] + planned["gradients of keys and values"]
+    for rank in range(4):
+        found = carried[rank]["bytes"]
+        assert found["ring torch.float32"] == of_the_ring
+        # Of W bytes of all ranks together, a ring puts (P - 1) / P * W on each of its links; shards are padded.
+        assert found["_reduce_scatter_base_"] * 3 / 4 == pytest.approx(planned["gradients"], rel=0.01)
+        at_least = planned["weights"] - 3 / 4 * 4 * counts.root
+        assert at_least <= found["_allgather_base_"] * 3 / 4 <= 1.01 * planned["weights"]
+
+
+FRONT = """
+import sys
+from seqtile.train import nodes
+nodes.LOST_SECONDS = 20.0
+from seqtile.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start(folder: Path, rank: int, port: int, *more: str) -> subprocess.Popen[str]:
+    """The command of one node, in a session of its own."""
+    words = ["train", *more, "--nodes", "2", "--node-rank", str(rank), "--rendezvous", f"127.0.0.1:{port}"]
+    with (folder / f"node-{rank}.log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", FRONT, *words], stdout=log, stderr=log, text=True, start_new_session=True
+        )
+
+
+def said(folder: Path, rank: int) -> str:
+    return (folder / f"node-{rank}.log").read_text()
+
+
+def descendants(pid: int) -> list[int]:
+    children = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in children.splitlines()]
+    found = [pid]
+    for parent in found:
+        found += [child for child, of in pairs if of == parent]
+    return found
+
+
+@pytest.mark.parametrize("killed", [1])
+def test_a_node_is_killed_the_others_end_with_a_sentence_and_the_run_goes_on(killed: int, folder: Path) -> None:
+    output, port = folder / f"killed-{killed}", free_port()
+    values = {"engine": "ddp", "nproc": 2, "save_steps": 2}
+    save_recipe(node_fronts.recipe(folder, output, **values, steps=None).changed(steps=2000), folder / "long.yaml")
+    fronts = [start(folder, rank, port, "--recipe", str(folder / "long.yaml")) for rank in range(2)]
+    try:
+        end = time.monotonic() + 200
+        while not (output / "checkpoint-2" / "complete.json").is_file():
+            assert time.monotonic() < end and fronts[0].poll() is None, said(folder, 0) + said(folder, 1)
+            time.sleep(0.05)
+        # Everything of that node at once, as when its power fails.
+        for pid in reversed(descendants(fronts[killed].pid)):
+            os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        code = fronts[1 - killed].wait(timeout=120)
+        assert time.monotonic() - began < 60
+    finally:
+        for front in fronts:
+            for pid in descendants(front.pid):
+                if front.poll() is None:
+                    os.kill(pid, signal.SIGKILL)
+    told = [line for line in said(folder, 1 - killed).splitlines() if line.startswith("seqtile: ")]
+    assert code == 1 and len(told) == 1, said(folder, 1 - killed)
+    assert re.search(
+        rf"node {killed} \(.*\) is lost: .*; the last whole checkpoint is .*--resume on each node", told[0]
+    )
+
+    newest, _ = newest_whole(output)
+    assert newest is not None
+    step = int(newest.name.rpartition("-")[2])
+    more = {**values, "steps": step + 1}
+    assert node_fronts.train_on_nodes(folder, output, resume=True, **more) == {0: 0, 1: 0}
+    assert len(node_fronts.losses(output)) == step + 1
+    unbroken = folder / "unbroken"
+    assert node_fronts.train_on_nodes(folder, unbroken, **more) == {0: 0, 1: 0}
+    assert node_fronts.losses(output) == node_fronts.losses(unbroken)

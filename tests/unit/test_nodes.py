@@ -1,0 +1,243 @@
+"""Nodes meet before anything could hang: who is missing, what differs, whose port is taken, who is lost."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node_fronts import on_each
+from seqtile._errors import RunError, UserError
+from seqtile.train import nodes as module
+from seqtile.train.launch import launch_command
+from seqtile.train.nodes import Meeting, Nodes, digest_files, facts_of, find_nodes, first_host, free_port, saving
+from seqtile.train.recipe import build_recipe, resolve
+
+FLAGS = (2, 1, "10.0.0.1:29500")
+SRUN = {
+    "SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "2",
+    "SLURM_STEP_NODELIST": "gpu[03-05,09]", "SLURM_JOB_NUM_NODES": "4",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "expected"),
+    [
+        ((None, None, None), {}, None),
+        ((1, None, None), {}, None),
+        (FLAGS, {}, Nodes(2, 1, "10.0.0.1", 29500)),
+        ((2, 0, "[fe80::1]:29500"), {}, Nodes(2, 0, "fe80::1", 29500)),
+        ((None, None, None), SRUN, Nodes(4, 2, "gpu03", 24711)),
+        ((None, None, None), {**SRUN, "MASTER_ADDR": "ib-gpu03", "MASTER_PORT": "1234"}, Nodes(4, 2, "ib-gpu03", 1234)),
+        ((None, None, "other:5"), SRUN, Nodes(4, 2, "other", 5)),
+        ((None, None, None), {**SRUN, "SLURM_STEP_NUM_NODES": "1"}, None),
+        ((None, None, None), {"SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "0"}, None),
+        (
+            (None, None, None),
+            {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "a:1"},
+            Nodes(2, 1, "a", 1),
+        ),
+        (
+            (None, None, None),
+            {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a"},
+            Nodes(2, 1, "a", 29500),
+        ),
+    ],
+)
+def test_nodes_are_those_of_the_flags_or_of_the_environment(
+    flags: tuple[Any, ...], environment: dict[str, str], expected: Nodes | None
+) -> None:
+    assert find_nodes(*flags, environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "told"),
+    [
+        ((2, 1, None), {}, "--rendezvous too"),
+        ((None, 1, None), {}, "--nodes and --rendezvous|--nodes too"),
+        ((1, 1, None), {}, "of one node"),
+        ((2, 2, "a:1"), {}, "--node-rank 2 of 2 nodes"),
+        ((2, 0, "a"), {}, "expected HOST:PORT"),
+        ((2, 0, "a:99999"), {}, "expected HOST:PORT"),
+        ((None, None, None), {"PET_NNODES": "1:4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a"}, "fixed at the start"),
+        ((None, None, None), {**SRUN, "SLURM_STEP_NUM_TASKS": "32"}, "--ntasks-per-node=1"),
+    ],
+)
+def test_what_is_missing_or_no_number_is_refused(
+    flags: tuple[Any, ...], environment: dict[str, str], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        find_nodes(*flags, environment)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("n[03-05,9],m1", "n03"),
+        ("a[1,3]-b,c", "a1-b"),
+        ("x-y[7]", "x-y7"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_accelerate_is_told_of_the_nodes() -> None:
+    recipe = resolve(build_recipe({"engine": "ddp", "nproc": 16}, {})[0])
+    words = launch_command(recipe, "worker", ["folder"], Nodes(2, 1, "10.0.0.1", 29500), 4000)
+    from accelerate.commands.launch import launch_command_parser
+
+    parsed = launch_command_parser().parse_args(words[3:])
+    assert (parsed.num_processes, parsed.num_machines, parsed.machine_rank) == (16, 2, 1)
+    assert (parsed.main_process_ip, parsed.main_process_port, parsed.module) == ("10.0.0.1", 4000, True)
+    assert parsed.training_script == "worker" and parsed.training_script_args == ["folder"]
+
+
+def agree(
+    tmp_path: Path, facts: list[dict[str, Any]], *, ranks: list[int] | None = None, seconds: float = 5.0,
+    outputs: list[Path] | None = None, starts: list[Path | None] | None = None,
+) -> dict[int, Any]:  # fmt: skip
+    """What each node is told; ``ranks`` are those that come."""
+    port = free_port()
+
+    def one(place: int) -> Any:
+        rank = ranks[place] if ranks else place
+        count = facts[place].get("--nodes", len(facts))
+        meeting = Meeting(Nodes(count, rank, "127.0.0.1", port), seconds)
+        code = 1
+        try:
+            output = outputs[place] if outputs else tmp_path / "out"
+            verdict = meeting.agree(facts[place], output, starts[place] if starts else None)
+            verdict["shared value"] = meeting.share("from node 0" if rank == 0 else None)
+            code = 0
+            return verdict
+        finally:
+            meeting.end(code)
+
+    return on_each(len(facts), one)
+
+
+def test_nodes_that_agree_are_told_the_same_and_leave_nothing(tmp_path: Path) -> None:
+    told = agree(
+        tmp_path, [{"torch": "2"}] * 3, starts=[Path("checkpoint-20"), Path("checkpoint-10"), Path("checkpoint-20")]
+    )
+    assert told[0] == told[1] == told[2] and told[0]["shared"] is True
+    assert told[0]["start"] == "checkpoint-10" and told[0]["shared value"] == "from node 0"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_of_their_own_are_seen(tmp_path: Path) -> None:
+    outputs = [tmp_path / "a" / "out", tmp_path / "b" / "out"]
+    for output in outputs:
+        output.parent.mkdir()
+    assert [verdict["shared"] for verdict in agree(tmp_path, [{}, {}], outputs=outputs).values()] == [False, False]
+
+
+def test_each_is_told_what_they_disagree_on(tmp_path: Path) -> None:
+    told = agree(tmp_path, [{"torch": "2", "recipe key 'seed'": 0}, {"torch": "2", "recipe key 'seed'": 1}])
+    assert {type(error) for error in told.values()} == {UserError}
+    for error in told.values():
+        assert "nodes disagree: recipe key 'seed' is 0 on node 0" in str(error) and "1 on node 1" in str(error)
+
+
+def test_another_number_of_nodes_is_told(tmp_path: Path) -> None:
+    told = agree(tmp_path, [{"--nodes": 2}, {"--nodes": 3}])
+    assert "--nodes is 2 on node 0" in str(told[1])
+    told = agree(tmp_path, [{"--nodes": 2}, {"--nodes": 2}, {"--nodes": 3}])
+    assert isinstance(told[0], dict) and "node 0 was told --nodes 2 and this one 3" in str(told[2])
+
+
+def test_a_missing_node_is_named_within_the_time(tmp_path: Path) -> None:
+    began = time.monotonic()
+    told = agree(tmp_path, [{"--nodes": 3}, {"--nodes": 3}], seconds=1.5)
+    assert time.monotonic() - began < 30
+    assert all(isinstance(error, RunError) and "node 2 of 3 did not come" in str(error) for error in told.values())
+
+
+def test_node_0_is_missed_too(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"node 0 did not answer at 127.0.0.1:\d+ within 1 s"):
+        Meeting(Nodes(2, 1, "127.0.0.1", free_port()), 1.0)
+
+
+def test_a_number_that_is_taken_is_refused(tmp_path: Path) -> None:
+    told = agree(tmp_path, [{}, {}, {}], ranks=[0, 1, 1], seconds=1.5)
+    assert sum("another command says --node-rank 1" in str(error) for error in told.values()) == 1
+
+
+def test_a_port_in_use_is_refused_at_once() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot listen at port {port}"):
+            Meeting(Nodes(2, 0, "127.0.0.1", port), 60)
+
+
+def test_what_else_listens_there_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_READ_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(RunError, match="is not seqtile train's"):
+        Meeting(Nodes(2, 1, "127.0.0.1", server.getsockname()[1]), 0.5)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("how", ["silent", "ended"])
+def test_the_others_hear_of_a_lost_node(gone: int, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOST_SECONDS", 0.6)
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.1)
+    port = free_port()
+
+    def one(rank: int) -> str:
+        meeting = Meeting(Nodes(2, rank, "127.0.0.1", port), 10)
+        meeting.agree({}, tmp_path / "out", None)
+        meeting.share("" if rank == 0 else None)
+        if rank == gone:
+            if how == "ended":
+                meeting.end(1, "out of memory")
+            else:
+                meeting._done.set()
+            time.sleep(1.2)
+            return ""
+        news = meeting.news(seconds=20)
+        meeting.end(1)
+        return news
+
+    news = on_each(2, one)[1 - gone]
+    assert news.startswith(f"node {gone} (")
+    assert ("ended first: out of memory" if how == "ended" else "is lost: no sign of life") in news
+
+
+def test_all_that_has_to_be_the_same_is_compared(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    values = {"engine": "zero3", "nproc": 2, "model": "demo", "dataset": str(tmp_path / "rows.jsonl")}
+    nodes = Nodes(2, 0, "a", 1)
+    facts = facts_of(build_recipe(values, {})[0], nodes)
+    assert {"seqtile", "torch", "accelerate", "deepspeed", "python", "recipe key 'max_length'"} <= facts.keys()
+    other = facts_of(build_recipe({**values, "max_length": 4096}, {})[0], nodes)
+    assert [name for name in facts if facts[name] != other[name]] == ["recipe key 'max_length'"]
+    (tmp_path / "rows.jsonl").write_text('{"text": "b"}\n')
+    other = facts_of(build_recipe(values, {})[0], nodes)
+    assert [name for name in facts if facts[name] != other[name]] == [f"digest of dataset '{tmp_path / 'rows.jsonl'}'"]
+
+
+def test_a_digest_sees_names_sizes_and_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 10)
+    found = {digest_files(str(tmp_path))}
+    (tmp_path / "a").write_bytes(b"x" * 11)
+    found.add(digest_files(str(tmp_path)))
+    (tmp_path / "a").rename(tmp_path / "b")
+    found.add(digest_files(str(tmp_path)))
+    assert len(found) == 3 and digest_files("owner/name") is None
+
+
+def test_each_node_saves_where_directories_are_its_own() -> None:
+    values = {"engine": "ddp", "nproc": 2, "output": "out", "trainer": {"save_on_each_node": True, "bf16": False}}
+    recipe = build_recipe(values, {})[0]
+    assert saving(recipe, shared=True).trainer == {"bf16": False}
+    assert saving(recipe, shared=False).trainer == {"bf16": False, "save_on_each_node": True}
+    for engine in ("fsdp2", "zero2", "zero3"):
+        assert saving(recipe.changed(engine=engine), shared=True).engine == engine
+        with pytest.raises(UserError, match="give --output a directory that all nodes share"):
+            saving(recipe.changed(engine=engine), shared=False)

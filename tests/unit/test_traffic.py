@@ -1,0 +1,97 @@
+"""What a step moves between nodes, against counts by hand; plans of several nodes and of ring attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from seqtile._errors import UserError
+from seqtile.planner.accelerators import Device
+from seqtile.planner.explain import recipe
+from seqtile.planner.memory_plan import Planner
+from seqtile.planner.request import Request
+from seqtile.planner.sharding_terms import RING_BACKWARD
+from seqtile.planner.traffic import bytes_between_nodes
+from seqtile.train.recipe import build_recipe, resolve
+
+CONFIG = LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
+    vocab_size=256, max_position_embeddings=2**20,
+)  # fmt: skip
+
+
+def request(**values: Any) -> Request:
+    given: dict[str, Any] = {"model": "tiny", "config": CONFIG, "device": Device("any", 2**36, None, "a test")}
+    return Request(**given, **{"gpus": 8, "nodes": 2, "host_memory": 2**40, **values})
+
+
+@pytest.fixture(scope="module")
+def ring() -> Planner:
+    return Planner(request(engine="fsdp2", cp_size=8))
+
+
+def test_a_ring_over_nodes_sends_keys_and_values_on(ring: Planner) -> None:
+    tokens, counts = 4096, ring.counts
+    found = bytes_between_nodes(ring.request, counts, tokens)
+    # One rank's keys and values of one layer, in bf16: tokens / 8 of 2 x 2 heads of 8.
+    sent = 2 * (tokens / 8) * 2 * 2 * 8
+    assert found["keys and values"] == 3 * 7 * 3 * sent  # layers, turns; forward, recompute, backward
+    assert found["gradients of keys and values"] == 3 * 8 * 2 * sent  # in fp32
+    assert found["weights"] == 2 * 7 / 8 * 2 * counts.weights and found["gradients"] == 7 / 8 * 2 * counts.weights
+
+
+def test_a_split_inside_of_a_node_stays_there(ring: Planner) -> None:
+    counts = ring.counts
+    for split in ({"engine": "fsdp2", "cp_size": 4}, {"engine": "zero3", "sp_size": 4}):
+        assert bytes_between_nodes(request(**split), counts, 4096).keys() == {"weights", "gradients"}
+    assert bytes_between_nodes(request(engine="fsdp2", cp_size=8, nodes=1), counts, 4096) == {}
+
+
+def test_ulysses_over_nodes_sends_what_is_for_the_others(ring: Planner) -> None:
+    found = bytes_between_nodes(request(engine="zero3", sp_size=8), ring.counts, 4096)
+    # Query and output, keys and values repeated to 8 heads, of width 8, in bf16; half of the ranks are elsewhere.
+    assert found["attention heads"] == 3 * (4096 / 8) * (8 + 8 + 8 + 8) * 8 * 2 * 3 * 4 * (1 / 2)
+
+
+def test_data_parallel_engines_move_weights_and_gradients_alone(ring: Planner) -> None:
+    weights = ring.counts.weights
+    assert bytes_between_nodes(request(engine="ddp"), ring.counts, 64) == {"gradients": 2 * 7 / 8 * 4 * weights}
+    twice = bytes_between_nodes(request(engine="zero3", accumulation=2), ring.counts, 64)
+    once = bytes_between_nodes(request(engine="zero3"), ring.counts, 64)
+    assert twice == {name: 2 * value for name, value in once.items()}
+
+
+def test_a_plan_of_a_ring_holds_a_part_of_the_row_and_what_comes_round(ring: Planner) -> None:
+    assert ring.local(4096) == 512
+    attention = ring.estimate(65536, ring.lines(65536))
+    alone = Planner(request(engine="fsdp2", cp_size=1), like=ring).estimate(65536 // 8)
+    assert attention.device.expected < Planner(request(engine="fsdp2"), like=ring).estimate(65536).device.expected
+    # No less than a rank that has so many tokens for itself, and what the ring needs.
+    of_the_ring = 65536 / 8 * (RING_BACKWARD[0] * 8 + RING_BACKWARD[1] * 2) * 8
+    assert attention.device.expected <= alone.device.expected + 2 * of_the_ring
+    assert attention.device.expected >= alone.device.expected
+
+
+def test_the_emitted_recipe_trains(ring: Planner) -> None:
+    values = recipe(ring, 4096)
+    chosen = resolve(build_recipe({**values, "dataset": "rows", "model": "path"}, {})[0])
+    assert (chosen.engine, chosen.nproc, chosen.cp_size, chosen.attention) == ("fsdp2", 8, 8, "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"cp_size": 3}, "cp-size 3 does not divide 8 GPUs"),
+        ({"cp_size": 4, "sp_size": 4}, "both split sequences"),
+        ({"cp_size": 4, "engine": "zero3"}, "use --engine fsdp2"),
+        ({"cp_size": 4, "attention": "eager"}, "use --attention sdpa"),
+        ({"cp_size": 4, "options": replace(Request.options, heads=1)}, "takes all heads at once"),
+        ({"nodes": 3}, "not 3 nodes"),
+    ],
+)
+def test_what_a_ring_cannot_do_is_refused(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        Planner(request(**{"engine": "fsdp2", **values}), 4096)
