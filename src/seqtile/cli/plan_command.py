@@ -47,7 +47,7 @@ def command(
     group_size: int = typer.Option(None, help="GRPO: completions of each prompt (8).", metavar="N"),
     reference: bool = typer.Option(False, "--reference", help="GRPO: with a frozen reference (beta above 0)."),
     generator: str = typer.Option(None, help="GRPO: server (elsewhere), model, colocate or sleep (vLLM)."),
-    generator_memory: str = typer.Option(None, help="vLLM's on the device: a share, 0.3, or 24GiB.", metavar="SIZE"),
+    generator_memory: str = typer.Option(None, help="vLLM's on the device: a share, 0.3, or 24GiB.", metavar="M"),
     explain: bool = typer.Option(False, "--explain", help="Why each setting."),
     json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
     recipe: str = typer.Option(None, help="Write the recipe that seqtile train takes.", metavar="FILE"),
