@@ -12,9 +12,9 @@ from torch import Tensor
 
 from numerics import test_head_divergence as two_heads
 from numerics._blocks import random
-from numerics._heads import TILED, inputs, low_precision_sums, run, twin
+from numerics._heads import IGNORE, TILED, inputs, low_precision_sums, run, twin
 from seqtile.ops.lm_loss.divergence import linear_divergence
-from seqtile.ops.lm_loss.token_logprobs import HeadInput
+from seqtile.ops.lm_loss.token_logprobs import HeadInput, token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY, FACTOR = 2048, 48, 96, 1.05
 
@@ -69,6 +69,25 @@ def test_divergences(beta: float, reduction: str, tiles: int) -> None:
         lambda given: outcome(linear_divergence, given, tile=f"shards:{tiles}"),
         lambda given: outcome(two_heads.twin, given),
     )
+
+
+@pytest.mark.parametrize("tiles", [1, 16, 64])
+def test_log_probabilities_and_entropies(tiles: int) -> None:
+    """Each token with an upstream gradient of its own, as in GRPO with an entropy bonus."""
+    factor = (1 + random(TOKENS, seed=5, grad=False).abs()) / 819
+
+    def tiled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        scores = token_logprobs(hidden, weight, labels, temperature=0.7, entropy=True, tile=f"shards:{tiles}")
+        assert scores.entropy is not None
+        return (factor * (0.1 * scores.entropy - scores.log_probs)).sum()
+
+    def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        logits = (hidden @ weight.t()).to(torch.promote_types(hidden.dtype, torch.float32)) / 0.7
+        log_p = logits.log_softmax(-1)
+        found = 0.1 * -(log_p.exp() * log_p).sum(-1) - log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return (torch.where(labels != IGNORE, factor, 0) * found).sum()
+
+    check(lambda given: run(tiled, given), lambda given: run(plain, given))
 
 
 def test_sums_in_bf16_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

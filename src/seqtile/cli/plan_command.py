@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 @takes_options(
     "plan",
     defaults={"loss": "tiled", "checkpoint": "auto"},
-    more={"tile": ", or none", "checkpoint": "; auto: what fits"},
+    more={"tile": ", or none", "checkpoint": "; auto: what fits", "loss": "; grpo: a step of GRPO, tiled"},
 )
 def command(
     model: str = typer.Option(..., help="config.json, model directory, Hub id, or a shape: llama-8b, qwen3-8b, ..."),
@@ -43,7 +44,11 @@ def command(
     liger: bool = typer.Option(False, "--liger", help="With Liger's norm and SwiGLU kernels (use_liger_kernel)."),
     options: Any = None,
     batch_size: int = typer.Option(1, help="Rows per rank and micro-batch.", metavar="N"),
-    grad_accumulation: int = typer.Option(1, help="Micro-batches per update.", metavar="N"),
+    grad_accumulation: int = typer.Option(None, help="Micro-batches per update: 1, or those of a group.", metavar="N"),
+    group_size: int = typer.Option(None, help="GRPO: completions of each prompt (8).", metavar="N"),
+    reference: bool = typer.Option(False, "--reference", help="GRPO: with a frozen reference (beta above 0)."),
+    generator: str = typer.Option(None, help="GRPO: server (elsewhere), model, colocate or sleep (vLLM)."),
+    generator_memory: str = typer.Option(None, help="vLLM's on the device: a share, 0.3, or 24GiB.", metavar="M"),
     explain: bool = typer.Option(False, "--explain", help="Why each setting."),
     json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
     recipe: str = typer.Option(None, help="Write the recipe that seqtile train takes.", metavar="FILE"),
@@ -73,6 +78,16 @@ def command(
             raise UserError(f"{name} {file!r} is a directory; give the name of a file")
     if plot is not None and not plot.endswith(".png"):
         raise UserError(f"--plot {plot!r}: expected a name that ends with .png")
+    policy = _policy_of(options, group_size, reference, generator, generator_memory)
+    if policy is not None and recipe is not None:
+        raise UserError(
+            "--recipe writes what seqtile train takes, which is a supervised step; drop it, and give the settings to "
+            "TRL's GRPOTrainer"
+        )
+    if policy is not None:
+        options = {**options, "loss": "tiled"}
+    if grad_accumulation is None:  # as many as make whole groups
+        grad_accumulation = 1 if policy is None else max(1, policy["group"] // gcd(policy["group"], batch_size * gpus))
     asked, (on_host, moved) = options_of(options), split_offload(offload)
     check_names(
         engine=engine, attention=attention, precision=precision, optimizer=optimizer, engine_offload=moved, gpus=gpus,
@@ -83,6 +98,7 @@ def command(
     refuse_missing(model)
     with status(json, "reading the model's configuration") as progress:
         adapters = parse_adapters(lora) if lora is not None else parse_adapters("16") if qlora else None
+        from seqtile.planner.grpo import Grpo
         from seqtile.planner.request import Request
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -91,6 +107,7 @@ def command(
             sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
             engine_offload=moved, attention=attention, options=replace(asked, offload=on_host), batch=batch_size,
             accumulation=grad_accumulation, nodes=nodes, liger=liger, scans=scans,
+            grpo=None if policy is None else Grpo(**policy),
         )  # fmt: skip
         progress("running the step on shapes")
         from seqtile.cli import plan_show as show
@@ -130,6 +147,52 @@ def _check_trains(engine: str, gpus: int, sp_size: int, max_length: int | None) 
     if sp_size > 1 and max_length is not None and max_length % sp_size:
         nearest = max_length // sp_size * sp_size or sp_size
         raise UserError(f"max length {max_length} is not a multiple of sp-size {sp_size}; use --max-length {nearest}")
+
+
+def _policy_of(
+    options: Mapping[str, Any], group: int | None, reference: bool, generator: str | None, memory: str | None
+) -> dict[str, Any] | None:
+    """What the flags of a step of GRPO ask for; None for a supervised step."""
+    from seqtile.planner.names import GENERATORS
+
+    given = {"--group-size": group, "--reference": reference or None, "--generator": generator,
+             "--generator-memory": memory}  # fmt: skip
+    if options.get("loss") != "grpo":
+        if idle := [name for name, value in given.items() if value is not None]:
+            raise UserError(f"{idle[0]} is of a step of GRPO; add --loss grpo or drop it")
+        return None
+    where = "server" if generator is None else generator
+    if where not in GENERATORS:
+        raise UserError(f"generator {where!r} is not known here; use one of {', '.join(GENERATORS)}")
+    if memory is not None and where not in ("colocate", "sleep"):
+        raise UserError(
+            f"--generator-memory is of a generator that shares the device, got generator {where!r}; add --generator "
+            "colocate or sleep"
+        )
+    group = 8 if group is None else group
+    if group < 2:
+        raise UserError(f"got group size {group}, expected at least 2 completions to compare with each other")
+    return {"group": group, "reference": reference, "generator": where, "memory": generator_share(memory)}
+
+
+def generator_share(text: str | None) -> float | None:
+    """What ``--generator-memory`` gives: a share of the device, or bytes where it is above 1."""
+    from seqtile.tiling import parse_bytes
+
+    if text is None:
+        return None
+    try:
+        found = float(text)
+        good = 0 < found <= 1
+    except ValueError:
+        found = float(parse_bytes(text))
+        good = found > 1
+    if not good:
+        raise UserError(
+            f"got --generator-memory {text!r}, expected a share of the device above 0 and at most 1, such as 0.3, or a "
+            "size with its unit, 24GiB"
+        )
+    return found
 
 
 def parse_adapters(text: str) -> Lora:

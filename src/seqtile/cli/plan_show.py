@@ -28,8 +28,8 @@ def show_plan(
     recipe_file: str | None, plot_file: str | None, asked: int | None, saving: Saving | None, better: Step | None,
 ) -> None:  # fmt: skip
     """Print the plan, write what was asked for."""
-    chosen = recipe(planner, estimate.tokens)
-    if recipe_file is not None:
+    chosen = None if planner.request.grpo is not None else recipe(planner, estimate.tokens)
+    if recipe_file is not None and chosen is not None:
         _write_recipe(chosen, recipe_lacks(planner.request), Path(recipe_file).expanduser())
     if plot_file is not None:
         from seqtile.planner.plan_plot import plot_lengths
@@ -98,6 +98,8 @@ def _print_verdict(
         if fits:
             sure = "" if planner.fits_at_the_high_estimate(estimate) else " (not at the high estimate)"
             console.print(f"{estimate.tokens:,} tokens fit with {room / GIB:,.1f} GiB to spare{sure}.", style="bold")
+        elif not planner.is_generated(estimate):
+            console.print(f"{estimate.tokens:,} tokens do not fit: the generator's cache holds fewer.", style="bold")
         elif room < 0:
             console.print(f"{estimate.tokens:,} tokens do not fit: {-room / GIB:,.1f} GiB too much.", style="bold")
         else:
@@ -132,8 +134,8 @@ def _time(seconds: float) -> str:
 
 
 def _object(
-    planner: Planner, estimate: Estimate, longest: int, limit: str, chosen: dict[str, Any], saving: Saving | None,
-    better: Step | None,
+    planner: Planner, estimate: Estimate, longest: int, limit: str, chosen: dict[str, Any] | None,
+    saving: Saving | None, better: Step | None,
 ) -> dict[str, Any]:  # fmt: skip
     request = planner.request
     work = planner.work(estimate.tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from seqtile._errors import UserError
@@ -12,6 +12,7 @@ from seqtile.models.loss_and_checkpoints import recomputed
 from seqtile.options import DEFAULTS, WRITTEN
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.extrapolate import KEPT_TILES
+from seqtile.planner.grpo import Grpo
 from seqtile.planner.live_at_peaks import KEPT
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request
@@ -50,7 +51,11 @@ def not_modelled(request: Request, estimate: Estimate) -> list[str]:
             f"nothing smaller than the [tokens, tokens] mask that {request.attention} attention builds for this model; "
             "flash attention needs none"
         )
-    if request.attention == "sdpa":
+    if request.grpo is not None:
+        found.append("reward models, the prefill of prompts, and weights on their way to a generator")
+        if request.attention == "sdpa":
+            found.append("a [tokens, tokens] mask for each completion that is padded under sdpa; use flash")
+    elif request.attention == "sdpa":
         found.append("packed rows under sdpa build a [tokens, tokens] mask (16 GiB at 131,072 tokens); use flash")
     if request.engine == "single" or not request.sharded:
         return found
@@ -86,6 +91,12 @@ EIGHT_BIT_STATES = Technique(
 )
 
 
+def sleeping(grpo: Grpo | None) -> Technique:
+    """vLLM's sleep mode, which frees a generator's memory while the policy trains."""
+    changes = {} if grpo is None else {"grpo": replace(grpo, generator="sleep")}
+    return Technique("sleeping generator", changes, "the generator is off the device meanwhile", "--generator sleep")
+
+
 def next_step(planner: Planner, longest: int) -> Step | None:
     """The setting that buys most, cheap ones first where they at least double the length; None if none buys any."""
     best: Step | None = None
@@ -118,6 +129,7 @@ def proposals(planner: Planner) -> list[Technique]:
     )
     order = (
         (TILED_LOSS, options.loss is None),
+        (sleeping(request.grpo), request.grpo is not None and request.grpo.generator == "colocate"),
         (FLASH_ATTENTION, request.attention in ("sdpa", "eager")),
         (LAYER_CHECKPOINTS, options.checkpoint != "full"),
         (NOTHING_KEPT, bool(options.keep)),

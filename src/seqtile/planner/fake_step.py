@@ -24,6 +24,7 @@ from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS, HeadRows
 from seqtile.planner.flash_shapes import register as register_flash
+from seqtile.planner.grpo import ROLLOUTS, make_rollouts, policy_loss
 from seqtile.planner.liger_shapes import use_shapes as use_liger_shapes
 from seqtile.planner.live_at_peaks import (
     CHECKPOINTS,
@@ -177,7 +178,13 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     model = built.model
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = make_optimizer(setup.optimizer, weights)
-    ids = torch.zeros(setup.batch, tokens, dtype=torch.long, device=weights[0].device)
+    device = weights[0].device
+    if setup.rollouts is not None:
+        with live.phase(ROLLOUTS):
+            given = make_rollouts(setup.rollouts, tokens, device)
+        batch = {name: values[: setup.batch] for name, values in given.items()}
+    else:
+        batch = {"ids": torch.zeros(setup.batch, tokens, dtype=torch.long, device=device)}
     with live.phase(OPTIMIZER):
         prepare_optimizer(optimizer, weights)
     layers = [layer.name for layer in decoder_layers(model)]
@@ -206,7 +213,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     live.watching = True
     try:
         with label_phases(live, model, built.blocks, layers=True) as labels:
-            loss = compute_loss(model, setup, ids)
+            loss = compute_loss(model, setup, batch["ids"], batch)
             in_forward = False
             labels.begin_backward()
             loss.backward()
@@ -235,9 +242,11 @@ def update(optimizer: Any, weights: Sequence[Tensor]) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def compute_loss(model: Any, setup: Setup, ids: Tensor) -> Tensor:
-    """Forward of one batch up to its loss."""
+def compute_loss(model: Any, setup: Setup, ids: Tensor, scored: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Forward of one batch up to its loss; of GRPO, with what was generated and scored."""
     with torch.autocast(ids.device.type, torch.bfloat16) if setup.autocast else nullcontext():
+        if setup.rollouts is not None and scored is not None:
+            return policy_loss(model, setup.rollouts, scored)
         loss: Tensor = model(input_ids=ids, labels=ids).loss
         return loss
 

@@ -39,7 +39,8 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     computes decoder layers once more but for their last product, and attention's kernel once more unless its output
     is kept. A causal attention costs ``2 * tokens**2 * heads * width`` forward and 2.5 times that backward
     (FlashAttention recomputes its scores). The scan of a layer with a state is not counted: it is linear in the tokens,
-    and small beside the layer's products.
+    and small beside the layer's products. A step of GRPO computes the logits again in the backward, and every row once
+    more for each forward that scores it; generation is not counted.
     """
     rows = request.batch * tokens
     inside = counts.active - counts.vocabulary * counts.hidden
@@ -48,6 +49,8 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     # Early stop: the last product of each layer is not computed again, unless an adapter on it saves its input.
     spared = again * counts.largest_product if request.lora is None else 0
     head = counts.vocabulary * counts.hidden
-    products = rows * (inside * (4 + own + again) - spared * counts.layers + head * (4 + own))
+    scored, logits = (0, 0) if request.grpo is None else (request.grpo.passes, 2)
+    products = rows * (inside * (4 + own + again) - spared * counts.layers + head * (4 + own + logits))
+    products += scored * rows * 2 * counts.active
     one = 2.0 * request.batch * tokens**2 * counts.heads * counts.head_width * counts.attentions
-    return Work(products, one * (1 + 2.5 + (1 if request.options.checkpoint == "full" else 0)))
+    return Work(products, one * (1 + 2.5 + scored + (1 if request.options.checkpoint == "full" else 0)))

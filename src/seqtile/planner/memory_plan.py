@@ -13,6 +13,8 @@ from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.extrapolate import Lines, fit_for, partly
 from seqtile.planner.fake_step import build, build_bare
 from seqtile.planner.flops import Work, count_work
+from seqtile.planner.grpo import STANDING as BESIDE_THE_STEP
+from seqtile.planner.grpo import add_terms, longest_sequence, notes_of, other_parts
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, flash3_workspace
 from seqtile.planner.layer_structure import Counts, Depths, count_layers, count_weights, cut, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
@@ -43,7 +45,7 @@ WORTH = 0.03
 
 HOST_PROCESS = "host processes"
 
-_STANDING = (WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS)
+_STANDING = (WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS, *BESIDE_THE_STEP)
 _NAMES = {ATTENTION: "attention working set", KERNELS: "attention working set", REST: "other activations",
           STATE: "working set of layers with a state"}  # fmt: skip
 _BOUNDS = ("low", "expected", "high")
@@ -101,6 +103,7 @@ class Planner:
         return [
             *self.built.notes,
             *(_scan_note(kind, layers, self.setup.scans) for kind, layers in self.states.items()),
+            *notes_of(self.request, self.counts),
         ]
 
     def local(self, tokens: int) -> int:
@@ -137,10 +140,12 @@ class Planner:
         kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
         share = self._moved(kept)
         best: dict[str, tuple[float, str, dict[str, float], float]] = {}
-        for phase, terms in parts.items():
+        for phase, terms in other_parts(self.request, parts).items():
             counted = {**terms, "tokens": float(local * self.request.batch)}
             for bound in _BOUNDS:
                 found = on_device(self.request, self.counts, counted, phase)
+                asleep = getattr(CONSTANTS["sleeping generator"], bound)
+                add_terms(self.request, self.counts, found, phase, tokens, asleep)
                 moved = 0.0
                 if self.request.options.offload:
                     flight = getattr(CONSTANTS["in flight"], bound)
@@ -196,14 +201,25 @@ class Planner:
     def fits(self, estimate: Estimate) -> bool:
         """Whether the expected memory is there, on the device and, where it is given, on the host."""
         host = self.request.host_memory
-        return estimate.device.expected <= self.request.device.memory and (
-            host is None or estimate.host.expected <= host
+        return (
+            estimate.device.expected <= self.request.device.memory
+            and (host is None or estimate.host.expected <= host)
+            and self.is_generated(estimate)
         )
+
+    def is_generated(self, estimate: Estimate) -> bool:
+        """Whether the cache of a generator that shares the device holds a row."""
+        row = longest_sequence(self.request, self.counts)
+        return row is None or estimate.tokens <= row
 
     def fits_at_the_high_estimate(self, estimate: Estimate) -> bool:
         """Whether the high estimate is there too."""
         host = self.request.host_memory
-        return estimate.device.high <= self.request.device.memory and (host is None or estimate.host.high <= host)
+        return (
+            estimate.device.high <= self.request.device.memory
+            and (host is None or estimate.host.high <= host)
+            and self.is_generated(estimate)
+        )
 
     def sure(self) -> int:
         """The longest sequence that fits at the high estimate too, 0 if none does; faster after :meth:`longest`."""
@@ -255,9 +271,12 @@ class Planner:
 
     def _limit(self, estimate: Estimate) -> str:
         host = self.request.host_memory
+        bounded = longest_sequence(self.request, self.counts) is not None
         if host is not None and estimate.host.expected > host:
             terms, place = dict(estimate.host_terms), "host memory"
         else:
+            if bounded and estimate.device.expected <= self.request.device.memory:
+                return "device memory: the generator's cache"
             terms, place = dict(estimate.terms), "device memory"
         return f"{place}: {max(terms, key=lambda name: terms[name])}"
 

@@ -16,6 +16,9 @@ PRECISIONS = ("mixed", "bfloat16", "float32")
 SCANS = ("kernels", "pytorch", "installed")
 """Layers with a state run in fast kernels, in transformers' PyTorch paths, or in the kernels installed here."""
 
+GENERATORS = ("server", "model", "colocate", "sleep")
+"""Completions come from elsewhere, from the trained model itself, or from vLLM on the device, awake or asleep."""
+
 STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 8 / 256, "lion": 4.0, "adafactor": 0.0, "sgd": 0.0, "sgd-momentum": 4.0}
 """The optimisers, each with its bytes of state per element of an fp32 master weight."""
 

@@ -11,6 +11,7 @@ from seqtile._errors import UserError
 from seqtile.engines.sequence_parallel import refuse_ring
 from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
+from seqtile.planner.grpo import Grpo, Rollouts, check_grpo
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.model_shapes import max_positions
 from seqtile.planner.names import SHARDED, check_names
@@ -45,6 +46,7 @@ class Request:
         accumulation: micro-batches whose gradients one update sums.
         liger: Liger's norm and SwiGLU kernels (``use_liger_kernel``), which write gradients over what was saved.
         device_type: of the device, which ``tile="auto"`` asks for.
+        grpo: a step of GRPO; None is a supervised one.
     """
 
     model: str
@@ -68,6 +70,7 @@ class Request:
     accumulation: int = 1
     liger: bool = False
     device_type: str = "cuda"
+    grpo: Grpo | None = None
 
     @property
     def per_node(self) -> int:
@@ -83,6 +86,12 @@ class Request:
     def sharded(self) -> bool:
         """Whether the engine cuts weights into shards."""
         return self.engine in SHARDED
+
+    def rollouts(self) -> Rollouts | None:
+        """What one rank's steps of GRPO are given; None for a supervised step."""
+        if self.grpo is None:
+            return None
+        return Rollouts(self.batch * self.accumulation, self.grpo.numbers, self.grpo.reference)
 
     def setup(self) -> Setup:
         """How one rank runs the step; with sharded weights, on the bf16 copies that the engine gathers."""
@@ -101,6 +110,7 @@ class Request:
             device_type=self.device_type,
             scans="pytorch" if self.device_type == "cpu" else self.scans,
             liger=self.liger,
+            rollouts=self.rollouts(),
         )
 
 
@@ -129,6 +139,7 @@ def check_request(request: Request, max_length: int | None) -> None:
     if request.cp_size > 1 and (options.checkpoint == "attention-saved" or options.heads is not None):
         what = "checkpoint 'attention-saved'" if options.heads is None else f"heads {options.heads}"
         raise UserError(f"{what} with cp-size {request.cp_size}: ring attention takes all heads at once; drop it")
+    check_grpo(request)
     refusal = attention_cannot_be_saved(request) if options.checkpoint == "attention-saved" else None
     if refusal is not None:
         raise UserError(f"checkpoint 'attention-saved' {refusal}")

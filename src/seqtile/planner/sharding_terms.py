@@ -55,6 +55,9 @@ CONSTANTS: dict[str, Constant] = {
     "host process": Constant(
         2 * GIB, 4 * GIB, 8 * GIB, "assumed: Python, PyTorch and the driver, per process; not measured here"
     ),
+    "sleeping generator": Constant(
+        0.5 * GIB, 1.0 * GIB, 2.0 * GIB, "assumed: what vLLM's sleep mode leaves on the device; not measured here"
+    ),
     "in flight": Constant(
         1, 2, 3, "assumed: checkpointed hidden states on the device while others are copied: one going, one coming"
     ),

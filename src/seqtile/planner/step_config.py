@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from seqtile._errors import UserError
 from seqtile.options import TilingOptions
+from seqtile.planner.grpo import Rollouts
 
 Optimizer = Any
 
@@ -43,6 +44,7 @@ class Setup:
         batch: rows.
         accumulation: batches whose gradients one update sums.
         scans: of layers with a state, one of :data:`seqtile.planner.names.SCANS`.
+        rollouts: of a step of GRPO; None is a supervised one.
         liger: the shapes of Liger's norm and SwiGLU kernels, on fake tensors only.
         device_type: of the device that the step is sized for; fake tensors themselves are on the CPU.
     """
@@ -58,6 +60,7 @@ class Setup:
     device_type: str = "cpu"
     scans: str = "pytorch"
     liger: bool = False
+    rollouts: Rollouts | None = None
 
     @property
     def loss_tile(self) -> int:

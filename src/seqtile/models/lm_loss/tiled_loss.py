@@ -326,6 +326,12 @@ class TiledLoss(ForwardStandIn):
             if had is _NOTHING and type(head).forward is nn.Linear.forward and _is_plain(head):
                 return plain(rows, head.weight, head.bias)
 
+            if type(getattr(head, "weight", None)).__name__ == "DTensor":
+                raise UserError(
+                    "the head's weight is a DTensor that nobody gathers before it runs, and whether its ranks have "
+                    "the same tokens is not known; call seqtile.token_logprobs in your own forward, or leave loss out"
+                )
+
             inner = ((part_name, part) for part_name, part in head.named_modules() if part_name)
             refuse_gathering_inside(inner, block="the head", layer="")
 

@@ -1,0 +1,295 @@
+"""A step of GRPO in the plan: the bytes of TRL's own, and what stands beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import tiny_run
+from seqtile._errors import UserError
+from seqtile.cli import main
+from seqtile.options import changed
+from seqtile.planner.accelerators import GIB, Device
+from seqtile.planner.explain import proposals
+from seqtile.planner.fake_step import fake_step, real_step
+from seqtile.planner.flops import count_work
+from seqtile.planner.grpo import (
+    GENERATION,
+    GENERATOR_CACHE,
+    GENERATOR_REST,
+    GENERATOR_WEIGHTS,
+    REFERENCE,
+    ROLLOUTS,
+    SCORING,
+    Grpo,
+    Rollouts,
+    add_terms,
+    cache_bytes,
+    longest_sequence,
+    other_parts,
+    row_cache,
+)
+from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, track
+from seqtile.planner.memory_plan import Planner
+from seqtile.planner.model_shapes import read_config
+from seqtile.planner.phases import OPTIMIZER_STEP
+from seqtile.planner.request import Request
+from seqtile.planner.sharding_terms import NF4_BYTES
+from seqtile.planner.step_config import Lora, Setup
+from unit.test_plan_step import every_token_counts
+
+COMPLETION, GROUP, TILE = 72, 2, 32
+VOCABULARY = 257
+DEVICE = Device("small", 4 * GIB, 10.0, "made up")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=16384)
+
+
+def measured(folder: Path, output: Path, lora: Lora | None) -> tuple[int, dict[str, int]]:
+    """Tokens of a row, and bytes above the policy's and the reference's weights at the peaks of TRL's second update."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from integration.test_head_trainers import quietly
+    from seqtile.integrations.trl import tile_trainer
+
+    arguments = GRPOConfig(
+        str(output), num_generations=GROUP, max_completion_length=COMPLETION, beta=0.1, bf16=False, max_steps=2,
+        per_device_train_batch_size=1, gradient_accumulation_steps=GROUP, optim="adamw_torch_fused", use_cpu=True,
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, report_to="none",
+        generation_kwargs={"min_new_tokens": COMPLETION}, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    adapters = None if lora is None else LoraConfig(r=lora.r, target_modules="all-linear", task_type="CAUSAL_LM")
+    lengths: list[int] = []
+    with track("cpu") as live:
+        trainer = quietly(
+            lambda: GRPOTrainer(
+                AutoModelForCausalLM.from_pretrained(folder), args=arguments, peft_config=adapters,
+                reward_funcs=lambda completion_ids, **_: [float(sum(ids)) for ids in completion_ids],
+                train_dataset=Dataset.from_dict({"prompt": ["the cat"] * 4}),
+                processing_class=AutoTokenizer.from_pretrained(folder),
+            )
+        )  # fmt: skip
+        tile_trainer(trainer, loss_tile=TILE)
+
+        def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with live.phase(f"{name} {trainer.state.global_step}"):
+                    return function(*args, **kwargs)
+
+            return call
+
+        def step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            lengths.append(inputs["prompt_ids"].shape[1] + inputs["completion_ids"].shape[1])
+            return loss(model, inputs, *args, **kwargs)
+
+        loss = trainer._compute_loss
+        trainer._compute_loss = step
+        trainer._generate_single_turn = named(GENERATION, trainer._generate_single_turn)
+        trainer._generate_and_score_completions = named(SCORING, trainer._generate_and_score_completions)
+        trainer.training_step = named("step", trainer.training_step)
+        live.watching = True
+        quietly(trainer.train)
+        live.watching = False
+    adapted = sum(weight.numel() * 4 for weight in trainer.model.parameters() if weight.requires_grad)
+    made = adapted if lora is not None else 0  # loaded weights are mapped from their file, adapters are made
+    return lengths[-1], {name: live.peaks[f"{name} 1"].total - made for name in ("step", GENERATION)}
+
+
+@pytest.mark.parametrize("lora", [None, Lora(4)], ids=["every weight", "adapters"])
+def test_the_plan_is_trls_own_step(folder: Path, tmp_path: Path, lora: Lora | None) -> None:
+    tokens, found = measured(folder, tmp_path, lora)
+    rollouts = Rollouts(GROUP, 1, True)
+    setup = changed(
+        Setup(dtype=torch.float32, accumulation=2, lora=lora, rollouts=rollouts), blocks="none", loss_tile=TILE
+    )
+    run = fake_step(AutoConfig.from_pretrained(folder), setup, tokens)
+    standing = run.peaks[OPTIMIZER_STEP].terms
+    assert run.peak - standing[WEIGHTS] == pytest.approx(found["step"], rel=0.01)
+    request = Request(
+        str(folder), AutoConfig.from_pretrained(folder), DEVICE, lora=lora, precision="float32", accumulation=GROUP,
+        grpo=Grpo(GROUP, reference=True, generator="model"),
+    )  # fmt: skip
+    terms = {OPTIMIZER: float(standing[OPTIMIZER])}
+    add_terms(request, Planner(request).counts, terms, GENERATION, tokens, 0.0)
+    assert (terms.pop(REFERENCE, 0) == 0) is (lora is not None)
+    # Tokens, masks and positions, some 8-byte numbers for each, and the last token's logits, sorted and sampled from.
+    planned = sum(terms.values())
+    assert planned <= found[GENERATION] <= planned + GROUP * (5 * 8 * tokens + 8 * 4 * VOCABULARY)
+
+
+def test_fake_and_real_steps_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from seqtile.ops.lm_loss.kept_tokens import KeptTokens
+
+    monkeypatch.setattr(KeptTokens, "of", every_token_counts)
+    setup = changed(Setup(dtype=torch.float32, rollouts=Rollouts(3, 4, True)), tile=64, loss_tile=64)
+    made_up, real = (run(AutoConfig.from_pretrained(folder), setup, 256) for run in (fake_step, real_step))
+    assert made_up.operators == real.operators
+    assert {name: part.total for name, part in made_up.peaks.items()} == {
+        name: part.total for name, part in real.peaks.items()
+    }
+    # Tokens and masks, four numbers each, and an advantage a row.
+    assert made_up.peaks[OPTIMIZER_STEP].terms[ROLLOUTS] == 3 * (256 * (8 + 8 + 4 * 4) + 4)
+
+
+def request_of(folder: Path, **changes: Any) -> Request:
+    grpo = Grpo(**{name: changes.pop(name) for name in [*changes] if name in Grpo.__dataclass_fields__})
+    given = {"accumulation": grpo.group // changes.get("gpus", 1) or 1, **changes}
+    return changed(Request(str(folder), read_config(str(folder)), DEVICE, grpo=grpo), **given)
+
+
+@pytest.fixture(scope="module")
+def planner(folder: Path) -> Planner:
+    return Planner(request_of(folder))
+
+
+def other(planner: Planner, folder: Path, **changes: Any) -> Planner:
+    return Planner(replace(request_of(folder, **changes), config=planner.request.config), like=planner)
+
+
+def beside(planner: Planner, phase: str, tokens: int = 4096, asleep: float = 7.0) -> dict[str, float]:
+    terms = {GRADIENTS: 1.0}
+    add_terms(planner.request, planner.counts, terms, phase, tokens, asleep)
+    return terms
+
+
+def test_what_stands_beside_the_step(planner: Planner, folder: Path) -> None:
+    counts = planner.counts
+    row = 4096 * counts.layers * 2 * counts.key_heads * counts.head_width * 2
+    assert beside(planner, OPTIMIZER_STEP) == beside(planner, GENERATION) == {GRADIENTS: 1.0}  # a server's
+    own = other(planner, folder, generator="model")
+    assert beside(own, OPTIMIZER_STEP) == {GRADIENTS: 1.0}
+    assert beside(own, GENERATION)[GENERATOR_CACHE] == 8 * row * (1 + 0.5 / counts.layers)
+    awake, asleep = (other(planner, folder, generator=name) for name in ("colocate", "sleep"))
+    both = {GENERATOR_WEIGHTS: 2 * counts.weights, GENERATOR_CACHE: row}
+    assert beside(awake, OPTIMIZER_STEP) == beside(awake, GENERATION) == {GRADIENTS: 1.0, **both}
+    assert beside(asleep, OPTIMIZER_STEP) == {GRADIENTS: 1.0, GENERATOR_REST: 7.0}
+    assert beside(asleep, GENERATION) == {GRADIENTS: 1.0, **both}
+    for memory in (0.25, 0.25 * DEVICE.memory):
+        bounded = other(planner, folder, generator="colocate", memory=memory)
+        terms = beside(bounded, OPTIMIZER_STEP)
+        assert terms[GENERATOR_WEIGHTS] + terms[GENERATOR_CACHE] == 0.25 * DEVICE.memory
+
+
+@pytest.mark.parametrize(
+    ("engine", "of_a_weight", "scoring"),
+    [("single", 4.0, 0), ("ddp", 4.0, 0), ("fsdp2", 4 / 8, 2), ("zero2", 2.0, 0), ("zero3", 2 / 8, 0)],
+)
+def test_the_reference_of_a_model_that_trains_whole(
+    engine: str, of_a_weight: float, scoring: int, planner: Planner, folder: Path
+) -> None:
+    gpus = 1 if engine == "single" else 8
+    found = other(planner, folder, reference=True, engine=engine, gpus=gpus)
+    weights = found.counts.weights
+    assert beside(found, OPTIMIZER_STEP)[REFERENCE] == of_a_weight * weights
+    assert beside(found, SCORING)[REFERENCE] == (of_a_weight + scoring) * weights
+
+
+def test_a_part_that_scores_holds_no_checkpoints(planner: Planner, folder: Path) -> None:
+    parts = {
+        "attention#0, forward": {WEIGHTS: 10.0, CHECKPOINTS: 50.0, ROLLOUTS: 3.0, "attention": 4.0},
+        "attention#0, backward": {WEIGHTS: 10.0, CHECKPOINTS: 50.0, ROLLOUTS: 3.0, GRADIENTS: 9.0},
+        OPTIMIZER_STEP: {WEIGHTS: 10.0, OPTIMIZER: 20.0, GRADIENTS: 9.0, ROLLOUTS: 3.0},
+    }
+    assert other_parts(planner.request, parts) == parts
+    more = other_parts(request_of(folder, reference=True, generator="model"), parts)
+    assert more.pop(SCORING) == {WEIGHTS: 10.0, ROLLOUTS: 3.0, "attention": 4.0}
+    assert more.pop(GENERATION) == {WEIGHTS: 10.0, OPTIMIZER: 20.0, ROLLOUTS: 3.0}
+    assert more == parts
+    adapters = request_of(folder, reference=True, lora=Lora(4))
+    assert other_parts(adapters, parts) == parts
+
+
+def test_a_generator_in_four_bits(folder: Path) -> None:
+    found = Planner(request_of(folder, generator="colocate", lora=Lora(4), qlora=True))
+    whole = Planner(request_of(folder)).counts
+    expected = 2 * (whole.weights - whole.matrices) + NF4_BYTES * whole.matrices
+    assert beside(found, GENERATION)[GENERATOR_WEIGHTS] == pytest.approx(expected)
+
+
+def test_the_cache_bounds_the_length(planner: Planner, folder: Path) -> None:
+    assert longest_sequence(planner.request, planner.counts) is None
+    bounded = other(planner, folder, generator="sleep", memory=2.0**20)
+    row = longest_sequence(bounded.request, bounded.counts)
+    assert row is not None and row_cache(bounded.request, bounded.counts, row) <= cache_bytes(
+        bounded.request, bounded.counts, row
+    )
+    longest, limit = bounded.longest()
+    assert row * 0.98 < longest <= row < planner.longest()[0]
+    assert limit == "device memory: the generator's cache"
+    assert not bounded.fits(bounded.estimate(row + 1)) and bounded.fits(bounded.estimate(row))
+
+
+def test_a_generator_that_sleeps_is_proposed(planner: Planner, folder: Path) -> None:
+    awake = other(planner, folder, generator="colocate", memory=0.9)
+    first, second = proposals(awake)[0], proposals(planner)[0]
+    assert first.flags == "--generator sleep" and first.on(awake.request).grpo == Grpo(generator="sleep", memory=0.9)
+    assert second.flags != first.flags
+
+
+def test_operations(planner: Planner, folder: Path) -> None:
+    counts, tokens = planner.counts, 4096
+    supervised = count_work(replace(planner.request, grpo=None), counts, tokens)
+    own, scored = (
+        count_work(request_of(folder, generator="model", reference=reference), counts, tokens)
+        for reference in (False, True)
+    )
+    head = 2 * tokens * counts.vocabulary * counts.hidden
+    assert own.products - supervised.products == head and own.attention == supervised.attention
+    assert scored.products - own.products == 2 * tokens * counts.active
+    assert count_work(planner.request, counts, tokens).total == scored.total  # vLLM's numbers are checked
+
+
+def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "--model", str(folder), "--device", "4GiB", "--loss", "grpo", "--max-length", "8192", "--json"]
+    assert main([*given, "--reference", "--generator", "sleep", "--generator-memory", "0.5", "--group-size", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["terms"]["device_gib"][REFERENCE] * GIB == pytest.approx(
+        4 * Planner(request_of(folder)).counts.weights
+    )
+    terms = found["terms"]["device_gib"]
+    assert found["peak_at"] == GENERATION and terms[GENERATOR_WEIGHTS] + terms[GENERATOR_CACHE] == pytest.approx(2)
+    assert found["recipe"] is None
+    assert any("groups of 4: a reference model of its own" in note for note in found["notes"])
+
+
+BAD = [
+    (["--generator-memory", "0.3"], "add --loss grpo or drop it"),
+    (["--reference"], "add --loss grpo or drop it"),
+    (["--loss", "grpo", "--generator", "here"], "use one of server, model, colocate, sleep"),
+    (["--loss", "grpo", "--generator-memory", "0.3"], "add --generator colocate or sleep"),
+    (["--loss", "grpo", "--generator", "sleep", "--generator-memory", "3"], "expected a share of the device"),
+    (["--loss", "grpo", "--generator", "sleep", "--generator-memory", "much"], "expected a share of the device"),
+    (["--loss", "grpo", "--group-size", "1"], "expected at least 2 completions"),
+    (["--loss", "grpo", "--group-size", "6", "--grad-accumulation", "4"], "use --grad-accumulation 6"),
+    (["--loss", "grpo", "--gpus", "2", "--engine", "zero3", "--sp-size", "2"], "does not split sequences"),
+    (["--loss", "grpo", "--recipe", "recipe.yaml"], "which is a supervised step"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", str(folder), *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert words in shown and shown.startswith("seqtile: ") and shown.count("\n") == 1
+
+
+def test_a_request_that_trl_would_not_run_is_refused(planner: Planner, folder: Path) -> None:
+    with pytest.raises(UserError, match="no whole groups of 8; use --grad-accumulation 8"):
+        other(planner, folder, accumulation=3)
