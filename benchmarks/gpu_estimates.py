@@ -6,17 +6,19 @@
 Nothing runs on a GPU here. A norm, a gated MLP and a residual under an activation checkpoint, forward and backward, all
 weights trained, bf16, weight gradients summed in fp32 by the product. An operation that writes memory is one launch;
 its time is the longer of its FLOPs and its bytes (every tensor read or written once) by the rates of ``RATES``, and at
-least that of a launch. A compiled kernel of the fused operator counts as one.
+least that of a launch. A compiled pointwise kernel of the fused operator counts as one, and so does a norm forward and
+for its input's gradient; the gradient of its weight is two more, since it sums over the other dimension.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.counting.watch import Watch, name_of
 from seqtile.ops import mlp_tile
 from seqtile.ops.grad_accumulator import as_on_an_accelerator
+from seqtile.ops.norm import BY_DEVICE, NormFormula, NormKernels
 from seqtile.ops.pointwise import Activation, Eager, UseHidden, WriteGradient
 
 HIDDEN, INTERMEDIATE = 4096, 14336
@@ -108,7 +111,7 @@ class Record:
             left = reads[-3 if kwargs.get("out") is not None else -2]
             flops = 2 * outputs[0].numel() * left.shape[-1]
             rate = RATES.products_into_fp32 if outputs[0].dtype != left.dtype else rate
-            nbytes += outputs[0].nbytes if name == "aten::addmm" else 0
+            nbytes += outputs[0].nbytes if name == "aten::addmm" and kwargs.get("beta") != 0 else 0  # it is read too
         self.add(name, nbytes, flops, rate)
 
 
@@ -143,17 +146,42 @@ class OneKernel(Eager):
             use_hidden(hidden)
 
 
+class OneNorm(NormKernels):
+    """The same of a norm."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def forward(self, norm: NormFormula, x: Tensor, weights: Sequence[Tensor], out: Tensor) -> bool:
+        """See :meth:`NormKernels.forward`."""
+        self.record.add("norm forward", x.nbytes + out.nbytes + sum(weight.nbytes for weight in weights))
+        return True
+
+    def backward(
+        self, norm: NormFormula, x: Tensor, dy: Tensor, weights: Sequence[Tensor], dx: Tensor | None,
+        sums: Sequence[Tensor | None],
+    ) -> bool:  # fmt: skip
+        """See :meth:`NormKernels.backward`."""
+        if dx is not None:
+            self.record.add("norm backward", x.nbytes + dy.nbytes + dx.nbytes)
+        for total in sums:
+            if total is not None:
+                self.record.add("norm weight gradient", x.nbytes + dy.nbytes)
+                self.record.add("norm weight sum", 2 * total.nbytes)
+        return True
+
+
 @contextmanager
-def _kernels(record: Record) -> Iterator[None]:
-    names = vars(mlp_tile)
-    former, names["pointwise_on"] = names["pointwise_on"], lambda device: OneKernel(record)
-    try:
+def _kernels(record: Record, *, norms: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(mlp_tile, "pointwise_on", lambda device: OneKernel(record)))
+        if norms:
+            stack.enter_context(patch.dict(BY_DEVICE, cpu=OneNorm(record)))
         yield
-    finally:
-        names["pointwise_on"] = former
 
 
-def record_layer(method: str, tokens: int, hidden: int, intermediate: int, tile: int) -> Record:
+def record_layer(method: str, tokens: int, hidden: int, intermediate: int, tile: int, *, norms: bool = True) -> Record:
     """One forward and backward of the layer, recorded.
 
     Args:
@@ -162,6 +190,7 @@ def record_layer(method: str, tokens: int, hidden: int, intermediate: int, tile:
         hidden: width of the layer.
         intermediate: width of its MLP.
         tile: tokens per tile.
+        norms: by kernels where the fused operator has them.
     """
     layer = Layer(hidden, intermediate, device="meta", dtype=torch.bfloat16)
     if method in ("fused", "generic"):
@@ -169,7 +198,7 @@ def record_layer(method: str, tokens: int, hidden: int, intermediate: int, tile:
     else:
         install(layer, {"mlp": layer.mlp}, method, None, -(-tokens // tile))
     record = Record()
-    with fake_tensors(), as_on_an_accelerator(), _kernels(record):
+    with fake_tensors(), as_on_an_accelerator(), _kernels(record, norms=norms):
         make_fake(layer)
         x = torch.empty(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
         with count_live_bytes("cpu") as live, Watch(record.see):

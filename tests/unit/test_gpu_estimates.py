@@ -27,12 +27,17 @@ def test_a_small_layer() -> None:
     """One row is 512 x 64 in bf16, a buffer 512 x 256: what the fused layer's operations read and write."""
     found = small("fused")
     pointwise = {name: tuple(value) for name, value in found.operations.items() if name.startswith("pointwise")}
-    buffer = 2 * 512 * 256
+    buffer, rows = 2 * 512 * 256, 2 * 512 * 64
     assert pointwise == {"pointwise forward": (4, 3 * buffer), "pointwise backward": (4, 6 * buffer)}
+    norm = {name: tuple(value) for name, value in found.operations.items() if name.startswith("norm")}
+    assert norm == {
+        "norm forward": (8, 2 * (2 * rows) + 8 * 2 * 64), "norm backward": (4, 3 * rows),
+        "norm weight gradient": (4, 2 * rows), "norm weight sum": (4, 4 * 2 * 4 * 64),
+    }  # fmt: skip
     assert found.operations["aten::mm"][0] + found.operations["aten::addmm"][0] == 11 * 4
     launches = [small("fused", tiles).launches for tiles in (1, 2, 4)]
     assert launches[2] - launches[1] == 2 * (launches[1] - launches[0]), "each tile costs the same"
-    assert launches == [63, 117, 225]
+    assert launches == [25, 43, 79]
     assert found.launches == launches[2] and found.nbytes == sum(nbytes for _, nbytes in found.operations.values())
 
 
@@ -45,11 +50,18 @@ def test_times_are_the_longer_of_products_and_memory() -> None:
     assert found.seconds == pytest.approx(RATES.launch + 2)
 
 
-@pytest.mark.parametrize(("tokens", "launches"), [(32768, 263), (131072, 1019)])
-def test_the_page_says_what_the_command_prints(tokens: int, launches: int) -> None:
+def test_without_the_kernels_of_norms() -> None:
+    found = record_layer("fused", 512, 64, 256, 128, norms=False)
+    assert found.launches == 222
+    assert found.nbytes > small("fused").nbytes
+
+
+@pytest.mark.parametrize(("tokens", "launches", "gigabytes"), [(32768, 263, 63.0), (131072, 1019, 246.6)])
+def test_the_page_says_what_the_command_prints(tokens: int, launches: int, gigabytes: float) -> None:
     page = PAGE.read_text(encoding="utf-8")
     found = record_layer("fused", tokens, HIDDEN, INTERMEDIATE, TILE)
     assert row(tokens, "fused", found) in page
     assert all(step_row(tokens, kernel, found) in page for kernel in gpu_estimates.ATTENTION)
     assert found.launches <= launches
+    assert found.nbytes <= gigabytes * 1e9
     assert all(f"| {tokens:,} | {method} |" in page for method in METHODS)

@@ -409,6 +409,16 @@ def test_a_saved_attention_is_not_computed_again_and_goes_to_the_host(planner: P
     assert any(line.startswith("attention-saved: ") for line in explain(saved, found))
 
 
+@pytest.mark.parametrize(
+    ("device", "fastest"), [("h100", "FlashAttention-3"), ("a100-80", "FlashAttention-2"), ("t4", ""), ("80GiB", "")]
+)
+def test_the_fastest_attention_is_named(device: str, fastest: str, planner: Planner) -> None:
+    found = explain(other(planner, device=find_device(device)), terms(planner))
+    said = [line for line in found if line.startswith("fastest attention of this device: ")]
+    assert len(said) == bool(fastest)
+    assert all(fastest in line for line in said)
+
+
 def test_shards_divide_what_stands(sharded: Planner) -> None:
     weights = sharded.counts.weights
     found = terms(sharded).terms

@@ -38,11 +38,11 @@ class Norm(nn.Module):
 
     def __init__(self, hidden: int, **where: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden, **where))
+        self.weight, self.epsilon = nn.Parameter(torch.ones(hidden, **where)), 1e-6
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         return self.weight * (wide * scale).to(hidden_states.dtype)
 
 

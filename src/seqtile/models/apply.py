@@ -152,7 +152,7 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
         tiled = [_tile(model, block, rule, keeping, options.blocks != "mlp", options.path) for block in chosen]
         norms = [f"{one.layer}.{one.norm}".strip(".") for one in attention if one.norm]
         head_wise = [*(one.name for one in attention), *norms]
-        rows = _tile_rows(model, chosen, rule, options.blocks, head_wise, whole=len(chosen) == len(found))
+        rows = _tile_rows(model, chosen, rule, options, head_wise, whole=len(chosen) == len(found))
         done = install_heads(model, heads, attention, untouched), *rest.install(model)
         carried, kept = install_state(model, options.state)
     left += untouched + kept
@@ -160,13 +160,14 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
 
 
 def _tile_rows(
-    model: nn.Module, chosen: list[Candidate], rule: TileRule, blocks: str, besides: Sequence[str], whole: bool
-) -> str:
-    """Tile what ``blocks`` says of the rest of the layers, but not ``besides``; what that was, in words."""
-    if blocks != WHOLE_LAYER:
+    model: nn.Module, chosen: list[Candidate], rule: TileRule, options: TilingOptions, besides: Sequence[str],
+    whole: bool,
+) -> str:  # fmt: skip
+    """Tile what ``blocks=`` says of the rest of the layers, but not ``besides``; what that was, in words."""
+    if options.blocks != WHOLE_LAYER:
         return ""
     rows = find_rows(model, chosen, besides, whole=whole)
-    tile_rows(rows, ROWS_AUTO if rule.kind == "auto" else rule)
+    tile_rows(rows, ROWS_AUTO if rule.kind == "auto" else rule, options.path)
     return words_for(rows)
 
 

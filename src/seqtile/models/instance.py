@@ -35,11 +35,14 @@ from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.models.call_arguments import Places, by_position, why_opaque
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
+from seqtile.models.discover.live_weights import row_wise
 from seqtile.models.discover.proof import Mode, Proof, process_switches, prove
 from seqtile.models.discover.sizes import Untraceable
 from seqtile.models.discover.trace import is_tracing
 from seqtile.models.discover.views import is_known_kind
+from seqtile.ops.fused_norm import fused_norm
 from seqtile.ops.mlp import FusedWeights, fused_mlp
+from seqtile.ops.rng import RowWise
 from seqtile.ops.tile_checkpoint import run_in_tiles
 from seqtile.ops.token_tiles import refuse_trace
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
@@ -218,6 +221,7 @@ class Installed(ForwardStandIn):
             return call(list(tensors))
         x, setting = tensors[0], self.setting
         mlp: FusedWeights | None = None
+        norm: tuple[RowWise, torch.dtype] | None = None
         check: Callable[[], None] | None = None
         if not setting.trusted and torch.compiler.is_compiling():
             kinds = [(one.dim(), one.dtype) for one in tensors]
@@ -240,6 +244,9 @@ class Installed(ForwardStandIn):
                     return call(list(tensors))
             mlp = self._fused_now(proof, chain, x.dtype)
             check = _Unchanged(self, chain, mode, proof, constants)
+            if self.fuses_norms and proof.norm is not None and proof.graph is not None:
+                live_norm = row_wise(parts[0], proof.norm)
+                norm = None if isinstance(live_norm, str) else (live_norm, proof.graph.outputs[2][2])
         dense = mlp.dense_numel() * x.element_size() if mlp is not None else 0
         tokens = x.shape[:-1].numel()
         live = [weight for weight in weights().values() if weight.requires_grad]
@@ -258,6 +265,8 @@ class Installed(ForwardStandIn):
             return call(list(tensors))
         if self.plainly is not None:
             return self.plainly(run, tensors, sizes, mlp is not None)
+        if norm is not None:
+            return fused_norm(x, *norm, sizes, check=check)
         if mlp is None:
             return run_in_tiles(run, tensors, sizes, weights, check)
         keep = setting.keep
@@ -302,6 +311,9 @@ class Installed(ForwardStandIn):
     def _tell_untiled(self, why: str) -> None:
         if self.is_news(why):
             logger.warning("%s runs untiled: %s", self.setting.name, why)
+
+    fuses_norms = False
+    """Whether a block that is a norm and nothing else runs by the norm's own operator."""
 
     plainly: Callable[..., Any] | None = None
     """Runs the tiles in the operators' place, as (run, tensors, sizes, whether they would be fused): for ``verify``."""

@@ -28,7 +28,7 @@ ROWS_AUTO = TileRule("auto", 4)
 
 
 class TiledRows(TiledForward):
-    """``forward`` of a norm or a projection, over tiles of tokens, by the generic operator."""
+    """``forward`` of a norm or a projection over tiles of tokens: a norm of a known formula by its own operator."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,12 @@ def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[s
     return list(found.values())
 
 
-def tile_rows(rows: Iterable[Rows], rule: TileRule) -> None:
-    """Install the tiled forwards."""
+def tile_rows(rows: Iterable[Rows], rule: TileRule, path: str = "auto") -> None:
+    """Install the tiled forwards; by the generic operator alone where ``path`` is ``"generic"``."""
     for one in rows:
         setting = Setting(rule, KeepRule("share", 0.0, 1), "generic", one.hidden, one.width, name=one.name)
         tiled = TiledRows(one.module, setting)
+        tiled.fuses_norms = path != "generic"
         tiled.install()
         tiled.check()
         mark_leaf(one.module)

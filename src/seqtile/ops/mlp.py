@@ -87,7 +87,7 @@ class Plan:
         activation: the activation.
         gated: whether it is multiplied by ``up``.
         up_first: order of the halves of a fused gate_up.
-        before: function and number of weights of the norm before, or None.
+        before: function, number of weights and formula of the norm before, or None.
         after: the same of the norm after.
         dropout: probability of the dropout after ``down``.
         sizes: tokens of each tile.
@@ -196,10 +196,11 @@ def _plan(
     drops = mlp.dropout > 0
     for kind in kinds:
         drops |= kind.has_adapter and kind.dropout > 0
-    before = None if mlp.before is None else (mlp.before.function, len(mlp.before.weights))
-    after = None if mlp.after is None else (mlp.after.function, len(mlp.after.weights))
+    before, after = mlp.before, mlp.after
     return Plan(
-        tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first, before, after, mlp.dropout, sizes, keep,
+        tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first,
+        None if before is None else (before.function, len(before.weights), before.formula),
+        None if after is None else (after.function, len(after.weights), after.formula), mlp.dropout, sizes, keep,
         holds_dense, Autocast.of(x), RandomState(x.device) if drops else None, check,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from seqtile._compat import disable_current_modes, keeps_generator
+from seqtile.ops.norm import NormFormula
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,12 @@ class RowWise:
     Attributes:
         function: ``(rows [t, D], weights) -> [t, D]``; differentiated by autograd, tile by tile.
         weights: the tensors it reads.
+        formula: what it computes, where that is a norm for which there are kernels.
     """
 
     function: Callable[[Tensor, Sequence[Tensor]], Tensor]
     weights: tuple[Tensor, ...] = ()
+    formula: NormFormula | None = None
 
 
 class RandomState:

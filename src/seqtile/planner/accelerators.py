@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from seqtile._errors import UserError
-from seqtile.devices import accelerator, available_host_bytes, device_name, total_device_bytes
+from seqtile.devices import accelerator, available_host_bytes, compute_capability, device_name, total_device_bytes
 from seqtile.tiling import parse_bytes
 
 GIB = 2**30
@@ -21,19 +21,29 @@ class Device:
         memory: bytes in all, before the driver's context takes its part.
         tflops: dense bf16 products on paper (fp16 where there is no bf16); None if unknown.
         source: where both come from.
+        capability: CUDA compute capability, (9, 0) for Hopper; None if unknown or none.
     """
 
     name: str
     memory: int
     tflops: float | None
     source: str
+    capability: tuple[int, int] | None = None
 
 
 _SEEN = "thundergolfer.com/blog/nvidia-gpu-memory-capacity (nvidia-smi)"
 
 
+_CAPABILITIES = {
+    "b200": (10, 0), "h200": (9, 0), "h100": (9, 0), "a100-80": (8, 0), "a100-40": (8, 0), "l40s": (8, 9),
+    "a10": (8, 6), "l4": (8, 9), "t4": (7, 5), "rtx5090": (12, 0), "rtx4090": (8, 9), "rtx3090": (8, 6),
+}  # fmt: skip
+"""From developer.nvidia.com/cuda/gpus."""
+
+
 def _device(name: str, mib: int, seen: str, tflops: float | None, sheet: str) -> tuple[str, Device]:
-    return name, Device(name, mib * 2**20, tflops, f"memory: {seen}; bf16 dense: {sheet}")
+    source = f"memory: {seen}; bf16 dense: {sheet}"
+    return name, Device(name, mib * 2**20, tflops, source, _CAPABILITIES[name])
 
 
 DEVICES: dict[str, Device] = dict(
@@ -88,4 +98,4 @@ def this_device() -> Device:
         raise UserError(
             f"{device_name()} does not say how much memory it has; seqtile plan --device takes a size, 80GiB"
         )
-    return Device(here.type, total, None, "the driver")
+    return Device(here.type, total, None, "the driver", compute_capability())

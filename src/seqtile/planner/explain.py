@@ -9,6 +9,7 @@ from seqtile._errors import UserError
 from seqtile.models.attention.headwise import runs_on_some_heads
 from seqtile.models.carried_state.state_layers import can_carry
 from seqtile.models.loss_and_checkpoints import recomputed
+from seqtile.ops.attention.backends import recommended
 from seqtile.options import DEFAULTS, WRITTEN
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.extrapolate import KEPT_TILES
@@ -177,6 +178,8 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
             )
     if request.attention in ("flash", "flash3"):
         lines.append("flash attention: nothing of [tokens, tokens] is built.")
+    if fastest := recommended(request.device.capability):
+        lines.append(f"fastest attention of this device: {fastest}.")
     if request.sharded:
         what = "" if request.engine == "zero2" else "weights, "
         lines.append(f"{request.engine}: {what}gradients and states in {request.gpus} parts.")

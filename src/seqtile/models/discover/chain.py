@@ -138,8 +138,8 @@ class Chain:
         drop = self.dropout if self.training else 0.0
         if isinstance(self.after, nn.Dropout):
             drop, after = (float(self.after.p) if after.training else 0.0), None
-        before = None if norm is None else row_wise(norm)
-        behind = None if after is None else row_wise(after)
+        before = None if norm is None else row_wise(norm, formula.norms[0])
+        behind = None if after is None else row_wise(after, formula.norms[1])
         if isinstance(before, str) or isinstance(behind, str):
             return before if isinstance(before, str) else str(behind)
         if drop and mlp.dropout:

@@ -9,17 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from seqtile._compat import READ_NUMBER_NAME
+from seqtile.engines.flat import named_weights
 from seqtile.models.discover.live_weights import differ_in_dtype, has_hooks, projection_of
 from seqtile.models.discover.sizes import Untraceable
 from seqtile.models.discover.trace import Graph, Tracer
 from seqtile.models.discover.widths import linear_widths
 from seqtile.ops.mlp import FusedWeights, plain_mlp
+from seqtile.ops.norm import WRITTEN, NormFormula
 from seqtile.ops.pointwise import GELU, GELU_TANH, RELU, RELU2, SILU, Activation
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ class Formula:
         gated: whether there is a gate.
         up_first: order of the halves of gate_up.
         dropout: name of the dropout on the output that drops now, or "".
+        norms: what the norms before and after it compute, None where there is none or its trace is no known one.
     """
 
     first: tuple[str, ...]
@@ -49,6 +53,7 @@ class Formula:
     up_first: bool
     dropout: str
     form: Callable[[Tensor], Tensor] | None = None
+    norms: tuple[NormFormula | None, NormFormula | None] = (None, None)
 
     def weights(self, parts: Mapping[str, Any], dtype: torch.dtype) -> FusedWeights | str:
         """The live weights among ``parts``, or why the operator cannot run on them."""
@@ -85,7 +90,7 @@ _BY_OPERATOR: Mapping[str, tuple[tuple[Activation, Callable[[Tensor], Tensor]], 
 def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) -> Formula | str:
     """The formula that a traced chain computes, or why it is none."""
     why = "its trace is another formula than down(act(gate(x)) * up(x)) or down(act(up(x)))"
-    dtype, reasons = tracer.inputs[0][1], list[str]()
+    reasons = list[str]()
     trained = {name for name, gradient in graph.gradients if gradient is not None and not name.startswith("input ")}
     if len(tracer.inputs) > 1:
         return "it was called with more than hidden states"
@@ -97,27 +102,79 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
     for formula in _candidates(chain.parts(), hidden, graph, mentioned):
         if isinstance(formula, str):
             return formula
-        used: set[str] = set()
-
-        def plain(view: ViewOf, inputs: list[Tensor], formula: Formula = formula, used: set[str] = used) -> Tensor:
-            weights = chain.weights(formula, dtype, view)
-            if isinstance(weights, str):
-                raise Untraceable(weights)
-            used.update(tracer.names[id(weight)] for weight in weights.split()[0])
-            if formula.form is not None:
-                weights = replace(weights, activation=replace(weights.activation, function=formula.form))
-            x = inputs[0]
-            return plain_mlp(x.flatten(0, -2), weights).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]  # [tokens, D], as tiles are run
-
         try:
-            if tracer.trace(plain, graph) == graph and trained <= used:
-                return formula
+            if _computes(chain, formula, graph, tracer, trained):
+                return _with_norms(chain, formula, graph, tracer, trained)
             reasons.append(why)
         except Untraceable as error:
             reasons.append(str(error))
         except Exception:  # noqa: BLE001 - a function that wants something else than rows is no activation
             continue
     return why if why in reasons or not reasons else reasons[0]
+
+
+def _computes(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, trained: set[str]) -> bool:
+    """Whether the trace of the operator's plain twin is that of the chain."""
+    used: set[str] = set()
+
+    def plain(view: ViewOf, inputs: list[Tensor]) -> Tensor:
+        weights = chain.weights(formula, tracer.inputs[0][1], view)
+        if isinstance(weights, str):
+            raise Untraceable(weights)
+        used.update(tracer.names[id(weight)] for weight in weights.split()[0])
+        if formula.form is not None:
+            weights = replace(weights, activation=replace(weights.activation, function=formula.form))
+        for place, norm in (("before", weights.before), ("after", weights.after)):
+            if norm is not None and norm.formula is not None:
+                weights = replace(weights, **{place: replace(norm, function=norm.formula.plain)})  # type: ignore[arg-type]
+        x = inputs[0]
+        return plain_mlp(x.flatten(0, -2), weights).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]  # [tokens, D], as tiles are run
+
+    return tracer.trace(plain, graph) == graph and trained <= used
+
+
+def _with_norms(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, trained: set[str]) -> Formula:
+    """The same with what its norms compute, so far as the trace is still that of the chain."""
+    for place, norm in enumerate((chain.before, chain.after)):
+        for one in _norms(norm) if norm is not None else ():
+            before, after = formula.norms
+            more = replace(formula, norms=(before, one) if place else (one, after))
+            try:
+                if _computes(chain, more, graph, tracer, trained):
+                    formula = more
+                    break
+            except Exception:  # noqa: BLE001 - written for other weights or dtypes
+                continue
+    return formula
+
+
+def norm_of(chain: Chain, graph: Graph, tracer: Tracer) -> NormFormula | None:
+    """What a traced chain computes that is a norm and nothing else."""
+    if chain.kind != "block" or len(chain.modules) != 1 or len(tracer.inputs) > 1:
+        return None
+    module = chain.modules[0]
+
+    def plain(norm: NormFormula, view: ViewOf, inputs: list[Tensor]) -> Tensor:
+        return norm.plain(inputs[0], [weight for _, weight in named_weights(view(module))])
+
+    for norm in _norms(module):
+        try:
+            if tracer.trace(partial(plain, norm), graph) == graph:
+                return norm
+        except Exception:  # noqa: BLE001 - written for other weights or dtypes
+            continue
+    return None
+
+
+def _norms(module: nn.Module) -> Iterator[NormFormula]:
+    """What a norm may compute: each way to write one, with each small number that it has."""
+    shapes = [weight.dim() for _, weight in named_weights(module)]
+    if len(shapes) > 2 or any(dim != 1 for dim in shapes) or next(module.children(), None) is not None:
+        return
+    numbers = {value for value in vars(module).values() if type(value) is float and 0 < value < 1}
+    for written, flags in WRITTEN:
+        for epsilon in numbers:
+            yield NormFormula(written, epsilon, len(shapes), **flags)
 
 
 def _candidates(parts: Mapping[str, Any], hidden: int, graph: Graph, mentioned: set[str]) -> Iterator[Formula | str]:

@@ -17,6 +17,7 @@ from seqtile._compat import HOOKS
 from seqtile.counting.fake import PLAIN
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.ops.linear import Adapter, Packed, Projection
+from seqtile.ops.norm import NormFormula
 from seqtile.ops.rng import RowWise
 
 _hooks_of = attrgetter(*HOOKS)
@@ -41,8 +42,13 @@ def foreign_hooks(module: nn.Module) -> Iterator[Any]:
                 yield hook
 
 
-def row_wise(norm: nn.Module) -> RowWise | str:
-    """A norm that runs inside the tile of the fused operator, or why it cannot."""
+def row_wise(norm: nn.Module, formula: NormFormula | None = None) -> RowWise | str:
+    """A norm that runs inside the tile of the fused operator, or why it cannot.
+
+    Args:
+        norm: the module.
+        formula: what a proof says that it computes, if that is known.
+    """
     if "forward" in norm.__dict__ or has_hooks(norm):
         return f"{type(norm).__name__} has hooks"
     live = dict(named_weights(norm))
@@ -58,7 +64,7 @@ def row_wise(norm: nn.Module) -> RowWise | str:
     def function(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
         return call_with_weights(norm, dict(zip(names, weights, strict=True)), (rows,))  # type: ignore[no-any-return]
 
-    return RowWise(function, tuple(live.values()))
+    return RowWise(function, tuple(live.values()), formula)
 
 
 def _unusable(weight: Tensor) -> str:

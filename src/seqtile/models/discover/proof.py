@@ -22,11 +22,12 @@ from torch import nn
 
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
-from seqtile.models.discover.formula import Formula, formula_of
+from seqtile.models.discover.formula import Formula, formula_of, norm_of
 from seqtile.models.discover.python_code import Code
 from seqtile.models.discover.sizes import NoRule, NotPerToken, Untraceable
 from seqtile.models.discover.trace import Graph, Tracer, in_a_thread
 from seqtile.models.discover.trial import probe
+from seqtile.ops.norm import NormFormula
 
 
 def process_switches() -> tuple[Any, ...]:
@@ -64,6 +65,7 @@ class Proof:
         graph: what it computes; None where no trace tells.
         formula: what the fused operator needs to know, or why it cannot run it.
         how: what proves it.
+        norm: which norm it is, where it is one and nothing else.
     """
 
     why_not: str
@@ -71,6 +73,7 @@ class Proof:
     graph: Graph | None
     formula: Formula | str
     how: str = ""
+    norm: NormFormula | None = None
 
 
 BY_TRACE = "by its trace, forward and backward"
@@ -190,7 +193,8 @@ def _traced(chain: Chain, mode: Mode, code: Code) -> Proof:
         return replace(_tried_out(chain, mode, code), formula=str(error))
     _check_rows(graph, chain, mode)
     names = code.mentioned | {name for name, _ in chain.members}  # a layer calls the parts of an inline block itself
-    return Proof("", False, graph, chain.fusable() or formula_of(chain, graph, tracer, names), BY_TRACE)
+    formula = chain.fusable() or formula_of(chain, graph, tracer, names)
+    return Proof("", False, graph, formula, BY_TRACE, norm_of(chain, graph, tracer))
 
 
 def _check_rows(graph: Graph, chain: Chain, mode: Mode) -> None:

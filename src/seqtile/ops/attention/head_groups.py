@@ -114,7 +114,8 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
         kind = part.kind()
         drops |= kind.has_adapter and kind.dropout > 0
         kinds.append(kind)
-    norm = None if attention.before is None else (attention.before.function, len(attention.before.weights))
+    before = attention.before
+    norm = None if before is None else (before.function, len(before.weights), before.formula)
     plan = Plan(
         tuple(kinds[:-1]), kinds[-1], norm, len(attention.between), groups, tuple(sizes), groups.autocast,
         RandomState(x.device) if drops else None,
