@@ -236,3 +236,11 @@ def peak_reserved_bytes(device: torch.device | int | None = None) -> int:
     import torch
 
     return torch.accelerator.max_memory_reserved(device)
+
+
+def process_space() -> str:
+    """Which table the numbers of processes are of: containers may have one each; "" where there is only one."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

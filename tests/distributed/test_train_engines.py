@@ -5,6 +5,7 @@ Every run has a constant learning rate, so that a run of two steps that is conti
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -13,10 +14,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -26,8 +29,10 @@ import tiny_run
 from grid.launch import TESTS
 from seqtile.cli import main, worker
 from seqtile.train import launch
+from seqtile.train.checkpoint_files import why_not_whole
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.run import train
+from seqtile.train.run_lock import LOCK
 
 EXAMPLES = TESTS.parent / "examples"
 SECONDS = 1200
@@ -163,11 +168,83 @@ def test_ctrl_c_saves_one_checkpoint_and_a_launcher_of_the_users_own_continues(f
     assert_equals_one_process(folder, output, steps=step + 1, rows=2)
 
 
+def job(front: int) -> list[psutil.Process]:
+    """Every process of a job: as Slurm sees it."""
+    process = psutil.Process(front)
+    return [process, *process.children(recursive=True)]
+
+
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "ddp",
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+        pytest.param("zero3", marks=[pytest.mark.slow, needs_deepspeed]),
+    ],
+)
+def test_sigterm_to_every_process_twice_saves(engine: str, folder: Path) -> None:
+    output = folder / f"stopped-{engine}"
+    command = [sys.executable, "-m", "seqtile.cli"]
+    command += arguments(folder, output, "--engine", engine, "--nproc", "2", "--steps", "100000")
+    errors, code = stop_when_it_steps(command, lambda front: [job(front)] * 2)
+    assert code == 143, errors
+    assert_saved(output, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+def test_under_a_torchrun_of_ones_own_nothing_is_a_crash(folder: Path) -> None:
+    output = folder / "torchrun"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "-m"]
+    command += ["seqtile.cli", *arguments(folder, output, "--engine", "ddp", "--steps", "100000")]
+    errors, code = stop_when_it_steps(command, lambda front: [job(front)[1:]])
+    assert code == 0, errors
+    assert_saved(output, errors)
+
+
+def stop_when_it_steps(command: list[str], whom: Callable[[int], list[list[psutil.Process]]]) -> tuple[str, int]:
+    """Start it, send SIGTERM to each group of processes after the first step; what it said, and its exit code."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("step ")
+            all_of_them = job(process.pid)
+            for group in whom(process.pid):
+                for one in group:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=SECONDS)
+        finally:
+            process.kill()
+    assert not psutil.wait_procs(all_of_them, timeout=30)[1]
+    return errors, process.returncode
+
+
+def assert_saved(output: Path, errors: str) -> None:
+    assert errors.count("saving a checkpoint after this step") == 1
+    assert "Traceback" not in errors and "nothing more was saved" not in errors, errors
+    saved = re.findall(r"checkpoint saved in (\S+)", errors)
+    assert len(saved) == 1 and why_not_whole(Path(saved[0])) == ""
+    assert not (output / LOCK).exists()
+
+
 @needs_deepspeed
 @pytest.mark.timeout(SECONDS)
 def test_the_example_of_zero3_with_sequence_parallelism(folder: Path) -> None:
     output = run_example("zero3", folder, "--sp-size", "2")
     assert_equals_one_process(folder, output, steps=2, rows=1, **example_values(folder, "zero3"))
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+def test_sequence_parallelism_resumes_in_the_middle_of_an_epoch(folder: Path) -> None:
+    output = folder / "split"
+    more = ["--engine", "zero3", "--nproc", "2", "--sp-size", "2", "--steps", "2"]
+    assert main(arguments(folder, output, *more)) == 0
+    assert main(["train", "--resume", "--output", str(output), "--steps", "3"]) == 0
+    assert_equals_one_process(folder, output, steps=3, rows=1)
 
 
 @pytest.mark.timeout(SECONDS)

@@ -24,9 +24,11 @@ from seqtile import UserError
 from seqtile.cli import main
 from seqtile.planner.phases import Phase
 from seqtile.train.callbacks import StopOnSignal
+from seqtile.train.checkpoint_files import why_not_whole
 from seqtile.train.data import load_rows
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.run import Outcome, train
+from seqtile.train.run_lock import LOCK
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "recipes"
 
@@ -205,6 +207,15 @@ def test_a_signal_saves_a_checkpoint_and_the_printed_command_continues(
     assert said is not None
     assert main([*said[1].split(), "--steps", str(step + 1)]) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP,)], ids=str)
+def test_sigterm_twice_and_sighup_save(model: Path, dataset: Path, tmp_path: Path, numbers: tuple[signal.Signals]):
+    callbacks = [SignalAt(2, number) for number in numbers]
+    stopped = run(model, dataset, tmp_path / "out", callbacks=callbacks)
+    assert (stopped.stopped_by, stopped.output.name) == (numbers[0], "checkpoint-2")
+    assert why_not_whole(stopped.output) == ""
+    assert not (tmp_path / "out" / LOCK).exists()
 
 
 def test_a_second_signal_stops_at_once():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +13,6 @@ import yaml
 import tiny_run
 from seqtile import UserError
 from seqtile.cli import main
-from seqtile.cli.worker import follow
 from seqtile.train import callbacks, launch, ranks
 from seqtile.train.recipe import ENGINES, build_recipe, resolve
 
@@ -249,16 +245,6 @@ def test_a_model_that_no_engine_took_over(engine: str):
     check = callbacks.CheckModel(SimpleNamespace(model_wrapped=torch.nn.Linear(1, 1)), recipe_of(engine=engine))
     with pytest.raises(UserError, match="a plain Linear; nothing was trained"):
         check.on_train_begin(None, None, None)
-
-
-def test_a_process_notices_that_the_one_in_front_was_killed():
-    front, gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE), threading.Event()
-    with front:
-        follow(front.pid, gone.set)
-        assert not gone.wait(timeout=1.5)
-        front.kill()
-        front.wait()
-        assert gone.wait(timeout=30)
 
 
 @pytest.mark.parametrize("engine", ENGINES[1:])

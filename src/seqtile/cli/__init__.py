@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +29,6 @@ EXAMPLES = {
 COMMANDS = tuple(EXAMPLES)
 """Each is a module ``seqtile.cli.NAME`` with a function ``command``, or with an ``app`` of several."""
 
-INTERRUPTED = 130
 OTHER_RANKS_WAIT = 5.0
 """Seconds that the other processes of a launch leave the first one to say what is wrong."""
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     0 for success, 1 for a run that could not go on or a length that does not fit, 2 for input that the user has to fix
-    (one sentence on stderr), 130 for Ctrl-C.
+    (one sentence on stderr), 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
     """
     try:
         build_app()(list(sys.argv[1:] if arguments is None else arguments))
@@ -79,11 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _is_broken_pipe(error):
             return _reader_left()
         # Typer makes an exit of Ctrl-C, and says nothing.
-        if isinstance(error, KeyboardInterrupt) or isinstance(
-            getattr(error.__context__, "__cause__", None), KeyboardInterrupt
-        ):
+        cause = getattr(error.__context__, "__cause__", None) if isinstance(error, SystemExit) else error
+        if isinstance(error, KeyboardInterrupt) or isinstance(cause, KeyboardInterrupt):
             print("seqtile: interrupted; nothing more was saved", file=sys.stderr)
-            return INTERRUPTED
+            return 128 + getattr(cause, "number", signal.SIGINT)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 0
 

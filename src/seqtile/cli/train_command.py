@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import warnings
 from typing import Any
 
@@ -13,8 +12,6 @@ import typer
 from seqtile._errors import UserError
 from seqtile._log import log_to_stderr
 from seqtile.cli.option_flags import takes_options
-
-_STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 @takes_options("train", shown=False)
@@ -84,8 +81,9 @@ def command(
     from seqtile.train.check_early import check_early
     from seqtile.train.nodes import MEETING_SECONDS, find_nodes
     from seqtile.train.output import resumed_recipe
-    from seqtile.train.ranks import is_first
+    from seqtile.train.ranks import is_first, leave
     from seqtile.train.run import locate, require_packages
+    from seqtile.train.signals import handle_signals, stop_at_once, stop_signals
 
     given = {
         "model": model,
@@ -158,15 +156,22 @@ def command(
             "--on-oom retry starts the processes again, which a launcher of your own does not let it; start them with "
             f"seqtile train --engine {chosen.engine}, or drop it"
         )
-    if chosen.engine == "single" or launched:
-        run(chosen, **how)
-        return
-    from seqtile.cli import worker
-    from seqtile.train.launch import launch
+    with handle_signals(stop_signals(), stop_at_once):
+        if chosen.engine != "single" and not launched:
+            from seqtile.cli import worker
+            from seqtile.train.launch import launch
 
-    seconds = MEETING_SECONDS if wait_nodes is None else wait_nodes
-    code = launch(chosen, **how, worker=worker.MODULE, say=show.print_plain, nodes=of_nodes, wait_seconds=seconds)
-    raise typer.Exit(code)
+            seconds = MEETING_SECONDS if wait_nodes is None else wait_nodes
+            code = launch(chosen, **how, worker=worker.MODULE, say=show.print_plain, nodes=of_nodes,
+                          wait_seconds=seconds)  # fmt: skip
+            raise typer.Exit(code)
+        try:
+            run(chosen, **how)
+        except typer.Exit:
+            leave()
+            if not launched:
+                raise
+            # A launcher takes any other code for a crash: it shows a traceback, and ends the ranks that still write.
 
 
 def run(recipe: Any, **how: Any) -> None:
@@ -177,6 +182,7 @@ def run(recipe: Any, **how: Any) -> None:
     from seqtile.cli import show
     from seqtile.train.ranks import is_first
     from seqtile.train.run import train
+    from seqtile.train.signals import exit_code
 
     progress = show.Progress(enabled=is_first())
     with progress, show.folded_bars(progress):
@@ -184,7 +190,7 @@ def run(recipe: Any, **how: Any) -> None:
     if outcome.stopped_by is not None:
         if is_first():
             show.print_stopped(outcome)
-        raise typer.Exit(_STOPPED[outcome.stopped_by])
+        raise typer.Exit(exit_code(outcome.stopped_by))
     if is_first():
         show.print_outcome(outcome)
 

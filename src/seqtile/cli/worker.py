@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -23,6 +22,8 @@ from seqtile._compat import run_exit_functions
 from seqtile._errors import RunError, UserError
 from seqtile._log import process_rank
 from seqtile.train.atomic_files import write_whole
+from seqtile.train.processes import is_running
+from seqtile.train.signals import exit_code, stop_at_once
 
 if TYPE_CHECKING:
     from seqtile.train.recipe import Recipe
@@ -31,13 +32,14 @@ MODULE = __name__
 """What a launch is told to run: this module."""
 
 
-class _Terminated(BaseException):
-    """SIGTERM came when there was no step to finish."""
+ORPHAN_SECONDS = 25.0
+"""How long a process may go on when the command in front has been killed: to end its step and to save."""
 
 
 def main(folder: Path) -> int:
     """Train, and write how it ended: exit code, what is to be said, and whether all ranks end together."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop_at_once)
     write_whole(folder / f"{process_rank()}.pid", str(os.getpid()))
     code, message, together, more = 0, "", True, dict[str, Any]()
     try:
@@ -49,10 +51,8 @@ def main(folder: Path) -> int:
     except RunError as error:
         code, message, together = 1, str(error), False
         more = {name: getattr(error, name) for name in ("retry", "done") if getattr(error, name, None)}
-    except KeyboardInterrupt:
-        code, together = 130, False
-    except _Terminated:
-        code, together = 143, False
+    except KeyboardInterrupt as stopped_at_once:
+        code, together = exit_code(getattr(stopped_at_once, "number", signal.SIGINT)), False
     write_whole(
         folder / f"{process_rank()}.end", json.dumps({"code": code, "message": message, "together": together, **more})
     )
@@ -62,14 +62,16 @@ def main(folder: Path) -> int:
 
 def _train(folder: Path) -> None:
     from seqtile.cli.train_command import quiet, run
-    from seqtile.train.launch import HOW_FILE
+    from seqtile.train.launch import HOW_FILE, kill_workers
     from seqtile.train.ranks import leave
     from seqtile.train.recipe import RECIPE_FILE, build_recipe, read_recipe
 
     recipe, _ = build_recipe(read_recipe(folder / RECIPE_FILE), {})
     how = json.loads((folder / HOW_FILE).read_text(encoding="utf-8"))
     os.chdir(how.pop("cwd"))
-    follow(how.pop("front"), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, how.pop("signals"))  # the launcher that started it has them blocked
+    front, started = how.pop("front")
+    follow(front, started, lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: kill_workers(folder))
     if how.pop("check", False):
         _check(recipe, folder)
         return
@@ -96,22 +98,24 @@ def _check(recipe: Recipe, folder: Path) -> None:
         (folder / RESULT_FILE).write_bytes(pickle.dumps(result))
 
 
-def follow(front: int, end: Callable[[], None]) -> None:
-    """Call ``end`` when the process ``front`` is gone: killed, it could not tell the others to stop."""
+def follow(front: int, started: float, end: Callable[[], None], kill: Callable[[], None]) -> None:
+    """Watch the command in front: killed, it could not tell the others to stop.
+
+    Args:
+        front, started: its process.
+        end: called when it is gone.
+        kill: called :data:`ORPHAN_SECONDS` later, if this process has not ended by then: one that waits in a collective
+            for a rank that hangs never comes to the end of its step.
+    """
 
     def watch() -> None:
-        try:
-            while True:
-                os.kill(front, 0)
-                time.sleep(1)
-        except ProcessLookupError:
-            end()
+        while is_running(front, started):
+            time.sleep(1)
+        end()
+        time.sleep(ORPHAN_SECONDS)
+        kill()
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _terminate(number: int, _: FrameType | None) -> None:
-    raise _Terminated
 
 
 def _end(code: int) -> NoReturn:

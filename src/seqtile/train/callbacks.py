@@ -7,7 +7,7 @@ import time
 from contextlib import AbstractContextManager
 from statistics import median
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
@@ -15,41 +15,50 @@ from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.train.ranks import is_wrapped_by, largest_on_any
 from seqtile.train.recipe import Recipe
-from seqtile.train.signals import handle_signals
+from seqtile.train.signals import StoppedAtOnce, handle_signals, new_request, stop_signals
 from seqtile.verification import check_gradients
+
+if TYPE_CHECKING:
+    import torch
 
 logger = first_rank_logger(__name__)
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
 
 class StopOnSignal(TrainerCallback):
-    """Ask the trainer to save and stop after the running step; a second signal stops at once.
+    """Ask the trainer to save and stop after the running step; a second request stops at once.
 
     A checkpoint is only whole between two steps, so the running one is finished first.
 
     Attributes:
-        received: the signal that came, or None.
+        received: the signal that came to any process, or None; the same on all after each step and after :meth:`agree`.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._request = new_request()
 
     def listening(self) -> AbstractContextManager[None]:
-        """Handle both signals inside the ``with``."""
-        return handle_signals(SIGNALS, self._handle)
+        """Handle the signals that ask to stop inside the ``with``."""
+        return handle_signals(stop_signals(), self._handle)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.received is not None:
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number)
-        logger.warning("%s: saving a checkpoint after this step; once more stops at once", self.received.name)
+        if self._request.is_urgent(number):
+            raise StoppedAtOnce(self._request.first or number)
+        if self.received is None:
+            self.received = signal.Signals(number)
+            again = "once more" if number == signal.SIGINT else "Ctrl-C"
+            logger.warning("%s: saving a checkpoint after this step; %s stops at once", self.received.name, again)
+
+    def agree(self, device: torch.device) -> bool:
+        """Whether a signal has come to any process; every process has to ask, at the same place."""
+        number = largest_on_any(self.received or 0, device)
+        if number:
+            self.received = signal.Signals(number)
+        return bool(number)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Called by the trainer between two steps; all ranks stop at the same one, whichever heard first."""
-        number = largest_on_any(self.received or 0, args.device)
-        if number:
-            self.received = signal.Signals(number)
+        if self.agree(args.device):
             control.should_save = control.should_training_stop = True
         return control
 

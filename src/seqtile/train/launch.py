@@ -1,8 +1,8 @@
 """Start several processes through accelerate's launcher, and stay in front of them: rank 0 reports, signals, exit code.
 
 A signal goes to the workers, which finish their step and save a checkpoint however long that takes, and not to the
-launcher: torch elastic passes it on, but ends them 30 seconds later. torch 2.13 can be told how long to wait
-(https://github.com/pytorch/pytorch/pull/172596); older versions that are supported may not.
+launcher, which has it blocked: torch elastic passes it on, but ends the workers 30 seconds later. torch 2.13 can be
+told how long to wait (https://github.com/pytorch/pytorch/pull/172596); older versions that are supported may not.
 """
 
 from __future__ import annotations
@@ -27,8 +27,16 @@ from typing import IO, TYPE_CHECKING, Any
 from seqtile._errors import RunError, UserError
 from seqtile.devices import cpu_cores
 from seqtile.train.nodes import LOST_SECONDS, MEETING_SECONDS, Meeting, Nodes, facts_of, saving
+from seqtile.train.processes import this_process
 from seqtile.train.recipe import RECIPE_FILE, Recipe, build_recipe, resolve, save_recipe
-from seqtile.train.signals import handle_signals
+from seqtile.train.signals import (
+    StoppedAtOnce,
+    blocked_signals,
+    exit_code,
+    handle_signals,
+    new_request,
+    stop_signals,
+)
 
 if TYPE_CHECKING:
     from seqtile.verification import VerifyResult
@@ -42,10 +50,8 @@ HOW_FILE = "how.json"
 RESULT_FILE = "result.pickle"
 """What the first process of a check found."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 GRACE_SECONDS = 15.0
-"""How long the others may go on after one process has ended with an error, or after a second signal."""
+"""How long the others may go on after one process has ended with an error, or after a request to stop at once."""
 
 
 PARTNER_SECONDS = 5.0
@@ -67,7 +73,8 @@ def launch(
         wait_seconds: how long to wait for the other nodes.
 
     Returns:
-        The exit code: 0, 130 or 143 for a run that a signal stopped, 1 for a crash, whose traceback was shown.
+        The exit code: 0; 130, 143 or 129 for a run that Ctrl-C, SIGTERM or SIGHUP stopped; 1 for a crash, whose
+        traceback was shown.
 
     Raises:
         UserError: bad input, found here or by a process that was started.
@@ -82,8 +89,8 @@ def launch(
     code, message = 1, "it was stopped"
     try:
         code, message = _launch(recipe, how, worker, say, meeting), ""
-    except KeyboardInterrupt:
-        code, message = 130, ""
+    except StoppedAtOnce as stop:
+        code, message = exit_code(stop.number), ""
         raise
     except (UserError, RunError) as error:
         message = str(error).splitlines()[0]
@@ -170,7 +177,7 @@ def launch_check(recipe: Recipe, worker: str) -> VerifyResult:
         command = _write_orders(recipe, folder, {"check": True}, worker)
         code = _Launch(recipe, command, folder).wait()
         if code > 128:
-            raise KeyboardInterrupt
+            raise StoppedAtOnce(code - 128)
         if code or not (folder / RESULT_FILE).is_file():
             raise RunError(f"a process of the check ended without a result (exit code {code})")
         result: VerifyResult = pickle.loads((folder / RESULT_FILE).read_bytes())
@@ -197,7 +204,8 @@ def _write_orders(
 ) -> list[str]:
     """Write what the workers read; returns the command that starts them."""
     save_recipe(recipe, folder / RECIPE_FILE)
-    (folder / HOW_FILE).write_text(json.dumps({**how, "front": os.getpid(), "cwd": os.getcwd()}), encoding="utf-8")
+    told = {**how, "front": this_process(), "cwd": os.getcwd(), "signals": stop_signals()}
+    (folder / HOW_FILE).write_text(json.dumps(told), encoding="utf-8")
     return launch_command(recipe, worker, [str(folder)], nodes, port)
 
 
@@ -277,20 +285,22 @@ class _Launch:
         self._command, self._folder, self._meeting = command, folder, meeting
         self._count = (recipe.nproc or 1) // (meeting.nodes.count if meeting else 1)
         self._output, self._environment = recipe.output, _environment(self._count)
-        self._signals: list[signal.Signals] = []
+        self._request, self._urgent = new_request(), 0
         self._deadline = math.inf
+        self._said = b""
 
     def wait(self) -> int:
         """Start it and return the exit code when all processes have ended."""
-        with handle_signals(SIGNALS, self._handle):
-            launcher = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                cwd=self._folder,  # accelerate puts its current folder on the path of modules: not the user's
-                env=self._environment,
-                start_new_session=True,  # a terminal's Ctrl-C reaches this process alone, which passes it on
-            )
+        with handle_signals(stop_signals(), self._handle):
+            with blocked_signals():
+                launcher = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    cwd=self._folder,  # accelerate puts its current folder on the path of modules: not the user's
+                    env=self._environment,
+                    start_new_session=True,  # a terminal's Ctrl-C reaches this process alone, which passes it on
+                )
             reader = threading.Thread(target=self._pass_on, args=(launcher.stderr,), daemon=True)
             reader.start()
             try:
@@ -304,14 +314,13 @@ class _Launch:
         return self._result(launcher.returncode)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        """Tell every worker; before there are any, or at the third signal, end everything."""
-        self._signals.append(signal.Signals(number))
-        pids = self._pids()
-        for pid in pids:
-            _send(pid, signal.SIGTERM if number == signal.SIGHUP else number)
-        if not pids or len(self._signals) > 2:
+        """Tell every worker; before there are any, or at the second request to stop at once, end everything."""
+        self._urgent += self._request.is_urgent(number)
+        for pid in living(self._folder):
+            _send(pid, number)
+        if not any(self._folder.glob("*.pid")) or self._urgent > 1:
             self._end_by(0.0)
-        elif len(self._signals) > 1:
+        elif self._urgent:
             self._end_by(GRACE_SECONDS)
 
     def _end_by(self, seconds: float) -> None:
@@ -326,12 +335,11 @@ class _Launch:
         return time.monotonic() >= self._deadline
 
     def _failed(self) -> bool:
-        return any(not end["together"] for end in self._ends().values())
+        return any(not end["together"] for end in _ends(self._folder).values())
 
     def _kill(self, launcher: subprocess.Popen[bytes]) -> None:
-        """End what is left: workers lead sessions of their own."""
-        for pid in self._pids():
-            _send(pid, signal.SIGKILL, group=True)
+        """End what is left."""
+        kill_workers(self._folder)
         if launcher.poll() is None:
             _send(launcher.pid, signal.SIGKILL, group=True)
             launcher.wait()
@@ -340,6 +348,7 @@ class _Launch:
         """Show what the processes say, until one has ended by itself: then its sentence, or the signal, says it all."""
         with stream:
             for line in stream:
+                self._said = line
                 if self._deadline == math.inf and not self._failed():
                     sys.stderr.write(line.decode(errors="replace"))
                     sys.stderr.flush()
@@ -347,32 +356,21 @@ class _Launch:
     @property
     def signalled(self) -> bool:
         """Whether the user has asked it to stop."""
-        return bool(self._signals)
+        return self._request.first is not None
 
     def retry(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         """After an out-of-memory: what the first rank that had it would go on with, and what was before."""
-        for _, end in sorted(self._ends().items()):
+        for _, end in sorted(_ends(self._folder).items()):
             if end.get("retry"):
                 return end["retry"], end.get("done", [])
         return None, []
 
-    def _pids(self) -> list[int]:
-        ended = self._ends()
-        return [
-            int(text)
-            for file in self._folder.glob("*.pid")
-            if int(file.stem) not in ended and (text := file.read_text()).isdigit()
-        ]
-
-    def _ends(self) -> dict[int, dict[str, Any]]:
-        return {int(file.stem): json.loads(file.read_text()) for file in sorted(self._folder.glob("*.end"))}
-
     def _result(self, launcher_code: int) -> int:
-        ends = self._ends()
+        ends = _ends(self._folder)
         for rank in sorted(ends):
             if ends[rank]["message"]:
                 raise (UserError if ends[rank]["code"] == 2 else RunError)(ends[rank]["message"])
-        if self._meeting and not self._signals and (launcher_code or self._failed() or len(ends) != self._count):
+        if self._meeting and not self.signalled and (launcher_code or self._failed() or len(ends) != self._count):
             # A process whose partner is gone ends with a stack; what has become of the partner is heard a little later.
             if news := self._meeting.news(seconds=LOST_SECONDS + GRACE_SECONDS):
                 raise RunError(f"{news}; {_go_on(Path(str(self._output)))}")
@@ -380,11 +378,35 @@ class _Launch:
             if len(ends) != self._count:
                 raise RunError(f"{self._count} processes were to train, and {len(ends)} came to their end")
             return max(int(end["code"]) for end in ends.values())
-        if not self._signals:
-            return 1
-        if self._signals[0] == signal.SIGINT:
-            raise KeyboardInterrupt
-        return 128 + self._signals[0]
+        if self._request.first is not None:
+            raise StoppedAtOnce(self._request.first)
+        if launcher_code < 0 or not self._said:
+            by = f"by {signal.Signals(-launcher_code).name}" if launcher_code < 0 else f"with exit code {launcher_code}"
+            raise RunError(
+                f"the launcher of the {self._count} processes ended {by} and said nothing; the processes were ended "
+                "too, and --resume goes on from the last whole checkpoint, if there is one"
+            )
+        return 1
+
+
+def living(folder: Path) -> list[int]:
+    """The workers of a launch that have not said how they ended."""
+    ended = _ends(folder)
+    return [
+        int(text)
+        for file in folder.glob("*.pid")
+        if int(file.stem) not in ended and (text := file.read_text()).isdigit()
+    ]
+
+
+def kill_workers(folder: Path) -> None:
+    """End all workers of a launch and what they started: each leads a session of its own. Also one that calls it."""
+    for pid in sorted(living(folder), key=os.getpid().__eq__):
+        _send(pid, signal.SIGKILL, group=True)
+
+
+def _ends(folder: Path) -> dict[int, dict[str, Any]]:
+    return {int(file.stem): json.loads(file.read_text()) for file in sorted(folder.glob("*.end"))}
 
 
 def _send(pid: int, number: int, *, group: bool = False) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from seqtile._errors import UserError
 from seqtile.train.checkpoint_files import SET_ASIDE
 from seqtile.train.recipe import DEMO, RECIPE_FILE, OptionKeys, Recipe, build_recipe, read_recipe, resolve
+from seqtile.train.run_lock import LOCK
 
 RUNS = Path("runs")
 
@@ -62,7 +63,7 @@ def check_output(recipe: Recipe, output: Path, *, overwrite: bool) -> None:
             f"output {str(output)!r} lies inside the dataset {recipe.dataset!r}, and the next run would train on it; "
             "give another --output"
         )
-    if output.is_dir() and any(output.iterdir()):
+    if output.is_dir() and any(path.name != LOCK for path in output.iterdir()):
         if not overwrite:
             resume = "--resume to continue it, " if (output / RECIPE_FILE).is_file() else ""
             raise UserError(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from seqtile.train.compare_untiled import Comparison
     from seqtile.train.data_summary import DataSummary
     from seqtile.train.metrics import Display
+    from seqtile.train.run_lock import RunLock
 
 logger = first_rank_logger(__name__)
 
@@ -75,7 +76,8 @@ def train(
 ) -> Outcome:
     """Train what ``recipe`` says and save it.
 
-    Nothing is written before every check has passed. Ctrl-C and SIGTERM save a checkpoint after the running step.
+    Nothing is written before every check has passed. Ctrl-C, SIGTERM and SIGHUP save a checkpoint after
+    the running step.
 
     Args:
         recipe: what to do.
@@ -94,27 +96,29 @@ def train(
     from seqtile.train.checkpoint_files import newest_whole
     from seqtile.train.ranks import join_launch
     from seqtile.train.retry import OutOfMemory, release, said
+    from seqtile.train.run_lock import RunLock
 
     require_packages()
     recipe = resolve(join_launch(recipe))
     recipe, start = locate(recipe, resume=resume, resume_from=resume_from, overwrite=overwrite)
     recipe = fitted(recipe, start, logger.info)
     done = list(retries)
-    while True:
-        try:
-            return _attempt(recipe, start, overwrite, callbacks, done, display)
-        except OutOfMemory as error:
-            if error.retry is None or recipe.engine != "single":
-                raise
-            retry, before = error.retry, error.done
-        # Here the error is gone, and with it the model and the trainer that its frames held.
-        release()
-        start, _ = newest_whole(Path(str(recipe.output)))
-        if start is None:
-            raise RunError(f"out of memory, and no whole checkpoint in {recipe.output} to go on from")
-        recipe, overwrite = recipe.changed(**retry["recipe"]), False
-        done = [*before, {**retry, "how": f"from {start.name}"}]
-        logger.warning("%s", said(done[-1]))
+    with RunLock(Path(str(recipe.output))) as lock:
+        while True:
+            try:
+                return _attempt(recipe, start, overwrite, callbacks, done, display, lock)
+            except OutOfMemory as error:
+                if error.retry is None or recipe.engine != "single":
+                    raise
+                retry, before = error.retry, error.done
+            # Here the error is gone, and with it the model and the trainer that its frames held.
+            release()
+            start, _ = newest_whole(Path(str(recipe.output)))
+            if start is None:
+                raise RunError(f"out of memory, and no whole checkpoint in {recipe.output} to go on from")
+            recipe, overwrite = recipe.changed(**retry["recipe"]), False
+            done = [*before, {**retry, "how": f"from {start.name}"}]
+            logger.warning("%s", said(done[-1]))
 
 
 def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None], nodes: int = 1) -> Recipe:
@@ -152,6 +156,7 @@ def _attempt(
     callbacks: Sequence[TrainerCallback],
     retries: Sequence[dict[str, Any]],
     display: Display | None,
+    lock: RunLock,
 ) -> Outcome:
     """One try, from ``start`` or from the beginning.
 
@@ -161,7 +166,7 @@ def _attempt(
     from seqtile.train.checkpoint_files import read_mark
     from seqtile.train.metrics import Silent
     from seqtile.train.out_of_memory import is_out_of_memory
-    from seqtile.train.output import clear_output
+    from seqtile.train.output import check_output, clear_output
     from seqtile.train.ranks import check_engine, check_same_recipe, is_first_writer
     from seqtile.train.retry import OutOfMemory
     from seqtile.train.same_run import check_same_run, describe_run
@@ -185,9 +190,12 @@ def _attempt(
             logger.warning(note)
         trainer.all_done = _all_done(trainer, start, output)
     if is_first_writer(recipe):
+        output.mkdir(parents=True, exist_ok=True)
+        lock.take()
+        if start is None:  # a run that was short may have come and gone since the first look
+            check_output(recipe, output, overwrite=overwrite)
         if overwrite:
             clear_output(output)
-        output.mkdir(parents=True, exist_ok=True)
         save_recipe(recipe, output / RECIPE_FILE)
     return _run(recipe, output, trainer, tiling, start, callbacks, display)
 
@@ -203,8 +211,11 @@ def locate(recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: 
     from seqtile.train.checkpoint_files import find_checkpoint
     from seqtile.train.output import check_output, check_writable, default_output
     from seqtile.train.ranks import is_first
+    from seqtile.train.run_lock import check_unlocked
 
     output = Path(recipe.output).expanduser() if recipe.output else default_output(recipe)
+    if is_first():
+        check_unlocked(output)
     start = find_checkpoint(output, resume_from) if resume else None
     if is_first():
         if resume:
@@ -355,6 +366,7 @@ def _run(
     trainer.step.close()
     if failed is not None:
         raise trainer.step.end(failed)
+    stop.agree(trainer.args.device)  # a signal since the last step has come to some of the ranks, or to all
     recipe, tiling = trainer.step.recipe, trainer.step.tiling
     ran = str(what_ran(trainer.model))  # before a comparison runs other tiles
     if stop.received is None:

@@ -1,12 +1,85 @@
-"""Handle signals for a while."""
+"""Signals that ask a run to stop: which ones count, what a second one means, and the exit codes.
+
+Slurm and Kubernetes send SIGTERM to every process of a job, often more than once, and what started the processes passes
+it on to them as well. So a SIGTERM soon after another is the same request; Ctrl-C after any of them stops at once.
+"""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+REPEAT_SECONDS = 10.0
+"""A SIGTERM or SIGHUP that comes this soon after another signal is the same request."""
+
+
+class StoppedAtOnce(KeyboardInterrupt):
+    """A signal ended the run where it was: nothing more was saved.
+
+    Attributes:
+        number: the signal that asked first.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+class StopRequest:
+    """The signals that came to this process.
+
+    Attributes:
+        first: the one that asked to stop, or None.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self._last = -math.inf
+
+    def is_urgent(self, number: int) -> bool:
+        """Take note of a signal; whether it asks to stop at once, after one that asked to stop in order."""
+        before, now = self._last, time.monotonic()
+        self._last = now
+        if self.first is None:
+            self.first = signal.Signals(number)
+            return False
+        return number == signal.SIGINT or now - before > REPEAT_SECONDS
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Signals that ask a run to stop; not SIGHUP under ``nohup``, which has it ignored."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hangup)
+
+
+def exit_code(number: int) -> int:
+    """130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP: what a shell says of a program that a signal ended."""
+    return 128 + number
+
+
+_current = StopRequest()
+
+
+def new_request() -> StopRequest:
+    """A request of a run that begins to listen; what repeats it later is still known when the run has ended."""
+    global _current
+    _current = StopRequest()
+    return _current
+
+
+def stop_at_once(number: int, _: FrameType | None) -> None:
+    """A handler for when there is no step to finish.
+
+    Raises:
+        StoppedAtOnce: unless the signal repeats a request that was answered.
+    """
+    if _current.first is None or _current.is_urgent(number):
+        raise StoppedAtOnce(number)
 
 
 @contextmanager
@@ -26,3 +99,17 @@ def handle_signals(
     finally:
         for number, before in former.items():
             signal.signal(number, before)
+
+
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """A process started inside the ``with`` receives none of the signals that ask to stop, whatever it handles.
+
+    What it starts in turn inherits that, and has to unblock those that it wants.
+    """
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)

@@ -21,6 +21,7 @@ from seqtile.planner.phases import causal_model
 from seqtile.train.checkpoint_files import MARK, RESULT, Mark, newest_whole, rotate, set_aside, write_mark
 from seqtile.train.data_summary import DataSummary, summarise
 from seqtile.train.model_card import write_card
+from seqtile.train.split_rows import SplitRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,10 +95,21 @@ class Trainer(SFTTrainer, _SplitLoss):
         self._limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._saved_step = -1
         self.loaded = False
+        self._begin_anywhere()
         self._losses: list[torch.Tensor] = []
         self._batches: list[torch.Tensor] = []
         self._norm: Any = None
         self.add_callback(_Checks(self))
+
+    def _begin_anywhere(self) -> None:
+        """Rows under Ulysses can be skipped: the trainer asks accelerate for DeepSpeed's adapter, and gets this one."""
+        accelerator: Any = self.accelerator
+        size = getattr(getattr(accelerator, "parallelism_config", None), "sp_size", 1)
+        if size > 1:
+            split = accelerator.deepspeed_ulysses_dl_adapter
+            accelerator.deepspeed_ulysses_dl_adapter = lambda rows, model: SplitRows(
+                rows, lambda one: split(one, model), size
+            )
 
     def _prepare_dataset(  # type: ignore[no-untyped-def]
         self, dataset, processing_class, args, packing, formatting_func, dataset_name
@@ -297,6 +309,10 @@ class _Checks(TrainerCallback):
             raise _NothingToTrain
         if state.global_step == 0:
             self.trainer.begin()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        if isinstance(train_dataloader, SplitRows):
+            train_dataloader.begin_epoch(int(state.epoch or 0))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.trainer.check_step()
