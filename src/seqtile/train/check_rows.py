@@ -78,6 +78,8 @@ def problem_of(row: Mapping[str, Any], kind: Sequence[str]) -> str:
             return f"{column!r} is null{mixed}"
     if kind[0] in ("messages", "conversations"):
         return _problem_of_messages(row[kind[0]], kind[0], answer=True)
+    if kind == ("input_ids",):
+        return ""  # of which there may be millions in a row: not one by one
     if len(kind) == 1:
         return _problem_of_text(row[kind[0]], kind[0])
     if isinstance(row["prompt"], list) or isinstance(row["completion"], list):

@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from seqtile._errors import RunError, UserError
 from seqtile.devices import cpu_cores
+from seqtile.engines.build_locks import check_build_locks
 from seqtile.train.recipe import RECIPE_FILE, Recipe, resolve, save_recipe
 from seqtile.train.signals import handle_signals
 
@@ -48,13 +49,20 @@ GRACE_SECONDS = 15.0
 
 
 def launch(
-    recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool, worker: str, say: Callable[[str], None]
+    recipe: Recipe,
+    *,
+    resume: bool,
+    resume_from: str | None,
+    overwrite: bool,
+    trust_checkpoint: bool,
+    worker: str,
+    say: Callable[[str], None],
 ) -> int:
     """Check everything that can be checked without the model, start the processes, and wait for them.
 
     Args:
         recipe: with an engine other than ``single``.
-        resume, resume_from, overwrite: as in :func:`seqtile.train.run.train`.
+        resume, resume_from, overwrite, trust_checkpoint: as in :func:`seqtile.train.run.train`.
         worker: the module that each process runs, with the folder of :data:`HOW_FILE` as its argument.
         say: shows one piece of text: the configuration and the command.
 
@@ -74,7 +82,9 @@ def launch(
         from seqtile.train.load import check_split
 
         check_split(recipe)
-    recipe, start = locate(recipe, resume=resume, resume_from=resume_from, overwrite=overwrite)
+    recipe, start = locate(
+        recipe, resume=resume, resume_from=resume_from, overwrite=overwrite, trust_checkpoint=trust_checkpoint
+    )
     recipe = fitted(recipe, start, say)
     config = config_of(recipe.engine)
     say(f"engine {recipe.engine}, {recipe.nproc} processes, by accelerate with {config}:")
@@ -83,7 +93,8 @@ def launch(
     while True:
         with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
             folder = Path(name)
-            how = {"resume": start is not None, "resume_from": start.name if start else None, "overwrite": overwrite}
+            how = {"resume": start is not None, "resume_from": start.name if start else None, "overwrite": overwrite,
+                   "checked": start is not None}  # fmt: skip
             command = _write_orders(recipe, folder, {**how, "retries": retries}, worker)
             say(shlex.join(["accelerate", "launch", *command[3:]]))
             run = _Launch(recipe, command, folder)
@@ -130,6 +141,8 @@ def _counted(recipe: Recipe) -> Recipe:
     """The recipe with the number of its processes, checked against what there is."""
     if recipe.engine.startswith("zero") and find_spec("deepspeed") is None:
         raise UserError(f"engine {recipe.engine!r} needs DeepSpeed; install it with: pip install 'seqtile[deepspeed]'")
+    if recipe.engine.startswith("zero"):
+        check_build_locks()
     recipe = resolve(recipe)
     recipe = resolve(recipe.model_copy(update={"nproc": recipe.nproc or count_accelerators(recipe)}))
     check_devices(recipe)
