@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 import tiny_run
 from seqtile import UserError
@@ -39,6 +40,7 @@ def stream(path: Path, *, skip: bool = False) -> Stream:
         ([CHAT, {"messages": []}], "line 2: 'messages' is an empty list"),
         ([CHAT, {"messages": [{"role": "user", "content": "a"}]}], "line 2: 'messages' is only a prompt"),
         ([{"input_ids": [1, 2]}, {"input_ids": []}], "line 2: 'input_ids' is empty"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "line 1: 'input_ids' and 'labels' are of two lengths"),
         (
             [{"input_ids": [1, 2]}, {"input_ids": [1, 9]}],
             "line 2: 'input_ids' holds an id that the model does not know",
@@ -80,10 +82,9 @@ def test_no_row_that_can_be_trained_on(tmp_path: Path):
         [*opened.rows()]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves CSV files open
 def test_files_of_other_kinds_are_streamed(tmp_path: Path):
-    (tmp_path / "rows.csv").write_text("text,more\none,1\ntwo,2\n")
-    assert [row["text"] for row in stream(tmp_path / "rows.csv").rows()] == ["one", "two"]
+    Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "rows.parquet")
+    assert [row["text"] for row in stream(tmp_path / "rows.parquet").rows()] == ["one", "two"]
 
 
 @pytest.mark.parametrize(

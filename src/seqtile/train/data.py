@@ -107,13 +107,24 @@ def check_ids(rows: Dataset, vocabulary: int, dataset: str) -> None:
     Cost: one pass over the ids, about a second per 10**9 of them.
 
     Raises:
-        UserError: with the first such id, or what is no id.
+        UserError: with the first such id, or what is no id; or a row with more or fewer labels than ids.
     """
     if "input_ids" not in rows.column_names:
         return
     from pyarrow import compute, types  # type: ignore[import-untyped]
 
-    for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=1000):
+    labels = [name for name in ("labels",) if name in rows.column_names]
+    first = 0
+    for table in rows.select_columns(["input_ids", *labels]).with_format("arrow").iter(batch_size=1000):
+        for name in labels:
+            lengths = (compute.list_value_length(table[column]) for column in ("input_ids", name))
+            equal = compute.fill_null(compute.equal(*lengths), False).to_pylist()
+            if not all(equal):
+                raise UserError(
+                    f"dataset {dataset!r}, row {first + equal.index(False) + 1}: 'input_ids' and {name!r} are of two "
+                    "lengths; give one label for each token"
+                )
+        first += len(table)
         ids = table["input_ids"].combine_chunks().flatten()
         if not types.is_integer(ids.type):
             raise UserError(f"dataset {dataset!r} has {ids.type} in column 'input_ids', expected lists of token ids")
@@ -158,6 +169,9 @@ def _load_files(files: list[Path], text_field: str, streaming: bool) -> Loaded:
             filled = [file for file in files if file.stat().st_size]
             if not filled:
                 return Loaded(Dataset.from_dict({text_field: []}), documents=False)
+            for file in filled if builder == "json" else ():
+                if not _begins_with(file, b"{["):  # PyArrow 26.0 ends the process on a file of nulls
+                    _refuse_broken_json(file)
             try:
                 how = _csv_format(filled) if builder == "csv" else {}
                 names = [str(file) for file in filled]
@@ -260,8 +274,12 @@ def _refuse_broken_json(file: Path) -> None:
 
 def _is_array(file: Path) -> bool:
     """Whether a JSON file holds one list of objects and not an object per line."""
+    return _begins_with(file, b"[")
+
+
+def _begins_with(file: Path, signs: bytes) -> bool:
     with file.open("rb") as stream:
-        return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in {bytes([sign]) for sign in signs}
 
 
 def _line_numbers(file: Path) -> range | list[int]:

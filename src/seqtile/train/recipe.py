@@ -262,6 +262,13 @@ class Recipe(CheckedModel):
             found |= keys_of(options) if key == "options" else {key: value}
         return found
 
+    @field_validator("packing", mode="before")
+    @classmethod
+    def _known_packing(cls, packing: Any) -> Any:
+        if isinstance(packing, str) and packing not in ("bfd", "bfd_split", "wrapped", "true", "false"):
+            raise ValueError(f"got packing {shown(packing)}, expected true, false, bfd, bfd_split or wrapped")
+        return packing
+
     @field_validator("fit")
     @classmethod
     def _known_fit(cls, fit: bool | str | None) -> bool | str | None:

@@ -94,6 +94,8 @@ class Stream:
             return "'input_ids' is no list of token ids"
         if not ids:
             return "'input_ids' is empty"
+        if "labels" in row and len(row["labels"] or ()) != len(ids):
+            return "'input_ids' and 'labels' are of two lengths"
         if self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
             return f"'input_ids' holds an id that the model does not know (0 to {self.vocabulary - 1})"
         return ""
