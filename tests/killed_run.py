@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -46,9 +47,10 @@ def server() -> ForkServerContext:
 
 
 def train(context: ForkServerContext, values: dict[str, Any], log: Path, *, kill: Kill | None = None,
-          resume: bool = False, checkpoint: str | None = None) -> Ended:  # fmt: skip
-    """Run a recipe in a new process and wait for its end."""
-    process = context.Process(target=_child, args=(values, log, kill, resume, checkpoint))
+          resume: bool = False, checkpoint: str | None = None,
+          before: Callable[[], None] | None = None) -> Ended:  # fmt: skip
+    """Run a recipe in a new process, there after ``before``, and wait for its end."""
+    process = context.Process(target=_child, args=(values, log, kill, resume, checkpoint, before))
     process.start()
     process.join(500)
     if process.is_alive():
@@ -61,7 +63,12 @@ def train(context: ForkServerContext, values: dict[str, Any], log: Path, *, kill
     return Ended(process.exitcode, losses, log.read_text())
 
 
-def _child(values: dict[str, Any], log: Path, kill: Kill | None, resume: bool, checkpoint: str | None) -> None:
+def _child(
+    values: dict[str, Any], log: Path, kill: Kill | None, resume: bool, checkpoint: str | None,
+    before: Callable[[], None] | None,
+) -> None:  # fmt: skip
+    if before is not None:
+        before()
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -21,6 +21,7 @@ import inspect
 import pkgutil
 import platform
 import sys
+import tempfile
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -539,6 +540,58 @@ def _check_local_tensor() -> None:
         return  # a build without DTensor
     kind = pkgutil.resolve_name("torch.distributed.tensor.DTensor")
     _expect("_local_tensor" in _names_in(kind.to_local), "to_local() to read it")
+
+
+# ---- torch: files ----
+
+TorchArchive: Any = _find("torch._C.PyTorchFileReader")
+
+
+def pickle_of(path: Path) -> bytes | None:
+    """The pickle inside an archive of ``torch.save``, as ``torch.load`` would find it; None if it is no such archive.
+
+    A zip file that is read in two ways by two readers could show one pickle and load another: so this is torch's own.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            return None
+    archive = TorchArchive(str(path))
+    if "constants.pkl" in archive.get_all_records():  # TorchScript, which torch.load hands to another loader
+        return None
+    content: bytes = archive.get_record("data.pkl")
+    return content
+
+
+@_contract("torch._C.PyTorchFileReader", "torch/csrc/jit/python/init.cpp", "torch says what a file would call")
+def _check_archive() -> None:
+    _expect("PyTorchFileReader" in _names_in(_find("torch.serialization._open_zipfile_reader.__init__")), "its use")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({}, path := Path(folder) / "one.pt")
+        _expect(pickle_of(path), "the pickle in an archive")
+
+
+PICKLED_NAMES: dict[str, set[str]] = {
+    "__builtin__": {"bytearray", "complex", "frozenset", "set"},
+    "builtins": {"bytearray", "complex", "frozenset", "set"},
+    "_codecs": {"encode"},
+    "collections": {"Counter", "OrderedDict", "defaultdict"},
+    "deepspeed.runtime.fp16.loss_scaler": {"DynamicLossScaler", "LossScaler"},
+    "deepspeed.runtime.zero.config": {"ZeroStageEnum"},
+    "deepspeed.utils.tensor_fragment": {"fragment_address"},
+    "numpy": {"dtype", "ndarray"},
+    "numpy._core.multiarray": {"_reconstruct", "scalar"},
+    "numpy.core.multiarray": {"_reconstruct", "scalar"},
+    "torch": {"Size", "Tensor", "device"},
+    "torch._tensor": {"_rebuild_from_type_v2"},
+    "torch._utils": {"_rebuild_parameter", "_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"},
+    "torch.nn.parameter": {"Parameter"},
+    "torch.serialization": {"_get_layout"},
+    "torch.storage": {"TypedStorage", "UntypedStorage"},
+}
+"""What the files of Transformers, Accelerate and DeepSpeed ask for, by module."""
+
+PICKLED_KINDS = {"numpy.dtypes": r"\w+DType", "torch": r"\w+Storage|bool|u?int\d+|b?float\d+\w*|complex\d+"}
+"""The same of names that there are many of: storages and types of numbers."""
 
 
 # ---- torch: dispatch, fake tensors and trees ----

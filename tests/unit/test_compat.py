@@ -98,6 +98,7 @@ BREAKS: dict[str, Any] = {
     "torch.utils._pytree.tree_flatten": ("tree_leaves", GONE),
     "torch.ops.aten._grouped_mm": ("GROUPED_MM", GONE),
     "torch.ops.aten._local_scalar_dense": ("READ_NUMBER", GONE),
+    "torch._C.PyTorchFileReader": ("TorchArchive", GONE),
     "torch.ops.aten._unsafe_view": ("unsafe_view", Tensor.view),  # a view of autograd's
     "torch.ops.aten._scaled_dot_product_flash_attention": ("ATTENTION_KERNELS", ("_gone",)),
     "torch._C._current_graph_task_id": ("backward_pass", lambda: -1),

@@ -13,7 +13,7 @@ import tiny_run
 from seqtile import UserError
 from seqtile.cli import main
 from seqtile.train.check_rows import check_rows
-from seqtile.train.data import load_rows
+from seqtile.train.data import check_ids, load_rows
 from seqtile.train.data_summary import DataSummary
 from seqtile.train.recipe import build_recipe
 from seqtile.train.run import train
@@ -45,6 +45,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no messages": (CHAT, {"messages": []}, "'messages' is an empty list"),
     "no role": (CHAT, {"messages": [{"content": "who?"}]}, "a message without a role"),
     "no content": (CHAT, {"messages": [{"role": "assistant"}]}, "a message without content"),
+    "no text in any message": (
+        CHAT,
+        {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": " "}]},
+        "'messages' holds only empty messages",
+    ),
     "no answer": (CHAT, {"messages": [ASK]}, "'messages' is only a prompt"),
     "mixed kinds": (CHAT, GOOD, "'messages' is null and 'text' is not: rows of two kinds are mixed"),
     "no completion": (PAIR, {"prompt": "who?"}, "'completion' is null"),
@@ -102,6 +107,15 @@ def test_rows_of_several_files_and_kinds_of_files_are_found(tmp_path: Path) -> N
         checked(tmp_path / "saved")
 
 
+def test_labels_of_another_length_than_the_ids() -> None:
+    from datasets import Dataset
+
+    rows = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2], "labels": [1]}]
+    check_ids(Dataset.from_list(rows[:1]), 9, "rows")
+    with pytest.raises(UserError, match="row 2: 'input_ids' and 'labels' are of two lengths"):
+        check_ids(Dataset.from_list(rows), 9, "rows")
+
+
 def test_nothing_right_is_refused_even_where_bad_rows_are_left_out(tmp_path: Path) -> None:
     path = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [{"text": ""}] * 2)
     with pytest.raises(UserError, match="no row of 2 can be trained on"):
@@ -114,6 +128,7 @@ def test_nothing_right_is_refused_even_where_bad_rows_are_left_out(tmp_path: Pat
         ('{"text": "a"}\n{"text": \n', "line 2 (Expecting value"),
         ('{"text": "a"}\n\n{"text": "b"} c\n', "line 3 (Extra data"),
         ('{"text": "a"}\n[1, 2]\n', "line 2 (not an object)"),
+        ("null\n", "line 1 (not an object)"),  # Arrow's reader ends the process
         ('[{"text": "a"},\n{"text": ]\n', "line 2 (Expecting value"),
         ('{"text": "a"}\n\n{"text": 3}\n', "line 2 (empty)"),
     ],

@@ -34,6 +34,7 @@ def command(
         return
 
     from seqtile import __version__
+    from seqtile.engines.build_locks import stale_locks, told
 
     rows = [
         ("seqtile", __version__),
@@ -50,6 +51,8 @@ def command(
     for name, value in rows:
         table.add_row(name, Text(value))  # plain text: rich would take [train] for a style
     Console().print(table)
+    for lock in stale_locks():  # a path that a table breaks into lines cannot be copied
+        print(told(lock))
 
 
 def _show_compat() -> None:

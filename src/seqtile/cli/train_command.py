@@ -23,6 +23,7 @@ def command(
     skip_bad_rows: bool = typer.Option(
         None, "--skip-bad-rows", help="Leave out rows that nothing can be trained on, and count them."
     ),
+    streaming: bool = typer.Option(None, "--streaming", help="Read and check the rows while training; needs --steps."),
     max_length: int = typer.Option(None, help="Tokens per row (default 8192).", metavar="TOKENS"),
     output: str = typer.Option(None, help="Directory of the result (default runs/NAME).", metavar="DIR"),
     lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
@@ -66,6 +67,9 @@ def command(
         help="With --resume: this one (checkpoint-N), marked whole or not.",
         metavar="NAME",
     ),  # fmt: skip
+    trust_checkpoint: bool = typer.Option(
+        False, "--trust-checkpoint", help="With --resume: load its pickles whatever they would run."
+    ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier run."),
     compare: bool = typer.Option(None, "--compare/--no-compare", help="End with tiled against untiled on one batch."),
     tiled_mlp: str = typer.Option(None, help="Tile at all (default true), as axolotl spells it.", metavar="BOOL"),
@@ -91,6 +95,7 @@ def command(
         "eval_dataset": eval_dataset,
         "eval_steps": eval_steps,
         "skip_bad_rows": skip_bad_rows,
+        "streaming": streaming,
         "max_length": max_length,
         "output": output,
         "lora": None if lora is None else recipes.parse_lora(lora),
@@ -127,9 +132,12 @@ def command(
         raise UserError("--resume continues a run and --overwrite replaces it; give one of the two")
     if resume_from and not resume:
         raise UserError(f"--from-checkpoint {resume_from!r} is where --resume continues; give --resume too")
+    if trust_checkpoint and not resume:
+        raise UserError("--trust-checkpoint is about the checkpoint that --resume continues; give --resume too")
     chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
     require_packages()
-    how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
+    how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite,
+                           "trust_checkpoint": trust_checkpoint}  # fmt: skip
     of_nodes = find_nodes(nodes, node_rank, rendezvous)
     launched = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
     if launched:
@@ -177,7 +185,8 @@ def command(
 def run(recipe: Any, **how: Any) -> None:
     """Train in this process, alone or as one of several that a launcher started, and show what comes of it.
 
-    ``how`` is what :func:`seqtile.train.run.train` takes: ``resume``, ``resume_from``, ``overwrite`` and ``retries``.
+    ``how`` is what :func:`seqtile.train.run.train` takes: ``resume``, ``resume_from``, ``overwrite``, ``retries``
+    and ``trust_checkpoint`` or ``checked``.
     """
     from seqtile.cli import show
     from seqtile.train.ranks import is_first

@@ -76,6 +76,8 @@ def _train(folder: Path) -> None:
         _check(recipe, folder)
         return
     quiet()
+    if process_rank():  # the first one speaks; DeepSpeed prints on each
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     try:
         run(recipe, **how)
     except typer.Exit:

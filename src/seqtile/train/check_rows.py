@@ -78,6 +78,8 @@ def problem_of(row: Mapping[str, Any], kind: Sequence[str]) -> str:
             return f"{column!r} is null{mixed}"
     if kind[0] in ("messages", "conversations"):
         return _problem_of_messages(row[kind[0]], kind[0], answer=True)
+    if kind == ("input_ids",):
+        return ""  # of which there may be millions in a row: not one by one
     if len(kind) == 1:
         return _problem_of_text(row[kind[0]], kind[0])
     if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
@@ -141,7 +143,7 @@ def _problem_of_messages(messages: Any, name: str, *, answer: bool) -> str:
         return f"{name!r} is {_described(messages)}, expected a list of messages with role and content"
     if not messages:
         return f"{name!r} is an empty list"
-    roles = set()
+    roles, filled = set(), False
     for message in messages:
         if not isinstance(message, Mapping):
             return f"{name!r} holds {_described(message)}, expected messages with role and content"
@@ -154,6 +156,9 @@ def _problem_of_messages(messages: Any, name: str, *, answer: bool) -> str:
         if not isinstance(content, str | list | None):
             return f"{name!r} holds a message whose content is {_described(content)}, expected text"
         roles.add(role)
+        filled = filled or bool(message.get("tool_calls") or (content.strip() if isinstance(content, str) else content))
+    if not filled:
+        return f"{name!r} holds only empty messages"
     if answer and roles <= ASKING_ROLES:
         return f"{name!r} is only a prompt, without a message of an assistant"
     return ""

@@ -30,7 +30,7 @@ class Loaded(NamedTuple):
     """Rows, and where they are from.
 
     Attributes:
-        rows: what was read, unchecked but for its columns.
+        rows: what was read, unchecked but for its columns; an ``IterableDataset`` where it is streamed.
         documents: whether they are whole documents from text files (to be packed, not cut off).
         files: the files of the rows, in order; empty where there are none.
     """
@@ -52,7 +52,7 @@ class Loaded(NamedTuple):
         return f"row {index + 1}"
 
 
-def load_rows(dataset: str, *, split: str = "train", text_field: str = "text") -> Loaded:
+def load_rows(dataset: str, *, split: str = "train", text_field: str = "text", streaming: bool = False) -> Loaded:
     """Load a dataset and check that its columns can be trained on.
 
     Args:
@@ -60,6 +60,7 @@ def load_rows(dataset: str, *, split: str = "train", text_field: str = "text") -
             document), a directory of such files, a directory written by ``Dataset.save_to_disk``, or a Hub id.
         split: which split of a Hub dataset.
         text_field: name of the text column.
+        streaming: read nothing yet; columns and rows are for :class:`seqtile.train.stream.Stream` to check.
 
     Raises:
         UserError: nothing at that path, unreadable, empty, or no column that can be trained on.
@@ -67,11 +68,18 @@ def load_rows(dataset: str, *, split: str = "train", text_field: str = "text") -
     check_path(dataset)
     path = Path(dataset).expanduser()
     if path.is_file():
-        loaded = _load_files([path], text_field)
+        loaded = _load_files([path], text_field, streaming)
     elif path.is_dir():
-        loaded = _load_directory(path, text_field)
+        loaded = _load_directory(path, text_field, streaming)
     else:
-        loaded = Loaded(_load_from_hub(dataset, split), documents=False)
+        loaded = Loaded(_load_from_hub(dataset, split, streaming), documents=False)
+    if streaming:
+        if loaded.documents:
+            raise UserError(
+                f"dataset {dataset!r} is whole text files, which are not streamed; drop --streaming, or write "
+                f"JSONL rows with a column {text_field!r}"
+            )
+        return loaded
     if len(loaded.rows) == 0:
         raise UserError(f"dataset {dataset!r} holds no rows; give one with at least one example to train on")
     kind_of(loaded.rows.column_names, dataset, text_field)
@@ -99,13 +107,24 @@ def check_ids(rows: Dataset, vocabulary: int, dataset: str) -> None:
     Cost: one pass over the ids, about a second per 10**9 of them.
 
     Raises:
-        UserError: with the first such id, or what is no id.
+        UserError: with the first such id, or what is no id; or a row with more or fewer labels than ids.
     """
     if "input_ids" not in rows.column_names:
         return
     from pyarrow import compute, types  # type: ignore[import-untyped]
 
-    for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=1000):
+    labels = [name for name in ("labels",) if name in rows.column_names]
+    first = 0
+    for table in rows.select_columns(["input_ids", *labels]).with_format("arrow").iter(batch_size=1000):
+        for name in labels:
+            lengths = (compute.list_value_length(table[column]) for column in ("input_ids", name))
+            equal = compute.fill_null(compute.equal(*lengths), False).to_pylist()
+            if not all(equal):
+                raise UserError(
+                    f"dataset {dataset!r}, row {first + equal.index(False) + 1}: 'input_ids' and {name!r} are of two "
+                    "lengths; give one label for each token"
+                )
+        first += len(table)
         ids = table["input_ids"].combine_chunks().flatten()
         if not types.is_integer(ids.type):
             raise UserError(f"dataset {dataset!r} has {ids.type} in column 'input_ids', expected lists of token ids")
@@ -118,23 +137,24 @@ def check_ids(rows: Dataset, vocabulary: int, dataset: str) -> None:
                 )
 
 
-def _load_directory(path: Path, text_field: str) -> Loaded:
+def _load_directory(path: Path, text_field: str, streaming: bool) -> Loaded:
     if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
         from datasets import load_from_disk
 
-        return Loaded(load_from_disk(str(path)), documents=False)
+        saved = load_from_disk(str(path))
+        return Loaded(saved.to_iterable_dataset() if streaming else saved, documents=False)
     files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
     tables = [file for file in files if file.suffix.lower() in ROW_ENDINGS]
     if not files:
         raise UserError(f"dataset directory {str(path)!r} holds no files; put text, JSONL, CSV or Parquet files there")
-    return _load_files(tables or files, text_field)
+    return _load_files(tables or files, text_field, streaming)
 
 
 def _is_hidden(relative: Path) -> bool:
     return any(part.startswith((".", "__")) for part in relative.parts)
 
 
-def _load_files(files: list[Path], text_field: str) -> Loaded:
+def _load_files(files: list[Path], text_field: str, streaming: bool) -> Loaded:
     """Rows of JSONL, CSV or Parquet files, or one document per text file."""
     from datasets import Dataset, load_dataset
     from datasets.exceptions import DatasetGenerationError
@@ -149,14 +169,17 @@ def _load_files(files: list[Path], text_field: str) -> Loaded:
             filled = [file for file in files if file.stat().st_size]
             if not filled:
                 return Loaded(Dataset.from_dict({text_field: []}), documents=False)
+            for file in filled if builder == "json" else ():
+                if not _begins_with(file, b"{["):  # PyArrow 26.0 ends the process on a file of nulls
+                    _refuse_broken_json(file)
             try:
                 how = _csv_format(filled) if builder == "csv" else {}
-                rows = load_dataset(builder, data_files=[str(file) for file in filled], split="train", **how)
+                names = [str(file) for file in filled]
+                rows = load_dataset(builder, data_files=names, split="train", streaming=streaming, **how)
             except (DatasetGenerationError, ValueError, OSError) as error:
                 if isinstance(error, UserError):
                     raise
-                for file in filled if builder == "json" else ():
-                    _refuse_broken_json(file)
+                refuse_broken_rows(filled)
                 reason = str(error.__cause__ or error).strip().splitlines()[0]
                 raise UserError(
                     f"cannot read {str(filled[0])!r} as {builder} rows ({reason}); "
@@ -205,6 +228,17 @@ def _csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
             raise UserError(f"cannot read {str(file)!r}, line {begins} as CSV ({error}); write UTF-8 text") from None
 
 
+def refuse_broken_rows(files: Sequence[Path]) -> None:
+    """Name the first line of these files that is no JSON object; files of other kinds are passed over.
+
+    Raises:
+        UserError: there is one.
+    """
+    for file in files:
+        if file.suffix.lower() in JSON_ENDINGS:
+            _refuse_broken_json(file)
+
+
 def _refuse_broken_json(file: Path) -> None:
     """Name the first line that is no JSON object.
 
@@ -240,8 +274,12 @@ def _refuse_broken_json(file: Path) -> None:
 
 def _is_array(file: Path) -> bool:
     """Whether a JSON file holds one list of objects and not an object per line."""
+    return _begins_with(file, b"[")
+
+
+def _begins_with(file: Path, signs: bytes) -> bool:
     with file.open("rb") as stream:
-        return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in {bytes([sign]) for sign in signs}
 
 
 def _line_numbers(file: Path) -> range | list[int]:
@@ -271,12 +309,12 @@ def _read_text(file: Path, *, skip_binary: bool) -> str:
         raise UserError(f"cannot read dataset {str(file)!r} ({error.strerror}); check its permissions") from None
 
 
-def _load_from_hub(dataset: str, split: str) -> Dataset:
+def _load_from_hub(dataset: str, split: str, streaming: bool) -> Dataset:
     """A dataset by Hub id; a missing path and an unreachable Hub are told apart."""
     from datasets import get_dataset_split_names, load_dataset
 
     try:
-        return load_dataset(dataset, split=split)
+        return load_dataset(dataset, split=split, streaming=streaming)
     except Exception as error:  # noqa: BLE001 - the Hub client raises many unrelated types, all meaning "not there"
         try:
             splits = get_dataset_split_names(dataset)

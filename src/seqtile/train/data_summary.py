@@ -42,10 +42,35 @@ class DataSummary:
             parts.append(f"{self.cut:,} cut at {self.max_length:,} tokens ({self.cut_tokens:,} tokens lost)")
         sequences = "" if self.sequences == self.rows else f" in {self.sequences:,} sequences"
         parts.append(f"{self.trained:,} tokens train{sequences}")
-        if self.left_out:
-            reasons = ", ".join(f"{count:,} where {reason}" for reason, count in self.left_out.items())
-            parts.append(f"left out: {reasons}")
-        return "; ".join(parts)
+        return "; ".join(parts) + _told_left_out(self.left_out)
+
+
+@dataclass
+class StreamSummary:
+    """A data set that is read while it is trained on; ``str(summary)`` is one line.
+
+    Attributes:
+        rows: rows that have come, in the first pass over them.
+        left_out: those that were not trained on, by reason.
+    """
+
+    rows: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def count(self, index: int, problem: str) -> None:
+        """Row ``index`` has come; its first few come more than once."""
+        if index >= self.rows:
+            self.rows = index + 1
+            if problem:
+                self.left_out[problem] = self.left_out.get(problem, 0) + 1
+
+    def __str__(self) -> str:
+        return f"{self.rows:,} rows read as a stream{_told_left_out(self.left_out)}"
+
+
+def _told_left_out(left_out: Mapping[str, int]) -> str:
+    reasons = ", ".join(f"{count:,} where {reason}" for reason, count in left_out.items())
+    return f"; left out: {reasons}" if reasons else ""
 
 
 def summarise(

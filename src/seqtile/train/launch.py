@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from seqtile._errors import RunError, UserError
 from seqtile.devices import cpu_cores
+from seqtile.engines.build_locks import check_build_locks
 from seqtile.train.nodes import LOST_SECONDS, MEETING_SECONDS, Meeting, Nodes, facts_of, saving
 from seqtile.train.processes import this_process
 from seqtile.train.recipe import RECIPE_FILE, Recipe, build_recipe, resolve, save_recipe
@@ -59,14 +60,22 @@ PARTNER_SECONDS = 5.0
 
 
 def launch(
-    recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool, worker: str, say: Callable[[str], None],
-    nodes: Nodes | None = None, wait_seconds: float = MEETING_SECONDS,
-) -> int:  # fmt: skip
+    recipe: Recipe,
+    *,
+    resume: bool,
+    resume_from: str | None,
+    overwrite: bool,
+    trust_checkpoint: bool,
+    worker: str,
+    say: Callable[[str], None],
+    nodes: Nodes | None = None,
+    wait_seconds: float = MEETING_SECONDS,
+) -> int:
     """Check everything that can be checked without the model, start the processes, and wait for them.
 
     Args:
         recipe: with an engine other than ``single``.
-        resume, resume_from, overwrite: as in :func:`seqtile.train.run.train`.
+        resume, resume_from, overwrite, trust_checkpoint: as in :func:`seqtile.train.run.train`.
         worker: the module that each process runs, with the folder of :data:`HOW_FILE` as its argument.
         say: shows one piece of text: the configuration and the command.
         nodes: the nodes of the run, each of which is started by the same command; None where this is the only one.
@@ -80,7 +89,7 @@ def launch(
         UserError: bad input, found here or by a process that was started.
         RunError: a process could not go on, or a node is missing or lost.
     """
-    how = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
+    how = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite, "trust_checkpoint": trust_checkpoint}
     if nodes is None:
         return _launch(recipe, how, worker, say, None)
     if recipe.on_oom == "retry":
@@ -123,7 +132,7 @@ def _launch(
         port = verdict["port"]
         recipe = saving(recipe, shared=verdict["shared"])
         if start is not None and verdict["start"] not in (None, start.name):
-            start = find_checkpoint(output, verdict["start"])
+            start = find_checkpoint(output, verdict["start"], trusted=asked["trust_checkpoint"])
         first = meeting.nodes.rank == 0
         fixed = fitted(recipe, start, say, meeting.nodes.count) if first else recipe
         chosen = meeting.share(json.dumps(fixed.model_dump(mode="json")) if first else None)
@@ -141,7 +150,8 @@ def _launch(
     while True:
         with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
             folder = Path(name)
-            how = {"resume": start is not None, "resume_from": start.name if start else None, "overwrite": overwrite}
+            how = {"resume": start is not None, "resume_from": start.name if start else None, "overwrite": overwrite,
+                   "checked": start is not None}  # fmt: skip
             command = _write_orders(recipe, folder, {**how, "retries": retries}, worker, nodes, port)
             say(shlex.join(["accelerate", "launch", *command[3:]]))
             run = _Launch(recipe, command, folder, meeting)
@@ -188,6 +198,8 @@ def _counted(recipe: Recipe, nodes: int = 1) -> Recipe:
     """The recipe with the number of its processes, on all nodes together, checked against what there is."""
     if recipe.engine.startswith("zero") and find_spec("deepspeed") is None:
         raise UserError(f"engine {recipe.engine!r} needs DeepSpeed; install it with: pip install 'seqtile[deepspeed]'")
+    if recipe.engine.startswith("zero"):
+        check_build_locks()
     recipe = resolve(recipe)
     recipe = resolve(recipe.model_copy(update={"nproc": recipe.nproc or nodes * count_accelerators(recipe)}))
     if (recipe.nproc or 1) % nodes:

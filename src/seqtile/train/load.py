@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
@@ -240,6 +241,18 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
         raise UserError(
             f"cannot load the {what} of model {recipe.model!r}: a .safetensors file is damaged or cut off ({error}); "
             "copy or download it again"
+        ) from None
+    except UnpicklingError:
+        raise UserError(
+            f"cannot load the {what} of model {recipe.model!r}: a .bin file there is no file of tensors alone, and "
+            "loading it could run any code; use .safetensors files, from somebody you trust"
+        ) from None
+    except (EOFError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+            raise
+        raise UserError(
+            f"cannot load the {what} of model {recipe.model!r}: a .bin file is damaged or cut off; copy or download it "
+            "again"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         # A value of a wrong type or size in config.json: the last line says which.

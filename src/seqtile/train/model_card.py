@@ -11,13 +11,15 @@ from seqtile.devices import package_version
 from seqtile.train.recipe import DEMO, Recipe
 
 if TYPE_CHECKING:
-    from seqtile.train.data_summary import DataSummary
+    from seqtile.train.data_summary import DataSummary, StreamSummary
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 PACKAGES = ("seqtile", "torch", "transformers", "trl", "accelerate", "datasets", "peft")
 
 
-def write_card(folder: Path, recipe: Recipe, state: Any, data: Mapping[str, DataSummary], tiling: str) -> None:
+def write_card(
+    folder: Path, recipe: Recipe, state: Any, data: Mapping[str, DataSummary | StreamSummary], tiling: str
+) -> None:
     """Write ``README.md`` into ``folder`` through huggingface_hub's cards.
 
     Args:

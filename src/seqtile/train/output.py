@@ -9,6 +9,7 @@ from typing import Any
 
 from seqtile._errors import UserError
 from seqtile.train.checkpoint_files import SET_ASIDE
+from seqtile.train.disk import PROBLEMS, disk_of
 from seqtile.train.recipe import DEMO, RECIPE_FILE, OptionKeys, Recipe, build_recipe, read_recipe, resolve
 from seqtile.train.run_lock import LOCK
 
@@ -92,8 +93,12 @@ def _check_own(output: Path) -> None:
         )
 
 
-def check_writable(output: Path) -> None:
+def check_writable(output: Path, advice: str = "give another --output") -> None:
     """Try to write there, and leave nothing behind.
+
+    Args:
+        output: the directory.
+        advice: what to do if it cannot be written.
 
     Raises:
         UserError: it cannot be created or written.
@@ -107,7 +112,8 @@ def check_writable(output: Path) -> None:
         with tempfile.TemporaryFile(dir=output):
             pass
     except OSError as error:
-        raise UserError(f"cannot write to output {str(output)!r} ({error.strerror}); give another --output") from None
+        where = f", {disk_of(output)}" if error.errno in PROBLEMS else ""
+        raise UserError(f"cannot write to output {str(output)!r} ({error.strerror}{where}); {advice}") from None
     finally:
         for path in reversed(created):
             path.rmdir()
@@ -136,6 +142,11 @@ def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> 
     if not path.is_file():
         raise UserError(f"output {str(directory)!r} holds no earlier run (no {RECIPE_FILE}); start it without --resume")
     saved, _ = build_recipe(read_recipe(path), {})
+    if saved.trust_remote_code and not (flag_values.get("trust_remote_code") or file_values.get("trust_remote_code")):
+        raise UserError(
+            f"{str(path)!r} says trust_remote_code: true, which a folder does not allow by itself; read the model's "
+            "code, then give --trust-remote-code again"
+        )
     started = saved.model_dump(mode="json")
     given = {key: value for key, value in {**file_values, **flag_values}.items() if value is not None}
     base = {key: value for key, value in started.items() if key not in ("tile", "tiled_mlp") or not _tiling(given)}

@@ -12,10 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile._log import process_rank
-from seqtile.train.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
+
+    from seqtile.train.recipe import Recipe
+
+LAUNCH_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+"""What a launcher says in the environment, in whole numbers."""
+
+
+def check_launch() -> None:
+    """Refuse an environment in which no launcher can have started this process.
+
+    Raises:
+        UserError: names the variable.
+    """
+    for name in LAUNCH_NUMBERS:
+        value = os.environ.get(name)
+        if value and not (value.isascii() and value.isdigit()):
+            raise UserError(
+                f"the environment says {name}={value!r}, expected a whole number as torchrun sets it; unset {name}"
+            )
 
 
 def is_launched() -> bool:
@@ -50,6 +68,7 @@ def join_launch(recipe: Recipe) -> Recipe:
     Raises:
         UserError: they are not what the recipe says, or have no directory in common.
     """
+    check_launch()
     world = world_size()
     if recipe.engine == "single":
         if world > 1:

@@ -88,6 +88,11 @@ NAMED_MODEL_KEYS = {
 LARGEST = 2**32 - 1
 """No count of tokens, steps or rows is larger, and generators take no larger seed."""
 
+SECRETS = ("hub_token", "push_to_hub_token", "token", "use_auth_token")
+"""Arguments of the trainer and of ``from_pretrained`` that would be saved with the run, for everybody to read."""
+
+_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+
 MAX_BYTES = 1 << 20
 """Far beyond any recipe; a device or a data set given by mistake is not read to its end."""
 
@@ -199,6 +204,7 @@ class Recipe(CheckedModel):
     eval_dataset: str | None = None
     eval_split: str = Field("test", description="split of a Hub dataset to evaluate on")
     skip_bad_rows: bool = Field(False, description="leave rows out that nothing can be trained on, and count them")
+    streaming: bool = Field(False, description="read the rows while training, and check each as it comes; needs steps")
     output: str | None = None
 
     max_length: int = Field(8192, ge=2)
@@ -257,6 +263,13 @@ class Recipe(CheckedModel):
             found |= keys_of(options) if key == "options" else {key: value}
         return found
 
+    @field_validator("packing", mode="before")
+    @classmethod
+    def _known_packing(cls, packing: Any) -> Any:
+        if isinstance(packing, str) and packing not in ("bfd", "bfd_split", "wrapped", "true", "false"):
+            raise ValueError(f"got packing {shown(packing)}, expected true, false, bfd, bfd_split or wrapped")
+        return packing
+
     @field_validator("fit")
     @classmethod
     def _known_fit(cls, fit: bool | str | None) -> bool | str | None:
@@ -271,6 +284,17 @@ class Recipe(CheckedModel):
             if key in NAMED_TRAINER_KEYS:
                 raise ValueError(f"trainer.{key} has its own name here; use {NAMED_TRAINER_KEYS[key]!r} instead")
         return trainer
+
+    @field_validator("trainer", "model_kwargs")
+    @classmethod
+    def _no_secrets(cls, values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        for key in SECRETS:
+            if isinstance(values.get(key), str):
+                raise ValueError(
+                    f"{info.field_name}.{key} is a secret, and a recipe is saved with the run; take it out and set "
+                    "HF_TOKEN, or log in with: hf auth login"
+                )
+        return values
 
     @field_validator("model_kwargs")
     @classmethod
@@ -410,6 +434,8 @@ def resolve(recipe: Recipe) -> Recipe:
             f"eval_steps {recipe.eval_steps} is no multiple of save_steps {recipe.save_steps}, so that the best step "
             "may have no checkpoint; give a multiple, or drop save_steps"
         )
+    if recipe.streaming:
+        _check_streaming(recipe)
     if recipe.compare and not recipe.tiled_mlp:
         raise UserError("compare needs something tiled, but the recipe says not to tile; keep one")
     if not recipe.activation_checkpointing and (recipe.options.checkpoint or recipe.options.offload):
@@ -438,6 +464,22 @@ def resolve(recipe: Recipe) -> Recipe:
         if recipe.steps is None and recipe.epochs is None:
             filled["epochs"] = 1.0
     return recipe.changed(**filled)
+
+
+def _check_streaming(recipe: Recipe) -> None:
+    """Refuse what needs to know all rows."""
+    if recipe.dataset == DEMO:
+        raise UserError("streaming reads a dataset while it is trained on, and the demo's is in memory; drop it")
+    if recipe.steps is None:
+        what = "no number of steps" if recipe.epochs is None else f"epochs {recipe.epochs:g}"
+        raise UserError(f"got streaming and {what}, but where a stream ends is not known before; give --steps")
+    if recipe.packing not in (None, False, "wrapped"):
+        raise UserError(
+            f"packing {recipe.packing!r} fits rows together by their lengths, which a stream does not tell; "
+            "use --packing wrapped or false"
+        )
+    if recipe.sp_size > 1:
+        raise UserError(f"streaming does not go with sp_size {recipe.sp_size}, got both; drop one")
 
 
 def _check_engine(recipe: Recipe) -> None:
@@ -636,7 +678,9 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def _check_text(name: str, text: str) -> None:
-    """A text may be a path, so it has to be one that the system can be asked about."""
+    """A text may be a path, so it has to be one that the system can be asked about; it is saved, and so no secret."""
+    if _TOKEN.search(text):
+        raise ValueError(f"recipe key {name!r} holds an access token, and a recipe is saved with the run; set HF_TOKEN")
     if not text.strip() or not text.isprintable():
         raise ValueError(f"recipe key {name!r}: got {shown(text)}, expected a text without control characters")
     if len(text) > 4000 or any(len(os.fsencode(part)) > 255 for part in text.split("/")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 
     from seqtile.models.report import Report
     from seqtile.train.compare_untiled import Comparison
-    from seqtile.train.data_summary import DataSummary
+    from seqtile.train.data_summary import DataSummary, StreamSummary
     from seqtile.train.metrics import Display
     from seqtile.train.run_lock import RunLock
+    from seqtile.train.stream import Stream
 
 logger = first_rank_logger(__name__)
 
@@ -58,7 +60,7 @@ class Outcome:
     stopped_by: signal.Signals | None
     comparison: Comparison | None
     report: Path | None = None
-    data: Mapping[str, DataSummary] = field(default_factory=dict)
+    data: Mapping[str, DataSummary | StreamSummary] = field(default_factory=dict)
     best: tuple[int, float] | None = None
     ran: str = ""
     retries: tuple[dict[str, Any], ...] = ()
@@ -73,6 +75,8 @@ def train(
     callbacks: Sequence[TrainerCallback] = (),
     display: Display | None = None,
     retries: Sequence[dict[str, Any]] = (),
+    trust_checkpoint: bool = False,
+    checked: bool = False,
 ) -> Outcome:
     """Train what ``recipe`` says and save it.
 
@@ -88,19 +92,26 @@ def train(
         callbacks: the trainer's, beside the run's own.
         display: shows what is being done, and the steps.
         retries: what the command in front has gone on with before, after an out-of-memory.
+        trust_checkpoint: with ``resume``, let the checkpoint's pickles call whatever they ask for.
+        checked: with ``resume_from``, the command in front has read that checkpoint to its end.
 
     Raises:
         UserError: bad input, in one sentence.
-        RunError: the loss or the gradient stopped being a number, or a step is out of memory.
+        RunError: the loss or the gradient stopped being a number, a step is out of memory, or a disk takes no more.
     """
+    from seqtile.engines.build_locks import check_build_locks
     from seqtile.train.checkpoint_files import newest_whole
-    from seqtile.train.ranks import join_launch
+    from seqtile.train.disk import disk_error
+    from seqtile.train.ranks import is_first, join_launch
     from seqtile.train.retry import OutOfMemory, release, said
     from seqtile.train.run_lock import RunLock
 
     require_packages()
     recipe = resolve(join_launch(recipe))
-    recipe, start = locate(recipe, resume=resume, resume_from=resume_from, overwrite=overwrite)
+    if recipe.engine.startswith("zero") and is_first():
+        check_build_locks()
+    trust = {"trust_checkpoint": trust_checkpoint, "checked": checked}
+    recipe, start = locate(recipe, resume=resume, resume_from=resume_from, overwrite=overwrite, **trust)
     recipe = fitted(recipe, start, logger.info)
     done = list(retries)
     with RunLock(Path(str(recipe.output))) as lock:
@@ -111,6 +122,13 @@ def train(
                 if error.retry is None or recipe.engine != "single":
                     raise
                 retry, before = error.retry, error.done
+            except UserError:
+                raise
+            except Exception as error:
+                told = disk_error(error, Path(str(recipe.output)))
+                if told is None:
+                    raise
+                raise told from None
             # Here the error is gone, and with it the model and the trainer that its frames held.
             release()
             start, _ = newest_whole(Path(str(recipe.output)))
@@ -200,7 +218,15 @@ def _attempt(
     return _run(recipe, output, trainer, tiling, start, callbacks, display)
 
 
-def locate(recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: bool) -> tuple[Recipe, Path | None]:
+def locate(
+    recipe: Recipe,
+    *,
+    resume: bool,
+    resume_from: str | None,
+    overwrite: bool,
+    trust_checkpoint: bool = False,
+    checked: bool = False,
+) -> tuple[Recipe, Path | None]:
     """``recipe`` with the directory of its result, and the checkpoint to continue from; writes nothing.
 
     Of several processes only the first one tries the directory, or each would find what the others leave there.
@@ -216,10 +242,10 @@ def locate(recipe: Recipe, *, resume: bool, resume_from: str | None, overwrite: 
     output = Path(recipe.output).expanduser() if recipe.output else default_output(recipe)
     if is_first():
         check_unlocked(output)
-    start = find_checkpoint(output, resume_from) if resume else None
+    start = find_checkpoint(output, resume_from, trusted=trust_checkpoint, checked=checked) if resume else None
     if is_first():
         if resume:
-            check_writable(output)
+            check_writable(output, f"fix that, then go on from {start}")
         else:
             check_output(recipe, output, overwrite=overwrite)
     return recipe.model_copy(update={"output": str(output)}), start
@@ -248,8 +274,11 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     from seqtile.train.ranks import prepare_on_cpu
 
     documents = False
-    rows, left_out = None, dict[str, int]()
-    if recipe.dataset != DEMO:
+    rows, left_out, stream = None, dict[str, int](), None
+    if recipe.streaming:
+        stream = _stream(recipe, display)
+        rows = stream.rows()
+    elif recipe.dataset != DEMO:
         display.stage(f"reading {recipe.dataset}")
         text_field = recipe.trainer.get("dataset_text_field", "text")
         loaded = load_rows(recipe.dataset, split=recipe.dataset_split, text_field=text_field)
@@ -257,14 +286,17 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
         display.stage(f"checking {len(loaded.rows):,} rows")
         rows, left_out = check_rows(loaded, recipe.dataset, text_field=text_field, skip=recipe.skip_bad_rows)
     evaluated, not_evaluated = _evaluation_rows(recipe, display)
-    arguments = trainer_arguments(recipe, output, documents=documents, rows=0 if rows is None else len(rows))
+    arguments = trainer_arguments(recipe, output, documents=documents, rows=0 if rows is None or stream else len(rows))
     display.stage(f"loading the weights of {recipe.model}")
     model, tokenizer = load_model(recipe)
     check_packing(model, arguments)
     if rows is None:
         rows = demo.load_rows(tokenizer, recipe.max_length)
     embeddings: Any = model.get_input_embeddings()
-    check_ids(rows, embeddings.num_embeddings, recipe.dataset)
+    if stream is None:
+        check_ids(rows, embeddings.num_embeddings, recipe.dataset)
+    else:
+        stream.vocabulary = embeddings.num_embeddings
     if evaluated is not None:
         check_ids(evaluated, embeddings.num_embeddings, str(recipe.eval_dataset))
     display.stage("tiling")
@@ -272,14 +304,28 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     if recipe.loss_tile:
         find_causal_lm(model)  # before the trainer is built, which takes longer
     prepare_on_cpu(recipe)
-    display.stage(f"tokenising {len(rows):,} rows")
+    display.stage(f"reading {recipe.dataset}" if stream else f"tokenising {len(rows):,} rows")
     trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora, model), evaluated,
                        {"train": left_out, "eval": not_evaluated})  # fmt: skip
+    if stream is not None:
+        logger.info("data: read as a stream, in its order, and checked as it comes")
     for name, summary in trainer.data.items():
         logger.info("%s: %s", "data" if name == "train" else f"{name} data", summary)
+    if stream is not None:
+        trainer.data["train"] = stream.summary
     if recipe.loss_tile:
         tile_head(causal_model(trainer.model), recipe.loss_tile)
     return trainer, tiling
+
+
+def _stream(recipe: Recipe, display: Display) -> Stream:
+    from seqtile.train.data import load_rows
+    from seqtile.train.stream import Stream
+
+    display.stage(f"reading {recipe.dataset}")
+    text_field = recipe.trainer.get("dataset_text_field", "text")
+    loaded = load_rows(recipe.dataset, split=recipe.dataset_split, text_field=text_field, streaming=True)
+    return Stream(loaded, recipe.dataset, text_field=text_field, skip=recipe.skip_bad_rows)
 
 
 def _evaluation_rows(recipe: Recipe, display: Display) -> tuple[Any, dict[str, int]]:
@@ -309,11 +355,27 @@ def _trainer(
         )  # fmt: skip
     except UserError:
         raise
-    except (ValueError, TypeError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if _is_of_template(error):
+            raise UserError(
+                f"the model's chat template cannot be used on these rows ({type(error).__name__}: {reason}); fix its "
+                "chat_template.jinja, or name another one with 'trainer: {chat_template_path: PATH}'"
+            ) from None
+        if not isinstance(error, ValueError | TypeError | KeyError | ImportError):
+            raise
         raise UserError(f"the trainer refuses this model, dataset or recipe: {reason}") from error
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _is_of_template(error: Exception) -> bool:
+    """Whether an error came out of a chat template, which runs as a program of its own."""
+    from jinja2 import TemplateError
+
+    return isinstance(error, TemplateError) or any(
+        frame.f_code.co_filename == "<template>" for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def _all_done(trainer: Any, checkpoint: Path, output: Path) -> bool:

@@ -31,7 +31,7 @@ def describe_run(recipe: Recipe, trainer: Any) -> dict[str, Any]:
     Cost: a digest of 64 rows evenly spaced, and of 16 elements of each frozen weight.
     """
     return {
-        "data": digest_rows(trainer.train_dataset),
+        "data": None if recipe.streaming else digest_rows(trainer.train_dataset),
         # What trains is in the checkpoint itself. Ranks that hold a shard have no whole weight to look at.
         "frozen": digest_frozen(trainer.model) if trainer.args.world_size == 1 else None,
         "tiling": {key: recipe.model_dump(mode="json")[key] for key in TILING},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import transformers
 from accelerate.utils import gather_object
+from datasets import IterableDataset
 from transformers import TrainerCallback
 from trl import SFTTrainer  # type: ignore[attr-defined]
 
@@ -19,7 +20,7 @@ from seqtile._log import first_rank_logger
 from seqtile.models.runs import what_ran
 from seqtile.planner.phases import causal_model
 from seqtile.train.checkpoint_files import MARK, RESULT, Mark, newest_whole, rotate, set_aside, write_mark
-from seqtile.train.data_summary import DataSummary, summarise
+from seqtile.train.data_summary import DataSummary, StreamSummary, summarise
 from seqtile.train.model_card import write_card
 from seqtile.train.split_rows import SplitRows
 
@@ -82,7 +83,7 @@ class Trainer(SFTTrainer, _SplitLoss):
     """
 
     def __init__(self, *args: Any, left_out: Mapping[str, Mapping[str, int]] | None = None, **kwargs: Any) -> None:
-        self.data: dict[str, DataSummary] = {}
+        self.data: dict[str, DataSummary | StreamSummary] = {}
         self._left_out = left_out or {}
         super().__init__(*args, **kwargs)
         # Else Transformers would divide each micro-batch's part of the step's mean by the number of micro-batches.
@@ -115,6 +116,8 @@ class Trainer(SFTTrainer, _SplitLoss):
         self, dataset, processing_class, args, packing, formatting_func, dataset_name
     ) -> Any:
         """TRL's own, in two goes: the first tokenises, the second cuts and packs what it finds tokenised."""
+        if isinstance(dataset, IterableDataset):  # nothing can be counted before it has come
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         prepare = super()._prepare_dataset
@@ -158,6 +161,11 @@ class Trainer(SFTTrainer, _SplitLoss):
         self.loaded = checkpoint is not None
         with suppress(_NothingToTrain):
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            if self.state.global_step == 0:
+                raise UserError(
+                    "no step was trained: no token of any row counts in the loss; give rows with more text, or a "
+                    "larger --max-length"
+                )
 
     def save_result(self, output: Path) -> None:
         """Save the trained model beside the checkpoints, and mark it as whole."""

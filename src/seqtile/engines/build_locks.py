@@ -1,0 +1,65 @@
+"""Locks of builds that are dead: DeepSpeed compiles operators at the first start, and waits for ever for a lock.
+
+The build is PyTorch's (``torch.utils.cpp_extension``), whose lock is a file that a build keeps open and removes at its
+end. A build that was killed leaves it, and every later start waits for it without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from seqtile._errors import UserError
+
+ENDING_SECONDS = 0.5
+"""A build that ends closes its lock a moment before it removes it."""
+
+
+def check_build_locks() -> None:
+    """Refuse to start where DeepSpeed would wait for a build that nobody does.
+
+    Raises:
+        UserError: names the file to remove.
+    """
+    for lock in stale_locks():
+        raise UserError(told(lock))
+
+
+def told(lock: Path) -> str:
+    """What is to be done about one."""
+    return (
+        f"{lock} is the lock of a build that no process on this machine does any more, and DeepSpeed would wait for it "
+        f"for ever; unless another machine is building there now, remove it: rm {lock}"
+    )
+
+
+def stale_locks() -> list[Path]:
+    """Locks of operators that no process of this machine has open.
+
+    Cost:
+        A look into one folder; where a lock is, into the open files of this user's processes.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or _default_root())
+    locks = [path for pattern in ("*/lock", "*/*/lock") for path in root.glob(pattern) if path.is_file()]
+    if not locks:
+        return []
+    opened = _open_files()
+    unheld = [lock for lock in locks if lock.resolve() not in opened]
+    if unheld:
+        time.sleep(ENDING_SECONDS)
+    return [lock for lock in unheld if lock.is_file()]
+
+
+def _default_root() -> str:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return str(get_default_build_root())
+
+
+def _open_files() -> set[Path]:
+    import psutil  # type: ignore[import-untyped]
+
+    return {
+        Path(file.path) for process in psutil.process_iter(["open_files"]) for file in process.info["open_files"] or ()
+    }

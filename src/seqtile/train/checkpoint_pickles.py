@@ -1,0 +1,94 @@
+"""Pickles in a checkpoint: what they would call is looked at before anybody loads them.
+
+DeepSpeed loads its files whole, and so runs whatever a stranger's pickle says. Each is read here first by an unpickler
+that has nothing to call: every name it asks for is looked up in a list, and stands for an object that does nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+from seqtile._errors import UserError
+
+UNREAD = ("training_args.bin",)
+"""Written by Transformers, and loaded by nobody: its many classes are no reason to refuse it."""
+
+PICKLED = (".pt", ".pth", ".bin", ".pkl", ".ckpt", ".distcp", ".metadata")
+"""Endings of files that a trainer loads as pickles, if only in part."""
+
+
+def check_pickles(folder: Path) -> None:
+    """Refuse a checkpoint whose pickles ask for more than tensors, numbers and what DeepSpeed keeps of its settings.
+
+    Cost:
+        Reads the pickles and not the tensors beside them: milliseconds.
+
+    Raises:
+        UserError: names the file, and what it would call.
+    """
+    for path in sorted(folder.rglob("*")):
+        if path.name in UNREAD or not path.is_file() or not path.name.endswith(PICKLED):
+            continue
+        problem = _problem_of(path)
+        if problem:
+            raise UserError(
+                f"{path.relative_to(folder.parent)} {problem}; loading it could run any code: give --trust-checkpoint "
+                "if you know who wrote it, or --from-checkpoint another one"
+            )
+
+
+def _problem_of(path: Path) -> str:
+    from seqtile._compat import pickle_of
+
+    try:
+        content = pickle_of(path)
+        if content is None:
+            return "is a pickle that is not looked into (no archive of torch.save)"
+        _Looking(io.BytesIO(content)).load()
+    except _NotListed as error:
+        return f"asks for {error}, which no checkpoint of Transformers or DeepSpeed holds"
+    except Exception as error:  # noqa: BLE001 - a hostile pickle can end in any of them
+        return f"holds a pickle that cannot be read ({type(error).__name__})"
+    return ""
+
+
+class _NotListed(Exception):
+    """The name of something that no checkpoint of a trainer needs."""
+
+
+class _Looking(pickle.Unpickler):
+    """Goes through a pickle without making or calling anything that it names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        from seqtile._compat import PICKLED_KINDS, PICKLED_NAMES
+
+        kind = PICKLED_KINDS.get(module)
+        if name not in PICKLED_NAMES.get(module, ()) and not (kind and re.fullmatch(kind, name)):
+            raise _NotListed(f"{module}.{name}"[:120])
+        return _Nothing
+
+    def persistent_load(self, _: Any) -> Any:
+        return _Nothing()
+
+
+class _Nothing:
+    """Stands for whatever would have been made."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Nothing:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, _: Any) -> None: ...
+
+    def __setitem__(self, *_: Any) -> None: ...
+
+    def append(self, _: Any) -> None: ...
+
+    def add(self, _: Any) -> None: ...
+
+    def extend(self, _: Any) -> None: ...

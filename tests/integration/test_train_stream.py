@@ -1,0 +1,124 @@
+"""Rows that are read while they are trained on: each is looked at as it comes, and what is wrong is one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+import tiny_run
+from seqtile import UserError
+from seqtile.train.data import load_rows
+from seqtile.train.data_summary import StreamSummary
+from seqtile.train.recipe import build_recipe, resolve
+from seqtile.train.run import train
+from seqtile.train.stream import Stream
+
+GOOD = {"text": "the cat sees the house. " * 3}
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def stream(path: Path, *, skip: bool = False) -> Stream:
+    return Stream(load_rows(str(path), streaming=True), str(path), text_field="text", skip=skip)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([GOOD, {"text": None}], "line 2: 'text' is null; fix it, or leave such rows out with --skip-bad-rows"),
+        ([GOOD, GOOD, {"text": " "}], "line 3: 'text' is empty; fix it"),
+        ([GOOD, {"other": 1}], "line 2: 'text' is null"),
+        ([GOOD, '{"text": "a'], "line 2 (Invalid control character"),
+        ([CHAT, {"messages": []}], "line 2: 'messages' is an empty list"),
+        ([CHAT, {"messages": [{"role": "user", "content": "a"}]}], "line 2: 'messages' is only a prompt"),
+        ([{"input_ids": [1, 2]}, {"input_ids": []}], "line 2: 'input_ids' is empty"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "line 1: 'input_ids' and 'labels' are of two lengths"),
+        (
+            [{"input_ids": [1, 2]}, {"input_ids": [1, 9]}],
+            "line 2: 'input_ids' holds an id that the model does not know",
+        ),
+    ],
+)
+def test_a_bad_row_stops_the_run_when_it_comes(tmp_path: Path, rows: list[Any], words: str):
+    opened = None
+    with pytest.raises(UserError) as told:
+        opened = stream(write(tmp_path / "rows.jsonl", rows))
+        opened.vocabulary = 9
+        [*opened.rows()]
+    assert words in str(told.value) and "\n" not in str(told.value)
+    assert opened is None or opened.summary.rows == len(rows) or "Invalid" in words
+
+
+def test_bad_rows_are_left_out_and_counted_once(tmp_path: Path):
+    rows = [GOOD, {"text": None}, GOOD, {"text": ""}, {"text": None}]
+    opened = stream(write(tmp_path / "rows.jsonl", rows), skip=True)
+    for _ in range(2):
+        assert len([*opened.rows()]) == 2
+    assert opened.summary == StreamSummary(5, {"'text' is null": 2, "'text' is empty": 1})
+    assert str(opened.summary) == ("5 rows read as a stream; left out: 2 where 'text' is null, 1 where 'text' is empty")
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [("rows.jsonl", [], "holds no rows"), ("rows.jsonl", [{"a": 1}], "has columns a; expected"),
+     ("rows.txt", ["text"], "is whole text files, which are not streamed")],
+)  # fmt: skip
+def test_what_is_known_from_the_start_is_refused_there(tmp_path: Path, name: str, rows: list[Any], words: str):
+    with pytest.raises(UserError, match=words):
+        stream(write(tmp_path / name, rows))
+
+
+def test_no_row_that_can_be_trained_on(tmp_path: Path):
+    opened = stream(write(tmp_path / "rows.jsonl", [{"text": ""}, {"text": None}]), skip=True)
+    with pytest.raises(UserError, match="line 1: 'text' is empty; no row can be trained on"):
+        [*opened.rows()]
+
+
+def test_files_of_other_kinds_are_streamed(tmp_path: Path):
+    Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "rows.parquet")
+    assert [row["text"] for row in stream(tmp_path / "rows.parquet").rows()] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "no number of steps, but where a stream ends is not known before; give --steps"),
+        ({"epochs": 2}, "epochs 2, but where a stream ends"),
+        ({"steps": 2, "packing": "bfd"}, "by their lengths, which a stream does not tell"),
+        ({"steps": 2, "packing": True}, "by their lengths"),
+        ({"steps": 2, "engine": "zero3", "sp_size": 2}, "does not go with sp_size 2"),
+        ({"steps": 2, "dataset": "demo"}, "demo's is in memory"),
+    ],
+)
+def test_settings_that_need_all_rows_are_refused(values: dict[str, Any], words: str):
+    recipe, _ = build_recipe({"model": "m", "dataset": "rows.jsonl", "streaming": True, **values}, {})
+    with pytest.raises(UserError, match=words):
+        resolve(recipe)
+
+
+def test_a_run_over_a_stream_is_the_run_over_its_rows_and_resumes(tmp_path: Path):
+    model = tiny_run.save_model(tmp_path / "model")
+    data = write(tmp_path / "rows.jsonl", [{"text": None}, *tiny_run.text_rows(3)])
+    values = dict(
+        model=str(model), dataset=str(data), streaming=True, skip_bad_rows=True, max_length=64, tile=32, report=False,
+        learning_rate=1e-2, save_steps=2, trainer={"lr_scheduler_type": "constant"},
+    )  # fmt: skip
+
+    def losses(output: str, steps: int, **how: Any) -> tuple[tuple[int, float], ...]:
+        recipe, _ = build_recipe({**values, "output": str(tmp_path / output), "steps": steps}, {})
+        outcome = train(recipe, **how)
+        assert str(outcome.data["train"]) == "4 rows read as a stream; left out: 1 where 'text' is null"
+        return outcome.losses
+
+    whole = losses("whole", 5)  # into the second pass
+    assert len({loss for _, loss in whole}) == 5
+    assert losses("parts", 2) == whole[:2]
+    assert losses("parts", 5, resume=True) == whole
