@@ -26,7 +26,8 @@ def show_plan(
     recipe_file: str | None, plot_file: str | None, asked: int | None, saving: Saving | None, better: Step | None,
 ) -> None:  # fmt: skip
     """Print the plan, write what was asked for."""
-    chosen = recipe(planner, estimate.tokens)
+    # Of a length that was not asked for, the one that fits at the high estimate.
+    chosen = recipe(planner, estimate.tokens if asked is not None else planner.sure() or estimate.tokens)
     if recipe_file is not None:
         _write_recipe(chosen, recipe_lacks(planner.request), Path(recipe_file).expanduser())
     if plot_file is not None:

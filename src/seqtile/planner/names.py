@@ -41,6 +41,7 @@ def check_names(
     ):  # fmt: skip
         if value not in known:
             raise UserError(f"{name} {value!r} is not known here; use one of {', '.join(known)}")
+    engine_offload = tuple(engine_offload)
     for name in engine_offload:
         if name not in ENGINE_OFFLOADS:
             known = (CHECKPOINTS, *ENGINE_OFFLOADS)
@@ -58,11 +59,30 @@ def check_names(
         )
     if gpus % sp_size:
         raise UserError(f"sp-size {sp_size} does not divide {gpus} GPUs; every sequence needs that many ranks")
-    if engine == "zero2" and "weights" in engine_offload:
-        raise UserError("offload of weights needs an engine that shards them, got engine 'zero2'; use zero3 or fsdp2")
-    moved = [name for name in ENGINE_OFFLOADS if name in engine_offload]
+    check_engine_offload(engine, engine_offload)
+
+
+def check_engine_offload(engine: str, engine_offload: Iterable[str]) -> None:
+    """Refuse what ``engine`` cannot keep on the host.
+
+    Args:
+        engine: of :data:`ENGINES`.
+        engine_offload: of :data:`ENGINE_OFFLOADS`.
+
+    Raises:
+        UserError: with what it can.
+    """
+    asked = tuple(engine_offload)
+    moved = [name for name in ENGINE_OFFLOADS if name in asked]
     if moved and engine not in SHARDED:
         raise UserError(
             f"offload of {' and '.join(moved)} is the engine's, and engine {engine!r} has none; add --engine zero3 or "
             "fsdp2"
+        )
+    if engine == "zero2" and "weights" in moved:
+        raise UserError("offload of weights needs an engine that shards them, got engine 'zero2'; use zero3 or fsdp2")
+    if engine == "fsdp2" and len(moved) == 1:
+        raise UserError(
+            f"engine 'fsdp2' moves weights and optimiser together, got offload of {moved[0]} alone; give both, or use "
+            "zero3"
         )

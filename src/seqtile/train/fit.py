@@ -117,7 +117,8 @@ def request_of(recipe: Recipe, memory: int | None = None) -> Request:
     attention = recipe.attention.replace("flash_attention_2", "flash").replace("flash_attention_3", "flash3")
     return Request(
         model=recipe.model, config=config, device=find_memory(recipe, memory), gpus=recipe.nproc or 1,
-        engine=recipe.engine, sp_size=recipe.sp_size, qlora=four_bit, optimizer=optimizer, attention=attention,
+        engine=recipe.engine, sp_size=recipe.sp_size, engine_offload=recipe.engine_offload, qlora=four_bit,
+        optimizer=optimizer, attention=attention,
         lora=None if recipe.lora is None else _adapters(recipe.lora), options=settings_of(recipe),
         precision=_precision(recipe, config), batch=recipe.batch_size, accumulation=recipe.gradient_accumulation,
         liger=bool(recipe.trainer.get("use_liger_kernel")), scans="installed",

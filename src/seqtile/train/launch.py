@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 CONFIGS = Path(__file__).parent / "configs"
 """accelerate's configuration of each engine."""
 
+_OPTIMIZER = ("offload_optimizer_device: none", "offload_optimizer_device: cpu")
+_PARAMETERS = ("offload_param_device: none", "offload_param_device: cpu")
+_ALL_OF_FSDP = ("fsdp_offload_params: false", "fsdp_offload_params: true")
+ON_THE_HOST = {
+    ("zero2", "optimizer"): _OPTIMIZER, ("zero3", "optimizer"): _OPTIMIZER, ("zero3", "weights"): _PARAMETERS,
+    ("fsdp2", "optimizer"): _ALL_OF_FSDP, ("fsdp2", "weights"): _ALL_OF_FSDP,
+}  # fmt: skip
+"""By engine and what it keeps on the host: the line of its configuration, and the line instead."""
+
 HOW_FILE = "how.json"
 """Beside the recipe that the workers read: the other arguments of ``train``, and which process waits in front."""
 
@@ -76,9 +85,8 @@ def launch(
         check_split(recipe)
     recipe, start = locate(recipe, resume=resume, resume_from=resume_from, overwrite=overwrite)
     recipe = fitted(recipe, start, say)
-    config = config_of(recipe.engine)
-    say(f"engine {recipe.engine}, {recipe.nproc} processes, by accelerate with {config}:")
-    say(config.read_text(encoding="utf-8").rstrip())
+    say(f"engine {recipe.engine}, {recipe.nproc} processes, by accelerate with {config_of(recipe.engine)}:")
+    say(configuration(recipe).rstrip())
     retries: list[dict[str, Any]] = []
     while True:
         with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
@@ -140,7 +148,11 @@ def _write_orders(recipe: Recipe, folder: Path, how: dict[str, Any], worker: str
     """Write what the workers read; returns the command that starts them."""
     save_recipe(recipe, folder / RECIPE_FILE)
     (folder / HOW_FILE).write_text(json.dumps({**how, "front": os.getpid(), "cwd": os.getcwd()}), encoding="utf-8")
-    return launch_command(recipe, worker, [str(folder)])
+    config = config_of(recipe.engine)
+    if recipe.engine_offload:
+        config = folder / config.name
+        config.write_text(configuration(recipe), encoding="utf-8")
+    return launch_command(recipe, worker, [str(folder)], config)
 
 
 def config_of(engine: str) -> Path:
@@ -148,10 +160,18 @@ def config_of(engine: str) -> Path:
     return CONFIGS / f"{engine}.yaml"
 
 
-def launch_command(recipe: Recipe, worker: str, arguments: list[str]) -> list[str]:
+def configuration(recipe: Recipe) -> str:
+    """accelerate's configuration of ``recipe``: the shipped one, with what its engine keeps on the host."""
+    text = config_of(recipe.engine).read_text(encoding="utf-8")
+    for what in recipe.engine_offload:
+        text = text.replace(*ON_THE_HOST[recipe.engine, what])
+    return text
+
+
+def launch_command(recipe: Recipe, worker: str, arguments: list[str], config: Path) -> list[str]:
     """``accelerate launch`` of the module ``worker``, run by this interpreter; ``arguments`` are the worker's."""
     return [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_of(recipe.engine)),
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config),
         "--num_processes", str(recipe.nproc), "--module", worker, *arguments,
     ]  # fmt: skip
 

@@ -33,6 +33,7 @@ from pydantic import (
 
 from seqtile._errors import UserError
 from seqtile.options import DEFAULTS, WRITTEN, TilingOptions, file_type
+from seqtile.planner.names import check_engine_offload
 from seqtile.tiling import parse_bytes
 from seqtile.train.atomic_files import write_whole
 
@@ -209,6 +210,9 @@ class Recipe(CheckedModel):
     engine: Literal["single", "ddp", "fsdp2", "zero2", "zero3"] = "single"
     nproc: int | None = Field(None, ge=1, description="processes; None is one per accelerator")
     sp_size: int = Field(1, ge=1, description="processes that share one sequence (Ulysses)")
+    engine_offload: tuple[Literal["optimizer", "weights"], ...] = Field(
+        (), description="what the engine keeps on the host"
+    )
 
     steps: int | None = Field(None, ge=1)
     epochs: float | None = Field(None, gt=0)
@@ -448,6 +452,7 @@ def _check_engine(recipe: Recipe) -> None:
             "checkpoint 'attention-saved' needs non-reentrant checkpoints, and with lora under engine 'zero3' "
             "TRL makes them reentrant; drop checkpoint, or use --engine zero2 or fsdp2"
         )
+    check_engine_offload(engine, recipe.engine_offload)
     if sp_size == 1:
         return
     if engine == "zero2":
