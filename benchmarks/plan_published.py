@@ -168,7 +168,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         f"{len(memory)} memories: mean absolute error {mean:.1%}; at the high estimate from "
         f"{min(row['sure_error'] for row in memory):+.1%} to {max(row['sure_error'] for row in memory):+.1%}. "
         f"{len(lengths)} lengths: the one that fits at the high estimate is from "
-        f"{min(row['sure_error'] for row in lengths):+.1%} to {max(row['sure_error'] for row in lengths):+.1%} of the published one.", "",
+        f"{min(row['sure_error'] for row in lengths):+.1%} to {max(row['sure_error'] for row in lengths):+.1%} of the "
+        "published one.", "",
         "| run | published | planned | error | at the high estimate | error | judges |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
