@@ -2,7 +2,7 @@
 
 Run it from the repository::
 
-    python benchmarks/plan_accuracy.py                     # all cells, docs/planning-reference.md's table
+    python benchmarks/plan_accuracy.py                     # all cells, docs/planning-reference.md's table; goes on
     python benchmarks/plan_accuracy.py --hybrid            # models whose layers carry a state, printed only
     python benchmarks/plan_accuracy.py --only llama        # some, printed only
 
@@ -17,9 +17,11 @@ import argparse
 import gc
 import json
 import os
+import random
 import sys
 import warnings
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from transformers import AutoConfig
 
 from pages import write_between
 from seqtile.bench.environment import environment, stamp
-from seqtile.options import TilingOptions
+from seqtile.options import WHOLE_LAYER, TilingOptions
 from seqtile.planner.extrapolate import predict
 from seqtile.planner.fake_step import build, compute_loss, prepare_optimizer, update
 from seqtile.planner.kernel_workspace import cpu_workspace
@@ -53,6 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 128, "n_layer": 5, "n_head": 4, "n_inner": 512, "n_positions": 16384, "resid_pdrop": 0.0,
              "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 352, "head_dim": 32},
 }  # fmt: skip
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
 _LINEAR = {
@@ -93,30 +96,56 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 """Models whose layers carry a state, or every other one does."""
 HYBRID_TOKENS = {"recurrent_gemma": 768, "jamba": 768, "kimi_linear": 1536}
 """Shorter rows where the PyTorch path is slow on real tensors; all are whole chunks of a scan, up to which it pads."""
-EXPERTS = ("mixtral", "minimax")
-LENGTHS = (3000, 4096, 6144)
-TILE, LOSS_TILE = 512, 256
-OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
+EXPERTS = ("mixtral", "qwen3_moe", "minimax")
+LENGTHS = (2500, 3000, 4096)
+OPTIMIZERS = ("adamw", "sgd", "adafactor")
+PRECISIONS = ("float32", "bfloat16", "autocast")
+TILED = TilingOptions(tile=1024, loss="tiled", loss_tile=512, checkpoint="full")
+TECHNIQUES = {
+    "none": replace(TILED, loss=None, checkpoint=None).without_blocks(),
+    "loss": replace(TILED, checkpoint=None).without_blocks(),
+    "loss, checkpoints": TILED.without_blocks(),
+    "loss, MLP": replace(TILED, checkpoint=None),
+    "loss, MLP, checkpoints": TILED,
+    "loss, MLP, attention saved": replace(TILED, checkpoint="attention-saved"),
+    "loss, layer, checkpoints": replace(TILED, blocks=WHOLE_LAYER),
+    "loss, layer, heads, checkpoints": replace(TILED, blocks=WHOLE_LAYER, heads=1),
+}
+"""What is in tiles, and what is computed again in the backward."""
+ONE_PROJECTION = ("phi3", "gpt2")
+"""Models that make query, keys and values in one product, which cannot run on some of its heads."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One step to predict and to measure."""
+    """One step to predict and to measure.
+
+    Attributes:
+        model: a type of :data:`MODELS` or :data:`HYBRIDS`.
+        tokens: of each row.
+        technique: one of :data:`TECHNIQUES`.
+        lora: adapters instead of every weight.
+        optimizer: of :data:`seqtile.planner.step_config.OPTIMIZERS`.
+        precision: of the weights, or ``"autocast"``: fp32 weights, bf16 products.
+        batch: rows of a micro-batch.
+        accumulation: micro-batches per update.
+    """
 
     model: str
     tokens: int
-    tiled: bool
-    checkpoint: bool
+    technique: str
     lora: bool
-    optimizer: str
+    optimizer: str = "adamw"
+    precision: str = "float32"
+    batch: int = 1
+    accumulation: int = 1
 
     def setup(self) -> Setup:
-        options = TilingOptions(
-            tile=TILE, loss="tiled", loss_tile=LOSS_TILE, checkpoint="full" if self.checkpoint else None
-        )
         return Setup(
-            dtype=torch.float32, options=options if self.tiled else options.without_blocks(),
-            lora=Lora(8) if self.lora else None, optimizer=self.optimizer,
+            dtype=torch.bfloat16 if self.precision == "bfloat16" else torch.float32,
+            autocast=self.precision == "autocast", options=TECHNIQUES[self.technique],
+            lora=Lora(8) if self.lora else None, optimizer=self.optimizer, batch=self.batch,
+            accumulation=self.accumulation,
         )  # fmt: skip
 
     def config(self) -> Any:
@@ -125,24 +154,39 @@ class Cell:
 
 
 def all_cells() -> list[Cell]:
-    """Every combination of model, tiles, checkpoint and adapters; lengths and optimisers in turn."""
-    cells: list[Cell] = []
-    for model in MODELS:
-        for number in range(8):
-            tiled, checkpoint, lora = bool(number & 1), not number & 2, bool(number & 4)
-            turn = len(cells)
-            cells.append(Cell(model, LENGTHS[turn % 3], tiled, checkpoint, lora, OPTIMIZERS[turn // 2 % 3]))
-    extra = [Cell("llama", length, True, True, False, "adamw") for length in (2000, 8192)]
-    return cells + extra
+    """Every technique on every model; all else is spread evenly over them, in an order that a fixed seed shuffles."""
+    every = [
+        (model, technique)
+        for model in MODELS
+        for technique in TECHNIQUES
+        if technique not in ("loss, layer, checkpoints", "loss, layer, heads, checkpoints")
+        or (model in ONE_PROJECTION) == (technique == "loss, layer, checkpoints")
+    ]
+    shuffled = random.Random(1)
+
+    def spread(values: Sequence[Any]) -> list[Any]:
+        found = [values[number % len(values)] for number in range(len(every))]
+        shuffled.shuffle(found)
+        return found
+
+    rest = (spread(values) for values in (LENGTHS, (False, True), OPTIMIZERS, PRECISIONS, (1, 3), (1, 2)))
+    return [
+        Cell(model, tokens, technique, lora, optimizer, precision, batch, accumulation)
+        for (model, technique), tokens, lora, optimizer, precision, batch, accumulation in zip(
+            every, *rest, strict=True
+        )
+    ]
 
 
 def hybrid_cells() -> list[Cell]:
     """Each hybrid model trained whole, with checkpoints, tiled and untiled; and its adapters, without checkpoints."""
     return [
-        Cell(model, HYBRID_TOKENS.get(model, 3072), tiled, checkpoint, lora, "adamw")
+        Cell(model, HYBRID_TOKENS.get(model, 3072), technique, lora)
         for model in HYBRIDS
-        for tiled, checkpoint, lora in ((True, True, False), (False, True, False), (True, False, True))
-    ]
+        for technique, lora in (
+            ("loss, MLP, checkpoints", False), ("loss, checkpoints", False), ("loss, MLP", True),
+        )
+    ]  # fmt: skip
 
 
 def measure(config: Any, setup: Setup, tokens: int) -> int:
@@ -158,9 +202,10 @@ def measure(config: Any, setup: Setup, tokens: int) -> int:
             prepare_optimizer(optimizer, weights)
             for _ in range(2):
                 with record_function("whole step"):
-                    loss = compute_loss(built.model, setup, ids)
-                    loss.backward()
-                    del loss
+                    for _ in range(setup.accumulation):
+                        loss = compute_loss(built.model, setup, ids)
+                        loss.backward()
+                        del loss
                     update(optimizer, weights)
     found = events.profiler.kineto_results.events()
     begin = max(event.start_ns() for event in found if event.name() == "whole step")
@@ -191,26 +236,43 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     first = rows[0]
     versions = ", ".join(f"{name} {first['versions'][name]}" for name in ("torch", "transformers", "peft"))
     worst = max(abs(row["error"]) for row in rows)
-    lowest = min(row["error"] for row in rows if row["model"] not in EXPERTS)
-    lowest_experts = min(row["error"] for row in rows if row["model"] in EXPERTS)
+    lowest = min((row["error"] for row in rows if row["model"] not in EXPERTS), default=0.0)
+    lowest_experts = min((row["error"] for row in rows if row["model"] in EXPERTS), default=0.0)
     lines = [
-        f"{len(rows)} cells, {first['date'][:10]}, {first['device_name']}, {versions}; `{first['command']}`. "
-        f"Largest error {worst:.2%}; lowest {lowest:+.2%} on dense models, {lowest_experts:+.2%} with experts.", "",
-        "| model | tokens | tiled | checkpoint | trains | optimiser | predicted MiB | measured MiB | error |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"{len(rows)} of {len(all_cells())} cells, {first['date'][:10]}, {first['device_name']}, {versions}; "
+        f"`{first['command']}`. Largest error {worst:.2%}; lowest {lowest:+.2%} on dense models, {lowest_experts:+.2%} "
+        "with experts.", "",
+        "| model | rows x tokens | tiled or computed again | trains | optimiser | precision | accumulation "
+        "| predicted MiB | measured MiB | error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in rows:
-        words = ["yes" if row[key] else "no" for key in ("tiled", "checkpoint")]
         trains = "adapters" if row["lora"] else "all"
         lines.append(
-            f"| {row['model']} | {row['tokens']:,} | {words[0]} | {words[1]} | {trains} | {row['optimizer']} "
+            f"| {row['model']} | {row['batch']} x {row['tokens']:,} | {row['technique']} | {trains} "
+            f"| {row['optimizer']} | {row['precision']} | {row['accumulation']} "
             f"| {row['predicted_bytes'] / 2**20:.2f} | {row['measured_bytes'] / 2**20:.2f} | {row['error']:+.2%} |"
         )
     return lines
 
 
+def _cell_of(row: dict[str, Any]) -> Cell | None:
+    """The cell of a row of results, None of one that is no longer run."""
+    try:
+        return Cell(**{field.name: row[field.name] for field in fields(Cell)})
+    except KeyError:
+        return None
+
+
+def known_rows(versions: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an earlier run with the same libraries has measured already."""
+    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.is_file() else []
+    wanted = set(all_cells())
+    return [row for row in map(json.loads, lines) if _cell_of(row) in wanted and row["versions"] == versions]
+
+
 def main() -> int:
-    """Run the cells; write results and the page's table when all of them ran."""
+    """Run the cells that have not been; write results and the page's table after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cells whose description holds this word; nothing is written")
     parser.add_argument("--hybrid", action="store_true", help="models whose layers carry a state; nothing is written")
@@ -218,17 +280,17 @@ def main() -> int:
     chosen = options.only
     torch.set_num_threads(1)
     about = stamp(environment(), ["python", *sys.argv])
-    rows = []
+    rows = [] if chosen or options.hybrid else known_rows(about["versions"])
+    known = {_cell_of(row) for row in rows}
     for cell in hybrid_cells() if options.hybrid else all_cells():
-        if chosen and chosen not in str(cell):
+        if (chosen and chosen not in str(cell)) or cell in known:
             continue
         row = {**about, **run_cell(cell)}
         rows.append(row)
         print(f"{row['error']:+.3%}  {row['predicted_bytes']:>12,} {row['measured_bytes']:>12,}  {cell}", flush=True)
-    if not chosen and not options.hybrid:
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        write_between(PAGE, BEGIN, END, table(rows))
+        if not chosen and not options.hybrid:
+            RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            write_between(PAGE, BEGIN, END, table(rows))
     return 0
 
 

@@ -136,6 +136,34 @@ def test_trains_as_one_process_and_resumes(
 
 
 @pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize(
+    ("engine", "flags", "said"),
+    [
+        ("single", [], ""),
+        ("fsdp2", ["--gpus", "2"], "fsdp_offload_params: false"),
+        pytest.param("zero3", ["--gpus", "2", "--offload", "optimizer,weights"], "offload_param_device: cpu",
+                     marks=[needs_deepspeed, pytest.mark.slow]),
+    ],
+)  # fmt: skip
+def test_a_planned_recipe_runs_as_it_is(
+    engine: str, flags: list[str], said: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What ``seqtile plan --recipe`` wrote, and nothing else but the data."""
+    recipe, output = folder / f"planned-{engine}.yaml", folder / f"planned-{engine}"
+    asked = ["plan", "--model", str(folder / "model"), "--device", "h100", "--attention", "sdpa", "--engine", engine]
+    assert main([*asked, *flags, "--recipe", str(recipe), "--json"]) == 0
+    planned = json.loads(capfd.readouterr().out)
+    data = ["--dataset", str(folder / "rows.jsonl"), "--output", str(output), "--steps", "1"]
+    code = main(["train", "--recipe", str(recipe), *data])
+    shown = capfd.readouterr()
+    assert code == 0, shown.err
+    assert said in shown.err
+    ran = read_recipe(output / "recipe.yaml")
+    assert ran["max_length"] == planned["sure_length"] and ran["engine"] == engine
+    assert {key: ran[key] for key in planned["recipe"]} == planned["recipe"]
+
+
+@pytest.mark.timeout(SECONDS)
 def test_ctrl_c_saves_one_checkpoint_and_a_launcher_of_the_users_own_continues(folder: Path) -> None:
     output = folder / "ddp"
     command = [sys.executable, "-m", "seqtile.cli"]

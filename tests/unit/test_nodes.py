@@ -89,7 +89,7 @@ def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
 
 def test_accelerate_is_told_of_the_nodes() -> None:
     recipe = resolve(build_recipe({"engine": "ddp", "nproc": 16}, {})[0])
-    words = launch_command(recipe, "worker", ["folder"], Nodes(2, 1, "10.0.0.1", 29500), 4000)
+    words = launch_command(recipe, "worker", ["folder"], Path("config.yaml"), Nodes(2, 1, "10.0.0.1", 29500), 4000)
     from accelerate.commands.launch import launch_command_parser
 
     parsed = launch_command_parser().parse_args(words[3:])

@@ -118,6 +118,7 @@ BAD = [
     (["--optimizer", "adam"], "use one of adamw"),
     (["--offload", "optimizer"], "--engine zero3 or fsdp2"),
     (["--offload", "brains"], "use some of checkpoints"),
+    (["--offload", "weights", "--engine", "fsdp2", "--gpus", "2"], "moves weights and optimiser together"),
     (["--offload", "checkpoints", "--checkpoint", "none"], "nothing to move"),
     (["--checkpoint", "some"], "use one of auto, layer"),
     (["--checkpoint", "attention-saved", "--attention", "eager"], "plain products"),
@@ -459,6 +460,39 @@ def test_gathered_weights_that_zero3_keeps(sharded: Planner) -> None:
     large = replace(counts, weights=70 * 10**9, layer=856 * 10**6, root=2 * 10**9)
     held = on_device(request, large, {}, "MLP#0, forward")["engine buffers"]
     assert held - 2 * ZERO_BUCKET == 2 * (2 * large.layer + large.root) + 2 * (50 * 10**6 + large.layer)
+
+
+def test_offloaded_shards_are_not_on_the_device(sharded: Planner) -> None:
+    moved = replace(sharded.request, engine_offload=("optimizer", "weights"))
+    terms = {"gradients": 2.0 * sharded.counts.trained}
+    held = on_device(moved, sharded.counts, terms, "MLP#0, backward")
+    assert held["weights"] == held["gradients"] == held["optimiser state"] == 0
+
+
+def test_whole_logits_leave_a_hole_in_the_allocator(planner: Planner) -> None:
+    whole = changed(planner.request, loss=None, blocks="none")
+    plan = Planner(whole, like=planner)
+    logits = 2 * SIZES["vocab_size"] * 4096
+    assert plan._left_over("head and loss, backward", 4096) == logits
+    assert plan._left_over("head and loss, forward", 4096) == planner._left_over("head and loss, backward", 4096) == 0
+    assert Planner(replace(whole, precision="float32"), like=planner)._left_over("head and loss, backward", 4096) == 0
+
+
+def test_pinned_memory_comes_in_chunks(planner: Planner) -> None:
+    request = replace(planner.request, options=replace(planner.request.options, offload=True))
+    held = {"checkpointed hidden states": 3 * 2**28 + 1.0}
+    assert sum(on_host(request, planner.counts, held).values()) == 4 * 2**28
+    assert sum(on_host(request, planner.counts, held, budget=2**30 - 2**27).values()) <= 2**30 - 2**27 + 1
+    assert sum(on_host(replace(request, device_type="cpu"), planner.counts, held).values()) == 3 * 2**28 + 1
+
+
+def test_the_recipe_is_of_the_length_that_fits_at_the_high_estimate(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--model", str(folder), "--device", "1.5GiB", "--checkpoint", "layer", "--json"]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"]["max_length"] == found["sure_length"] < found["max_length"]
 
 
 def test_host_memory_is_each_nodes(planner: Planner) -> None:

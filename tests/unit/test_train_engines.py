@@ -49,6 +49,9 @@ FLASH = {"attn_implementation": "flash_attention_2"}
             "crashes under flash attention; use 'packing: wrapped'",
         ),
         ({"engine": "zero3", "sp_size": 2, "trainer": {"pad_to_multiple_of": 3}}, "multiple of sp_size 2"),
+        ({"engine": "ddp", "engine_offload": ["optimizer"]}, "engine 'ddp' has none"),
+        ({"engine": "zero2", "engine_offload": ["optimizer", "weights"]}, "use zero3 or fsdp2"),
+        ({"engine": "fsdp2", "engine_offload": ["optimizer"]}, "moves weights and optimiser together"),
         ({"engine": "zero3", "trainer": {"parallelism_config": {}}}, "use 'sp_size' instead"),
         ({"engine": "zero3", "cp_size": 2}, "use --engine fsdp2"),
         ({"engine": "zero3", "cp_size": 2, "sp_size": 2}, "both split sequences"),
@@ -245,6 +248,25 @@ def test_a_model_that_no_engine_took_over(engine: str):
     check = callbacks.CheckModel(SimpleNamespace(model_wrapped=torch.nn.Linear(1, 1)), recipe_of(engine=engine))
     with pytest.raises(UserError, match="a plain Linear; nothing was trained"):
         check.on_train_begin(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "kept", "changed"),
+    [
+        ("zero2", ["optimizer"], {"offload_optimizer_device": "cpu"}),
+        ("zero3", ["optimizer"], {"offload_optimizer_device": "cpu"}),
+        ("zero3", ["optimizer", "weights"], {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}),
+        ("fsdp2", ["optimizer", "weights"], {"fsdp_offload_params": True}),
+    ],
+)
+def test_what_the_engine_keeps_on_the_host(engine: str, kept: list[str], changed: dict[str, Any]):
+    def flat(recipe: Any) -> dict[str, Any]:
+        found = yaml.safe_load(launch.configuration(recipe))
+        return found | (found.pop("deepspeed_config", None) or found.pop("fsdp_config"))
+
+    plain, moved = flat(recipe_of(engine=engine)), flat(recipe_of(engine=engine, engine_offload=kept))
+    assert plain.keys() == moved.keys()
+    assert {key: value for key, value in moved.items() if value != plain[key]} == changed
 
 
 @pytest.mark.parametrize("engine", ENGINES[1:])

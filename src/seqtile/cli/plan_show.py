@@ -28,7 +28,9 @@ def show_plan(
     recipe_file: str | None, plot_file: str | None, asked: int | None, saving: Saving | None, better: Step | None,
 ) -> None:  # fmt: skip
     """Print the plan, write what was asked for."""
-    chosen = None if planner.request.grpo is not None else recipe(planner, estimate.tokens)
+    # Of a length that was not asked for, the one that fits at the high estimate.
+    length = estimate.tokens if asked is not None else planner.sure() or estimate.tokens
+    chosen = None if planner.request.grpo is not None else recipe(planner, length)
     if recipe_file is not None and chosen is not None:
         _write_recipe(chosen, recipe_lacks(planner.request), Path(recipe_file).expanduser())
     if plot_file is not None:

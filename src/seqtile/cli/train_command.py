@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -221,6 +222,9 @@ def quiet() -> None:
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # PyTorch reads it when it is imported; segments that grow are on Linux only. Started processes inherit it.
+    if sys.platform == "linux" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     import torch
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 

@@ -106,9 +106,12 @@ def next_step(planner: Planner, longest: int) -> Step | None:
         if best is not None and technique is MINIMAL_MEMORY:
             break  # many small kernels: ten seconds of fake runs, which are for where nothing else is left
         try:
-            length, _ = Planner(technique.on(request), like=planner).longest()
+            candidate = Planner(technique.on(request), like=planner)
         except UserError:
             continue
+        if candidate.at_least(1) > request.device.memory:
+            continue
+        length, _ = candidate.longest()
         if length > longest and (best is None or length > best.length):
             best = Step(technique.flags_for(request), length, technique.why)
             if length >= 2 * longest:
@@ -191,7 +194,7 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
 
 def recipe_lacks(request: Request) -> list[str]:
     """What was planned and no recipe key sets."""
-    found = [f"offload of {name} (the engine's own configuration)" for name in request.engine_offload]
+    found: list[str] = []
     if request.options.loss is None:
         found.append("the loss over whole logits (the trainer's own head runs in tiles)")
     return found
@@ -238,6 +241,8 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
         found["sp_size"] = request.sp_size
     if request.cp_size > 1:
         found["cp_size"] = request.cp_size
+    if request.engine_offload:
+        found["engine_offload"] = list(request.engine_offload)
     if request.precision != "mixed":
         found["dtype"] = request.precision
     names = {"flash": "flash_attention_2", "flash3": "flash_attention_3"} if request.cp_size == 1 else {"flash": "sdpa"}

@@ -5,17 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _FORWARD = "aten::_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+_ELEMENTWISE = frozenset(f"aten::{name}{ending}" for name in ("add", "sub", "mul", "div") for ending in ("", "_"))
 
 
 def cpu_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Buffers of PyTorch's flash attention on the CPU: per thread, one block of scores in fp32 and one of sums.
+    """Buffers of operators on the CPU: attention's blocks of scores, and copies of operands in another type.
 
-    Source: ``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp``, ``cpu_flash_attention`` and its backward: blocks of
-    256, 64 or 32 queries (from 768, from 192, below) and at most 512 keys.
+    Flash attention has, per thread, one block of scores in fp32 and one of sums; source:
+    ``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp``, ``cpu_flash_attention`` and its backward: blocks of 256, 64
+    or 32 queries (from 768, from 192, below) and at most 512 keys. Elementwise operators copy what is not in the common
+    type, results too (``aten/src/ATen/TensorIterator.cpp``, ``compute_types``), which no GPU does.
     """
+    if name in _ELEMENTWISE:
+        return _promoted(args, name.endswith("_"))
     if name not in (_FORWARD, _BACKWARD):
         return 0
     backward = name == _BACKWARD
@@ -29,6 +35,18 @@ def cpu_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> i
     else:
         numbers = 4 * (rows * columns + 2 * rows + rows * width) + low * rows * columns
     return numbers * torch.get_num_threads()  # type: ignore[no-any-return]
+
+
+def _promoted(args: tuple[Any, ...], in_place: bool) -> int:
+    """Bytes of the operands that are copied to the type that both have in common."""
+    given = [one for one in args[:2] if isinstance(one, Tensor)]
+    if len(given) < 2:
+        return 0
+    common = torch.result_type(*given)
+    copied = sum(one.numel() for one in given if one.dtype != common and one.dim())
+    if in_place and given[0].dtype != common:
+        copied += given[0].numel()
+    return copied * common.itemsize
 
 
 def flash2_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

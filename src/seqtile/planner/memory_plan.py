@@ -150,11 +150,12 @@ class Planner:
                 if self.request.options.offload:
                     flight = getattr(CONSTANTS["in flight"], bound)
                     moved = offload_checkpoints(found, self.depths.layers, flight, share)
-                total = self._finish(found, bound)
+                total = self._finish(found, bound, self._left_over(phase, local))
                 if bound not in best or total > best[bound][0]:
                     best[bound] = (total, phase, found, moved)
         total, phase, found, _ = best["expected"]
-        host_terms = on_host(self.request, self.counts, {name: share * held for name, held in kept.items()})
+        budget = 0 if share == 1 else int(self.host_room() or 0)
+        host_terms = on_host(self.request, self.counts, {name: share * held for name, held in kept.items()}, budget)
         processes = CONSTANTS["host process"]
         counted_host = sum(host_terms.values())
         host = [counted_host + getattr(processes, bound) * self.request.per_node for bound in _BOUNDS]
@@ -186,11 +187,29 @@ class Planner:
             return 1.0
         return math.floor(self.depths.layers * room / held) / self.depths.layers  # whole layers are moved
 
-    def _finish(self, found: dict[str, float], bound: str) -> float:
+    def _left_over(self, phase: str, local: int) -> float:
+        """Bytes that the caching allocator holds on to where whole logits are made.
+
+        The loss turns them into fp32, and the freed half is too small for each of the fp32 gradients that follow.
+        """
+        now, setup = Phase.read(phase), self.setup
+        low = setup.autocast or setup.dtype.itemsize == 2
+        if (
+            setup.options.loss
+            or not low
+            or setup.device_type == "cpu"
+            or (now.part, now.direction) != (HEAD, "backward")
+        ):
+            return 0.0
+        return 2.0 * self.counts.vocabulary * local * self.request.batch
+
+    def _finish(self, found: dict[str, float], bound: str, left_over: float) -> float:
         """Add context and allocator to ``found``; returns the total."""
         activations = sum(value for name, value in found.items() if name not in _STANDING)
         error = {"low": -MODEL_ERROR, "expected": 0.0, "high": MODEL_ERROR}[bound]
         context: float = getattr(CONSTANTS["context"], bound) + activations * getattr(CONSTANTS["fragmentation"], bound)
+        if bound != "low":
+            context += left_over
         if self.request.gpus > 1:
             context += getattr(CONSTANTS["communicator"], bound)
         if self.request.sp_size > 1:
@@ -225,9 +244,9 @@ class Planner:
         """The longest sequence that fits at the high estimate too, 0 if none does; faster after :meth:`longest`."""
         return self._reach(self.fits_at_the_high_estimate, 0.25, self._near)[0]
 
-    def longest(self) -> tuple[int, str]:
-        """The longest sequence that fits (0 if none does), and what limits it."""
-        found, lines, self._near = self._reach(self.fits, 0.05)
+    def longest(self, near: int | None = None) -> tuple[int, str]:
+        """The longest sequence that fits (0 if none does), and what limits it; the search begins at ``near``."""
+        found, lines, self._near = self._reach(self.fits, 0.05, near)
         if not found:
             return 0, self._limit(self.estimate(self.request.split, lines))
         positions = max_positions(self.request.config)
@@ -399,7 +418,7 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
     saving = None
     if auto and max_length is not None:
         planner, saving = choose(planner, max_length)
-    longest, limit = planner.longest()
+    longest, limit = planner.longest(max_length)
     if max_length is None and longest == 0:
         short = planner.estimate(128 * request.split)
         raise RunError(

@@ -12,6 +12,8 @@ from seqtile._errors import UserError
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-1b": ("llama", dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
                                num_key_value_heads=8, head_dim=64, vocab_size=128256, tie_word_embeddings=True)),
+    "llama-7b": ("llama", dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+                               num_key_value_heads=32, vocab_size=32000)),
     "llama-8b": ("llama", dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
                                num_key_value_heads=8, vocab_size=128256)),
     "llama-70b": ("llama", dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,

@@ -44,6 +44,7 @@ def check_names(
     ):  # fmt: skip
         if value not in known:
             raise UserError(f"{name} {value!r} is not known here; use one of {', '.join(known)}")
+    engine_offload = tuple(engine_offload)
     for name in engine_offload:
         if name not in ENGINE_OFFLOADS:
             known = (CHECKPOINTS, *ENGINE_OFFLOADS)
@@ -69,11 +70,30 @@ def check_names(
         raise UserError(f"cp-size {cp_size} splits sequences by FSDP2, got engine {engine!r}; use --engine fsdp2")
     if cp_size > 1 and attention not in ("flash", "sdpa"):
         raise UserError(f"cp-size {cp_size} needs PyTorch's own flash kernel, got {attention!r}; use --attention sdpa")
-    if engine == "zero2" and "weights" in engine_offload:
-        raise UserError("offload of weights needs an engine that shards them, got engine 'zero2'; use zero3 or fsdp2")
-    moved = [name for name in ENGINE_OFFLOADS if name in engine_offload]
+    check_engine_offload(engine, engine_offload)
+
+
+def check_engine_offload(engine: str, engine_offload: Iterable[str]) -> None:
+    """Refuse what ``engine`` cannot keep on the host.
+
+    Args:
+        engine: of :data:`ENGINES`.
+        engine_offload: of :data:`ENGINE_OFFLOADS`.
+
+    Raises:
+        UserError: with what it can.
+    """
+    asked = tuple(engine_offload)
+    moved = [name for name in ENGINE_OFFLOADS if name in asked]
     if moved and engine not in SHARDED:
         raise UserError(
             f"offload of {' and '.join(moved)} is the engine's, and engine {engine!r} has none; add --engine zero3 or "
             "fsdp2"
+        )
+    if engine == "zero2" and "weights" in moved:
+        raise UserError("offload of weights needs an engine that shards them, got engine 'zero2'; use zero3 or fsdp2")
+    if engine == "fsdp2" and len(moved) == 1:
+        raise UserError(
+            f"engine 'fsdp2' moves weights and optimiser together, got offload of {moved[0]} alone; give both, or use "
+            "zero3"
         )

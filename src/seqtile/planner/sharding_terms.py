@@ -5,9 +5,11 @@ Only what no fake run can see is a formula here; every constant stands in :data:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from seqtile.activation_checkpointing.host_offload import pool_bytes
 from seqtile.planner.accelerators import GIB
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS
@@ -16,6 +18,7 @@ from seqtile.planner.phases import ATTENTION, OPTIMIZER_STEP, Phase
 from seqtile.planner.request import Request
 
 BUFFERS = "engine buffers"
+POOL = "rest of the pinned pool"
 CONTEXT = "context and allocator"
 
 
@@ -136,7 +139,8 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
     if request.engine == "fsdp2":
         # What is gathered are bf16 copies of fp32 shards; a frozen model is in bf16 itself.
         found[WEIGHTS] = 0.0 if "weights" in moved else (4.0 * trained + size * (counts.weights - trained)) / ranks
-        found[GRADIENTS] = 4.0 * gradient_share * trained / ranks
+        # Offloaded, each shard of a gradient goes to the host as soon as it is reduced.
+        found[GRADIENTS] = 0.0 if "weights" in moved else 4.0 * gradient_share * trained / ranks
         if request.accumulation > 1 and not update:
             # Between updates nothing is reduced: every rank keeps every gradient whole, in the type that is gathered
             # (accelerate's no_sync; torch/distributed/fsdp/_fully_shard/_fsdp_param.py, unsharded_accumulated_grad).
@@ -181,17 +185,21 @@ def offload_checkpoints(terms: dict[str, float], layers: int, in_flight: float, 
     return moved
 
 
-def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float]) -> dict[str, float]:
+def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float], budget: int = 0) -> dict[str, float]:
     """Bytes on the host of one node, all its ranks together, without the processes themselves.
 
     Args:
         request: engine and settings.
         counts: of the whole model.
         checkpoints: bytes that one rank's checkpoints keep, by what they are for.
+        budget: most bytes of the pool that they are copied into, 0 for no bound.
     """
     found: dict[str, float] = {}
     if request.options.offload:
         found.update((name, held * request.per_node) for name, held in checkpoints.items() if held)
+        held = sum(checkpoints.values())
+        if held and request.device_type != "cpu":
+            found[POOL] = max(0.0, pool_bytes(math.ceil(held), budget) - held) * request.per_node
     if "optimizer" in request.engine_offload:
         states = STATE_BYTES[request.optimizer] + (4.0 if request.engine in DEEPSPEED else 0.0)
         found[OPTIMIZER] = states * counts.trained / request.nodes

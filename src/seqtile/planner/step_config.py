@@ -92,18 +92,18 @@ def _eight_bit(weight: Tensor) -> list[Tensor]:
     return [t for _ in range(2) for t in (torch.empty(count, dtype=torch.uint8), torch.empty(-(-count // 256)))]
 
 
-def _factored(weight: Tensor) -> list[Tensor]:
-    """One fp32 number per row and per column."""
-    if weight.dim() < 2:
-        return [torch.empty(weight.shape)]
-    return [torch.empty(weight.shape[:-1]), torch.empty(weight.shape[:-2] + weight.shape[-1:])]
+def _adafactor(weights: Sequence[Tensor]) -> Optimizer:
+    """Transformers' own, as its trainer sets it up."""
+    from transformers.optimization import Adafactor
+
+    return Adafactor(weights, lr=1e-5, scale_parameter=False, relative_step=False)
 
 
 OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-5, fused=True),
     "adamw-8bit": lambda weights: _StatesOnly(weights, _eight_bit),
     "lion": lambda weights: _StatesOnly(weights, lambda weight: [torch.empty_like(weight)]),
-    "adafactor": lambda weights: _StatesOnly(weights, _factored),
+    "adafactor": _adafactor,
     "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-5, fused=True),
     "sgd-momentum": lambda weights: torch.optim.SGD(weights, lr=1e-5, momentum=0.9, fused=True),
 }

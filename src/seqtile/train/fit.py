@@ -119,8 +119,9 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
     attention = recipe.attention.replace("flash_attention_2", "flash").replace("flash_attention_3", "flash3")
     return Request(
         model=recipe.model, config=config, device=find_memory(recipe, memory, nodes), gpus=recipe.nproc or 1,
-        nodes=nodes, engine=recipe.engine, sp_size=recipe.sp_size, cp_size=recipe.cp_size, qlora=four_bit,
-        lora=None if recipe.lora is None else _adapters(recipe.lora), options=settings_of(recipe), optimizer=optimizer,
+        nodes=nodes, engine=recipe.engine, sp_size=recipe.sp_size, cp_size=recipe.cp_size,
+        engine_offload=recipe.engine_offload, qlora=four_bit, optimizer=optimizer,
+        lora=None if recipe.lora is None else _adapters(recipe.lora), options=settings_of(recipe),
         precision=_precision(recipe, config), batch=recipe.batch_size, accumulation=recipe.gradient_accumulation,
         liger=bool(recipe.trainer.get("use_liger_kernel")), scans="installed", attention=attention,
         device_type=device_type(), host_memory=(available_host_bytes() or None) if can_offload() else None,

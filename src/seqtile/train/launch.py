@@ -45,6 +45,15 @@ if TYPE_CHECKING:
 CONFIGS = Path(__file__).parent / "configs"
 """accelerate's configuration of each engine."""
 
+_OPTIMIZER = ("offload_optimizer_device: none", "offload_optimizer_device: cpu")
+_PARAMETERS = ("offload_param_device: none", "offload_param_device: cpu")
+_ALL_OF_FSDP = ("fsdp_offload_params: false", "fsdp_offload_params: true")
+ON_THE_HOST = {
+    ("zero2", "optimizer"): _OPTIMIZER, ("zero3", "optimizer"): _OPTIMIZER, ("zero3", "weights"): _PARAMETERS,
+    ("fsdp2", "optimizer"): _ALL_OF_FSDP, ("fsdp2", "weights"): _ALL_OF_FSDP,
+}  # fmt: skip
+"""By engine and what it keeps on the host: the line of its configuration, and the line instead."""
+
 HOW_FILE = "how.json"
 """Beside the recipe that the workers read: the other arguments of ``train``, and which process waits in front."""
 
@@ -143,9 +152,8 @@ def _launch(
         )
     else:
         recipe = fitted(recipe, start, say)
-    config = config_of(recipe.engine)
-    say(f"engine {recipe.engine}, {recipe.nproc} processes, by accelerate with {config}:")
-    say(config.read_text(encoding="utf-8").rstrip())
+    say(f"engine {recipe.engine}, {recipe.nproc} processes, by accelerate with {config_of(recipe.engine)}:")
+    say(configuration(recipe).rstrip())
     retries: list[dict[str, Any]] = []
     while True:
         with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
@@ -218,7 +226,11 @@ def _write_orders(
     save_recipe(recipe, folder / RECIPE_FILE)
     told = {**how, "front": this_process(), "cwd": os.getcwd(), "signals": stop_signals()}
     (folder / HOW_FILE).write_text(json.dumps(told), encoding="utf-8")
-    return launch_command(recipe, worker, [str(folder)], nodes, port)
+    config = config_of(recipe.engine)
+    if recipe.engine_offload:
+        config = folder / config.name
+        config.write_text(configuration(recipe), encoding="utf-8")
+    return launch_command(recipe, worker, [str(folder)], config, nodes, port)
 
 
 def config_of(engine: str) -> Path:
@@ -226,8 +238,16 @@ def config_of(engine: str) -> Path:
     return CONFIGS / f"{engine}.yaml"
 
 
+def configuration(recipe: Recipe) -> str:
+    """accelerate's configuration of ``recipe``: the shipped one, with what its engine keeps on the host."""
+    text = config_of(recipe.engine).read_text(encoding="utf-8")
+    for what in recipe.engine_offload:
+        text = text.replace(*ON_THE_HOST[recipe.engine, what])
+    return text
+
+
 def launch_command(
-    recipe: Recipe, worker: str, arguments: list[str], nodes: Nodes | None = None, port: int = 0
+    recipe: Recipe, worker: str, arguments: list[str], config: Path, nodes: Nodes | None = None, port: int = 0
 ) -> list[str]:
     """``accelerate launch`` of the module ``worker``, run by this interpreter; ``arguments`` are the worker's.
 
@@ -238,7 +258,7 @@ def launch_command(
         "--main_process_port", str(port),
     ]  # fmt: skip
     return [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_of(recipe.engine)),
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config),
         "--num_processes", str(recipe.nproc), *of_nodes, "--module", worker, *arguments,
     ]  # fmt: skip
 

@@ -33,6 +33,7 @@ from pydantic import (
 
 from seqtile._errors import UserError
 from seqtile.options import DEFAULTS, WRITTEN, TilingOptions, file_type
+from seqtile.planner.names import check_engine_offload
 from seqtile.tiling import parse_bytes
 from seqtile.train.atomic_files import write_whole
 
@@ -216,6 +217,9 @@ class Recipe(CheckedModel):
     nproc: int | None = Field(None, ge=1, description="processes, on all nodes; None is one per accelerator")
     sp_size: int = Field(1, ge=1, description="processes that share one sequence (Ulysses)")
     cp_size: int = Field(1, ge=1, description="processes that share one sequence (ring attention)")
+    engine_offload: tuple[Literal["optimizer", "weights"], ...] = Field(
+        (), description="what the engine keeps on the host"
+    )
 
     steps: int | None = Field(None, ge=1)
     epochs: float | None = Field(None, gt=0)
@@ -498,6 +502,7 @@ def _check_engine(recipe: Recipe) -> None:
         )
     if recipe.cp_size > 1:
         _check_ring(recipe)
+    check_engine_offload(engine, recipe.engine_offload)
     if sp_size == 1:
         return
     if engine == "zero2":
