@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_LOWEST ?= .venv-lowest
+VENV_NEWEST ?= .venv-newest-torch
 VENV_AXOLOTL ?= .venv-axolotl
 VENV_MS_SWIFT ?= .venv-ms-swift
 TORCH ?= -r constraints/torch.txt
@@ -25,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo gpu gpu-ladder bench-cpu test test-fast test-highest test-lowest test-frameworks coverage docs lint wheel clean distclean
+.PHONY: help setup demo gpu gpu-ladder bench-cpu test test-fast test-highest test-lowest test-newest-torch test-frameworks coverage docs lint wheel clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +53,10 @@ test-highest: $(VENV)/.ready  ## every test, with the highest supported versions
 
 test-lowest: $(VENV_LOWEST)/.ready  ## the core tests, with the lowest supported versions
 	$(VENV_LOWEST)/bin/python $(PYTEST_SIDE_BY_SIDE) $(CORE) $(PYTEST_ARGS)
+
+# The build for accelerators, several GB: newer versions are not offered as a CPU build everywhere.
+test-newest-torch: $(VENV_NEWEST)/.ready  ## the core tests, with the newest torch that pip finds
+	$(VENV_NEWEST)/bin/python $(PYTEST_SIDE_BY_SIDE) $(CORE) $(PYTEST_ARGS)
 
 # The frameworks pin other versions than ours, so that each has an environment of its own (about 4 and 2 GB).
 test-frameworks: $(VENV)/.ready $(VENV_AXOLOTL)/.ready $(VENV_MS_SWIFT)/.ready  ## real axolotl and ms-swift runs with the plugins
@@ -85,7 +90,7 @@ clean:  ## remove what was built, and caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environments too
-	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_AXOLOTL) $(VENV_MS_SWIFT)
+	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_NEWEST) $(VENV_AXOLOTL) $(VENV_MS_SWIFT)
 
 # A stamp is newer than what it was made from, or the environment is made again on top of the old one.
 $(VENV)/.ready: pyproject.toml constraints/torch.txt constraints/highest.txt
@@ -93,6 +98,10 @@ $(VENV)/.ready: pyproject.toml constraints/torch.txt constraints/highest.txt
 
 $(VENV_LOWEST)/.ready: pyproject.toml constraints/torch.txt constraints/lowest.txt
 	$(call make_environment,$(VENV_LOWEST),constraints/lowest.txt,test)
+
+$(VENV_NEWEST)/.ready: TORCH = --upgrade torch
+$(VENV_NEWEST)/.ready: pyproject.toml constraints/highest.txt
+	$(call make_environment,$(VENV_NEWEST),constraints/highest.txt,test)
 
 $(VENV_AXOLOTL)/.ready: pyproject.toml constraints/torch.txt constraints/axolotl.txt
 	$(call make_framework,$(VENV_AXOLOTL),constraints/axolotl.txt)

@@ -20,6 +20,7 @@ import importlib.util
 import inspect
 import pkgutil
 import platform
+import re
 import sys
 import tempfile
 import types
@@ -42,6 +43,12 @@ SEEN = {
     "trl": "1.16.0", "deepspeed": "0.19.8", "axolotl": "", "ms-swift": "",
 }  # fmt: skip
 """The version of each library in which its private names were last read; "" where no version is pinned."""
+
+TESTED = {
+    "torch": ("2.13", "2.13"), "transformers": ("5.0", "5.23"), "accelerate": ("1.12", "1.15"),
+    "peft": ("0.19", "0.21"), "trl": ("1.16", "1.16"), "deepspeed": ("0.18", "0.19"),
+}  # fmt: skip
+"""The lowest and the highest version of each library that tests have run with; a release of the same minor counts."""
 
 _SOURCES = {
     "python": "https://github.com/python/cpython/blob/{}/",
@@ -92,6 +99,23 @@ def _find(name: str) -> Any:
 def installed(library: str) -> str | None:
     """The version of a library, None if it is not installed."""
     return platform.python_version() if library == "python" else package_version(library)
+
+
+@functools.cache
+def untested() -> str:
+    """What is installed in a version that no test has run with, in one sentence; "" where there is nothing."""
+    found = []
+    for library, (lowest, highest) in TESTED.items():
+        version = installed(library)
+        if version is not None and not _minor(lowest) <= _minor(version) <= _minor(highest):
+            found.append(f"{library} {version} (tested: {lowest} to {highest})")
+    if not found:
+        return ""
+    return f"not tested with {', '.join(found)}; `seqtile doctor --compat` checks what seqtile relies on there"
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 # ---- contracts ----
@@ -925,6 +949,15 @@ class SavedValue:
         self._wrapper.val, self._wrapper.version = value, version_of(value)
 
 
+HOOKS_SEE_WHAT_IS_KEPT = {
+    name: True
+    for name in inspect.signature(_torch_checkpoint.checkpoint).parameters
+    if name == "respect_saved_tensors_hooks"
+}
+"""Argument of a checkpoint by which offload hooks around it also see what a policy keeps: from torch 2.15 on, where the
+default is announced to change, and warns. PyTorch hands it to its own context only, so a wrapped one is told too."""
+
+
 def saved_values(context: Any) -> Iterator[SavedValue]:
     """What one forward context of ``create_selective_checkpoint_contexts`` keeps.
 
@@ -1474,6 +1507,12 @@ SWIFT_IMPORTS_PLUGINS = "_import_external_plugins"
 def is_tiled_by_axolotl(module: nn.Module) -> bool:
     """Whether the module is of a class whose forward axolotl's own tiled MLP has replaced."""
     return hasattr(module, "_tiled_mlp_dist_impl")
+
+
+def is_tiled_by_unsloth(module: nn.Module) -> bool:
+    """Whether the forward of this instance is Unsloth's own tiled one (``unsloth_zoo.tiled_mlp.patch_mlp``)."""
+    forward = module.__dict__.get("forward")
+    return getattr(getattr(forward, "__func__", None), "__module__", "") == "unsloth_zoo.tiled_mlp"
 
 
 def checkpoint_before_swift() -> Any:

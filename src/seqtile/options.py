@@ -11,7 +11,8 @@ Two names outside are not fields: ``tiled_mlp: false`` (recipes, axolotl) and ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
@@ -221,6 +222,15 @@ DEFAULTS: dict[str, Any] = {one.name: one.default for one in _fields()}
 
 OF_BLOCKS = ("tile", "only", "trust", "path", "keep")
 """Options that nothing heeds where no block is tiled."""
+
+
+def unknown_keys(given: Iterable[str]) -> str:
+    """A sentence about the keys that are no option, with the nearest one and all there are; "" where each is one."""
+    if not (unknown := [key for key in given if key not in DEFAULTS]):
+        return ""
+    near = difflib.get_close_matches(str(unknown[0]), DEFAULTS, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"{', '.join(map(repr, unknown))} is no key{meant} The keys are {', '.join(DEFAULTS)}"
 
 
 def file_type(name: str, *, choices: bool) -> Any:

@@ -114,7 +114,7 @@ REFUSED = [
     ({"tiled_mlp": True, "tiled_mlp_num_shards": 0}, "expected a number of tiles from 1"),
     ({"tiled_mlp": True, "seqtile": {"blocks": "none", "loss": "tiled"}}, "contradict each other"),
     ({"tiled_mlp": False, "seqtile": {"tile": 512}}, "seqtile.tile would be ignored"),
-    ({"seqtile": {"tyle": 512}}, "tyle"),
+    ({"seqtile": {"tyle": 512}}, "'tyle' is no key; did you mean tile? The keys are tile, "),
     ({"seqtile": {"tile": "half"}}, "half"),
     ({"seqtile": {"keep": 2.0}}, "keep"),
     ({"seqtile": {"heads": 0}}, "heads"),

@@ -157,6 +157,27 @@ def test_doctor_shows_versions_devices_and_what_is_missing(capsys: pytest.Captur
     assert len(shown.splitlines()) < 40
 
 
+PLUGIN = "plugins: [seqtile.integrations.axolotl.SeqtilePlugin]\n"
+
+
+@pytest.mark.parametrize(("text", "code", "said"), [
+    ("seqtile: {tile: 512}\n", 1, "seqtile: is ignored by axolotl without a word: add seqtile.integrations.axolotl"),
+    ("tiled_mlp: true\nplugins: [other.Plugin]\n", 1, "runs axolotl's own tiles, not seqtile's"),
+    ("base_model: x\n", 1, "nothing of seqtile runs"),
+    (PLUGIN + "seqtile: {tyle: 512}\n", 1, "'tyle' is no key; did you mean tile?"),
+    (PLUGIN + "seqtile: true\n", 1, "got bool, expected keys"),
+    (PLUGIN + "seqtile: {tile: 512, loss: tiled}\n", 0, "every key under seqtile: is one of ours"),
+    (PLUGIN + "tiled_mlp: true\n", 0, "the plugin is listed"), ("[1]\n", 2, "got list"),
+    ("a: [\n", 2, "cannot be read"),
+])  # fmt: skip
+def test_doctor_reads_an_axolotl_yaml(text: str, code: int, said: str, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "train.yml"
+    file.write_text(text, encoding="utf-8")
+    assert main(["doctor", "--axolotl", str(file)]) == code
+    shown = capsys.readouterr()
+    assert said in " ".join((shown.out + shown.err).split())
+
+
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Run the command, expect exit code 2 and one sentence on stderr, and return it."""
     capsys.readouterr()

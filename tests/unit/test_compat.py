@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import pkgutil
@@ -14,10 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import seqtile
 from seqtile import _compat
 from seqtile._compat import CONTRACTS, Contract, examine
 from seqtile.cli import main
+from zoo import causal_lm
 
+apply_module = importlib.import_module("seqtile.models.apply")
 ROOT = Path(__file__).parents[2]
 BY_NAME = {contract.name: contract for contract in CONTRACTS}
 
@@ -28,6 +32,32 @@ def test_nothing_has_moved(contract: Contract) -> None:
     if finding.status == "not installed":
         pytest.skip(f"{contract.library} is not installed")
     assert finding.status == "ok", f"{contract.name}: {finding.why}; it was in {contract.source}"
+
+
+def test_what_is_installed_here_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_compat.TESTED, "torch", ("2.11", "9"))  # `make test-newest-torch` is there to run beyond it
+    assert _compat.untested.__wrapped__() == ""
+
+
+@pytest.mark.parametrize(("version", "said"), [
+    ("2.16.0", r"torch 2\.16\.0 \(tested: 2\.13 to 2\.13\)"), ("3.0", r"torch 3\.0"), ("2.9.1+cu130", r"torch 2\.9"),
+    ("2.13.3+cu130", "^$"), ("2.13.0", "^$"),
+])  # fmt: skip
+def test_a_version_outside_the_range_is_named(version: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, "installed", lambda library: version if library == "torch" else None)
+    assert re.search(said, _compat.untested.__wrapped__())
+
+
+def test_the_warning_comes_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(apply_module, "untested", lambda: "not tested with torch 9")
+    apply_module._warn_of_versions.cache_clear()
+    for _ in range(2):
+        model = causal_lm("llama")
+        seqtile.apply(model)
+    apply_module._warn_of_versions.cache_clear()
+    assert [record.message for record in caplog.records if "not tested" in record.message] == [
+        "not tested with torch 9"
+    ]
 
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)

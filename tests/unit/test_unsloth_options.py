@@ -1,6 +1,7 @@
 """Unsloth's option strings: what each means here, and the cases that went wrong in the original."""
 
 import copy
+from types import MethodType
 
 import pytest
 import torch
@@ -133,12 +134,50 @@ def test_names_in_the_option_string() -> None:
     model = Model()
     patch_tiled_mlp(model, "target:1:FFN,visual.*")
     assert set(tiled(model)) == {"ffn", "visual.mlp"}
+    one_of_two = Model()
+    patch_tiled_mlp(one_of_two, "target:1:no_such,*ffn,nor_this")
+    assert set(tiled(one_of_two)) == {"ffn"}
     left_to_the_finder = Model()
     patch_tiled_mlp(left_to_the_finder, "target:1")
     assert set(tiled(left_to_the_finder)) == {"ffn"}  # the vision tower's needs its name
 
 
+@pytest.mark.parametrize(("option", "chosen"), [
+    ("arctic::mlp", (0, 1)), ("arctic:1:layers.1.mlp", (1,)), ("1::mlp", (0, 1)), ("target::*.mlp", (0, 1)),
+])  # fmt: skip
+def test_names_beside_any_word(option: str, chosen: tuple[int, ...]) -> None:
+    model = causal_lm("llama")
+    patch_tiled_mlp(model, option)
+    assert set(tiled(model)) == {f"model.layers.{number}.mlp" for number in chosen}
+    assert ("arctic" in tiled(model).values()) == ("target" not in option)
+
+
+def test_attention_is_refused_at_the_call() -> None:
+    model = causal_lm("llama")
+    for words in ({"modules": ["self_attn"]}, {"modules": [model.model.layers[0].self_attn]}):
+        with pytest.raises(seqtile.UserError, match=r"model\.layers\.0\.self_attn, which takes .*mixes tokens"):
+            patch_tiled_mlp(model, **words)
+    assert not tiled(model)
+
+
+def test_a_model_that_unsloth_has_tiled_is_refused() -> None:
+    """Its ``patch_mlp`` binds a function of ``unsloth_zoo.tiled_mlp`` to the instance."""
+
+    def tiled_forward(self, x):
+        return type(self).forward(self, x)
+
+    tiled_forward.__module__ = "unsloth_zoo.tiled_mlp"
+    model = causal_lm("llama")
+    mlp = model.model.layers[1].mlp
+    mlp.forward = MethodType(tiled_forward, mlp)
+    for call in (lambda: patch_tiled_mlp(model), lambda: patch_mlp(mlp)):
+        with pytest.raises(seqtile.UserError, match="Unsloth's own tiled MLP runs LlamaMLP already"):
+            call()
+
+
 @pytest.mark.parametrize(("option", "words", "said"), [
+    ("arctic::", {}, "names no module"), ("arctic:2:mlp", {}, "expected"), ("auto::mlp", {}, "expected"),
+    ("target:1:no,nor", {}, "'nor', which matches no module"),
     ("target:a lot", {}, "is no memory in GB"), ("target:-1", {}, "is no memory in GB"),
     ("target:nan", {}, "is no memory in GB"), ("target:0", {}, "is no memory in GB"),
     ("target:1:", {}, "names no module"), ("4", {}, 'expected "arctic"'), ("0", {}, 'expected "arctic"'),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from seqtile._compat import SavedValue, saved_values, tree_iter
+from seqtile._compat import HOOKS_SEE_WHAT_IS_KEPT, SavedValue, saved_values, tree_iter
 from seqtile.activation_checkpointing.host_offload import HostMemory, Parked
 from seqtile.counting.watch import LettingCompile, name_of
 from seqtile.ops.attention.backends import refuse_wrong
@@ -45,6 +45,7 @@ class AttentionSaved:
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         kept = Kept()
         forward, recompute = create_selective_checkpoint_contexts(self._policy)
+        vars(forward).update(HOOKS_SEE_WHAT_IS_KEPT)
         away = _Away(self.host, forward, kept)
         return _Forward(forward, kept, away, self), _Recompute(recompute, kept, away)
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqtile._compat import (
     CHECKPOINT_FUNCTION,
+    HOOKS_SEE_WHAT_IS_KEPT,
     INPUT_HOOKS,
     SET_CHECKPOINTING,
     attention_kind,
@@ -171,6 +172,8 @@ class Checkpointing(StandIn):
                 self._tell("another library's context_fn (TRL's 'selective') decides what a checkpoint keeps")
             else:
                 words["context_fn"] = self.attention
+        if "context_fn" in words and base is checkpoint:
+            words = HOOKS_SEE_WHAT_IS_KEPT | words
         return functools.partial(_call, self, base, **words, _seqtile_former=former)
 
     def run(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from pathlib import Path
 
 import typer
 
@@ -15,12 +16,19 @@ EXTRAS = {
     "deepspeed": ("deepspeed",),
     "liger": ("liger_kernel",),
 }
+AXOLOTL_PLUGIN = "seqtile.integrations.axolotl.SeqtilePlugin"
 GIB = 2**30
 
 
 def command(
     compat: bool = typer.Option(
         False, "--compat", help="Check what seqtile relies on inside other libraries; exit code 1 if something moved."
+    ),
+    axolotl: str = typer.Option(
+        "",
+        "--axolotl",
+        metavar="FILE",
+        help="Check an axolotl YAML: whether its seqtile: keys will be read; exit code 1 if not.",
     ),
 ) -> None:
     """Show versions, devices and what is installed."""
@@ -31,6 +39,9 @@ def command(
 
     if compat:
         _show_compat()
+        return
+    if axolotl:
+        _show_axolotl(Path(axolotl))
         return
 
     from seqtile import __version__
@@ -72,6 +83,39 @@ def _show_compat() -> None:
         libraries = ", ".join(sorted({f"{one.library} {one.seen}".strip() for one in moved}))
         print(f"{len(moved)} moved: install {libraries}, or a newer seqtile")
         raise typer.Exit(1)
+
+
+def _show_axolotl(file: Path) -> None:
+    """What of seqtile an axolotl YAML will run, or why nothing."""
+    import yaml
+
+    from seqtile._errors import UserError
+    from seqtile.options import unknown_keys
+
+    try:
+        cfg = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--axolotl {file}: cannot be read as YAML ({error})") from None
+    if not isinstance(cfg, dict):
+        raise UserError(f"--axolotl {file}: got {type(cfg).__name__}, expected keys and values")
+    plugins, ours = cfg.get("plugins") or [], cfg.get("seqtile")
+    wrong = []
+    if AXOLOTL_PLUGIN not in plugins:
+        if "seqtile" in cfg:
+            wrong.append(f"seqtile: is ignored by axolotl without a word: add {AXOLOTL_PLUGIN} to plugins:")
+        elif cfg.get("tiled_mlp"):
+            wrong.append(f"tiled_mlp: runs axolotl's own tiles, not seqtile's: add {AXOLOTL_PLUGIN} to plugins:")
+        else:
+            wrong.append(f"nothing of seqtile runs: add {AXOLOTL_PLUGIN} to plugins:")
+    if ours is not None and not isinstance(ours, dict):
+        wrong.append(f"seqtile: {ours!r}: got {type(ours).__name__}, expected keys and values below it")
+    elif said := unknown_keys(ours or {}):
+        wrong.append(f"seqtile: {said}")
+    for line in wrong:
+        print(line)
+    if wrong:
+        raise typer.Exit(1)
+    print(f"{file}: the plugin is listed, and every key under seqtile: is one of ours")
 
 
 def _host_memory() -> str:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, create_model, model_validator
 from seqtile._compat import is_tiled_by_axolotl
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.options import DEFAULTS, OF_BLOCKS, TilingOptions, file_type
+from seqtile.options import DEFAULTS, OF_BLOCKS, TilingOptions, file_type, unknown_keys
 
 # axolotl shows INFO of loggers below its own name only; before the processes know each other, it shows every rank's.
 LOG = get_logger(first_rank_logger("axolotl.seqtile").name)
@@ -42,6 +42,14 @@ _Keys = create_model(
 
 class SeqtileSettings(_Keys):  # type: ignore[valid-type,misc]
     """The arguments of :func:`seqtile.apply`, with its defaults; an unknown key is an error."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_keys(cls, data: Any) -> Any:
+        """Name the keys that there are."""
+        if isinstance(data, Mapping) and (said := unknown_keys(data)):
+            raise UserError(f"seqtile: {said}")
+        return data
 
 
 class SeqtileArgs(BaseModel):

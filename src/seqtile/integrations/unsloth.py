@@ -5,6 +5,7 @@ Written from what Unsloth's options mean (``unsloth_zoo`` 2026.10); nothing of i
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from seqtile._compat import is_tiled_by_unsloth
 from seqtile._errors import UserError
 from seqtile.devices import available_host_bytes
 from seqtile.models.apply import apply, free_bytes, replacing
@@ -20,7 +22,11 @@ from seqtile.models.module import tile_module
 from seqtile.options import TilingOptions
 
 _GIB = 2**30
-_OPTIONS = '"arctic", "target", "target:1", "target:1GB", "auto" or "shards:4"; "target:1:mlp,*.ffn" names modules too'
+_OPTIONS = (
+    '"arctic", "target", "target:1", "target:1GB", "auto" or "shards:4"; "target:1:mlp,*.ffn" and "arctic::mlp" name '
+    "modules too"
+)
+_OF_ATTENTION = {"attention_mask", "position_embeddings", "past_key_value", "past_key_values", "encoder_hidden_states"}
 
 
 def patch_tiled_mlp(
@@ -38,7 +44,8 @@ def patch_tiled_mlp(
             * ``"auto"``: the rule of :func:`seqtile.apply`.
             * ``"shards:4"``: 4 tiles; one per token where there are fewer tokens.
 
-            ``"target:1:mlp,*.ffn"`` is ``modules=["mlp", "*.ffn"]``.
+            ``"target:1:mlp,*.ffn"`` is ``modules=["mlp", "*.ffn"]``, where one hit of one pattern is enough;
+            ``"arctic::mlp"``, ``"arctic:1:mlp"`` and ``"target::mlp"`` name modules too.
         modules: what to tile: suffixes of qualified names, patterns with ``*`` or ``?`` (both without regard to case),
             or the modules themselves. Without it, every position-wise block outside vision and audio towers, whatever
             its name. A module that is no MLP of a known shape is tiled by :func:`seqtile.tile_module`.
@@ -47,8 +54,10 @@ def patch_tiled_mlp(
         ``model``. What was tiled is logged by ``seqtile``, and :func:`seqtile.undo` takes it off.
 
     Raises:
-        UserError: an option is wrong (a target that is no number too), nothing matches, or a module mixes tokens.
+        UserError: an option is wrong (a target that is no number too), nothing matches, a module mixes tokens or holds
+            attention, or Unsloth has tiled the model already.
     """
+    _refuse_tiled(model)
     tile, named = _read(patch_options_str, model)
     if named and modules is not None:
         raise UserError(f"patch_options_str={patch_options_str!r} and modules= both name modules: give one of them")
@@ -56,7 +65,11 @@ def patch_tiled_mlp(
     if not wanted and modules is None:
         apply(model, tile=tile)
         return model
-    chosen = _named(model, wanted)
+    chosen = _named(model, wanted, one_is_enough=bool(named))
+    for name in chosen:
+        taken = inspect.signature(type(model.get_submodule(name)).forward).parameters
+        if mixing := sorted(_OF_ATTENTION & taken.keys()):
+            raise UserError(f"modules= names {name}, which takes {mixing[0]}: attention mixes tokens; name MLPs")
     blocks = {block.name for block in find_blocks(model, everything=True)[0]}
     inside = [name for name in chosen if any(name != b and f"{name}.".startswith(f"{b}.") for b in blocks)]
     own = [name for name in chosen if name not in blocks and name not in inside]
@@ -110,8 +123,18 @@ def patch_mlp(
         tile = f"memory:{_bytes(f'target_gb={target_gb!r}', str(target_gb))}"
     else:
         tile, _ = _read("target" if target_arctic is False else "arctic", mlp_module)
+    _refuse_tiled(mlp_module)
     tile_module(mlp_module, tile=tile)
     return mlp_module
+
+
+def _refuse_tiled(model: nn.Module) -> None:
+    """Refuse what Unsloth has tiled: its tiles would run inside ours, and every block once more."""
+    if theirs := next((type(one).__name__ for one in model.modules() if is_tiled_by_unsloth(one)), ""):
+        raise UserError(
+            f"Unsloth's own tiled MLP runs {theirs} already: load the model with unsloth_tiled_mlp=False and without "
+            "UNSLOTH_TILED_MLP, or leave this call out"
+        )
 
 
 def _read(option: str, model: nn.Module) -> tuple[str, list[str]]:
@@ -123,12 +146,14 @@ def _read(option: str, model: nn.Module) -> tuple[str, list[str]]:
     if word == "shards" and len(values) == 1:
         TilingOptions(tile=option)
         return option, []
-    if word in ("arctic", "1", "auto") and not values:
-        return "auto" if word == "auto" else "arctic", []
+    named = [name for name in values[1].split(",") if name] if len(values) == 2 else []
+    if word in ("arctic", "1", "target") and len(values) == 2 and not named:
+        raise UserError(f"patch_options_str={option!r} names no module after its last colon: expected {_OPTIONS}")
+    if word == "auto" and not values:
+        return "auto", []
+    if word in ("arctic", "1") and (not values or len(values) == 2 and values[0] in ("", "1")):
+        return "arctic", named
     if word == "target" and len(values) <= 2:
-        named = [name for name in values[1].split(",") if name] if len(values) == 2 else []
-        if len(values) == 2 and not named:
-            raise UserError(f"patch_options_str={option!r} names no module after its last colon: expected {_OPTIONS}")
         given = bool(values and values[0])
         return f"memory:{_bytes(f'patch_options_str={option!r}', values[0]) if given else _half_of_free(model)}", named
     raise UserError(f"patch_options_str={option!r}: expected {_OPTIONS}")
@@ -153,11 +178,11 @@ def _half_of_free(model: nn.Module) -> int:
     return free // 2
 
 
-def _named(model: nn.Module, wanted: Sequence[str | nn.Module]) -> list[str]:
+def _named(model: nn.Module, wanted: Sequence[str | nn.Module], one_is_enough: bool) -> list[str]:
     """Qualified names of what is wanted.
 
     Raises:
-        UserError: one of them matches nothing.
+        UserError: one of them matches nothing; where one is enough, all of them.
     """
     names = [name for name, _ in model.named_modules()]
     chosen: list[str] = []
@@ -168,7 +193,7 @@ def _named(model: nn.Module, wanted: Sequence[str | nn.Module]) -> list[str]:
             hits = [name for name in names if fnmatchcase(name.lower(), one.lower())]
         else:
             hits = [name for name in names if name and name.lower().endswith(one.lower())]
-        if not hits:
+        if not hits and (not one_is_enough or (not chosen and one is wanted[-1])):
             what = f"a {type(one).__name__} that is not in the model" if isinstance(one, nn.Module) else repr(one)
             some = ", ".join(names[1:6])
             raise UserError(f"modules= holds {what}, which matches no module; its names look like {some}")

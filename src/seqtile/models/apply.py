@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqtile._compat import untested
 from seqtile._errors import UserError, expect_module
 from seqtile.activation_checkpointing.policies import standing_checkpointing
 from seqtile.devices import device_bytes
@@ -171,7 +173,14 @@ def _tile_rows(
     return words_for(rows)
 
 
+@functools.cache
+def _warn_of_versions() -> None:
+    if said := untested():
+        logger.warning("%s", said)
+
+
 def _finish(report: Report) -> Report:
+    _warn_of_versions()
     logger.info("%s", report)
     return report
 

@@ -1,0 +1,283 @@
+# Made from seqtile/ops/mlp.py by `python -m seqtile.integrations.hub_kernel`; do not edit.
+"""A gated or plain MLP of linear layers as one autograd node, over tiles of tokens: the fast path.
+
+Its plain twin is :func:`seqtile.ops.tile_checkpoint.run_in_tiles`. Two nodes:
+
+* ``_Save`` saves the input and the weights *ahead*, so that an activation checkpoint around the layer stops its
+  recompute there; PyTorch packs what a custom function saves only after its forward has run, so a node that saved its
+  own input would run twice.
+* ``_Fused`` has the weights as inputs, computes tile by tile, and returns each gradient once. It saves nothing. Its
+  backward computes gate and up again, never the down projection, and then the gradient products, in four
+  ``[tile, F]`` buffers that every tile shares. It may keep gate and up of some tiles on itself (``keep``), where no
+  checkpoint drops them.
+
+Source: the tiled MLP of Arctic Long Sequence Training, arXiv 2506.13996; recompute of gate and up alone as in selective
+activation recomputation, arXiv 2205.05198.
+"""
+
+from __future__ import annotations
+
+from .pointwise import Activation
+from typing import Any
+from .rng import Autocast
+from collections.abc import Callable
+from .linear import Kind
+from .normed_linears import NormKind
+from .linear import Packed
+from .mlp_tile import Pass
+from .linear import Projection
+from .rng import RandomState
+from .rng import RowWise
+from collections.abc import Sequence
+from torch import Tensor
+from itertools import accumulate
+from dataclasses import dataclass
+import math
+from contextlib import nullcontext
+from .token_tiles import refuse_second_derivative
+from .token_tiles import refuse_trace
+from .normed_linears import sums_for
+import torch
+
+
+@dataclass(frozen=True)
+class FusedWeights:
+    """An MLP that :func:`fused_mlp` can run: ``after(down(act(gate(n)) * up(n)))`` with ``n = before(x)``.
+
+    Attributes:
+        first: ``(gate, up)``; ``(gate_up,)`` with ``2 * F`` outputs; or ``(up,)`` of a plain MLP.
+        down: ``F -> D``.
+        activation: applied to the gate, or to ``up`` of a plain MLP.
+        gated: whether the activation is multiplied by ``up``.
+        up_first: the two halves of a fused ``gate_up`` are stored up first.
+        before: row-wise norm of the input, or None.
+        after: row-wise norm of the output, or None; its input is recomputed (12 units instead of 11).
+        dropout: probability with which an element of ``down``'s output is dropped now.
+    """
+
+    first: tuple[Projection, ...]
+    down: Projection
+    activation: Activation
+    gated: bool = True
+    up_first: bool = False
+    before: RowWise | None = None
+    after: RowWise | None = None
+    dropout: float = 0.0
+
+    def split(self) -> tuple[list[Tensor], list[Kind]]:
+        """Every tensor, in the order in which a pass takes them back, and the kinds of ``first`` and ``down``."""
+        tensors, kinds = [], []
+        for part in (*self.first, self.down):
+            tensors += part.tensors()
+            kinds.append(part.kind())
+        for norm in (self.before, self.after):
+            tensors += norm.weights if norm is not None else ()
+        return tensors, kinds
+
+    def dense_numel(self) -> int:
+        """Elements of the quantised weights, once they are dense."""
+        numel = 0
+        for part in (*self.first, self.down):
+            numel += math.prod(part.weight.shape) if isinstance(part.weight, Packed) else 0
+        return numel
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of one call but its tensors; the autograd node holds it.
+
+    Attributes:
+        first: kinds of the projections before the activation.
+        down: kind of the down projection.
+        activation: the activation.
+        gated: whether it is multiplied by ``up``.
+        up_first: order of the halves of a fused gate_up.
+        before: function and number of weights of the norm before, or None.
+        after: the same of the norm after.
+        dropout: probability of the dropout after ``down``.
+        sizes: tokens of each tile.
+        keep: number of tiles, from the first, whose gate and up are kept.
+        holds_dense: quantised weights are made dense once per pass, not at every product.
+        autocast: autocast state of the forward.
+        random: generator state at the start of the forward, or None when nothing is random.
+        check: asked first in the backward; raises where the recompute would be another computation.
+    """
+
+    first: tuple[Kind, ...]
+    down: Kind
+    activation: Activation
+    gated: bool
+    up_first: bool
+    before: NormKind | None
+    after: NormKind | None
+    dropout: float
+    sizes: tuple[int, ...]
+    keep: int
+    holds_dense: bool
+    autocast: Autocast
+    random: RandomState | None
+    check: Callable[[], None] | None = None
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First row of each tile."""
+        return tuple(accumulate(self.sizes[:-1], initial=0)) if self.sizes else ()
+
+
+def fused_mlp(
+    x: Tensor,
+    mlp: FusedWeights,
+    sizes: Sequence[int],
+    *,
+    keep: float = 0.0,
+    holds_dense: bool = True,
+    check: Callable[[], None] | None = None,
+) -> Tensor:
+    """Compute a gated or plain MLP one tile of tokens at a time, with one gradient per weight.
+
+    Replaces ``down(act(gate(x)) * up(x))``, computed whole.
+
+    Args:
+        x: ``[..., D]`` with ``N`` rows.
+        mlp: live weights and what to do with them.
+        sizes: tokens of each tile, in order; they sum to ``N``.
+        keep: fraction of the tiles, rounded down, whose gate and up stay in memory until their backward: 0.0 to 1.0.
+        holds_dense: frozen quantised weights are made dense once per pass, all of them; else again for every product of
+            every tile (3 forward, 5 in backward, gated), one at a time.
+        check: called first in the backward; raises where what norms and activations read has changed since.
+
+    Returns:
+        ``[..., D]`` in the dtype of ``x``, or autocast's.
+
+    Cost:
+        Matrix products in units of ``2 * N * D * F``: 11 gated (3 forward, 2 recomputed, 6 backward), 8 with frozen
+        weights plus an adapter's own; the same inside a non-reentrant activation checkpoint; 1 more with ``after``;
+        2 less for kept tiles. Memory beyond input, weights and their gradients: the output, the two gradients of
+        that shape, four ``[tile, F]`` buffers, fp32 sums of low-precision weights, and ``2 * F`` elements per kept
+        token. Under autocast one cast copy of each weight while a pass runs.
+
+    Composes with:
+        DDP, FSDP1, FSDP2, ZeRO-1/2/3 (the weights are ordinary inputs of an autograd node), activation checkpointing,
+        ``torch.autograd.grad``, ``retain_graph=True`` (kept tiles are recomputed the second time). Not with
+        ``torch.compile`` around it, nor with a second derivative. Dropout masks are drawn per tile, so a seed gives
+        other masks than the untiled block; the recompute draws the same ones and leaves the stream alone.
+
+        Autocast: the recompute and the gradients' products run in the state that the forward had, whatever that of
+        the backward, as PyTorch's documentation says of backward operators ("run in the same type that autocast used
+        for corresponding forward ops"). Untiled, a backward inside autocast of a forward outside it multiplies in low
+        precision; here it does not, so its gradients are nearer the truth than untiled ones, never farther.
+
+    Raises:
+        ValueError: the sizes do not sum to the rows, or ``keep`` is not a share.
+        TypeError: complex numbers, whose gradients the products here would not conjugate.
+        NotImplementedError: inside ``torch.jit.trace``; a second derivative.
+    """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        refuse_trace()
+    rows = x.shape[:-1].numel()
+    sizes = tuple(filter(None, sizes))
+    if sum(sizes) != rows:
+        raise ValueError(f"cannot tile: sizes sum to {sum(sizes):,}, expected {rows:,} rows")
+    if not 0.0 <= keep <= 1.0:
+        raise ValueError(f"keep={keep}: expected a fraction of the tiles, 0.0 to 1.0")
+    tensors, kinds = mlp.split()
+    for t in (x, *tensors):
+        if t.is_complex():
+            raise TypeError(
+                f"the fused operator computes real numbers, got {t.dtype}; use run_in_tiles (path='generic')"
+            )
+    plan = _plan(x, mlp, kinds, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense, check)
+    x = _one_row_stride(x)
+    if not torch.is_grad_enabled() or not any([t.requires_grad for t in (x, *tensors)]):
+        return _forward(plan, x.detach(), [t.detach() for t in tensors], {})
+    token = _Save.apply(x, *tensors)  # type: ignore[no-untyped-call]
+    return _Fused.apply(plan, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _plan(
+    x: Tensor, mlp: FusedWeights, kinds: Sequence[Kind], sizes: tuple[int, ...], keep: int, holds_dense: bool,
+    check: Callable[[], None] | None,
+) -> Plan:  # fmt: skip
+    drops = mlp.dropout > 0
+    for kind in kinds:
+        drops |= kind.has_adapter and kind.dropout > 0
+    before = None if mlp.before is None else (mlp.before.function, len(mlp.before.weights))
+    after = None if mlp.after is None else (mlp.after.function, len(mlp.after.weights))
+    return Plan(
+        tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first, before, after, mlp.dropout, sizes, keep,
+        holds_dense, Autocast.of(x), RandomState(x.device) if drops else None, check,
+    )  # fmt: skip
+
+
+def _one_row_stride(x: Tensor) -> Tensor:
+    """``x``, or one contiguous copy where its rows cannot be walked with one stride."""
+    try:
+        x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return x.contiguous()
+    return x
+
+
+def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
+    starts = plan.starts
+    with plan.autocast.off():
+        work = Pass(plan, x.device, tensors, [None] * len(tensors))
+        rows = x.view(-1, x.shape[-1])
+        output = torch.empty(*x.shape[:-1], work.output_width, dtype=work.output_dtype(rows), device=x.device)
+        flat = output.view(-1, output.shape[-1])
+        for index, (start, size) in enumerate(zip(starts, plan.sizes, strict=True)):
+            values = work.forward(rows.narrow(0, start, size), flat.narrow(0, start, size), keep=index < plan.keep)
+            if values:
+                kept[index] = values
+        return output
+
+
+class _Save(torch.autograd.Function):
+    """Save the input and the weights ahead of the node that needs them."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.count = len(tensors)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0, device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:
+        return (None,) * ctx.count
+
+
+class _Fused(torch.autograd.Function):
+    """The whole block. Holds its plan and the kept tiles, and asks ``_Save`` for everything else."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, save: Any, token: Tensor, x: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.plan, ctx.save, ctx.kept = plan, save, {}
+        ctx.set_materialize_grads(False)
+        return _forward(plan, x, tensors, ctx.kept)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        refuse_second_derivative()
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
+        plan: Plan = ctx.plan
+        if plan.check is not None:
+            plan.check()
+        needs_x, *needs = ctx.needs_input_grad[3:]
+        # Unpacked once, and before anything else: under a layer checkpoint this is what runs the layer again.
+        x, *tensors = ctx.save.saved_tensors
+        dy = dy.reshape(-1, dy.shape[-1])
+        with plan.autocast.off(), plan.random.replayed() if plan.random else nullcontext():
+            work = Pass(plan, x.device, tensors, sums_for(tensors, needs))
+            rows = x.view(-1, x.shape[-1])
+            dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
+            for index, (start, size) in enumerate(zip(plan.starts, plan.sizes, strict=True)):
+                work.backward(
+                    rows.narrow(0, start, size),
+                    dy.narrow(0, start, size),
+                    None if dx is None else dx.view(-1, x.shape[-1]).narrow(0, start, size),
+                    ctx.kept.pop(index, None),
+                )
+            gradients = work.gradients()
+        return None, None, None, dx, *gradients

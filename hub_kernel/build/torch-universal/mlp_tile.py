@@ -1,0 +1,166 @@
+# Made from seqtile/ops/mlp_tile.py by `python -m seqtile.integrations.hub_kernel`; do not edit.
+"""The arithmetic of the fused operator: one tile forward, one tile backward, in buffers that all tiles share."""
+
+from __future__ import annotations
+
+from typing import Any
+from collections.abc import Callable
+from .linear import Layer
+from .normed_linears import Norm
+from .normed_linears import NormedLinears
+from collections.abc import Sequence
+from .grad_accumulator import Sum
+from torch import Tensor
+from .pointwise import pointwise_on
+import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .mlp import Plan
+
+
+class Pass:
+    """One forward or one backward over all tiles.
+
+    Args:
+        plan: the call.
+        device: where it runs.
+        tensors: those of the call.
+        sums: of each one's gradient, None where it needs none.
+
+    Attributes:
+        output_width: features of the block's output.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, tensors: Sequence[Tensor], sums: Sequence[Sum | None]) -> None:
+        self.plan, self.device = plan, device
+        self.dtype = plan.autocast.dtype
+        take = zip(tensors, sums, strict=True)
+        self.first = NormedLinears(plan.first, take, plan.autocast, plan.holds_dense)
+        self.down = Layer(plan.down, take, plan.autocast, plan.holds_dense)
+        self.first.norm = Norm(plan.autocast, plan.before, take) if plan.before else None
+        self.after = Norm(plan.autocast, plan.after, take) if plan.after else None
+        self.output_width = self.down.width
+        self._sums = sums
+        self._pointwise = pointwise_on(device)
+        self._buffers: dict[Any, Tensor] = {}
+        self._longest = max(plan.sizes, default=0)
+
+    def output_dtype(self, rows: Tensor) -> torch.dtype:
+        """The dtype of the block's output: that of the norm after, or the compute dtype."""
+        if self.after is None:
+            return self.dtype
+        return self.after.forward(rows.new_zeros(1, self.output_width, dtype=self.dtype)).dtype
+
+    def gradients(self) -> list[Tensor | None]:
+        """The summed gradients, in the order of the tensors; the buffers are gone before they are cast."""
+        self._buffers.clear()
+        return [None if total is None else total.result() for total in self._sums]
+
+    def forward(self, x: Tensor, out: Tensor, *, keep: bool) -> tuple[Tensor, ...]:
+        """Write one tile's output; returns its pre-activations if they are to be kept."""
+        n, masks, drop = self._start(x)
+        values = self._pre_activations(n, masks, fresh=keep)
+        gate, up = self._split(values)
+        hidden = self._buffer("hidden", x.shape[0], gate.shape[1]) if keep else gate
+        self._pointwise.forward(self.plan.activation, gate, up, hidden)
+        del n, gate, up
+        if not keep:
+            values = ()
+        plain = self.after is None and out.dtype == self.dtype
+        y = out if plain else torch.empty(out.shape, dtype=self.dtype, device=self.device)
+        self.down.forward(hidden, y, masks[-1])
+        if drop is not None:
+            y.mul_(drop).mul_(self._drop_scale)
+        if self.after is not None:
+            y = self.after.forward(y)
+        if y is not out:
+            out.copy_(y)
+        return values
+
+    def backward(self, x: Tensor, dy: Tensor, dx: Tensor | None, kept: tuple[Tensor, ...] | None) -> None:
+        """Add one tile's gradients to the sums and write its ``dx``."""
+        n, masks, drop = self._start(x)
+        inner = self.first.trains or self.first.needs_normed(dx is not None)
+        values = self._pre_activations(n, masks, fresh=False) if kept is None else kept
+        gate, up = self._split(values)
+
+        def spare(number: int) -> Tensor:
+            return self._buffer(number, x.shape[0], gate.shape[1])
+
+        dy = self._output_gradient(dy, drop, masks, spare, gate, up)
+        low = self.down.low_rank_gradient(dy)
+
+        def use_hidden(hidden: Tensor) -> None:
+            self.down.add_gradients(hidden, dy, low, masks[-1], overwrite=True)
+
+        def write_gradient(buffer: Tensor) -> None:
+            self.down.input_gradient(dy, buffer, low, masks[-1])
+
+        if not self.down.needs_input:
+            self.down.add_gradients(None, dy, low, None)
+        self._pointwise.backward(
+            self.plan.activation, gate, up, spare, use_hidden if self.down.needs_input else None,
+            write_gradient if inner else None,
+        )  # fmt: skip
+        if not inner:
+            return
+        self.first.backward(x, n, values, masks, dx)
+
+    def _start(self, x: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+        """The normed input in the compute dtype, and every mask of the tile, drawn in one fixed order."""
+        masks = [*self.first.draw(x.shape[0]), self.down.draw(x.shape[0]) if self.down.draws else None]
+        drop = None
+        if self.plan.dropout > 0:
+            drop = torch.empty(x.shape[0], self.output_width, dtype=torch.bool, device=self.device)
+            drop.bernoulli_(1 - self.plan.dropout)
+        return self.first.normed(x), masks, drop
+
+    @property
+    def _drop_scale(self) -> float:
+        return 1 / (1 - self.plan.dropout) if self.plan.dropout < 1 else 0.0
+
+    def _pre_activations(self, n: Tensor, masks: Sequence[Tensor | None], *, fresh: bool) -> tuple[Tensor, ...]:
+        values = []
+        for number, (layer, mask) in enumerate(zip(self.first.layers, masks, strict=False)):
+            if fresh:
+                value = torch.empty(n.shape[0], layer.width, dtype=self.dtype, device=self.device)
+            else:
+                value = self._buffer(("first", number), n.shape[0], layer.width)
+            layer.forward(n, value, mask)
+            values.append(value)
+        return tuple(values)
+
+    def _split(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Gate and up; up is None in a plain MLP."""
+        if not self.plan.gated:
+            return values[0], None
+        if len(values) == 2:
+            return values[0], values[1]
+        one, other = values[0].chunk(2, dim=-1)
+        return (other, one) if self.plan.up_first else (one, other)
+
+    def _output_gradient(
+        self, dy: Tensor, drop: Tensor | None, masks: Sequence[Tensor | None], spare: Callable[[int], Tensor],
+        gate: Tensor, up: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Gradient of the down projection's output, from that of the block's; a norm after it costs one product."""
+        if self.after is not None:
+            hidden = spare(0)
+            self._pointwise.forward(self.plan.activation, gate, up, hidden)
+            y = torch.empty(dy.shape, dtype=self.dtype, device=self.device)
+            self.down.forward(hidden, y, masks[-1])
+            if drop is not None:
+                y.mul_(drop).mul_(self._drop_scale)
+            gradient = self.after.gradient(y, dy, needs_rows=True)
+            assert gradient is not None
+            dy = gradient
+        dy = dy.to(self.dtype)
+        return dy if drop is None else (dy * drop).mul_(self._drop_scale)
+
+    def _buffer(self, key: Any, rows: int, width: int) -> Tensor:
+        """A buffer for up to the longest tile, made on first use; the same for every tile."""
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = torch.empty(self._longest, width, dtype=self.dtype, device=self.device)
+        return buffer.narrow(0, 0, rows)

@@ -1,0 +1,144 @@
+# Made from seqtile/ops/normed_linears.py by `python -m seqtile.integrations.hub_kernel`; do not edit.
+"""Linear layers that read one normed input, tile by tile: gate and up of an MLP; query, key and value of attention.
+
+``y_i = layer_i(norm(x))`` forward, and backward ``dx`` from all ``dy_i`` in one buffer, with the gradients of whatever
+trains: the one loop that both operators run.
+"""
+
+from __future__ import annotations
+
+from .rng import Autocast
+from collections.abc import Callable
+from collections.abc import Iterator
+from .linear import Kind
+from .grad_accumulator import LOW
+from .linear import Layer
+from collections.abc import Sequence
+from .grad_accumulator import Sum
+from torch import Tensor
+from itertools import islice
+import torch
+
+NormKind = tuple[Callable[..., Tensor], int]
+"""A row-wise function and the number of its weights: an autograd node may hold it."""
+
+
+def sums_for(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Sum | None]:
+    """One sum per tensor that needs a gradient."""
+    return [Sum(tensor) if need else None for tensor, need in zip(tensors, needs, strict=True)]
+
+
+class Norm:
+    """A row-wise function during one pass.
+
+    Args:
+        autocast: autocast state of the forward, in which it runs.
+        kind: the function, and how many weights it has.
+        pairs: gives the weights, each with the sum of its gradient or None.
+    """
+
+    def __init__(self, autocast: Autocast, kind: NormKind, pairs: Iterator[tuple[Tensor, Sum | None]]) -> None:
+        self._autocast, self._function = autocast, kind[0]
+        self._weights: list[Tensor] = []
+        self._sums: list[Sum | None] = []
+        for weight, total in islice(pairs, kind[1]):
+            self._weights.append(weight.detach())
+            self._sums.append(total)
+        self.trains = any(self._sums)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        with torch.no_grad(), self._autocast.on():
+            return self._function(rows, self._weights)
+
+    def gradient(self, rows: Tensor, dy: Tensor, *, needs_rows: bool) -> Tensor | None:
+        """Gradient of ``rows``; those of the weights go into their sums.
+
+        Where low-precision weights train the norm is differentiated in fp32: autograd would round each tile's part of
+        a weight's gradient to the weight's dtype.
+        """
+        wide = self.trains and any(weight.dtype in LOW for weight in self._weights) and not self._autocast.enabled
+        with torch.enable_grad(), self._autocast.on():
+            leaf = (rows.float() if wide else rows.detach()).requires_grad_(needs_rows)
+            weights = [
+                (weight.float() if wide else weight.detach()).requires_grad_(total is not None)
+                for weight, total in zip(self._weights, self._sums, strict=True)
+            ]
+            wanted = [tensor for tensor in (leaf, *weights) if tensor.requires_grad]
+            if not wanted:
+                return None
+            result = self._function(leaf, weights)
+            found: Iterator[Tensor] = iter(torch.autograd.grad(result, wanted, dy.to(result.dtype)))
+        gradient = next(found) if needs_rows else None
+        for total in self._sums:
+            if total is not None:
+                total.add(next(found))
+        return gradient
+
+
+class NormedLinears:
+    """The layers and their norm during one pass.
+
+    Args:
+        layers: kinds of the layers.
+        pairs: gives their tensors, each with the sum of its gradient or None.
+        autocast: autocast state of the forward; its dtype is the compute dtype.
+        holds_dense: a quantised weight is made dense once for the pass.
+
+    Attributes:
+        norm: the norm before them, or None; set by the owner, whose tensors may come in another order.
+        trains: whether something in a layer needs a gradient.
+    """
+
+    def __init__(
+        self, layers: Sequence[Kind], pairs: Iterator[tuple[Tensor, Sum | None]], autocast: Autocast,
+        holds_dense: bool = True,
+    ) -> None:  # fmt: skip
+        self.dtype = autocast.dtype
+        self.layers: list[Layer] = []
+        self.norm: Norm | None = None
+        self.trains = self._draws = False
+        for kind in layers:
+            layer = Layer(kind, pairs, autocast, holds_dense)
+            self.layers.append(layer)
+            self.trains |= layer.trains
+            self._draws |= layer.draws
+
+    def needs_normed(self, needs_x: bool) -> bool:
+        """Whether the gradient of the normed input is needed."""
+        return needs_x or (self.norm is not None and self.norm.trains)
+
+    def draw(self, rows: int) -> list[Tensor | None]:
+        """The masks of the layers' adapters for one tile, drawn in one fixed order."""
+        return [layer.draw(rows) for layer in self.layers] if self._draws else [None] * len(self.layers)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What the layers read, ``[t, D]`` in the compute dtype."""
+        return (x if self.norm is None else self.norm.forward(x)).to(self.dtype)
+
+    def backward(
+        self, x: Tensor, normed: Tensor, gradients: Sequence[Tensor], masks: Sequence[Tensor | None], dx: Tensor | None
+    ) -> None:
+        """Add one tile's gradients to the sums and write the input's.
+
+        Args:
+            x: the input, ``[t, D]``.
+            normed: what :meth:`normed` made of it.
+            gradients: that of each layer's output, ``[t, F_i]``.
+            masks: what :meth:`draw` drew; more may follow.
+            dx: where the gradient of ``x`` goes, or None.
+        """
+        lows = [layer.low_rank_gradient(dy) for layer, dy in zip(self.layers, gradients, strict=True)]
+        for layer, dy, low, mask in zip(self.layers, gradients, lows, masks, strict=False):
+            if layer.trains:
+                layer.add_gradients(normed, dy, low, mask)
+        if not self.needs_normed(dx is not None):
+            return
+        direct = dx is not None and self.norm is None and dx.dtype == self.dtype
+        dn = dx if direct and dx is not None else torch.empty(normed.shape, dtype=self.dtype, device=x.device)  # [t, D]
+        for number, (layer, dy, low, mask) in enumerate(zip(self.layers, gradients, lows, masks, strict=False)):
+            layer.input_gradient(dy, dn, low, mask, add=number > 0)
+        if direct:
+            return
+        found = dn if self.norm is None else self.norm.gradient(x, dn, needs_rows=dx is not None)
+        if dx is not None and found is not None:
+            dx.copy_(found)

@@ -1,0 +1,187 @@
+# Made from seqtile/tiling.py by `python -m seqtile.integrations.hub_kernel`; do not edit.
+"""Where the cuts are: tile rules, and the tile sizes of one batch.
+
+Everything that needs a cut (forward, backward, report, benchmark) asks this module; nobody re-derives one.
+Tokens here are rows: ``batch * sequence`` of the block's input, flattened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+import math
+
+MULTIPLE = 128
+"""Tiles are multiples of this many tokens where that keeps them within the rule (matrix-product tiling)."""
+
+LIVE_WIDTHS = 6
+"""``[tile, intermediate]`` tensors at the peak of a gated MLP's eager backward (5.3 counted); a plain MLP has fewer."""
+
+UNTILED_WIDTHS = 5
+"""The same of an untiled block, rounded down (counted: 5.3 for SiLU), so that "auto" tiles only what pays."""
+
+FUSED_WIDTHS = 4
+"""The same for the fused operator: the buffers that all its tiles share."""
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What a tile rule needs to know of a block.
+
+    Attributes:
+        hidden: width ``D`` of the block's input.
+        intermediate: width ``F`` of its widest tensor (times the experts per token in a mixture of experts).
+        itemsize: bytes per activation element.
+        weight_numel: elements of the weights that train; 0 when all are frozen.
+        weight_itemsize: bytes per element of those weights.
+        device_type: ``torch.device.type`` of the weights.
+        live_widths: ``[tile, intermediate]`` tensors alive at the peak of one tile.
+    """
+
+    hidden: int
+    intermediate: int
+    itemsize: int
+    weight_numel: int
+    weight_itemsize: int
+    device_type: str
+    live_widths: int = LIVE_WIDTHS
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one tile's own intermediates, per token."""
+        return self.live_widths * self.intermediate * self.itemsize
+
+    @property
+    def untiled_bytes_per_token(self) -> int:
+        """The same of the untiled block."""
+        return UNTILED_WIDTHS * self.intermediate * self.itemsize
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the fp32 sums over tiles that an untiled block does not need (none for fp32 weights)."""
+        return 4 * self.weight_numel if self.weight_itemsize < 4 else 0
+
+
+@dataclass(frozen=True)
+class TileRule:
+    """A parsed ``tile=`` argument.
+
+    Attributes:
+        kind: ``"auto"``, ``"tokens"``, ``"shards"``, ``"arctic"`` or ``"memory"``.
+        value: tokens, tiles or bytes; for ``"auto"`` how many times its tokens go into one tile; else 0.
+    """
+
+    kind: str
+    value: int = 0
+
+    def tokens_per_tile(self, tokens: int, shape: BlockShape) -> int:
+        """Largest number of tokens that one tile of a batch of ``tokens`` may hold."""
+        if self.kind == "tokens":
+            return self.value
+        if self.kind == "shards":
+            return max(1, math.ceil(tokens / self.value))
+        if self.kind == "arctic":
+            return max(1, math.ceil(tokens / math.ceil(tokens / shape.hidden)))
+        if self.kind == "memory":
+            return tokens_within(self.value, shape)
+        return auto_tokens(shape) * max(1, self.value)
+
+    def tile_sizes(self, tokens: int, shape: BlockShape) -> tuple[int, ...]:
+        """Sizes of the tiles of a batch of ``tokens``, in order; empty when the batch is to run untiled.
+
+        Sizes are as equal as whole multiples of 128 tokens allow, so that no short tail is left. An explicit
+        rule always tiles a non-empty batch, even into one tile (which is then recomputed in backward);
+        ``"auto"`` leaves a batch untiled where tiling would not lower the block's peak.
+        """
+        if tokens == 0:
+            return ()
+        if self.kind in ("shards", "arctic"):
+            count = self.value if self.kind == "shards" else math.ceil(tokens / shape.hidden)
+            return equal_sizes(tokens, min(count, tokens))
+        sizes = sizes_within(tokens, self.tokens_per_tile(tokens, shape))
+        if self.kind == "auto" and not lowers_peak(tokens, max(sizes), shape):
+            return ()
+        return sizes
+
+    def describe(self, shape: BlockShape) -> str:
+        """The rule in words, for the report."""
+        if self.kind == "shards":
+            return f"{self.value:,} tile{'s' if self.value != 1 else ''}"
+        if self.kind == "arctic":
+            return f"ceil(tokens / {shape.hidden:,}) tiles"
+        return f"{self.tokens_per_tile(0, shape):,} tokens per tile"
+
+    def __str__(self) -> str:
+        if self.kind == "tokens":
+            return str(self.value)
+        if self.kind in ("shards", "memory"):
+            return f"{self.kind}:{self.value}"
+        return self.kind
+
+
+def equal_sizes(tokens: int, count: int) -> tuple[int, ...]:
+    """``count`` sizes that sum to ``tokens``: equal multiples of 128 with the remainder last, if there are enough."""
+    if math.ceil(tokens / MULTIPLE) >= 8 * count:
+        return _whole_units(tokens, count)
+    return tuple([tokens // count + (i < tokens % count) for i in range(count)])
+
+
+def _whole_units(tokens: int, count: int) -> tuple[int, ...]:
+    units = math.ceil(tokens / MULTIPLE)
+    sizes = [MULTIPLE * (units // count + (i < units % count)) for i in range(count)]
+    sizes[-1] -= sum(sizes) - tokens
+    return tuple(sizes)
+
+
+def sizes_within(tokens: int, limit: int) -> tuple[int, ...]:
+    """The fewest equal sizes of at most ``limit`` tokens that sum to ``tokens``; multiples of 128 if the limit is."""
+    count = math.ceil(tokens / limit)
+    sizes = _whole_units(tokens, count) if limit % MULTIPLE == 0 else equal_sizes(tokens, count)
+    if max(sizes) > limit:
+        return tuple([tokens // count + (i < tokens % count) for i in range(count)])
+    return sizes
+
+
+def tokens_within(budget: int, shape: BlockShape) -> int:
+    """Largest tile whose working set fits into ``budget`` bytes: intermediates plus the fp32 sums over tiles.
+
+    Raises:
+        ValueError: not even one token fits.
+    """
+    tokens = (budget - shape.sum_bytes) // shape.bytes_per_token
+    if tokens < 1:
+        least = shape.sum_bytes + MULTIPLE * shape.bytes_per_token
+        raise ValueError(
+            f"tile='memory:{budget}' does not hold one tile of a block with intermediate size {shape.intermediate:,}: "
+            f"{shape.sum_bytes:,} bytes of weight-gradient sums come first; give at least {least:,} bytes"
+        )
+    return tokens - tokens % MULTIPLE if tokens >= MULTIPLE else tokens
+
+
+def auto_tokens(shape: BlockShape) -> int:
+    """Tokens per tile of the ``"auto"`` rule.
+
+    A tile re-reads and rewrites every weight gradient, which costs about ``218 / tile`` of the backward on a
+    recent GPU (fp32 sums), so 8,192 tokens when weights train, 16,384 where that stays below 1 GiB of
+    intermediates; frozen weights pay nothing and products are at full speed from 2,048. A CPU core has far fewer
+    operations per byte of memory bandwidth: 1,024 and 512 there. What trains in less than one of the block's matrices
+    (adapters, norms, biases) costs next to nothing to rewrite and counts as frozen.
+    """
+    trains = shape.weight_numel >= shape.hidden * shape.intermediate
+    if shape.device_type == "cpu":
+        return 1024 if trains else 512
+    if not trains:
+        return 2048
+    return 16384 if 16384 * shape.bytes_per_token <= 2**30 else 8192
+
+
+def lowers_peak(tokens: int, tile: int, shape: BlockShape) -> bool:
+    """Whether tiles of ``tile`` tokens lower the block's peak: what they free is more than the sums they add.
+
+    One tile is no tile: the block then runs untiled, without a recompute, however few buffers the operator has. Every
+    tile adds to every weight's gradient, so all of them are there at the peak; untiled, two thirds of them are not yet.
+    """
+    if tile >= tokens:
+        return False
+    gradients = 2 * shape.weight_numel * shape.weight_itemsize // 3
+    fixed = shape.sum_bytes + gradients
+    return tokens * shape.untiled_bytes_per_token > tile * shape.bytes_per_token + fixed

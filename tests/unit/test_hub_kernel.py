@@ -1,0 +1,235 @@
+"""The kernel for the Hub: made from the source, without other packages, and equal to the untiled MLP."""
+
+import ast
+import copy
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import MethodType, ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.gemma.modeling_gemma import GemmaConfig, GemmaMLP
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
+from transformers.models.nemotron.modeling_nemotron import NemotronConfig, NemotronMLP
+from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
+
+from seqtile._errors import UserError
+from seqtile.integrations.hub_kernel.__main__ import VARIANT, files, write
+from zoo import causal_lm
+
+FOLDER = Path(__file__).parents[2] / "hub_kernel"
+TOKENS = 2100  # "auto" cuts them on a CPU
+SHAPE = {"hidden_size": 16, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def test_the_folder_is_made_from_the_source() -> None:
+    made = {path: text for path, text in files().items()}
+    lying = {path.relative_to(FOLDER) for path in (FOLDER / VARIANT).iterdir() if path.is_file()}
+    assert lying == made.keys(), "run `python -m seqtile.integrations.hub_kernel hub_kernel`"
+    for path, text in made.items():
+        assert (FOLDER / path).read_text(encoding="utf-8") == text, f"{path} differs: make the folder again"
+
+
+def test_it_needs_nothing_but_torch() -> None:
+    for path in (FOLDER / VARIANT).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            else:
+                continue
+            strange = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - {"torch"}
+            assert not strange, f"{path.name} imports {strange}"
+
+
+def test_it_is_not_written_among_other_files(tmp_path: Path) -> None:
+    write(tmp_path)
+    write(tmp_path)
+    (tmp_path / VARIANT / "mine.py").touch()
+    with pytest.raises(UserError, match=r"mine\.py"):
+        write(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> ModuleType:
+    """The folder, imported as the ``kernels`` package imports it: by its file, under a name of its own."""
+    spec = importlib.util.spec_from_file_location("_seqtile_kernel_of_this_test", FOLDER / VARIANT / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def bind(kernel: ModuleType, module: nn.Module) -> nn.Module:
+    """What ``kernelize`` does to a layer."""
+    module.forward = MethodType(kernel.layers.TiledMLP.forward, module)
+    return module
+
+
+class UpFirst(nn.Module):
+    """A fused layer with up in its first half, biases, and ReLU squared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi, self.wo = nn.Linear(16, 128), nn.Linear(64, 16)
+
+    def forward(self, x):
+        up, gate = self.wi(x).chunk(2, dim=-1)
+        return self.wo(up * F.gelu(gate, approximate="tanh"))
+
+
+MODULES = {
+    "llama": lambda: LlamaMLP(LlamaConfig(**SHAPE)),
+    "llama with bias": lambda: LlamaMLP(LlamaConfig(**SHAPE, mlp_bias=True)),
+    "gemma": lambda: GemmaMLP(GemmaConfig(**SHAPE)),
+    "nemotron": lambda: NemotronMLP(NemotronConfig(**SHAPE)),
+    "phi3": lambda: Phi3MLP(Phi3Config(**SHAPE)),
+    "up first": UpFirst,
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_it_equals_untiled(name: str, kernel: ModuleType) -> None:
+    torch.manual_seed(0)
+    plain = MODULES[name]().double()
+    ours = bind(kernel, copy.deepcopy(plain))
+    x, upstream = torch.randn(3, TOKENS // 3, 16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
+    results = []
+    for module in (ours, plain):
+        given = x.clone().requires_grad_()
+        y = module(given)
+        (y * upstream).sum().backward()
+        results.append([y.detach(), given.grad, *(p.grad for p in module.parameters())])
+        assert ("_Fused" in type(y.grad_fn).__name__) == (module is ours)
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_a_short_batch_runs_the_modules_own_forward(kernel: ModuleType) -> None:
+    module = bind(kernel, MODULES["llama"]())
+    assert "_Fused" not in type(module(torch.randn(1, 5, 16)).grad_fn).__name__
+
+
+class Clamped(UpFirst):
+    def forward(self, x):
+        up, gate = self.wi(x).chunk(2, dim=-1)
+        return self.wo(up.clamp(max=7) * F.silu(gate))
+
+
+class Residual(UpFirst):
+    def forward(self, x):
+        up, gate = self.wi(x).chunk(2, dim=-1)
+        return self.wo(up * F.silu(gate)) + x
+
+
+class Branches(UpFirst):
+    def forward(self, x):
+        return self.wo(self.wi(x)[..., :64]) if x.sum() > 0 else x
+
+
+class OtherHalf(UpFirst):
+    def forward(self, x):
+        up, gate = self.wi(x).chunk(2, dim=-1)
+        return self.wo(gate * F.silu(gate))
+
+
+class AlongTokens(UpFirst):
+    def forward(self, x):
+        up, gate = self.wi(x).chunk(2, dim=1)
+        return self.wo(up * F.silu(gate))
+
+
+@pytest.mark.parametrize("kind", [Clamped, Residual, Branches, OtherHalf, AlongTokens])
+def test_another_formula_is_refused(kind: type[nn.Module], kernel: ModuleType) -> None:
+    with pytest.raises(NotImplementedError, match=f"cannot tile {kind.__name__}: its forward .*seqtile.apply"):
+        bind(kernel, kind())(torch.randn(1, TOKENS, 16))
+
+
+def test_layers_that_are_not_plain_are_refused(kernel: ModuleType) -> None:
+    x = torch.randn(1, TOKENS, 16)
+    module = bind(kernel, MODULES["llama"]())
+    module(x)  # known by now: what changes afterwards is seen all the same
+
+    class Low(nn.Linear):
+        pass
+
+    handle = module.up_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(NotImplementedError, match="up_proj has hooks"):
+        module(x)
+    handle.remove()
+    module.up_proj.forward = lambda x: x
+    with pytest.raises(NotImplementedError, match="up_proj has hooks or a forward of its own"):
+        module(x)
+    del module.up_proj.forward
+    module.gate_proj = Low(16, 64)
+    with pytest.raises(NotImplementedError, match="gate_proj is a Low"):
+        module(x)
+
+
+def test_a_checkpoint_and_autocast_around_it(kernel: ModuleType) -> None:
+    torch.manual_seed(0)
+    model, plain = causal_lm("llama"), causal_lm("llama")
+    plain.load_state_dict(model.state_dict())
+    for layer in model.model.layers:
+        bind(kernel, layer.mlp)
+    ids = torch.randint(0, model.config.vocab_size, (1, TOKENS))
+    for one in (model, plain):
+        one.train().gradient_checkpointing_enable({"use_reentrant": False})
+        with torch.autocast("cpu", torch.bfloat16):
+            one(ids, labels=ids).loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() <= 0.02 * theirs.grad.norm()  # bf16 products, in another order
+
+
+@pytest.mark.distributed
+def test_ddp_on_two_processes(tmp_path: Path) -> None:
+    """Each rank has rows of its own; the averaged gradients are those of one process with both."""
+    script = Path(__file__).parents[1] / "distributed" / "_hub_kernel_ranks.py"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(FOLDER / VARIANT), str(tmp_path / "store"), str(rank)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        said, _ = rank.communicate(timeout=200)
+        assert rank.returncode == 0, said
+
+
+def test_through_transformers_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``kernelize`` of transformers, with the kernel loaded from the local folder by the ``kernels`` package."""
+    from transformers.utils.import_utils import is_kernels_available
+
+    if not is_kernels_available():
+        pytest.skip("transformers finds no version of `kernels` that it accepts")
+    from kernels import LocalLayerRepository, Mode
+    from transformers.integrations.hub_kernels import kernelize
+
+    monkeypatch.setattr(LlamaMLP, "kernel_layer_name", "LlamaMLP", raising=False)
+    model, plain = causal_lm("llama").train(), causal_lm("llama").train()
+    plain.load_state_dict(model.state_dict())
+    # KernelConfig writes this mapping itself, for every device but a CPU.
+    repository = LocalLayerRepository(FOLDER, layer_name="TiledMLP")
+    mapping = {"LlamaMLP": {"cpu": {Mode.TRAINING: repository}}}
+    monkeypatch.setattr(model, "kernel_config", _Config(mapping), raising=False)
+    with pytest.warns(UserWarning, match="No kernel mapping found"):  # for transformers' own kernels, on a CPU
+        kernelize(model)
+    assert model.model.layers[0].mlp.forward.__func__.__qualname__ == "TiledMLP.forward"
+    ids = torch.randint(0, model.config.vocab_size, (1, TOKENS))
+    for one in (model, plain):
+        one(ids, labels=ids).loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+class _Config:
+    use_local_kernel, inherit_mapping = True, False
+
+    def __init__(self, kernel_mapping: object) -> None:
+        self.kernel_mapping = kernel_mapping
