@@ -226,7 +226,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     return {
         **asdict(cell), "predicted_bytes": round(prediction.peak), "measured_bytes": measured,
         "error": prediction.peak / measured - 1, "peak_at": prediction.peak_at,
-        "fake_lengths": list(prediction.lengths), "fake_layers": list(prediction.depths.shallow),
+        "fake_lengths": list(prediction.lengths), "fake_layers": [len(one.layers) for one in prediction.depths.samples],
         "layers": prediction.depths.layers,
     }  # fmt: skip
 

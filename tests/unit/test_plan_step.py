@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 import zoo
 from seqtile.counting import fake
@@ -16,9 +16,9 @@ from seqtile.ops.lm_loss.kept_tokens import KeptTokens
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS
 from seqtile.options import changed
 from seqtile.planner import fake_step as planner_step
-from seqtile.planner.extrapolate import fit_lines
-from seqtile.planner.fake_step import build, fake_step, real_step
-from seqtile.planner.layer_structure import cut, find_depths
+from seqtile.planner.extrapolate import by_place, fit_lines
+from seqtile.planner.fake_step import build, build_bare, fake_step, real_step
+from seqtile.planner.layer_structure import count_layers, count_weights, cut, find_depths
 from seqtile.planner.step_config import Lora, Setup
 
 LENGTH = 256
@@ -98,18 +98,58 @@ def test_without_the_fix_transformers_takes_another_branch(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("architecture", "layers", "shallow", "front", "back"),
+    ("architecture", "layers", "samples"),
     [
-        ("llama", 9, (2, 3), 1, 1),
-        ("llama", 2, (2, 2), 2, 0),
-        ("gemma2", 9, (5, 7), 2, 2),
-        ("deepseek_v3", 9, (3, 4), 2, 1),
+        ("llama", 9, [(0, 8), (0, 4, 8)]),
+        ("llama", 2, [(0, 1)]),
+        ("gemma2", 9, [(0, 1, 7, 8), (0, 1, 4, 7, 8), (0, 1, 5, 7, 8)]),
+        ("deepseek_v3", 9, [(0, 1, 8), (0, 1, 5, 8)]),
     ],
 )
-def test_the_pattern_of_layers(architecture: str, layers: int, shallow: tuple[int, int], front: int, back: int) -> None:
+def test_the_layers_of_fake_runs(architecture: str, layers: int, samples: list[tuple[int, ...]]) -> None:
     config = config_of(architecture, num_hidden_layers=layers)
     depths = find_depths(config, build(config, setup(**UNTILED, attention="eager"), "meta").model)
-    assert (depths.layers, depths.shallow, depths.front, depths.back) == (layers, shallow, front, back)
+    assert depths.layers == layers and [sample.layers for sample in depths.samples] == samples
+
+
+HYBRID: dict[str, dict[str, Any]] = {
+    "lfm2": {
+        "layer_types": ["conv"] * 2 + ["full_attention"] + ["conv"] * 3 + ["full_attention", "conv"],
+        "num_hidden_layers": 8, "block_auto_adjust_ff_dim": False,
+    },
+    "bamba": {  # the kinds of its layers are worked out from other fields
+        "attn_layer_indices": [2, 4], "num_hidden_layers": 7, "mamba_n_heads": 8, "mamba_d_head": "auto",
+        "mamba_d_state": 16, "mamba_n_groups": 1,
+    },
+}  # fmt: skip
+"""Models whose layers of two kinds follow no pattern."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "how"),
+    [("lfm2", {}), ("bamba", {"checkpoint": None, "lora": Lora(4)})],
+    ids=["lfm2", "bamba, adapters"],
+)
+def test_one_layer_of_each_kind_stands_for_all_of_them(architecture: str, how: dict[str, Any]) -> None:
+    """Each followed part of the step, term by term and to the byte, against a fake run of the whole model."""
+    if architecture not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {architecture}")
+    config = AutoConfig.for_model(architecture, **{**zoo._BASE, **HYBRID[architecture]})
+    asked = setup(attention="flash", device_type="cuda", scans="kernels", **how)
+    depths = find_depths(config, build_bare(config, asked, "meta"))
+    assert len(depths.samples) > 1 and all(len(sample.layers) < depths.layers for sample in depths.samples)
+    whole = fake_step(config, asked, LENGTH)
+    found = fit_lines(config, asked, depths, (LENGTH,), None).at(LENGTH)
+    expected = {
+        phase: {term: held for term, held in terms.items() if held}
+        for phase, terms in by_place(whole, range(whole.layers), depths).items()
+    }
+    assert {phase: {term: held for term, held in terms.items() if held} for phase, terms in found.items()} == expected
+    assert max(sum(terms.values()) for terms in found.values()) == whole.peak
+    counts = count_layers(
+        depths, [count_weights(config, build(config, asked, "meta", s).model) for s in depths.samples]
+    )
+    assert counts == count_weights(config, build(config, asked, "meta").model)
 
 
 def test_a_cut_model_keeps_the_first_layers() -> None:

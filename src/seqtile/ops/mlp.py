@@ -17,10 +17,10 @@ activation recomputation, arXiv 2205.05198.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -113,10 +113,9 @@ class Plan:
     random: RandomState | None
     check: Callable[[], None] | None = None
 
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """First row of each tile."""
-        return tuple(accumulate(self.sizes[:-1], initial=0)) if self.sizes else ()
+    def tiles(self) -> Iterator[tuple[int, int, int]]:
+        """The number of each tile, its first row, and its rows."""
+        yield from zip(count(), accumulate(self.sizes, initial=0), self.sizes, strict=False)
 
 
 def fused_mlp(
@@ -215,13 +214,12 @@ def _one_row_stride(x: Tensor) -> Tensor:
 
 
 def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
-    starts = plan.starts
     with plan.autocast.off():
         work = Pass(plan, x.device, tensors, [None] * len(tensors))
         rows = x.view(-1, x.shape[-1])
         output = torch.empty(*x.shape[:-1], work.output_width, dtype=work.output_dtype(rows), device=x.device)
         flat = output.view(-1, output.shape[-1])
-        for index, (start, size) in enumerate(zip(starts, plan.sizes, strict=True)):
+        for index, start, size in plan.tiles():
             values = work.forward(rows.narrow(0, start, size), flat.narrow(0, start, size), keep=index < plan.keep)
             if values:
                 kept[index] = values
@@ -268,7 +266,7 @@ class _Fused(torch.autograd.Function):
             work = Pass(plan, x.device, tensors, sums_for(tensors, needs))
             rows = x.view(-1, x.shape[-1])
             dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-            for index, (start, size) in enumerate(zip(plan.starts, plan.sizes, strict=True)):
+            for index, start, size in plan.tiles():
                 work.backward(
                     rows.narrow(0, start, size),
                     dy.narrow(0, start, size),

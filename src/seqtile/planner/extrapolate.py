@@ -1,9 +1,9 @@
 """The memory of a step at any length and depth, from fake runs at a few small ones.
 
-Within one part of the step (the backward of the first layer's MLP, say) what is live is an affine function of the
-layers, and of the tokens at a fixed tile size; a mask of ``[tokens, tokens]`` adds a square. The peak of the step is
-the highest of these lines. Each is followed for the layers at the model's ends only: what a layer in between holds
-lies between them.
+Within one part of the step (the backward of the first layer's MLP, say) what is live is a sum over the layers, each of
+a kind, and an affine function of the tokens at a fixed tile size; a mask of ``[tokens, tokens]`` adds a square. The
+peak of the step is the highest of these lines. Each is followed for the first and the last layer of each kind only:
+what a layer in between holds lies between them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from seqtile.options import changed
 from seqtile.planner.fake_step import StepRun, build, build_bare, fake_step
-from seqtile.planner.layer_structure import Depths, cut, find_depths
+from seqtile.planner.layer_structure import Depths, find_depths
 from seqtile.planner.live_at_peaks import Workspace
 from seqtile.planner.phases import Phase
 from seqtile.planner.step_config import Setup
@@ -32,7 +32,7 @@ class Lines:
 
     Attributes:
         depths: where the fake runs were made, and which layers they tell apart.
-        runs: the fake runs, by (tokens, layers).
+        runs: the fake runs, by (tokens, number of the sample).
         square: whether a ``[tokens, tokens]`` tensor was seen.
         kept: the same where tiles keep gate and up; None where none does.
         share: of the tiles that keep them.
@@ -44,41 +44,38 @@ class Lines:
     kept: Lines | None = field(default=None, repr=False)
     share: float = 0.0
 
-    def at(self, tokens: int, layers: int | None = None, *, share: float = 0.0) -> dict[str, dict[str, float]]:
+    def at(self, tokens: int, *, share: float = 0.0) -> dict[str, dict[str, float]]:
         """For each part of the step the bytes at its peak, by what they are for; ``share`` of the tiles are kept."""
-        found = self.interpolated(tokens, layers)
+        found = self.interpolated(tokens)
         if share and self.kept is not None:
-            none, some = self._more(0, layers), self._more(tokens, layers)
+            none, some = self._more(0), self._more(tokens)
             for phase, terms in found.items():
                 # The buffers that kept and other tiles do not share are there for any share; the rest grows with it.
                 more = none[phase] + share / self.kept.share * (some[phase] - none[phase])
                 terms[KEPT_TILES] = max(0.0, more)
         return found
 
-    def _more(self, tokens: int, layers: int | None) -> dict[str, float]:
+    def _more(self, tokens: int) -> dict[str, float]:
         """Bytes of each part with kept tiles, beyond those without."""
         assert self.kept is not None
-        kept = self.kept.interpolated(tokens, layers)
+        kept = self.kept.interpolated(tokens)
         return {
             phase: sum(kept.get(phase, terms).values()) - sum(terms.values())
-            for phase, terms in self.interpolated(tokens, layers).items()
+            for phase, terms in self.interpolated(tokens).items()
         }
 
-    def interpolated(self, tokens: int, layers: int | None) -> dict[str, dict[str, float]]:
-        layers = self.depths.layers if layers is None else layers
+    def interpolated(self, tokens: int) -> dict[str, dict[str, float]]:
         lengths = sorted({length for length, _ in self.runs})
-        low, high = self.depths.shallow
-        depth_shares = _weights([low, high] if high != low else [low], layers)
         shares = _weights(lengths, tokens)
         result: dict[str, dict[str, float]] = {}
-        first = next(iter(self.runs.values()))
-        for phase in first:
-            total: dict[str, float] = {}
-            for share, length in zip(shares, lengths, strict=True):
-                for depth_share, depth in zip(depth_shares, [low, high], strict=False):
-                    for name, value in self.runs[length, depth].get(phase, {}).items():
-                        total[name] = total.get(name, 0.0) + share * depth_share * value
-            result[phase] = total
+        for name in self.runs[lengths[0], 0]:
+            phase, total = Phase.read(name), dict[str, float]()
+            for run, layer, weight in self.depths.terms_of(phase.layer):
+                where = str(replace(phase, layer=layer))
+                for share, length in zip(shares, lengths, strict=True):
+                    for term, value in self.runs[length, run].get(where, {}).items():
+                        total[term] = total.get(term, 0.0) + share * weight * value
+            result[name] = total
         return result
 
 
@@ -95,14 +92,14 @@ def _weights(points: Sequence[int], at: float) -> list[float]:
 
 
 def fit_lines(config: Any, setup: Setup, depths: Depths, lengths: Sequence[int], workspace: Workspace | None) -> Lines:
-    """Run the step on fake tensors at the given lengths and at both depths."""
+    """Run the step on fake tensors at the given lengths, with the layers of each sample."""
     runs: dict[tuple[int, int], Mapping[str, Terms]] = {}
     square = False
     for length in lengths:
-        for layers in dict.fromkeys(depths.shallow):
-            run = fake_step(cut(config, layers), setup, length, workspace)
+        for number, sample in enumerate(depths.samples):
+            run = fake_step(config, setup, length, workspace, sample)
             square |= run.square
-            runs[length, layers] = by_place(run, depths)
+            runs[length, number] = by_place(run, sample.layers, depths)
     return Lines(depths, runs, square)
 
 
@@ -134,14 +131,20 @@ def partly(keep: float | str) -> float:
     return 0.0 if not keep else 1.0 if keep == 1 else 0.5
 
 
-def by_place(run: StepRun, depths: Depths) -> dict[str, Terms]:
-    """Phases by where their layer stands, so that those of models of other depths meet."""
+def by_place(run: StepRun, layers: Sequence[int], depths: Depths) -> dict[str, Terms]:
+    """Phases by the number that their layer has in the whole model, of those that are told apart.
+
+    Args:
+        run: a step.
+        layers: the numbers of its layers.
+        depths: which ones are told apart.
+    """
     found: dict[str, Terms] = {}
     for name, part in run.peaks.items():
         phase = Phase.read(name)
         if phase.layer is not None:
-            phase = replace(phase, layer=depths.place(phase.layer, run.layers))
-            if phase.layer is None:
+            phase = replace(phase, layer=layers[phase.layer])
+            if phase.layer not in depths.ends:
                 continue
         found[str(phase)] = part.terms
     return found
@@ -187,7 +190,7 @@ def predict(config: Any, setup: Setup, tokens: int, *, workspace: Workspace | No
         device_type: of the device that is planned for, which ``tile="auto"`` asks for.
     """
     depths = find_depths(config, build_bare(config, setup, "meta"))
-    built = build(cut(config, depths.shallow[0]), setup, "meta")
+    built = build(config, setup, "meta", depths.samples[0])
     tile = largest_tile(built, setup, tokens * setup.batch, device_type) if setup.options.tiled else None
     keep = kept_share(built, setup, tokens * setup.batch, device_type, depths)
     resolved = resolve(changed(setup, keep=keep), tokens * setup.batch, tile)

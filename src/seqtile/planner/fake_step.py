@@ -23,8 +23,10 @@ from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS, HeadRows
+from seqtile.ops.mlp import Plan as MlpCall
 from seqtile.planner.flash_shapes import register as register_flash
 from seqtile.planner.grpo import ROLLOUTS, make_rollouts, policy_loss
+from seqtile.planner.layer_structure import Sample, cut
 from seqtile.planner.liger_shapes import use_shapes as use_liger_shapes
 from seqtile.planner.live_at_peaks import (
     CHECKPOINTS,
@@ -66,13 +68,15 @@ class StepRun:
         return max(part.total for part in self.peaks.values())
 
 
-def build(config: Any, setup: Setup, device: str) -> Built:
+def build(config: Any, setup: Setup, device: str, sample: Sample | None = None) -> Built:
     """The model of ``config`` on ``device``, with random weights, ready to train as ``setup`` says.
+
+    With a ``sample`` it has these layers only.
 
     Raises:
         UserError: Transformers cannot build it, or it has nothing to tile.
     """
-    model, notes = build_bare(config, setup, device), list[str]()
+    model, notes = build_bare(config, setup, device, sample), list[str]()
     if setup.lora is not None:
         model, notes = _add_lora(model, setup, device)
     options = setup.options
@@ -97,8 +101,8 @@ def build(config: Any, setup: Setup, device: str) -> Built:
     return Built(model, report.blocks, report.left, notes)
 
 
-def build_bare(config: Any, setup: Setup, device: str) -> Any:
-    """The model as Transformers makes it.
+def build_bare(config: Any, setup: Setup, device: str, sample: Sample | None = None) -> Any:
+    """The model as Transformers makes it, with all its layers or those of a ``sample``.
 
     Raises:
         UserError: it cannot, or it is no causal language model.
@@ -114,7 +118,7 @@ def build_bare(config: Any, setup: Setup, device: str) -> Any:
         )
 
     attention = register_flash() if setup.attention == "flash" else setup.attention
-    config = copy.deepcopy(config)
+    whole, config = config, copy.deepcopy(config) if sample is None else cut(config, max(sample.like) + 1)
     config.use_cache = False
     config.get_text_config().use_cache = False
     try:
@@ -122,6 +126,8 @@ def build_bare(config: Any, setup: Setup, device: str) -> Any:
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(config, dtype=setup.dtype, attn_implementation=attention).train()
         model.tie_weights()  # Transformers 5.0 leaves weights on the meta device untied
+        if sample is not None and sample.layers != tuple(range(config.get_text_config().num_hidden_layers)):
+            sample.place(model, whole)
     except (ValueError, TypeError, ImportError, KeyError) as error:
         raise UserError(f"the model cannot be built from its configuration: {str(error).splitlines()[0]}") from None
     return model
@@ -147,15 +153,19 @@ def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
     return adapted, [] if left_out is None else [left_out]
 
 
-def fake_step(config: Any, setup: Setup, tokens: int, workspace: Workspace | None = None) -> StepRun:
+def fake_step(
+    config: Any, setup: Setup, tokens: int, workspace: Workspace | None = None, sample: Sample | None = None
+) -> StepRun:
     """One step of ``tokens`` tokens on fake tensors: its shapes only, in a second or so.
+
+    With a ``sample`` the model has these layers only.
 
     The model is found and tiled on the meta device, where its structure is proof enough, and then gets fake weights.
     """
     for dtype in LOW:
         products_sum_in_fp32("cpu", dtype)  # probed with numbers, so before there are none
-    built = build(config, setup, "meta")
-    with _sized_for(setup.device_type), fake_tensors(), track("cpu", workspace, tokens) as live:
+    built = build(config, setup, "meta", sample)
+    with _sized_for(setup.device_type, setup.options.keep), fake_tensors(), track("cpu", workspace, tokens) as live:
         with live.phase(WEIGHTS):
             make_fake(built.model)
         with planned_scans(built.model, setup.scans):
@@ -251,32 +261,38 @@ def compute_loss(model: Any, setup: Setup, ids: Tensor, scored: Mapping[str, Ten
         return loss
 
 
-def _ends(blocks: Callable[[HeadRows, int], Iterator[slice]]) -> Callable[[HeadRows, int], Iterator[slice]]:
-    """The first, the second and the last of a tile's blocks of rows: those in between hold what the second holds.
+def _ends(parts: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """The first, the second and the last of what ``parts`` yields.
 
-    A tile's logits are worked through block after block, nothing of a block outlives it, and a plan has some ten
+    For parts of which nothing outlives its turn: those in between hold what the second holds, and a plan has some ten
     thousand of them.
     """
 
-    def ends(head: HeadRows, rows: int) -> Iterator[slice]:
-        found = list(blocks(head, rows))
+    def ends(*args: Any) -> Iterator[Any]:
+        found = list(parts(*args))
         yield from found if len(found) <= 3 else (*found[:2], found[-1])
 
     return ends
 
 
 @contextmanager
-def _sized_for(device_type: str) -> Iterator[None]:
-    """The head's blocks of rows as large as on ``device_type``, and weight gradients summed as there."""
+def _sized_for(device_type: str, keep: float | str) -> Iterator[None]:
+    """The head's blocks of rows as large as on ``device_type``, and weight gradients summed as there.
+
+    Of a tile's blocks of logits, and of the tiles of an MLP unless they ``keep`` gate and up, only the first two and
+    the last are run.
+    """
     before = BLOCK_ELEMENTS.get("cpu")
-    blocks = HeadRows.blocks
+    blocks, tiles = HeadRows.blocks, MlpCall.tiles
     if device_type != "cpu" and before is not None:
         BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
-        HeadRows.blocks = _ends(blocks)  # type: ignore[method-assign, assignment]
+        HeadRows.blocks = _ends(blocks)  # type: ignore[method-assign]
+        if not keep:
+            MlpCall.tiles = _ends(tiles)  # type: ignore[method-assign]
     try:
         with nullcontext() if device_type == "cpu" else as_on_an_accelerator():
             yield
     finally:
-        HeadRows.blocks = blocks  # type: ignore[method-assign]
+        HeadRows.blocks, MlpCall.tiles = blocks, tiles  # type: ignore[method-assign]
         if before is not None:
             BLOCK_ELEMENTS["cpu"] = before

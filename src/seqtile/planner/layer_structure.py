@@ -1,46 +1,121 @@
-"""How a model's decoder layers repeat, and the same model with fewer of them."""
+"""The kinds of a model's decoder layers, and the same model with fewer of them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from seqtile._errors import UserError
-from seqtile.models.discover.decoder_layers import decoder_layers
+from seqtile.models.discover.decoder_layers import DecoderLayer, decoder_layers
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some layers of a model, which a fake run has in place of all.
+
+    Attributes:
+        layers: their numbers in the whole model, in order.
+        like: for each a layer of the same kind near the model's beginning, of which it is a copy.
+    """
+
+    layers: tuple[int, ...]
+    like: tuple[int, ...]
+
+    def place(self, model: nn.Module, config: Any) -> None:
+        """Put the layers of the sample into ``model``, which has the first layers of ``config`` and a copy of it."""
+        held, text, whole = _layer_list(decoder_layers(model)), _config_of(model), config.get_text_config()
+        assert held is not None
+        old, known = (
+            model.get_submodule(held),
+            {id(one): one for one in (_config_of(model), getattr(model, "config", 0))},
+        )
+        used: set[int] = set()
+        layers = []
+        for number in self.like:
+            layer = old.get_submodule(str(number))
+            layers.append(copy.deepcopy(layer, dict(known)) if number in used else layer)
+            used.add(number)
+        owner, _, name = held.rpartition(".")
+        setattr(model.get_submodule(owner), name, nn.ModuleList(layers))
+        text.num_hidden_layers = len(layers)
+        computed = {}
+        for name, values in _by_layer(whole):
+            picked = type(values)(values[number] for number in self.layers)
+            if isinstance(getattr(type(whole), name, None), property):  # worked out from other fields
+                computed[name] = picked
+            else:
+                setattr(text, name, picked)
+        text.__class__ = type(type(text).__name__, (type(text),), {"__module__": type(text).__module__, **computed})
 
 
 @dataclass(frozen=True)
 class Depths:
-    """Two depths that a step is run at, and what repeats between them.
+    """Which layers fake runs have, and how the whole model follows from them.
 
     Attributes:
-        layers: decoder layers of the whole model.
-        front: layers at the front that are told apart.
-        back: layers at the back that are told apart, which is the length of the pattern.
-        shallow: the two depths; both ``layers`` where the model is too shallow to leave layers out.
+        kinds: the kind of each decoder layer of the whole model, as a number.
+        samples: the layers of each fake run: first those at the ends, the first and the last layer of each kind; then
+            the same with one more of a kind. A single one with all layers where the model is too shallow to leave
+            layers out, or its layers share weights.
     """
 
-    layers: int
-    front: int
-    back: int
-    shallow: tuple[int, int]
+    kinds: tuple[int, ...]
+    samples: tuple[Sample, ...]
 
-    def place(self, number: int, layers: int) -> int | None:
-        """Where layer ``number`` of ``layers`` stands: 2 from the front, -1 from the back, None in between."""
-        if number >= layers - self.back:
-            return number - layers
-        return number if number < self.front else None
+    @property
+    def layers(self) -> int:
+        """Decoder layers of the whole model."""
+        return len(self.kinds)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The layers that are told apart."""
+        return self.samples[0].layers
+
+    @property
+    def shallow(self) -> int:
+        """Layers of the shortest model that begins as this one and has a layer of each kind."""
+        return max(self.kinds.index(kind) for kind in self.kinds) + 1
+
+    def more(self) -> Iterator[tuple[int, int, list[int]]]:
+        """Each further run: its number, the layer that it has more, and the layers of that kind beside the ends."""
+        for run, sample in enumerate(self.samples[1:], 1):
+            (layer,) = set(sample.layers) - set(self.ends)
+            alike = [n for n, kind in enumerate(self.kinds) if kind == self.kinds[layer] and n not in self.ends]
+            yield run, layer, alike
+
+    def terms_of(self, layer: int | None) -> list[tuple[int, int | None, float]]:
+        """How a part of the step in ``layer`` (None: in none) is summed up: run, layer in it, and weight.
+
+        A layer holds one thing before another layer and one behind it (what it saved, its gradients). The run with one
+        more of its kind tells which of the two, and the layer of the same kind at the other end tells the other.
+        """
+        found: list[tuple[int, int | None, float]] = [(0, layer, 1.0)]
+        for run, extra, alike in self.more():
+            sides = [(layer, alike)]
+            if layer is not None:
+                before = [n for n in alike if n < layer]
+                behind = alike[len(before) :]
+                sides = [(self._beside(layer, extra, True), before), (self._beside(layer, extra, False), behind)]
+            for where, missing in sides:
+                found += [(run, where, float(len(missing))), (0, where, -float(len(missing)))]
+        return found
+
+    def _beside(self, layer: int, extra: int, before: bool) -> int:
+        """An end of the kind of ``layer`` that has ``extra`` before it, or behind it; ``layer`` where there is none."""
+        alike = [layer, *(end for end in self.ends if self.kinds[end] == self.kinds[layer])]
+        return next((end for end in alike if (extra < end) == before), layer)
 
 
 def find_depths(config: Any, model: nn.Module) -> Depths:
-    """The shallowest two models that have the same layers at their ends as ``model``.
+    """The few layers that stand for all of ``model``: its first and last layer of each kind, and one more of each.
 
-    Layers repeat with a pattern (sliding and full attention in turn) after a beginning of their own (dense layers
-    before a mixture of experts); both are read from the layers' classes, shapes and attention types.
+    Kinds are told by the layers' classes, shapes and attention types. Fake runs with these layers give what one more
+    layer of a kind adds, and so what the whole model holds, in whichever order and number its kinds come.
 
     Raises:
         UserError: no decoder layers are found.
@@ -52,16 +127,25 @@ def find_depths(config: Any, model: nn.Module) -> Depths:
             "model"
         )
     types = list(getattr(config.get_text_config(), "layer_types", None) or ())
-    signs = [_signature(model.get_submodule(layer.name)) for layer in layers]
+    modules = [model.get_submodule(layer.name) for layer in layers]
+    signs = [_signature(module) for module in modules]
     if len(types) == len(signs):
         signs = [(sign, kind) for sign, kind in zip(signs, types, strict=True)]
+    first = {sign: number for number, sign in reversed(list(enumerate(signs)))}
+    last = {sign: number for number, sign in enumerate(signs)}
+    kinds = tuple(sorted(first.values()).index(first[sign]) for sign in signs)
+    ends = tuple(sorted({*first.values(), *last.values()}))
+    samples = [ends]
+    for sign, beginning in first.items():
+        between = [n for n in range(beginning, last[sign]) if signs[n] == sign and n not in ends]
+        if between:  # its middle, so that it stands behind the first layers and before the last ones
+            samples.append(tuple(sorted((*ends, between[len(between) // 2]))))
     total = len(signs)
-    prefix, period = _pattern(signs)
-    least = prefix + 2 * period
-    least += (total - least) % period
-    if least + period >= total:
-        return Depths(total, total, 0, (total, total))
-    return Depths(total, prefix + period, period, (least, least + period))
+    own = [{id(weight) for weight in module.parameters()} for module in modules]
+    shared = sum(map(len, own)) != len(set().union(*own))
+    if len(samples[-1]) >= total or shared or _layer_list(layers) is None:
+        return Depths(kinds, (Sample(tuple(range(total)), tuple(range(total))),))
+    return Depths(kinds, tuple(Sample(one, tuple(first[signs[n]] for n in one)) for one in samples))
 
 
 @dataclass(frozen=True)
@@ -98,14 +182,12 @@ class Counts:
     attentions: int
 
 
-def count_layers(depths: Depths, low: Counts, high: Counts) -> Counts:
-    """Sizes of the whole model from those at its two shallow depths: every further layer adds the same."""
-    first, second = depths.shallow
-    if first == second:
-        return low
-    repeats = (depths.layers - first) // (second - first)
-    return replace(low, layers=depths.layers, **{
-        name: getattr(low, name) + repeats * (getattr(high, name) - getattr(low, name))
+def count_layers(depths: Depths, counts: Sequence[Counts]) -> Counts:
+    """Sizes of the whole model from those of the samples: every further layer of a kind adds the same."""
+    ends = counts[0]
+    return replace(ends, layers=depths.layers, **{
+        name: getattr(ends, name)
+        + sum(len(alike) * (getattr(counts[run], name) - getattr(ends, name)) for run, _, alike in depths.more())
         for name in ("weights", "trained", "matrices", "active", "attentions")
     })  # fmt: skip
 
@@ -147,23 +229,30 @@ def cut(config: Any, layers: int) -> Any:
     """A copy of ``config`` with its first ``layers`` decoder layers only."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    total = text.num_hidden_layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, (list, tuple)) and len(value) == total and name != "architectures":
-            setattr(text, name, type(value)(value[:layers]))
+    for name, values in _by_layer(text):
+        if name in vars(text):
+            setattr(text, name, type(values)(values[:layers]))
     text.num_hidden_layers = layers
     return config
 
 
-def _pattern(signs: Sequence[Any]) -> tuple[int, int]:
-    """(prefix, period): from ``prefix`` on, every layer is like the one ``period`` before it."""
-    total = len(signs)
-    for cost in range(1, total + 1):  # the shortest beginning and pattern together
-        for period in range(1, cost + 1):
-            prefix = cost - period
-            if all(signs[i] == signs[i + period] for i in range(prefix, total - period)):
-                return prefix, period
-    return 0, max(1, total)
+def _by_layer(text: Any) -> list[tuple[str, Any]]:
+    """What the configuration of a language model says layer by layer: fields and properties with an entry for each."""
+    names = {*vars(text), *(name for name in dir(type(text)) if isinstance(getattr(type(text), name), property))}
+    values = [(name, getattr(text, name, None)) for name in sorted(names - {"architectures"})]
+    total = text.num_hidden_layers
+    return [(name, one) for name, one in values if isinstance(one, list | tuple) and len(one) == total]
+
+
+def _config_of(model: Any) -> Any:
+    """The configuration of its language model, the object that its modules read."""
+    return model.config.get_text_config()
+
+
+def _layer_list(layers: Sequence[DecoderLayer]) -> str | None:
+    """The name of the list that holds all the layers and nothing else, None where there is no such list."""
+    held = layers[0].name.rpartition(".")[0]
+    return held if [layer.name for layer in layers] == [f"{held}.{n}" for n in range(len(layers))] else None
 
 
 def _signature(layer: nn.Module) -> Any:

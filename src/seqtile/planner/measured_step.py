@@ -21,7 +21,7 @@ from seqtile.planner.accelerators import this_device
 from seqtile.planner.extrapolate import KEPT_TILES, Prediction, by_place, predict
 from seqtile.planner.fake_step import build, build_bare, tracked_step
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace
-from seqtile.planner.layer_structure import cut, find_depths
+from seqtile.planner.layer_structure import find_depths
 from seqtile.planner.live_at_peaks import OPTIMIZER, WEIGHTS, track
 from seqtile.planner.phases import BLOCK, BLOCK_AND_NORMS, HEAD, OPTIMIZER_STEP, Phase
 from seqtile.planner.plan_plot import require_matplotlib
@@ -114,7 +114,7 @@ def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, 
     depths = find_depths(config, build_bare(config, setup, "meta"))
     head = loss_tile
     if not isinstance(head, int):
-        head = head_tile(build(cut(config, depths.shallow[0]), setup, "meta"), setup, tokens, kind)
+        head = head_tile(build(config, setup, "meta", depths.samples[0]), setup, tokens, kind)
     setup = changed(setup, loss_tile=head)
     notes = []
     if kind == "cpu":
@@ -198,7 +198,7 @@ def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: 
     for phase, terms in planned.parts.items():
         where = _stage(phase)
         expected[where] = max(expected[where], sum(terms.values()))
-    there = by_place(run, planned.depths).get(planned.peak_at, {})
+    there = by_place(run, range(run.layers), planned.depths).get(planned.peak_at, {})
     meant = dict(planned.parts[planned.peak_at])
     if KEPT_TILES in meant:  # real tensors are filed by the part that made them
         block = next((name for name in meant if name in (BLOCK, BLOCK_AND_NORMS)), BLOCK)

@@ -16,7 +16,7 @@ from seqtile.planner.flops import Work, count_work
 from seqtile.planner.grpo import STANDING as BESIDE_THE_STEP
 from seqtile.planner.grpo import add_terms, longest_sequence, notes_of, other_parts
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, flash3_workspace
-from seqtile.planner.layer_structure import Counts, Depths, count_layers, count_weights, cut, find_depths
+from seqtile.planner.layer_structure import Counts, Depths, Sample, count_layers, count_weights, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
 from seqtile.planner.model_shapes import max_positions
 from seqtile.planner.names import STATE_BYTES
@@ -81,18 +81,16 @@ class Planner:
         else:
             model = build_bare(request.config, self.setup, "meta")
             self.depths, self.states = find_depths(request.config, model), states_of(model)
-            low, high = (self._count(depth) for depth in self.depths.shallow)
-            self.counts = count_layers(self.depths, low, high)
+            self.counts = count_layers(self.depths, [self._count(sample) for sample in self.depths.samples])
         setting = "sp-size" if request.cp_size == 1 else "cp-size"
         refuse_split_states(repr(request.model), self.states, request.split, setting)
         check_split(request, self.counts, max_positions(request.config) or LONGEST)
-        self.built = build(cut(request.config, self.depths.shallow[0]), self.setup, "meta")
+        self.built = build(request.config, self.setup, "meta", self.depths.samples[0])
         flash = flash3_workspace if request.attention == "flash3" else flash2_workspace
         self.workspace = cpu_workspace if request.device_type == "cpu" else flash
 
-    def _count(self, layers: int) -> Counts:
-        config = cut(self.request.config, layers)
-        return count_weights(config, build(config, self.setup, "meta").model)
+    def _count(self, sample: Sample) -> Counts:
+        return count_weights(self.request.config, build(self.request.config, self.setup, "meta", sample).model)
 
     def share(self, other: Planner) -> None:
         """Take the fake runs of a planner of the same model; runs are found by their settings."""

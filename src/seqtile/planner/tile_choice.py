@@ -49,7 +49,7 @@ def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths
     """Fraction of the tiles that keep gate and up in a batch of ``tokens``: what ``keep`` of ``setup`` comes to.
 
     Args:
-        built: a tiled model, of the shallower of ``depths``.
+        built: a tiled model, with the layers at the ends of ``depths``.
         setup: with the rule, a share or a number of bytes.
         tokens: of the batch.
         device_type: of the device that is planned for.
@@ -57,7 +57,7 @@ def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths
     """
     if not setup.options.keep or not setup.options.tiled:
         return 0.0
-    rule = setup.options.keep_rule(len(built.blocks) * depths.layers // depths.shallow[0])
+    rule = setup.options.keep_rule(len(built.blocks) * depths.layers // len(depths.ends))
     x = torch.empty(0, dtype=torch.bfloat16 if setup.autocast else setup.dtype, device="meta")
     shares = [0.0]
     for block in built.blocks:

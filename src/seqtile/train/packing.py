@@ -84,7 +84,7 @@ def _shallow(model: Any) -> Any:
     from seqtile.planner.layer_structure import cut, find_depths
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    config = cut(model.config, find_depths(model.config, model).shallow[0])
+    config = cut(model.config, find_depths(model.config, model).shallow)
     own = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
     kind = "cuda" if device.type == "cpu" else device.type
     with torch.device(device), torch.random.fork_rng(own, device_type=kind):
