@@ -9,7 +9,8 @@ import os
 
 def process_rank() -> int:
     """This process' number in its launch (``RANK``, as torchrun sets it), 0 without a launch."""
-    return int(os.environ.get("RANK") or 0)
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdigit() else 0
 
 
 def first_rank_logger(name: str) -> logging.Logger:

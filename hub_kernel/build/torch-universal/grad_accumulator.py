@@ -41,8 +41,9 @@ def products_sum_in_fp32(device_type: str, dtype: torch.dtype) -> bool:
         return False
     try:
         ones = torch.ones(16, 16, device=device_type, dtype=dtype)
-        total = torch.full((16, 16), 2.0**-12, device=device_type)
-        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+        total = torch.full((16, 16), torch.nan, device=device_type)
+        torch.addmm(total, ones, ones, beta=0, out_dtype=torch.float32, out=total)
+        torch.addmm(total, ones, ones * 2.0**-16, out_dtype=torch.float32, out=total)
         return bool((total == 16 + 2.0**-12).all())
     except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
         return False
@@ -81,17 +82,25 @@ class Sum:
             product = torch.mm(left, right, out=self._gradient) if self._gradient is not None else torch.mm(left, right)
             self.add(product)
             return
+        beta = 1  # 0: what is in the sum is not read
         if self._total is None:
-            self._total = self._empty(wide).zero_()
+            self._total, beta = self._empty(wide), 0
         if left.dtype == wide:
-            torch.addmm(self._total, left, right, out=self._total)
+            torch.addmm(self._total, left, right, beta=beta, out=self._total)
         elif into_sum:
-            torch.addmm(self._total, left, right, out_dtype=wide, out=self._total)
+            torch.addmm(self._total, left, right, beta=beta, out_dtype=wide, out=self._total)
         else:
             step = tokens_at_once(left, right)
-            for start in range(0, right.shape[0], step):
+            for start in range(0, max(1, right.shape[0]), step):
                 piece = slice(start, start + step)
-                torch.addmm(self._total, left[:, piece].to(wide), right[piece].to(wide), out=self._total)
+                torch.addmm(self._total, left[:, piece].to(wide), right[piece].to(wide), beta=beta, out=self._total)
+                beta = 1
+
+    def total(self) -> Tensor:
+        """The sum itself, to be added to."""
+        if self._total is None:
+            self._total = self._empty(torch.float32 if self._low else self._dtype).zero_()
+        return self._total
 
     def add(self, part: Tensor) -> None:
         """Add ``part``."""

@@ -21,6 +21,7 @@ from .pointwise import Activation
 from typing import Any
 from .rng import Autocast
 from collections.abc import Callable
+from collections.abc import Iterator
 from .linear import Kind
 from .normed_linears import NormKind
 from .linear import Packed
@@ -31,6 +32,7 @@ from .rng import RowWise
 from collections.abc import Sequence
 from torch import Tensor
 from itertools import accumulate
+from itertools import count
 from dataclasses import dataclass
 import math
 from contextlib import nullcontext
@@ -92,7 +94,7 @@ class Plan:
         activation: the activation.
         gated: whether it is multiplied by ``up``.
         up_first: order of the halves of a fused gate_up.
-        before: function and number of weights of the norm before, or None.
+        before: function, number of weights and formula of the norm before, or None.
         after: the same of the norm after.
         dropout: probability of the dropout after ``down``.
         sizes: tokens of each tile.
@@ -118,10 +120,9 @@ class Plan:
     random: RandomState | None
     check: Callable[[], None] | None = None
 
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """First row of each tile."""
-        return tuple(accumulate(self.sizes[:-1], initial=0)) if self.sizes else ()
+    def tiles(self) -> Iterator[tuple[int, int, int]]:
+        """The number of each tile, its first row, and its rows."""
+        yield from zip(count(), accumulate(self.sizes, initial=0), self.sizes, strict=False)
 
 
 def fused_mlp(
@@ -201,10 +202,11 @@ def _plan(
     drops = mlp.dropout > 0
     for kind in kinds:
         drops |= kind.has_adapter and kind.dropout > 0
-    before = None if mlp.before is None else (mlp.before.function, len(mlp.before.weights))
-    after = None if mlp.after is None else (mlp.after.function, len(mlp.after.weights))
+    before, after = mlp.before, mlp.after
     return Plan(
-        tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first, before, after, mlp.dropout, sizes, keep,
+        tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first,
+        None if before is None else (before.function, len(before.weights), before.formula),
+        None if after is None else (after.function, len(after.weights), after.formula), mlp.dropout, sizes, keep,
         holds_dense, Autocast.of(x), RandomState(x.device) if drops else None, check,
     )  # fmt: skip
 
@@ -219,13 +221,12 @@ def _one_row_stride(x: Tensor) -> Tensor:
 
 
 def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
-    starts = plan.starts
     with plan.autocast.off():
         work = Pass(plan, x.device, tensors, [None] * len(tensors))
         rows = x.view(-1, x.shape[-1])
         output = torch.empty(*x.shape[:-1], work.output_width, dtype=work.output_dtype(rows), device=x.device)
         flat = output.view(-1, output.shape[-1])
-        for index, (start, size) in enumerate(zip(starts, plan.sizes, strict=True)):
+        for index, start, size in plan.tiles():
             values = work.forward(rows.narrow(0, start, size), flat.narrow(0, start, size), keep=index < plan.keep)
             if values:
                 kept[index] = values
@@ -272,7 +273,7 @@ class _Fused(torch.autograd.Function):
             work = Pass(plan, x.device, tensors, sums_for(tensors, needs))
             rows = x.view(-1, x.shape[-1])
             dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-            for index, (start, size) in enumerate(zip(plan.starts, plan.sizes, strict=True)):
+            for index, start, size in plan.tiles():
                 work.backward(
                     rows.narrow(0, start, size),
                     dy.narrow(0, start, size),

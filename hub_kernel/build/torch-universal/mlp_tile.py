@@ -73,7 +73,7 @@ class Pass:
         if drop is not None:
             y.mul_(drop).mul_(self._drop_scale)
         if self.after is not None:
-            y = self.after.forward(y)
+            y = self.after.forward(y, out.dtype)
         if y is not out:
             out.copy_(y)
         return values

@@ -8,19 +8,23 @@ trains: the one loop that both operators run.
 from __future__ import annotations
 
 from .rng import Autocast
+from .norm import BY_DEVICE
+from .norm import COMPILED
 from collections.abc import Callable
 from collections.abc import Iterator
 from .linear import Kind
 from .grad_accumulator import LOW
 from .linear import Layer
+from .norm import NormFormula
 from collections.abc import Sequence
 from .grad_accumulator import Sum
 from torch import Tensor
 from itertools import islice
+from .kernels import pieces
 import torch
 
-NormKind = tuple[Callable[..., Tensor], int]
-"""A row-wise function and the number of its weights: an autograd node may hold it."""
+NormKind = tuple[Callable[..., Tensor], int, NormFormula | None]
+"""A row-wise function, the number of its weights and its formula, if known: an autograd node may hold it."""
 
 
 def sums_for(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Sum | None]:
@@ -33,12 +37,12 @@ class Norm:
 
     Args:
         autocast: autocast state of the forward, in which it runs.
-        kind: the function, and how many weights it has.
+        kind: the function, how many weights it has, and its formula.
         pairs: gives the weights, each with the sum of its gradient or None.
     """
 
     def __init__(self, autocast: Autocast, kind: NormKind, pairs: Iterator[tuple[Tensor, Sum | None]]) -> None:
-        self._autocast, self._function = autocast, kind[0]
+        self._autocast, self._function, self._formula = autocast, kind[0], kind[2]
         self._weights: list[Tensor] = []
         self._sums: list[Sum | None] = []
         for weight, total in islice(pairs, kind[1]):
@@ -46,16 +50,47 @@ class Norm:
             self._sums.append(total)
         self.trains = any(self._sums)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The normed rows, ``[t, D]``, in ``dtype`` or in the function's own."""
+        out: Tensor | None = None
+        kernels = BY_DEVICE.get(rows.device.type, COMPILED) if dtype is not None else None
+        if kernels is not None and self._formula is not None:
+            out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+            if kernels.forward(self._formula, rows, self._weights, out):
+                return out
         with torch.no_grad(), self._autocast.on():
-            return self._function(rows, self._weights)
+            if out is None:
+                result = self._function(rows, self._weights)
+                return result if dtype is None else result.to(dtype)
+            for xs, place in pieces(rows, out):
+                place.copy_(self._function(xs, self._weights))
+            return out
 
-    def gradient(self, rows: Tensor, dy: Tensor, *, needs_rows: bool) -> Tensor | None:
+    def gradient(self, rows: Tensor, dy: Tensor, *, needs_rows: bool, out: Tensor | None = None) -> Tensor | None:
         """Gradient of ``rows``; those of the weights go into their sums.
 
         Where low-precision weights train the norm is differentiated in fp32: autograd would round each tile's part of
         a weight's gradient to the weight's dtype.
+
+        Args:
+            rows: the input, ``[t, D]``.
+            dy: gradient of the output, ``[t, D]``.
+            needs_rows: whether the gradient of ``rows`` is needed.
+            out: where a kernel writes it; what is returned may be another tensor.
         """
+        kernels = BY_DEVICE.get(rows.device.type, COMPILED)
+        if kernels is None or self._formula is None:
+            return self._plain_gradient(rows, dy, needs_rows)
+        dx = (torch.empty_like(rows) if out is None else out) if needs_rows else None
+        totals = [None if total is None else total.total() for total in self._sums]
+        if not kernels.backward(self._formula, rows, dy, self._weights, dx, totals):
+            for xs, dys, place in pieces(rows, dy, rows if dx is None else dx):
+                found = self._plain_gradient(xs, dys, needs_rows)
+                if found is not None:
+                    place.copy_(found)
+        return dx
+
+    def _plain_gradient(self, rows: Tensor, dy: Tensor, needs_rows: bool) -> Tensor | None:
         wide = self.trains and any(weight.dtype in LOW for weight in self._weights) and not self._autocast.enabled
         with torch.enable_grad(), self._autocast.on():
             leaf = (rows.float() if wide else rows.detach()).requires_grad_(needs_rows)
@@ -113,7 +148,7 @@ class NormedLinears:
 
     def normed(self, x: Tensor) -> Tensor:
         """What the layers read, ``[t, D]`` in the compute dtype."""
-        return (x if self.norm is None else self.norm.forward(x)).to(self.dtype)
+        return x.to(self.dtype) if self.norm is None else self.norm.forward(x, self.dtype)
 
     def backward(
         self, x: Tensor, normed: Tensor, gradients: Sequence[Tensor], masks: Sequence[Tensor | None], dx: Tensor | None
@@ -139,6 +174,6 @@ class NormedLinears:
             layer.input_gradient(dy, dn, low, mask, add=number > 0)
         if direct:
             return
-        found = dn if self.norm is None else self.norm.gradient(x, dn, needs_rows=dx is not None)
-        if dx is not None and found is not None:
+        found = dn if self.norm is None else self.norm.gradient(x, dn, needs_rows=dx is not None, out=dx)
+        if dx is not None and found is not None and found is not dx:
             dx.copy_(found)

@@ -10,26 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from torch.nn import functional as F
-from types import FunctionType
-from collections.abc import Iterator
+from .kernels import Kernel
+from .kernels import Kernels
 from collections.abc import Sequence
 from torch import Tensor
-from ._compat import active_fake_mode
-from typing import cast
 from dataclasses import dataclass
-from ._compat import dispatch_modes
-from ._log import first_rank_logger
 import functools
 import math
+from .kernels import only_compiled
+from .kernels import pieces
 import torch
-
-logger = first_rank_logger(__name__)
+from .kernels import wide
 
 aten = torch.ops.aten
-
-PIECES = 32
-"""Most pieces of a tile in which a function without a formula of its own runs: it makes up to ten tensors of its
-input's size on the way, which then are less than half a buffer."""
 
 UseHidden = Callable[[Tensor], None]
 
@@ -61,7 +54,7 @@ class Activation:
         if self.write is not None:
             self.write(z, out)
             return
-        for zs, place in _pieces(z, out):
+        for zs, place in pieces(z, out):
             place.copy_(self.function(zs))
 
     def gradient_into(self, grad: Tensor, z: Tensor, out: Tensor) -> None:
@@ -69,20 +62,11 @@ class Activation:
         if self.write_gradient is not None:
             self.write_gradient(grad, z, out)
             return
-        for grads, zs, place in _pieces(grad, z, out):
+        for grads, zs, place in pieces(grad, z, out):
             with torch.enable_grad():
                 leaf = zs.detach().requires_grad_()
                 (result,) = torch.autograd.grad(self.function(leaf), leaf, grads)
             place.copy_(result)
-
-
-def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of each, a few at a time; a piece must keep the device busy for longer than its calls take."""
-    rows, width = tensors[0].shape
-    least = 2**12 if tensors[0].device.type == "cpu" else 2**22
-    step = max(1, rows // PIECES, least // width)
-    for start in range(0, rows, step):
-        yield tuple(tensor[start : start + step] for tensor in tensors)
 
 
 def _relu2(z: Tensor) -> Tensor:
@@ -198,22 +182,15 @@ class Eager:
 
 
 class Compiled(Eager):
-    """One kernel forward and one backward, in fp32 inside.
-
-    Where a kernel cannot run, the same call runs eagerly in the same buffers: for that call alone under a dispatch mode
-    that the compiler does not run under, at its limit of recompiled variants and out of memory; from then on where the
-    compiler fails, so that it is not asked at every tile. Each reason is said once.
-    """
+    """One kernel forward and one backward, in fp32 inside; eager in the same buffers where they cannot run."""
 
     def __init__(self) -> None:
-        self._kernels: dict[Variant, Kernel] = {}
-        self._failed: set[Variant] = set()
-        self._said: set[str] = set()
+        self._kernels = Kernels("pointwise")
 
     @property
     def failed(self) -> bool:
         """Whether the compiler has failed on a kernel, which is not tried again."""
-        return bool(self._failed)
+        return bool(self._kernels.failed)
 
     def forward(self, act: Activation, gate: Tensor, up: Tensor | None, out: Tensor) -> None:
         """See :meth:`Eager.forward`."""
@@ -233,7 +210,7 @@ class Compiled(Eager):
         if (
             act.derivative is None
             or write_gradient is None
-            or _variant(act, _backward_kernel, gate, up) in self._failed
+            or _variant(act, _backward_kernel, gate, up) in self._kernels.failed
         ):
             super().backward(act, gate, up, spare, use_hidden, write_gradient)
             return
@@ -246,43 +223,10 @@ class Compiled(Eager):
             use_hidden(hidden)
 
     def _ran(self, act: Activation, build: Build, gate: Tensor, up: Tensor | None, *buffers: Tensor) -> bool:
+        if act.derivative is None:
+            return False
         variant = _variant(act, build, gate, up)
-        if act.derivative is None or variant in self._failed or active_fake_mode() is not None:
-            return False
-        hides = next((mode for mode in dispatch_modes() if not mode.ignore_compile_internals()), None)
-        if hides is not None:  # the compiler would skip the kernel for good if it were called under this mode
-            self._say(_CALL, f"torch.compile does not run under the dispatch mode {type(hides).__name__}")
-            return False
-        if variant not in self._kernels:
-            self._kernels[variant] = _compile(build(act), len(self._kernels))
-        try:
-            self._kernels[variant](*_as_bases(variant, (gate, up, *buffers)))
-        except _RanEagerlyError:
-            del self._kernels[variant]  # what the compiler has skipped once it skips for good
-            self._say(_CALL, "torch.compile is switched off or has skipped them")
-        except Exception as error:  # noqa: BLE001  # whatever a compiler raises; nothing was written
-            if _is_out_of_memory(error):
-                self._say(_CALL, "out of memory for a kernel")
-            elif "RecompileLimit" in type(error).__name__:  # its class is private to the compiler
-                self._say(_CALL, "torch.compile has reached its limit of recompiled variants")
-            else:
-                self._failed.add(variant)
-                # The first line is often no more than "backend='inductor' raised:".
-                self._say(_FAILED, " ".join((str(error) or type(error).__name__).splitlines()[:2]))
-        else:
-            return True
-        return False
-
-    def _say(self, text: str, reason: str) -> None:
-        if text % reason not in self._said:
-            self._said.add(text % reason)
-            logger.warning(text, reason)
-
-_CALL = "pointwise kernels run eagerly for this call: %s"
-
-_FAILED = "pointwise kernels run eagerly: torch.compile failed (%s)"
-
-Kernel = Callable[..., None]
+        return self._kernels.ran(variant, lambda: build(act), _as_bases(variant, (gate, up, *buffers)))
 
 Build = Callable[[Activation], Kernel]
 
@@ -323,40 +267,11 @@ def _as_bases(variant: Variant, tensors: Sequence[Tensor | None]) -> list[Tensor
     return [known[id(tensor)] for tensor in tensors]
 
 
-class _RanEagerlyError(RuntimeError):
-    """A kernel's body was called as Python; it would hold a dozen fp32 buffers."""
-
-
-def _only_compiled() -> None:
-    if not torch.compiler.is_dynamo_compiling():
-        raise _RanEagerlyError
-
-
-def _compile(kernel: Kernel, number: int) -> Kernel:
-    """The compiled kernel; its code object, by which the compiler counts variants and remembers skips, is its own."""
-    own = cast(FunctionType, kernel)
-    code = own.__code__.replace(co_name=f"{own.__name__}_{number}")
-    copy = FunctionType(code, own.__globals__, code.co_name, own.__defaults__, own.__closure__)
-    return torch.compile(copy, dynamic=True, fullgraph=True)
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        error = error.__cause__
-    return False
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
 def _forward_kernel(act: Activation) -> Kernel:
     def pointwise_forward(gate: Tensor, up: Tensor | None, out: Tensor) -> None:
-        _only_compiled()
-        activated = act.function(_wide(gate))
-        out.copy_(activated if up is None else activated * _wide(up))
+        only_compiled()
+        activated = act.function(wide(gate))
+        out.copy_(activated if up is None else activated * wide(up))
 
     return pointwise_forward
 
@@ -366,14 +281,14 @@ def _backward_kernel(act: Activation) -> Kernel:
     derivative = act.derivative
 
     def pointwise_backward(gate: Tensor, up: Tensor | None, gradient: Tensor, hidden: Tensor) -> None:
-        _only_compiled()
-        z, dh = _wide(gate), _wide(gradient)
+        only_compiled()
+        z, dh = wide(gate), wide(gradient)
         activated, slope = act.function(z), derivative(z)
         if up is None:  # hidden and gradient are one buffer: read it first
             gate.copy_(dh * slope)
             hidden.copy_(activated)
             return
-        u = _wide(up)
+        u = wide(up)
         hidden.copy_(activated * u)
         gate.copy_(dh * u * slope)
         up.copy_(dh * activated)
@@ -384,12 +299,12 @@ def _backward_kernel(act: Activation) -> Kernel:
 def _backward_in_pieces(act: Activation, gate: Tensor, up: Tensor | None, gradient: Tensor, hidden: Tensor) -> None:
     """What the backward kernel computes, eagerly, in the same buffers and a piece of one; overwrites ``gradient``."""
     if up is None:
-        for zs, dhs in _pieces(gate, gradient):
+        for zs, dhs in pieces(gate, gradient):
             activated = act.function(zs)
             act.gradient_into(dhs, zs, zs)
             dhs.copy_(activated)
         return
-    for zs, us, dhs, hs in _pieces(gate, up, gradient, hidden):
+    for zs, us, dhs, hs in pieces(gate, up, gradient, hidden):
         activated = act.function(zs)
         torch.mul(activated, us, out=hs)
         act.gradient_into(us.mul_(dhs), zs, zs)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from collections.abc import Callable
 from collections.abc import Iterator
+from .norm import NormFormula
 from collections.abc import Sequence
 from torch import Tensor
 from contextlib import contextmanager
@@ -23,10 +24,12 @@ class RowWise:
     Attributes:
         function: ``(rows [t, D], weights) -> [t, D]``; differentiated by autograd, tile by tile.
         weights: the tensors it reads.
+        formula: what it computes, where that is a norm for which there are kernels.
     """
 
     function: Callable[[Tensor, Sequence[Tensor]], Tensor]
     weights: tuple[Tensor, ...] = ()
+    formula: NormFormula | None = None
 
 
 class RandomState:

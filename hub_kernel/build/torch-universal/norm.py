@@ -1,0 +1,145 @@
+# Made from seqtile/ops/norm.py by `python -m seqtile.integrations.hub_kernel`; do not edit.
+"""RMSNorm and LayerNorm as one kernel forward and one backward, compiled on accelerators.
+
+A norm written in Python is ten passes over fp32 tensors. The kernels read the input and write the result, in fp32
+inside, statistics included; the backward reads the input again. What a module computes is recognised by its trace
+(:mod:`seqtile.models.discover.formula`), which must be that of one of :data:`WRITTEN`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from collections.abc import Callable
+from .kernels import Kernel
+from .kernels import Kernels
+from collections.abc import Sequence
+from torch import Tensor
+from dataclasses import dataclass
+from .kernels import only_compiled
+import torch
+from .kernels import wide
+
+Written = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
+"""``(rows [..., D], weight [D], bias [D], epsilon) -> [..., D]``."""
+
+
+@dataclass(frozen=True)
+class NormFormula:
+    """``scale * (x - mean) / sqrt(variance + epsilon) + bias`` over the last dimension.
+
+    Attributes:
+        written: how the module writes it: the plain twin.
+        epsilon: added to the variance, or to the mean square.
+        weights: how many there are: none, the weight, or weight and bias.
+        centred: whether the mean is taken off (LayerNorm).
+        plus_one: whether the scale is one plus the weight.
+    """
+
+    written: Written
+    epsilon: float
+    weights: int
+    centred: bool = False
+    plus_one: bool = False
+
+    def plain(self, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """What the module computes, in plain operators."""
+        weight, bias = (*weights, None, None)[:2]
+        return self.written(rows, weight, bias, self.epsilon)
+
+
+class NormKernels:
+    """The compiled kernels, for rows that are contiguous and no wider than fp32."""
+
+    def __init__(self) -> None:
+        self._kernels = Kernels("norm")
+
+    @property
+    def failed(self) -> bool:
+        """Whether the compiler has failed on a kernel, which is not tried again."""
+        return bool(self._kernels.failed)
+
+    def forward(self, norm: NormFormula, x: Tensor, weights: Sequence[Tensor], out: Tensor) -> bool:
+        """``out = norm(x)``, ``[t, D]``; whether a kernel did it."""
+        weight, bias = (*weights, None, None)[:2]
+        return self._ran(_forward_kernel, norm, (x, weight, bias, out))
+
+    def backward(
+        self, norm: NormFormula, x: Tensor, dy: Tensor, weights: Sequence[Tensor], dx: Tensor | None,
+        sums: Sequence[Tensor | None],
+    ) -> bool:  # fmt: skip
+        """Write the input's gradient and add those of the weights to their sums; whether a kernel did it.
+
+        Args:
+            norm: the formula.
+            x: its input, ``[t, D]``.
+            dy: gradient of its output, ``[t, D]``.
+            weights: weight and bias, as many as there are, ``[D]`` each.
+            dx: where the gradient of ``x`` goes, ``[t, D]``, or None.
+            sums: fp32 sum of each weight's gradient, None where it is frozen.
+        """
+        weight = weights[0] if weights else None
+        return self._ran(_backward_kernel, norm, (x, weight, dy, dx, *(*sums, None, None)[:2]))
+
+    def _ran(self, build: Callable[[NormFormula, int], Kernel], norm: NormFormula, buffers: Sequence[Any]) -> bool:
+        kinds = []
+        bases = []
+        for one in buffers:
+            if one is not None and (not one.is_contiguous() or one.dtype.itemsize > 4):
+                return False
+            kinds.append(None if one is None else one.dtype)
+            bases.append(None if one is None else one.data)
+        width = buffers[0].shape[-1]
+        variant = build, norm, width, *kinds
+        return self._kernels.ran(variant, lambda: build(norm, width), bases)
+
+
+def _normalised(norm: NormFormula, x: Tensor) -> tuple[Tensor, Tensor]:
+    """``n = (x - mean) / sqrt(variance + epsilon)`` in fp32, ``[t, D]``, and the inverse root, ``[t, 1]``."""
+    h = wide(x)
+    h = h - h.mean(-1, keepdim=True) if norm.centred else h
+    inverse = torch.rsqrt((h * h).mean(-1, keepdim=True) + norm.epsilon)
+    return h * inverse, inverse
+
+
+def _scaled(norm: NormFormula, n: Tensor, weight: Tensor | None) -> Tensor:
+    if weight is None:
+        return n
+    return n * (1 + wide(weight) if norm.plus_one else wide(weight))
+
+
+def _forward_kernel(norm: NormFormula, width: int) -> Kernel:
+    def norm_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+        only_compiled()
+        assert x.shape[1] == width, "one kernel for each width, of any number of rows"
+        n, _ = _normalised(norm, x)
+        y = _scaled(norm, n, weight)
+        out.copy_(y if bias is None else y + wide(bias))
+
+    return norm_forward
+
+
+def _backward_kernel(norm: NormFormula, width: int) -> Kernel:
+    def norm_backward(
+        x: Tensor, weight: Tensor | None, dy: Tensor, dx: Tensor | None, weight_sum: Tensor | None,
+        bias_sum: Tensor | None,
+    ) -> None:  # fmt: skip
+        only_compiled()
+        assert x.shape[1] == width, "one kernel for each width, of any number of rows"
+        n, inverse = _normalised(norm, x)
+        upstream = wide(dy)
+        if weight_sum is not None:
+            weight_sum.add_((upstream * n).sum(0))
+        if bias_sum is not None:
+            bias_sum.add_(upstream.sum(0))
+        if dx is None:
+            return
+        dn = _scaled(norm, upstream, weight)
+        change = dn - n * (dn * n).mean(-1, keepdim=True)
+        dx.copy_(inverse * (change - dn.mean(-1, keepdim=True) if norm.centred else change))
+
+    return norm_backward
+
+COMPILED = NormKernels()
+
+BY_DEVICE: dict[str, NormKernels | None] = {"cpu": None, "meta": None}
+"""Kernels by type of device, :data:`COMPILED` for all others: None where the module's own operators run."""
