@@ -243,7 +243,7 @@ def test_the_length_alone_chooses_where_there_is_an_accelerator(folder: Path, mo
     plain = recipe_of(folder)
     assert plain.fit is None and run.fitted(plain, None, told.append) == plain and told == []  # none here
     monkeypatch.setattr(fits, "can_offload", lambda: True)
-    monkeypatch.setattr(fits, "fit", lambda recipe: fits.Fitted(recipe.model_copy(update={"fit": False}), ("why",)))
+    monkeypatch.setattr(fits, "fit", lambda recipe, _: fits.Fitted(recipe.model_copy(update={"fit": False}), ("why",)))
     assert run.fitted(plain, None, told.append).fit is False and told == ["why"]
     assert run.fitted(recipe_of(folder, fit=False), None, told.append).fit is False and told == ["why"]
     assert run.fitted(plain, folder, told.append).fit is False and told == ["why"]  # a run that goes on
@@ -299,11 +299,11 @@ def test_the_choice_is_made_once_before_the_processes_start(
 
 def test_ranks_with_different_settings_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
     mine, other = recipe_of(folder), recipe_of(folder, tile=16)
-    both = [mine.model_dump(mode="json"), other.model_dump(mode="json")]
+    both = [one.model_dump(mode="json") | {"data": "digest"} for one in (mine, other)]
     monkeypatch.setattr("accelerate.utils.gather_object", lambda _: both)
     for rank, recipe in enumerate((mine, other)):
         with pytest.raises(UserError, match=rf"rank {1 - rank} would train with tile .* and rank {rank} with "):
-            check_same_recipe(SimpleNamespace(num_processes=2, process_index=rank), recipe)
+            check_same_recipe(SimpleNamespace(num_processes=2, process_index=rank), recipe, "digest")
 
 
 def test_a_launcher_of_the_users_own_cannot_start_ranks_again(

@@ -122,7 +122,7 @@ class Plan:
 
     def tiles(self) -> Iterator[tuple[int, int, int]]:
         """The number of each tile, its first row, and its rows."""
-        yield from zip(count(), accumulate(self.sizes, initial=0), self.sizes, strict=False)
+        return zip(count(), accumulate(self.sizes, initial=0), self.sizes, strict=False)
 
 
 def fused_mlp(
@@ -221,12 +221,13 @@ def _one_row_stride(x: Tensor) -> Tensor:
 
 
 def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
+    tiles = plan.tiles()
     with plan.autocast.off():
         work = Pass(plan, x.device, tensors, [None] * len(tensors))
         rows = x.view(-1, x.shape[-1])
         output = torch.empty(*x.shape[:-1], work.output_width, dtype=work.output_dtype(rows), device=x.device)
         flat = output.view(-1, output.shape[-1])
-        for index, start, size in plan.tiles():
+        for index, start, size in tiles:
             values = work.forward(rows.narrow(0, start, size), flat.narrow(0, start, size), keep=index < plan.keep)
             if values:
                 kept[index] = values

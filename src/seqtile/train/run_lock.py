@@ -84,7 +84,7 @@ def _check(file: Path, shown: Path) -> None:
     try:
         held = json.loads(file.read_text(encoding="utf-8"))
         host, space, pid, started = held["host"], held["space"], int(held["process"]), float(held["started"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise UserError(f"cannot read {str(shown)!r} ({error.strerror}); give another --output") from None
