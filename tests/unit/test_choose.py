@@ -252,7 +252,7 @@ def test_the_length_alone_chooses_where_there_is_an_accelerator(folder: Path, mo
     assert run.fitted(demo, None, told.append) is demo and told == ["why"]
     for error in (UserError, RunError, KeyError):
 
-        def nothing(recipe: Recipe, error: type[Exception] = error) -> Any:
+        def nothing(recipe: Recipe, nodes: int, error: type[Exception] = error) -> Any:
             raise error("no plan knows this")
 
         told.clear()
