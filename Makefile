@@ -13,7 +13,7 @@ VENV_MS_SWIFT ?= .venv-ms-swift
 TORCH ?= -r constraints/torch.txt
 ARGS ?=
 PYTEST_ARGS ?=
-JOBS ?= 2
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 2))')
 
 # Tests of one process run side by side, a file in one worker; what starts several processes has the machine to itself.
 PYTEST_SIDE_BY_SIDE = -m pytest -n $(JOBS) --dist loadfile

@@ -120,7 +120,10 @@ def test_the_first_step_goes_on_from_a_checkpoint_of_step_0(model: Path, dataset
 
 
 class Limit(TrainerCallback):
-    """From the first step on this process may have ``more`` bytes above what it holds then, free ones given back."""
+    """In its first step this process may have ``more`` bytes above what it holds then, free ones given back.
+
+    Not while it saves: every thread that hashes files reserves addresses, which count.
+    """
 
     def __init__(self, more: int) -> None:
         self.more = more
@@ -132,6 +135,10 @@ class Limit(TrainerCallback):
             now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (now + self.more, resource.getrlimit(resource.RLIMIT_AS)[1]))
             self.more = 0
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc to know what this process has")
