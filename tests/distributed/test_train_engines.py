@@ -236,7 +236,10 @@ def stop_when_it_steps(command: list[str], whom: Callable[[int], list[list[psuti
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline().startswith("step ")
+            first = next(
+                (line for line in process.stdout if line.startswith("step ")), ""
+            )  # DeepSpeed may speak before
+            assert first
             all_of_them = job(process.pid)
             for group in whom(process.pid):
                 for one in group:
