@@ -96,8 +96,8 @@ def train_on_nodes(
         nodes,
         lambda rank: launch.launch(
             recipe(folder, output, **values), resume=resume, resume_from=None, overwrite=False,
-            trust_checkpoint=False, say=say, worker="ring_worker" if of_the_ring else worker.MODULE, nodes=Nodes(nodes, rank, "127.0.0.1", port),
-            wait_seconds=120,
+            trust_checkpoint=False, say=say, worker="ring_worker" if of_the_ring else worker.MODULE,
+            nodes=Nodes(nodes, rank, "127.0.0.1", port), wait_seconds=120,
         ),
     )  # fmt: skip
 
