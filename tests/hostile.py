@@ -2100,7 +2100,7 @@ def centred_in_script(x: Tensor) -> Tensor:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore")  # deprecated, and still in use
     centred_in_script = torch.jit.script(centred_in_script)
 
 

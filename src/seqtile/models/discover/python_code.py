@@ -488,7 +488,8 @@ def _is_known_call(function: Any) -> bool:
         names = [module or "builtins", getattr(owner, "__name__", "")]
     else:
         kind = owner if isinstance(owner, type) else type(owner)
-        names = ["torch"] if issubclass(kind, (Tensor, nn.Module)) else [kind.__module__]
+        of_torch = (Tensor, nn.Module, torch.autograd.Function)  # whose apply is a method in C from torch 2.15 on
+        names = ["torch"] if issubclass(kind, of_torch) else [kind.__module__]
     return any(name in _KNOWN_CALLS or name.partition(".")[0] == "torch" for name in names)
 
 
