@@ -110,6 +110,7 @@ def measured(folder: Path, output: Path, lora: Lora | None) -> tuple[int, dict[s
 
 @pytest.mark.parametrize("lora", [None, Lora(4)], ids=["every weight", "adapters"])
 def test_the_plan_is_trls_own_step(folder: Path, tmp_path: Path, lora: Lora | None) -> None:
+    pytest.importorskip("trl")
     tokens, found = measured(folder, tmp_path, lora)
     rollouts = Rollouts(GROUP, 1, True)
     setup = changed(

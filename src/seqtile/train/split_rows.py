@@ -58,11 +58,12 @@ class _Parts(Dataset[Any]):
     def _from(self, number: int) -> Iterator[Any]:
         from accelerate import skip_first_batches
 
-        if hasattr(self._rows, "set_epoch"):
-            self._rows.set_epoch(self.epoch)
         rows, parts = divmod(number, self._size)
         # Every process of the group skips as much, so that they gather the same rows.
-        iterator: Iterator[Any] = iter(self._split(skip_first_batches(self._rows, rows) if rows else self._rows))
+        left = skip_first_batches(self._rows, rows) if rows else self._rows
+        if hasattr(left, "set_epoch"):  # accelerate 1.12 begins what it has cut off at epoch 0
+            left.set_epoch(self.epoch)
+        iterator: Iterator[Any] = iter(self._split(left))
         for _ in range(parts):
             next(iterator)
         return iterator
