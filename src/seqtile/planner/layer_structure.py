@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
 
 from seqtile._errors import UserError
 from seqtile.models.discover.decoder_layers import DecoderLayer, decoder_layers
@@ -238,7 +239,9 @@ def cut(config: Any, layers: int) -> Any:
 
 def _by_layer(text: Any) -> list[tuple[str, Any]]:
     """What the configuration of a language model says layer by layer: fields and properties with an entry for each."""
-    names = {*vars(text), *(name for name in dir(type(text)) if isinstance(getattr(type(text), name), property))}
+    # Not the properties that every configuration has: reading some of them warns.
+    own = [kind for kind in type(text).__mro__ if not issubclass(PretrainedConfig, kind)]
+    names = {*vars(text), *(name for kind in own for name, one in vars(kind).items() if isinstance(one, property))}
     values = [(name, getattr(text, name, None)) for name in sorted(names - {"architectures"})]
     total = text.num_hidden_layers
     return [(name, one) for name, one in values if isinstance(one, list | tuple) and len(one) == total]
