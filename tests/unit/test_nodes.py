@@ -206,7 +206,7 @@ def test_the_others_hear_of_a_lost_node(gone: int, how: str, tmp_path: Path, mon
 
     news = on_each(2, one)[1 - gone]
     assert news.startswith(f"node {gone} (")
-    assert ("ended first: out of memory" if how == "ended" else "is lost: no sign of life") in news
+    assert ("ended first: out of memory" if how == "ended" else "is lost: no heartbeat") in news
 
 
 def test_all_that_has_to_be_the_same_is_compared(tmp_path: Path) -> None:

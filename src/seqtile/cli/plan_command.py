@@ -48,7 +48,7 @@ def command(
     group_size: int = typer.Option(None, help="GRPO: completions of each prompt (8).", metavar="N"),
     reference: bool = typer.Option(False, "--reference", help="GRPO: with a frozen reference (beta above 0)."),
     generator: str = typer.Option(None, help="GRPO: server (elsewhere), model, colocate or sleep (vLLM)."),
-    generator_memory: str = typer.Option(None, help="vLLM's on the device: a share, 0.3, or 24GiB.", metavar="M"),
+    generator_memory: str = typer.Option(None, help="vLLM's on the device: a fraction, 0.3, or 24GiB.", metavar="M"),
     explain: bool = typer.Option(False, "--explain", help="Why each setting."),
     json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
     recipe: str = typer.Option(None, help="Write the recipe that seqtile train takes.", metavar="FILE"),
@@ -172,11 +172,11 @@ def _policy_of(
     group = 8 if group is None else group
     if group < 2:
         raise UserError(f"got group size {group}, expected at least 2 completions to compare with each other")
-    return {"group": group, "reference": reference, "generator": where, "memory": generator_share(memory)}
+    return {"group": group, "reference": reference, "generator": where, "memory": generator_fraction(memory)}
 
 
-def generator_share(text: str | None) -> float | None:
-    """What ``--generator-memory`` gives: a share of the device, or bytes where it is above 1."""
+def generator_fraction(text: str | None) -> float | None:
+    """What ``--generator-memory`` gives: a fraction of the device's memory, or bytes where it is above 1."""
     from seqtile.tiling import parse_bytes
 
     if text is None:
@@ -189,8 +189,8 @@ def generator_share(text: str | None) -> float | None:
         good = found > 1
     if not good:
         raise UserError(
-            f"got --generator-memory {text!r}, expected a share of the device above 0 and at most 1, such as 0.3, or a "
-            "size with its unit, 24GiB"
+            f"got --generator-memory {text!r}, expected a fraction of the device's memory above 0 and at "
+            "most 1, such as 0.3, or a size with its unit, 24GiB"
         )
     return found
 

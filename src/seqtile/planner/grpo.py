@@ -44,7 +44,7 @@ class Grpo:
         group: completions of each prompt.
         reference: a frozen reference (``beta`` above 0): a model of its own, or the adapters off.
         generator: one of :data:`seqtile.planner.names.GENERATORS`.
-        memory: of a generator that shares the device: a share of the device's memory, as vLLM's
+        memory: of a generator that shares the device: a fraction of the device's memory, as vLLM's
             ``gpu_memory_utilization``, or bytes where it is above 1; None for as much as one completion needs.
     """
 

@@ -165,7 +165,7 @@ def _packing(recipe: Recipe, documents: bool) -> dict[str, Any]:
 def _sequence_split(recipe: Recipe) -> dict[str, Any]:
     """Ulysses: ``sp_size`` processes share a row, each with a part of its tokens and, in attention, of its heads.
 
-    Ring attention: ``cp_size`` processes, each with two parts of its tokens, to which all keys and values come round.
+    Ring attention: ``cp_size`` processes, each with two parts of its tokens, that receive all keys and values in turn.
     """
     if recipe.split == 1:
         return {}

@@ -57,7 +57,7 @@ class StopOnSignal(TrainerCallback):
         return bool(number)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Called by the trainer between two steps; all ranks stop at the same one, whichever heard first."""
+        """Called by the trainer between two steps; all ranks stop at the same one, whichever received the signal."""
         if self.agree(args.device):
             control.should_save = control.should_training_stop = True
         return control

@@ -403,7 +403,7 @@ class _Launch:
             if ends[rank]["message"]:
                 raise (UserError if ends[rank]["code"] == 2 else RunError)(ends[rank]["message"])
         if self._meeting and not self.signalled and (launcher_code or self._failed() or len(ends) != self._count):
-            # A process whose partner is gone ends with a stack; what has become of the partner is heard a little later.
+            # A collective fails with a traceback when another node is gone; the missing heartbeat names it later.
             if news := self._meeting.news(seconds=LOST_SECONDS + GRACE_SECONDS):
                 raise RunError(f"{news}; {_go_on(Path(str(self._output)))}")
         if launcher_code == 0 and not self._failed():

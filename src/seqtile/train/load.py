@@ -245,7 +245,7 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
     except UnpicklingError:
         raise UserError(
             f"cannot load the {what} of model {recipe.model!r}: a .bin file there is no file of tensors alone, and "
-            "loading it could run any code; use .safetensors files, from somebody you trust"
+            "loading it could run any code; use .safetensors files, which hold tensors only"
         ) from None
     except (EOFError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):

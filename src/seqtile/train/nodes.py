@@ -1,7 +1,7 @@
-"""Several nodes: which of them this is, that all would do the same, and what is heard of the others while they train.
+"""Several nodes: which of them this is, that all would do the same, and whether the others are still running.
 
 The command that waits in front on each node meets the others at a ``TCPStore`` that node 0 serves, before any process
-is started, and so before any collective that could hang. The same store carries a sign of life from each node.
+is started, and so before any collective that could hang. Through the same store each node sends a heartbeat.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MEETING_SECONDS = 600.0
 """How long the first of the nodes waits for the last, unless the command says otherwise."""
 
 LOST_SECONDS = 40.0
-"""A node that gives no sign of life for so long is lost."""
+"""A node without a heartbeat for so long is lost."""
 
 BEAT_SECONDS = 2.0
 _POLL_SECONDS = 0.1
@@ -221,7 +221,7 @@ class Meeting:
         self._done, self._lock = threading.Event(), threading.Lock()
         self._others = {rank: f"node {rank}" for rank in range(nodes.count) if rank != nodes.rank}
         self._agreed = self._ended = False
-        self._lost, self._heard = "", time.monotonic()
+        self._lost, self._last_heartbeat = "", time.monotonic()
         if self._store.add(f"claim/{nodes.rank}", 1) > 1:
             raise UserError(
                 f"another command says --node-rank {nodes.rank} at {nodes.rendezvous} already; give each node its own"
@@ -284,9 +284,9 @@ class Meeting:
         end = time.monotonic() + seconds
         while True:
             with self._lock:
-                silent = time.monotonic() - self._heard > LOST_SECONDS and not self._ended
+                silent = time.monotonic() - self._last_heartbeat > LOST_SECONDS and not self._ended
                 if self._lost or (silent and self.nodes.rank):
-                    return self._lost or f"{self._others[0]} is lost: no sign of life for {LOST_SECONDS:.0f} s"
+                    return self._lost or f"{self._others[0]} is lost: no heartbeat for {LOST_SECONDS:.0f} s"
             if time.monotonic() >= end:
                 return ""
             time.sleep(_POLL_SECONDS)
@@ -378,7 +378,7 @@ class Meeting:
             except RuntimeError:
                 lost = "" if self.nodes.rank == 0 else f"{self._others[0]} is lost: its connection has broken"
             with self._lock:
-                self._heard = time.monotonic()
+                self._last_heartbeat = time.monotonic()
                 self._lost = self._lost or lost
             if lost:
                 return
@@ -393,7 +393,7 @@ class Meeting:
             if beats != since[0]:
                 seen[rank] = (beats, time.monotonic())
             elif time.monotonic() - since[1] > LOST_SECONDS:
-                return f"{name} is lost: no sign of life for {LOST_SECONDS:.0f} s"
+                return f"{name} is lost: no heartbeat for {LOST_SECONDS:.0f} s"
         return ""
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """The rows of a data set, from the first on whenever somebody asks.
+    """The rows of a data set, from the first on at each iteration.
 
     Attributes:
         summary: how many rows have come, and how many were left out, by what is wrong with them.
