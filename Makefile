@@ -18,6 +18,9 @@ JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 2))')
 # Tests of one process run side by side, a file in one worker; what starts several processes has the machine to itself.
 PYTEST_SIDE_BY_SIDE = -m pytest -n $(JOBS) --dist loadfile
 
+# Without the slow tests.
+ONE_PROCESS = "not slow and not distributed and not frameworks"
+
 # The tests that also run with the lowest supported transformers: everything that needs no `train` extra.
 CORE = tests/unit tests/numerics -m "not slow and not gpu" --ignore-glob="*/test_train*" --ignore-glob="*/test_cli*" --ignore-glob="*/test_bench*"
 
@@ -26,7 +29,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo gpu gpu-ladder bench-cpu test test-fast test-highest test-lowest test-newest-torch test-frameworks coverage docs lint wheel clean distclean
+.PHONY: help setup demo gpu gpu-ladder bench-cpu test test-all test-fast times test-highest test-lowest test-newest-torch test-frameworks coverage docs lint wheel clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,7 +48,12 @@ gpu-ladder: $(VENV)/.ready  ## the longest sequence of every rung on one device,
 bench-cpu: $(VENV)/.ready  ## the CPU claim: interleaved pairs against untiled, and others beside; a quarter of an hour
 	$(VENV)/bin/python benchmarks/cpu.py $(ARGS)
 
-test: test-highest test-lowest  ## every test, then the core tests with the lowest supported versions
+test: $(VENV)/.ready $(VENV_LOWEST)/.ready  ## all but the slow tests, 25 minutes on two cores; the quick core tests with the lowest versions too
+	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m $(ONE_PROCESS) $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "distributed and not slow" $(PYTEST_ARGS)
+	$(VENV_LOWEST)/bin/python $(PYTEST_SIDE_BY_SIDE) $(CORE) --quick $(PYTEST_ARGS)
+
+test-all: test-highest test-lowest  ## every test, then the core tests with the lowest supported versions: what CI runs
 
 test-highest: $(VENV)/.ready  ## every test, with the highest supported versions
 	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not distributed and not frameworks" $(PYTEST_ARGS)
@@ -63,15 +71,19 @@ test-frameworks: $(VENV)/.ready $(VENV_AXOLOTL)/.ready $(VENV_MS_SWIFT)/.ready  
 	SEQTILE_AXOLOTL=$(abspath $(VENV_AXOLOTL)) SEQTILE_MS_SWIFT=$(abspath $(VENV_MS_SWIFT)) \
 	    $(VENV)/bin/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
 
-coverage: $(VENV)/.ready  ## the quick tests, and the lines and branches of src that none of them runs
-	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not slow and not distributed and not gpu and not frameworks" \
-	    --cov --cov-report=term-missing $(PYTEST_ARGS)
+coverage: $(VENV)/.ready  ## all but the slow tests of one process, and the lines and branches of src that none of them runs
+	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m $(ONE_PROCESS) --cov --cov-report=term-missing $(PYTEST_ARGS)
 
 docs: $(VENV)/.ready  ## the documentation's site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict  # with --quiet, strict counts no warnings
 
-test-fast: $(VENV)/.ready  ## the quick tests, in less than three minutes
-	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not slow and not distributed and not gpu and not frameworks" $(PYTEST_ARGS)
+test-fast: $(VENV)/.ready  ## the quick tests, in less than three minutes on two cores
+	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m $(ONE_PROCESS) --quick $(PYTEST_ARGS)
+
+# Twice: what several functions share counts for the first of them that runs.
+times: $(VENV)/.ready  ## measure the test functions and write tests/times.txt, the list of those that test-fast leaves out
+	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m $(ONE_PROCESS) --write-times $(PYTEST_ARGS)
+	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m $(ONE_PROCESS) --quick --write-times $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .

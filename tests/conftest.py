@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 import extension_builds
+import processor_times
 
 _BEFORE = "SEQTILE_TESTS_ENVIRONMENT"
 ENVIRONMENT_BEFORE: dict[str, str] = json.loads(os.environ.get(_BEFORE, "null")) or dict(os.environ)
@@ -40,6 +41,7 @@ os.environ.update(
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "DO_NOT_TRACK": "1",
         "WANDB_MODE": "disabled",
+        "TRL_EXPERIMENTAL_SILENCE": "1",  # a warning at the first import of trl.experimental
         "HF_HOME": str(Path(_CACHE.name, "huggingface")),
         "XDG_CACHE_HOME": str(Path(_CACHE.name, "xdg")),
         "MPLBACKEND": "Agg",
@@ -109,11 +111,21 @@ def pytest_sessionstart() -> None:
     extension_builds.unlock(0.0, time.time() - extension_builds.BUILD_SECONDS)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out the test functions that tests/times.txt lists")
+    parser.addoption("--write-times", action="store_true", help="write tests/times.txt from this run")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts several processes; skip what needs an accelerator where there is none, and say so."""
     for item in items:
         if Path(__file__).parent / "distributed" in item.path.parents:
             item.add_marker(pytest.mark.distributed)
+    if config.getoption("--quick"):
+        long = processor_times.listed()
+        left_out = [item for item in items if processor_times.function(item.nodeid) in long]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if processor_times.function(item.nodeid) not in long]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -122,3 +134,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.accelerator.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator, and torch finds none here"))
+
+
+_SECONDS: dict[str, float] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    item.stash[processor_times.START] = processor_times.now()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """The last report of a test carries its processor time to the process that writes the file."""
+    if call.when == "teardown":
+        item.user_properties.append(
+            (processor_times.PROPERTY, processor_times.now() - item.stash[processor_times.START])
+        )
+    return (yield)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    for name, seconds in report.user_properties:
+        if name == processor_times.PROPERTY:
+            function = processor_times.function(report.nodeid)
+            _SECONDS[function] = _SECONDS.get(function, 0.0) + float(seconds)  # type: ignore[arg-type]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--write-times") and not hasattr(session.config, "workerinput"):
+        processor_times.write(_SECONDS)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import processor_times
 import seqtile
 from seqtile._compat import OVERRIDDEN as OVERRIDDEN_METHODS
 
@@ -458,3 +459,12 @@ def test_the_network_is_blocked_in_processes_that_tests_start() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
     assert done.returncode == 1
     assert "refused" in done.stderr.lower()  # by the proxy's port, at once, rather than timed out or answered
+
+
+def test_the_list_of_long_tests_names_tests() -> None:
+    gone = [
+        name
+        for name in processor_times.listed()
+        if f"def {name.partition('::')[2]}(" not in (ROOT / name.partition("::")[0]).read_text(encoding="utf-8")
+    ]
+    assert not gone, f"tests/times.txt lists {gone}; run `make times`"
