@@ -1,6 +1,7 @@
 """Hooks of the site's build: the file tree and the list of names from the docstrings, their roles as plain code.
 
-The pages are written as plain text too, for tools (``llms.txt``, ``llms-full.txt``).
+The first use of a glossary's word on a page links to it. The pages are written as plain text too, for tools
+(``llms.txt``, ``llms-full.txt``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ from typing import Any, TypeGuard
 ROOT = Path(__file__).resolve().parents[1]
 TREE = "<!-- tree -->"
 NAMES = "<!-- names -->"
+GLOSSARY = "glossary"
+UNLINKED = {"architectures.html", "names.html", "tree.html", "changes.html"}
+"""Pages of tables and lists."""
+EVERYDAY = {"block", "head", "keep", "peak", "unit", "untiled"}
+"""Words of the glossary that a page also uses in their everyday sense, or in every line."""
 SHORT = 28
 """Code of at most this many characters stays on one line."""
 
@@ -41,10 +47,45 @@ def on_post_build(config: Any, **_: Any) -> None:
     (site / "llms-full.txt").write_text(f"{text}\n", encoding="utf-8")
 
 
-def on_page_content(html: str, **_: Any) -> str:
+def on_page_content(html: str, page: Any = None, **_: Any) -> str:
     """``:func:`name``` is a role in docstrings; the site shows the name alone. Flags in a line of text stay whole."""
     html = re.sub(r":(?:func|class|data|meth|mod|attr):(?=<code>|<a )", "", html)
+    if page is not None and page.url == f"{GLOSSARY}.html":
+        html = re.sub(r"<tr>\n<td>([^<,]+)", lambda row: f'<tr id="{_anchor(row[1])}">\n<td>{row[1]}', html)
+    elif page is not None and page.url not in UNLINKED:
+        html = with_glossary_links(html, glossary(ROOT / "docs" / f"{GLOSSARY}.md"))
     return re.sub(r"(?<!</span>)<code>([^<]+)</code>", _with_whole_flags, html)
+
+
+def glossary(page: Path) -> dict[str, str]:
+    """The words of the glossary, each with the anchor of its row."""
+    rows = re.findall(r"^\| ([^|]+?) \| (?!see )", page.read_text(encoding="utf-8"), re.M)[1:]
+    words = {word: _anchor(row.split(", ")[0]) for row in rows for word in row.split(", ") if "`" not in word}
+    return {word: anchor for word, anchor in words.items() if word not in EVERYDAY}
+
+
+def with_glossary_links(html: str, words: dict[str, str]) -> str:
+    """Link the first use of each word in the text, outside headings, code and other links."""
+    pattern = re.compile(
+        rf"(?<![\w-])({'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})(?:s|es)?(?![\w-])"
+    )
+    left, inside, parts = dict(words), 0, []
+    for part in re.split(r"(<[^>]+>)", html):
+        if tag := re.match(r"<(/?)(?:a|code|pre|h[1-6]|th|svg)\b", part):
+            inside += -1 if tag[1] else 1
+        elif not inside and not part.startswith("<"):
+            part = pattern.sub(lambda use: _link(use, left), part)
+        parts.append(part)
+    return "".join(parts)
+
+
+def _link(use: re.Match[str], left: dict[str, str]) -> str:
+    anchor = left.pop(use[1], "")
+    return f'<a class="term" href="{GLOSSARY}.html#{anchor}">{use[0]}</a>' if anchor else use[0]
+
+
+def _anchor(word: str) -> str:
+    return re.sub(r"\W+", "-", word.strip().lower())
 
 
 def _with_whole_flags(code: re.Match[str]) -> str:

@@ -127,3 +127,13 @@ def test_the_rule_that_contributing_shows() -> None:
     assert broken != text
     with pytest.raises(AssertionError, match="not close"):
         exec(compile(broken, "CONTRIBUTING.md", "exec"), {})
+
+
+def test_the_first_use_of_a_word_links_to_the_glossary() -> None:
+    words = site_hooks.glossary(DOCS / "glossary.md")
+    assert words["tile"] == "tile" and words["LoRA"] == "adapter" and "keep" not in words
+    linked = site_hooks.with_glossary_links(
+        "<h2>A tile</h2><p><code>tile</code> Tiles: two tiles, a tile rule</p>", words
+    )
+    tile, rule = (f'<a class="term" href="glossary.html#{word}">' for word in ("tile", "tile-rule"))
+    assert linked == f"<h2>A tile</h2><p><code>tile</code> Tiles: two {tile}tiles</a>, a {rule}tile rule</a></p>"
