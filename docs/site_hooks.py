@@ -45,6 +45,17 @@ def on_post_build(config: Any, **_: Any) -> None:
     (site / "llms.txt").write_text(f"{head}## Pages\n\n" + "\n".join(pages) + "\n", encoding="utf-8")
     text = "\n\n".join(f"<!-- {url} -->\n\n{markdown.strip()}" for url, (_, markdown) in _texts.items())
     (site / "llms-full.txt").write_text(f"{text}\n", encoding="utf-8")
+    for page in site.rglob("*.html"):
+        page.write_text(without_the_network(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def without_the_network(html: str) -> str:
+    """A page with our script for the search in the place of the one that the offline plugin fetches from elsewhere."""
+    html = html.replace("https://unpkg.com/iframe-worker/shim", "javascripts/worker.js")
+    elsewhere = r'<(?:script|img|iframe)\b[^>]* src="https?:[^"]+|<link rel="stylesheet" href="https?:[^"]+'
+    if fetched := re.findall(elsewhere, html):
+        raise ValueError(f"a page fetches {fetched[0]}: put a copy beside the pages")
+    return html
 
 
 def on_page_content(html: str, page: Any = None, **_: Any) -> str:

@@ -137,3 +137,11 @@ def test_the_first_use_of_a_word_links_to_the_glossary() -> None:
     )
     tile, rule = (f'<a class="term" href="glossary.html#{word}">' for word in ("tile", "tile-rule"))
     assert linked == f"<h2>A tile</h2><p><code>tile</code> Tiles: two {tile}tiles</a>, a {rule}tile rule</a></p>"
+
+
+def test_no_page_fetches_from_elsewhere() -> None:
+    shim = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
+    assert site_hooks.without_the_network(shim) == '<script src="javascripts/worker.js"></script>'
+    assert (DOCS / "javascripts" / "worker.js").exists()
+    with pytest.raises(ValueError, match="put a copy beside"):
+        site_hooks.without_the_network('<img alt="a" src="https://example.com/a.png">')
