@@ -92,6 +92,36 @@ def test_the_mlps_table_is_that_of_the_performance_page() -> None:
         assert (products, layer, alone) == (units, peak_layer, peak_alone)
 
 
+METHODS = {
+    "untiled": ["untiled"],
+    "fused": ["fused, norm in the tile", "**fused**"],
+    "generic": ["generic, norm in the tile"],
+    "tile-checkpoint": ["PyTorch's checkpoint per tile"],
+    "liger": ["Liger 0.8.5, DeepSpeed 0.19.8 (`TiledMLP`)", "Liger"],
+    "deepspeed": ["Liger 0.8.5, DeepSpeed 0.19.8 (`TiledMLP`)", "DeepSpeed"],
+    "deepspeed-compute": ["DeepSpeed 0.19.8 (`sequence_tiled_compute`)"],
+}
+"""The names in the result files and on the page, in its first table and in its second."""
+
+
+def test_the_performance_page_is_the_result_files() -> None:
+    _, counted, timed, _ = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8").split("\n## ", 3)
+    measured = [row for file in sorted((ROOT / "benchmarks/results").glob("cpu-*.jsonl")) for row in rows(file.name)]
+    seen = 0
+    for row in (row for row in measured if row.get("units")):
+        names, peak = METHODS[row["method"]], row["peak_allocated_bytes"] / 2**20
+        columns = slice(2, 4) if row["checkpoint"] else slice(0, 2)
+        assert numbers(counted, names[0])[columns] == [float(f"{row['units']:.3g}"), round(peak)], row
+        if row.get("ratios"):
+            pairs = " ".join(f"{ratio:.2f}" for ratio in row["ratios"])
+            line = (
+                rf"^\| {re.escape(names[1] if len(names) > 1 else names[0])} \| \**{row['ratio']:.2f}\** \| {pairs} \|$"
+            )
+            assert re.search(line, timed, re.M), line
+            seen += 1
+    assert seen == 4
+
+
 def numbers(text: str, name: str) -> list[float]:
     """The cells of the first row with this name."""
     row = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", text, re.M)
