@@ -17,6 +17,7 @@ from seqtile.train.data import check_ids, load_rows
 from seqtile.train.data_summary import DataSummary
 from seqtile.train.recipe import build_recipe
 from seqtile.train.run import train
+from seqtile.train.stream import Stream
 
 GOOD = {"text": "the cat sees the house."}
 ASK, ANSWER = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "the cat."}
@@ -125,11 +126,11 @@ def test_nothing_right_is_refused_even_where_bad_rows_are_left_out(tmp_path: Pat
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"text": "a"}\n{"text": \n', "line 2 (Expecting value"),
-        ('{"text": "a"}\n\n{"text": "b"} c\n', "line 3 (Extra data"),
+        ('{"text": "a"}\n{"text": \n', "line 2 (column 9: Expecting value)"),
+        ('{"text": "a"}\n\n{"text": "b"} c\n', "line 3 (column 15: Extra data)"),
         ('{"text": "a"}\n[1, 2]\n', "line 2 (not an object)"),
         ("null\n", "line 1 (not an object)"),  # Arrow's reader ends the process
-        ('[{"text": "a"},\n{"text": ]\n', "line 2 (Expecting value"),
+        ('[{"text": "a"},\n{"text": ]\n', "line 2, column 10 (Expecting value)"),
         ('{"text": "a"}\n\n{"text": 3}\n', "line 2 (empty)"),
     ],
 )
@@ -138,6 +139,29 @@ def test_a_broken_json_line_is_named(tmp_path: Path, content: str, words: str) -
     with pytest.raises(UserError) as refused:
         load_rows(str(tmp_path / "rows.jsonl"))
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("rows.jsonl", '{"text": "tea"}\n{"text": "café"}\n'.encode("latin-1"), "line 2 (not UTF-8: byte 0xe9)"),
+        ("rows.json", '[{"text": "tea"},\n{"text": "café"}]'.encode("latin-1"), "line 2 (not UTF-8: byte 0xe9)"),
+        ("rows.csv", "text\ntea\ncafé\n".encode("latin-1"), "line 3 (not UTF-8: byte 0xe9)"),
+        ("rows.jsonl", '{"text": "tea"}\n'.encode("utf-16"), "it is UTF-16, not UTF-8"),
+        ("rows.json", '[{"text": "tea"}]'.encode("utf-16"), "it is UTF-16, not UTF-8"),
+        ("rows.csv", b'text\n"tea"\n"never closed\nmilk\n', "line 3 as CSV (a quote is not closed)"),
+    ],
+)
+def test_files_in_other_encodings_and_open_quotes_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, words: str, streaming: bool
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as refused:
+        loaded = load_rows(str(tmp_path / name), streaming=streaming)
+        list(Stream(loaded, name, text_field="text", skip=False).rows())
+    assert words in str(refused.value)
+    assert "Failed to read" not in capsys.readouterr().err
 
 
 def test_csv_has_columns_and_is_no_prose(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -175,7 +176,10 @@ def _load_files(files: list[Path], text_field: str, streaming: bool) -> Loaded:
             try:
                 how = _csv_format(filled) if builder == "csv" else {}
                 names = [str(file) for file in filled]
-                rows = load_dataset(builder, data_files=names, split="train", streaming=streaming, **how)
+                with _silent_datasets():
+                    rows = load_dataset(builder, data_files=names, split="train", streaming=streaming, **how)
+                if builder == "json" and not streaming:
+                    rows.data.validate(full=True)  # PyArrow reads text that is not UTF-8 without a word
             except (DatasetGenerationError, ValueError, OSError) as error:
                 if isinstance(error, UserError):
                     raise
@@ -187,6 +191,19 @@ def _load_files(files: list[Path], text_field: str, streaming: bool) -> Loaded:
                 ) from None
             return Loaded(rows, False, tuple(filled))
     raise UserError(f"{str(files[0].parent)!r} mixes JSON, CSV and Parquet files; keep one kind, or name one file")
+
+
+@contextmanager
+def _silent_datasets() -> Iterator[None]:
+    """Without the line that datasets logs about a file that it cannot read: the error says it."""
+    from datasets.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def _csv_format(files: list[Path]) -> dict[str, Any]:
@@ -214,22 +231,30 @@ def _separator(file: Path) -> str:
     return "\t" if file.suffix.lower() == ".tsv" else ","
 
 
-def _csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
-    """(number of its first line, fields) of each row, the header included; empty lines are none."""
+def _csv_rows(file: Path, *, strict: bool = False) -> Iterator[tuple[int, list[str]]]:
+    """(number of its first line, fields) of each row, the header included; empty lines are none.
+
+    Raises:
+        UserError: text that is not UTF-8; with ``strict``, also a quote that is not closed.
+    """
     with file.open(encoding="utf-8-sig", newline="") as stream:
-        reader = csv.reader(stream, delimiter=_separator(file))
+        reader = csv.reader(stream, delimiter=_separator(file), strict=strict)
         begins = 1
         try:
             for fields in reader:
                 if fields:
                     yield begins, fields
                 begins = reader.line_num + 1
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read {str(file)!r}, line {begins} as CSV ({error}); write UTF-8 text") from None
+        except UnicodeDecodeError as error:
+            # Text is decoded many lines at a time: the line of the byte is counted.
+            raise UserError(_not_utf8(file, _line_of_bad_byte(file), error)) from None
+        except csv.Error as error:
+            reason = "a quote is not closed" if "unexpected end" in str(error) else error
+            raise UserError(f"cannot read {str(file)!r}, line {begins} as CSV ({reason}); close or double it") from None
 
 
 def refuse_broken_rows(files: Sequence[Path]) -> None:
-    """Name the first line of these files that is no JSON object; files of other kinds are passed over.
+    """Name the first line of these files that is no JSON object, or no row of a CSV file; Parquet is passed over.
 
     Raises:
         UserError: there is one.
@@ -237,6 +262,9 @@ def refuse_broken_rows(files: Sequence[Path]) -> None:
     for file in files:
         if file.suffix.lower() in JSON_ENDINGS:
             _refuse_broken_json(file)
+        elif file.suffix.lower() in CSV_ENDINGS:
+            for _ in _csv_rows(file, strict=True):
+                pass
 
 
 def _refuse_broken_json(file: Path) -> None:
@@ -245,12 +273,16 @@ def _refuse_broken_json(file: Path) -> None:
     Raises:
         UserError: there is one.
     """
+    if _begins_with(file, b"\xfe\xff"):
+        raise UserError(f"cannot read {str(file)!r}: it is UTF-16, not UTF-8; save it as UTF-8")
     if _is_array(file):
         try:
             json.loads(file.read_bytes())
-        except ValueError as error:
-            line = getattr(error, "lineno", 1)
-            raise UserError(f"cannot read {str(file)!r}, line {line} ({error}); write valid JSON") from None
+        except UnicodeDecodeError as error:
+            raise UserError(_not_utf8(file, _line_of_bad_byte(file), error)) from None
+        except json.JSONDecodeError as error:
+            where = f"line {error.lineno}, column {error.colno}"
+            raise UserError(f"cannot read {str(file)!r}, {where} ({error.msg}); write valid JSON") from None
         return
     empty = 0
     with file.open("rb") as lines:
@@ -260,16 +292,34 @@ def _refuse_broken_json(file: Path) -> None:
                 continue
             problem = ""
             try:
-                if not isinstance(json.loads(line), dict):
+                if not isinstance(json.loads(line.rstrip()), dict):
                     problem = "not an object"
-            except ValueError as error:
-                problem = f"{error}"
+            except UnicodeDecodeError as error:
+                raise UserError(_not_utf8(file, number, error)) from None
+            except json.JSONDecodeError as error:
+                problem = f"column {error.colno}: {error.msg}"
             if problem:
                 raise UserError(
                     f"cannot read {str(file)!r}, line {number} ({problem}); write one JSON object per line"
                 ) from None
     if empty:  # datasets reads over them, but not where a column holds values of several types
         raise UserError(f"cannot read {str(file)!r}, line {empty} (empty); remove empty lines")
+
+
+def _not_utf8(file: Path, line: int, error: UnicodeDecodeError) -> str:
+    byte = f"byte 0x{error.object[error.start]:02x}"
+    return f"cannot read {str(file)!r}, line {line} (not UTF-8: {byte}); save the file as UTF-8"
+
+
+def _line_of_bad_byte(file: Path) -> int:
+    """The first line of a file that is not UTF-8."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def _is_array(file: Path) -> bool:
