@@ -36,7 +36,7 @@ def stream(path: Path, *, skip: bool = False) -> Stream:
         ([GOOD, {"text": None}], "line 2: 'text' is null; fix it, or leave such rows out with --skip-bad-rows"),
         ([GOOD, GOOD, {"text": " "}], "line 3: 'text' is empty; fix it"),
         ([GOOD, {"other": 1}], "line 2: 'text' is null"),
-        ([GOOD, '{"text": "a'], "line 2 (Invalid control character"),
+        ([GOOD, '{"text": "a'], "line 2 (Unterminated string starting at column 10)"),
         ([CHAT, {"messages": []}], "line 2: 'messages' is an empty list"),
         ([CHAT, {"messages": [{"role": "user", "content": "a"}]}], "line 2: 'messages' is only a prompt"),
         ([{"input_ids": [1, 2]}, {"input_ids": []}], "line 2: 'input_ids' is empty"),

@@ -126,11 +126,11 @@ def test_nothing_right_is_refused_even_where_bad_rows_are_left_out(tmp_path: Pat
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"text": "a"}\n{"text": \n', "line 2 (column 9: Expecting value)"),
-        ('{"text": "a"}\n\n{"text": "b"} c\n', "line 3 (column 15: Extra data)"),
+        ('{"text": "a"}\n{"text": \n', "line 2 (Expecting value at column 9)"),
+        ('{"text": "a"}\n\n{"text": "b"} c\n', "line 3 (Extra data at column 15)"),
         ('{"text": "a"}\n[1, 2]\n', "line 2 (not an object)"),
         ("null\n", "line 1 (not an object)"),  # Arrow's reader ends the process
-        ('[{"text": "a"},\n{"text": ]\n', "line 2, column 10 (Expecting value)"),
+        ('[{"text": "a"},\n{"text": ]\n', "line 2 (Expecting value at column 10)"),
         ('{"text": "a"}\n\n{"text": 3}\n', "line 2 (empty)"),
     ],
 )

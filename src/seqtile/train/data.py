@@ -281,8 +281,9 @@ def _refuse_broken_json(file: Path) -> None:
         except UnicodeDecodeError as error:
             raise UserError(_not_utf8(file, _line_of_bad_byte(file), error)) from None
         except json.JSONDecodeError as error:
-            where = f"line {error.lineno}, column {error.colno}"
-            raise UserError(f"cannot read {str(file)!r}, {where} ({error.msg}); write valid JSON") from None
+            raise UserError(
+                f"cannot read {str(file)!r}, line {error.lineno} ({_why(error)}); write valid JSON"
+            ) from None
         return
     empty = 0
     with file.open("rb") as lines:
@@ -297,13 +298,17 @@ def _refuse_broken_json(file: Path) -> None:
             except UnicodeDecodeError as error:
                 raise UserError(_not_utf8(file, number, error)) from None
             except json.JSONDecodeError as error:
-                problem = f"column {error.colno}: {error.msg}"
+                problem = _why(error)
             if problem:
                 raise UserError(
                     f"cannot read {str(file)!r}, line {number} ({problem}); write one JSON object per line"
                 ) from None
     if empty:  # datasets reads over them, but not where a column holds values of several types
         raise UserError(f"cannot read {str(file)!r}, line {empty} (empty); remove empty lines")
+
+
+def _why(error: json.JSONDecodeError) -> str:
+    return f"{error.msg.removesuffix(' at')} at column {error.colno}"
 
 
 def _not_utf8(file: Path, line: int, error: UnicodeDecodeError) -> str:
