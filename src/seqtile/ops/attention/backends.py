@@ -30,7 +30,11 @@ def backend_of(operator: str) -> str:
 
 
 def recommended(capability: tuple[int, int] | None) -> str:
-    """The fastest attention for a CUDA device of this compute capability, and how to have it; "" where one is left."""
+    """The fastest attention for a CUDA device of this compute capability, and how to have it; "" where one is left.
+
+    FlashAttention-2 is for Ampere (8.0) and newer, FlashAttention-3 for Hopper (9.0) alone:
+    https://github.com/Dao-AILab/flash-attention, "Requirements". Other devices of 8.0 and above get FlashAttention-2.
+    """
     if capability is None or capability < (8, 0):
         return ""
     if capability[0] == 9:
