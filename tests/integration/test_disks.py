@@ -157,6 +157,19 @@ def test_a_full_disk_while_saving(model: Path, dataset: Path, tmp_path: Path, se
 
 
 @OWN_MOUNTS
+@pytest.mark.parametrize("room", [0, 20_000])
+def test_a_full_disk_while_resuming(model: Path, dataset: Path, output: Path, server: Any, room: int):
+    """Nothing, or too little for a checkpoint, is free beside the run that goes on."""
+    shutil.rmtree(output / "checkpoint-3")
+    log, before = output.parents[1] / f"{output.parent.name}.log", partial(disk_faults.full_with, output, room)
+    ended = killed_run.train(server, recipe(model, dataset, output), log, resume=True, before=before)
+    assert ended.code == 1, ended.said
+    assert f"the disk tmpfs at {output} (0.0 of 0.0 GB free) is full; " in ended.said
+    assert f"the last whole checkpoint is {output / 'checkpoint-2'}; " in ended.said
+    assert "Traceback" not in ended.said
+
+
+@OWN_MOUNTS
 def test_a_disk_that_becomes_read_only(model: Path, dataset: Path, tmp_path: Path, server: Any):
     values = recipe(model, dataset, tmp_path / "out")
     before = partial(disk_faults.read_only_at, tmp_path, 2)
@@ -248,7 +261,7 @@ def _other_archive() -> bytes:
         ("scheduler.pt", _Calls(getattr, "", "join"), "getattr"),
         ("rng_state.pth", b"\x80\x04c", "is a pickle that is not looked into"),
         ("rng_state.pth", b"PK\x03\x04" + b"x" * 99, "holds a pickle that cannot be read"),
-        ("pytorch_model_fsdp_0/.metadata", pickle.dumps(_Calls(os.system, "touch made")), "is a pickle that is not"),
+        ("pytorch_model_fsdp_0/.metadata", pickle.dumps(_Calls(os.system, "touch made")), "posix.system"),
     ],
 )
 def test_a_pickle_that_asks_for_more_is_refused(
@@ -278,6 +291,21 @@ def test_what_trainers_write_is_let_through(output: Path, tmp_path: Path):
     torch.save({"dtypes": numbers, "device": torch.device("cpu"), "size": torch.Size([2])}, tmp_path / "one.pt")
     torch.save({"weight": torch.nn.Parameter(torch.ones(2)), "set": {1, 2}}, tmp_path / "two.bin")
     check_pickles(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_shards_are_looked_into(tmp_path: Path, monkeypatch: Any):
+    from torch.distributed import checkpoint
+
+    monkeypatch.chdir(tmp_path)
+    settings = {"step": torch.zeros(2), "lr": 0.1, "betas": (0.9, 0.99)}
+    checkpoint.save(settings, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    check_pickles(tmp_path)
+    settings["lr"] = _Calls(os.system, "touch made")
+    checkpoint.save(settings, checkpoint_id=tmp_path / "optimizer_1", no_dist=True)
+    with pytest.raises(UserError, match=r"optimizer_1/.metadata .*posix.system"):
+        check_pickles(tmp_path)
+    assert not (tmp_path / "made").exists()
 
 
 def test_code_of_the_model_is_asked_for_again(output: Path):
