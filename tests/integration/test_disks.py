@@ -209,8 +209,8 @@ def test_a_resume_reads_the_digests_once(
     from seqtile.train import checkpoint_files
 
     read: list[Path] = []
-    digest = checkpoint_files._digest
-    monkeypatch.setattr(checkpoint_files, "_digest", lambda path: [read.append(path), digest(path)][1])
+    digest = checkpoint_files.digest_of_file
+    monkeypatch.setattr(checkpoint_files, "digest_of_file", lambda path: [read.append(path), digest(path)][1])
     run(recipe(model, dataset, output, steps=STEPS + 1), resume=True)
     assert sorted(path.name for path in read if path.parent == output / "checkpoint-3") == sorted(
         path.name for path in (output / "checkpoint-3").iterdir() if path.name != "complete.json"
