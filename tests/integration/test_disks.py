@@ -141,6 +141,21 @@ def test_a_limit_of_file_sizes_while_resuming(
     assert (output / "recipe.yaml").read_bytes() == before
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_limit_of_file_sizes_while_saving_shards(
+    model: Path, dataset: Path, tmp_path: Path, limited: None, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+):
+    from torch.distributed import checkpoint
+
+    def attempt(*_: Any) -> None:
+        _limit(1000)
+        checkpoint.save({"weight": torch.zeros(1000)}, checkpoint_id=tmp_path / "shards", no_dist=True)
+
+    monkeypatch.setattr("seqtile.train.run._attempt", attempt)
+    with unwritten(capfd), pytest.raises(RunError, match=r"\(ulimit -f\); no checkpoint is whole yet"):
+        run(recipe(model, dataset, tmp_path / "out"))
+
+
 @OWN_MOUNTS
 @pytest.mark.parametrize(
     ("size", "words"),
