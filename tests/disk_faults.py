@@ -29,6 +29,18 @@ def small(folder: Path, size: int) -> None:
     _mount("tmpfs", folder, "tmpfs", 0, f"size={size}")
 
 
+def full_with(folder: Path, room: int) -> None:
+    """Put ``folder`` on a disk that holds what is in it, and at most ``room`` bytes more."""
+    _own_mounts()
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    page = os.sysconf("SC_PAGE_SIZE")
+    size = sum(-(-len(content) // page) * page for content in files.values())
+    _mount("tmpfs", folder, "tmpfs", 0, f"size={size + room // page * page}")
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
 def read_only(folder: Path) -> None:
     """Make ``folder`` read-only."""
     _own_mounts()

@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -571,15 +571,15 @@ def _check_local_tensor() -> None:
 TorchArchive: Any = _find("torch._C.PyTorchFileReader")
 
 
-def pickle_of(path: Path) -> bytes | None:
+def pickle_of(file: BinaryIO) -> bytes | None:
     """The pickle inside an archive of ``torch.save``, as ``torch.load`` would find it; None if it is no such archive.
 
     A zip file that is read in two ways by two readers could show one pickle and load another: so this is torch's own.
     """
-    with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":
-            return None
-    archive = TorchArchive(str(path))
+    if file.read(4) != b"PK\x03\x04":
+        return None
+    file.seek(0)
+    archive = TorchArchive(file)
     if "constants.pkl" in archive.get_all_records():  # TorchScript, which torch.load hands to another loader
         return None
     content: bytes = archive.get_record("data.pkl")
@@ -591,7 +591,8 @@ def _check_archive() -> None:
     _expect("PyTorchFileReader" in _names_in(_find("torch.serialization._open_zipfile_reader.__init__")), "its use")
     with tempfile.TemporaryDirectory() as folder:
         torch.save({}, path := Path(folder) / "one.pt")
-        _expect(pickle_of(path), "the pickle in an archive")
+        with path.open("rb") as file:
+            _expect(pickle_of(file), "the pickle in an archive")
 
 
 PICKLED_NAMES: dict[str, set[str]] = {
@@ -605,14 +606,27 @@ PICKLED_NAMES: dict[str, set[str]] = {
     "numpy": {"dtype", "ndarray"},
     "numpy._core.multiarray": {"_reconstruct", "scalar"},
     "numpy.core.multiarray": {"_reconstruct", "scalar"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
     "torch": {"Size", "Tensor", "device"},
     "torch._tensor": {"_rebuild_from_type_v2"},
     "torch._utils": {"_rebuild_parameter", "_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },  # fmt: skip
     "torch.nn.parameter": {"Parameter"},
     "torch.serialization": {"_get_layout"},
     "torch.storage": {"TypedStorage", "UntypedStorage"},
 }
-"""What the files of Transformers, Accelerate and DeepSpeed ask for, by module."""
+"""What the files of Transformers, Accelerate, DeepSpeed and PyTorch's distributed checkpoints ask for, by module."""
 
 PICKLED_KINDS = {"numpy.dtypes": r"\w+DType", "torch": r"\w+Storage|bool|u?int\d+|b?float\d+\w*|complex\d+"}
 """The same of names that there are many of: storages and types of numbers."""

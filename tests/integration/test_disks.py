@@ -141,6 +141,21 @@ def test_a_limit_of_file_sizes_while_resuming(
     assert (output / "recipe.yaml").read_bytes() == before
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_limit_of_file_sizes_while_saving_shards(
+    model: Path, dataset: Path, tmp_path: Path, limited: None, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+):
+    from torch.distributed import checkpoint
+
+    def attempt(*_: Any) -> None:
+        _limit(1000)
+        checkpoint.save({"weight": torch.zeros(1000)}, checkpoint_id=tmp_path / "shards", no_dist=True)
+
+    monkeypatch.setattr("seqtile.train.run._attempt", attempt)
+    with unwritten(capfd), pytest.raises(RunError, match=r"\(ulimit -f\); no checkpoint is whole yet"):
+        run(recipe(model, dataset, tmp_path / "out"))
+
+
 @OWN_MOUNTS
 @pytest.mark.parametrize(
     ("size", "words"),
@@ -153,6 +168,19 @@ def test_a_full_disk_while_saving(model: Path, dataset: Path, tmp_path: Path, se
     ended = killed_run.train(server, values, tmp_path / "log", before=partial(disk_faults.small, disk, size))
     assert ended.code == 1, ended.said
     assert f"the disk tmpfs at {disk} (0.0 of 0.0 GB free) is full; " in ended.said and words in ended.said
+    assert "Traceback" not in ended.said
+
+
+@OWN_MOUNTS
+@pytest.mark.parametrize("room", [0, 20_000])
+def test_a_full_disk_while_resuming(model: Path, dataset: Path, output: Path, server: Any, room: int):
+    """Nothing, or too little for a checkpoint, is free beside the run that goes on."""
+    shutil.rmtree(output / "checkpoint-3")
+    log, before = output.parents[1] / f"{output.parent.name}.log", partial(disk_faults.full_with, output, room)
+    ended = killed_run.train(server, recipe(model, dataset, output), log, resume=True, before=before)
+    assert ended.code == 1, ended.said
+    assert f"the disk tmpfs at {output} (0.0 of 0.0 GB free) is full; " in ended.said
+    assert f"the last whole checkpoint is {output / 'checkpoint-2'}; " in ended.said
     assert "Traceback" not in ended.said
 
 
@@ -196,8 +224,8 @@ def test_a_resume_reads_the_digests_once(
     from seqtile.train import checkpoint_files
 
     read: list[Path] = []
-    digest = checkpoint_files._digest
-    monkeypatch.setattr(checkpoint_files, "_digest", lambda path: [read.append(path), digest(path)][1])
+    digest = checkpoint_files.digest_of_file
+    monkeypatch.setattr(checkpoint_files, "digest_of_file", lambda path: [read.append(path), digest(path)][1])
     run(recipe(model, dataset, output, steps=STEPS + 1), resume=True)
     assert sorted(path.name for path in read if path.parent == output / "checkpoint-3") == sorted(
         path.name for path in (output / "checkpoint-3").iterdir() if path.name != "complete.json"
@@ -248,7 +276,7 @@ def _other_archive() -> bytes:
         ("scheduler.pt", _Calls(getattr, "", "join"), "getattr"),
         ("rng_state.pth", b"\x80\x04c", "is a pickle that is not looked into"),
         ("rng_state.pth", b"PK\x03\x04" + b"x" * 99, "holds a pickle that cannot be read"),
-        ("pytorch_model_fsdp_0/.metadata", pickle.dumps(_Calls(os.system, "touch made")), "is a pickle that is not"),
+        ("pytorch_model_fsdp_0/.metadata", pickle.dumps(_Calls(os.system, "touch made")), "posix.system"),
     ],
 )
 def test_a_pickle_that_asks_for_more_is_refused(
@@ -278,6 +306,21 @@ def test_what_trainers_write_is_let_through(output: Path, tmp_path: Path):
     torch.save({"dtypes": numbers, "device": torch.device("cpu"), "size": torch.Size([2])}, tmp_path / "one.pt")
     torch.save({"weight": torch.nn.Parameter(torch.ones(2)), "set": {1, 2}}, tmp_path / "two.bin")
     check_pickles(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_shards_are_looked_into(tmp_path: Path, monkeypatch: Any):
+    from torch.distributed import checkpoint
+
+    monkeypatch.chdir(tmp_path)
+    settings = {"step": torch.zeros(2), "lr": 0.1, "betas": (0.9, 0.99)}
+    checkpoint.save(settings, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    check_pickles(tmp_path)
+    settings["lr"] = _Calls(os.system, "touch made")
+    checkpoint.save(settings, checkpoint_id=tmp_path / "optimizer_1", no_dist=True)
+    with pytest.raises(UserError, match=r"optimizer_1/.metadata .*posix.system"):
+        check_pickles(tmp_path)
+    assert not (tmp_path / "made").exists()
 
 
 def test_code_of_the_model_is_asked_for_again(output: Path):

@@ -229,7 +229,13 @@ def test_a_digest_sees_names_sizes_and_content(tmp_path: Path) -> None:
     found.add(digest_files(str(tmp_path)))
     (tmp_path / "a").rename(tmp_path / "b")
     found.add(digest_files(str(tmp_path)))
-    assert len(found) == 3 and digest_files("owner/name") is None
+    content = bytearray(2**20)
+    for place in (None, 300_000):  # far from the ends and the middle
+        if place:
+            content[place] ^= 1
+        (tmp_path / "b").write_bytes(content)
+        found.add(digest_files(str(tmp_path)))
+    assert len(found) == 5 and digest_files("owner/name") is None
 
 
 def test_each_node_saves_where_directories_are_its_own() -> None:

@@ -78,7 +78,7 @@ def write_mark(folder: Path, mark: Mark, *, only: tuple[str, ...] = ("**/*",)) -
         flushed = [pool.submit(_flush, path) for path in paths]
         files = {
             path.relative_to(folder).as_posix(): [path.stat().st_size, digest]
-            for path, digest in zip(paths, pool.map(_digest, paths), strict=True)
+            for path, digest in zip(paths, pool.map(digest_of_file, paths), strict=True)
         }
         for one in flushed:
             one.result()
@@ -269,7 +269,8 @@ def _flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _digest(path: Path) -> str:
+def digest_of_file(path: Path) -> str:
+    """XXH3 of 128 bits, of the whole file."""
     import xxhash
 
     digest = xxhash.xxh3_128()
@@ -281,6 +282,6 @@ def _digest(path: Path) -> str:
 
 def _digest_or_none(path: Path) -> str | None:
     try:
-        return _digest(path)
+        return digest_of_file(path)
     except OSError:
         return None

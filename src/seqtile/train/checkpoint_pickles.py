@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from seqtile._errors import UserError
 UNREAD = ("training_args.bin",)
 """Written by Transformers, and loaded by nobody: its many classes are no reason to refuse it."""
 
-PICKLED = (".pt", ".pth", ".bin", ".pkl", ".ckpt", ".distcp", ".metadata")
-"""Endings of files that a trainer loads as pickles, if only in part."""
+PICKLED = (".pt", ".pth", ".bin", ".pkl", ".ckpt", ".metadata")
+"""Endings of files that a trainer loads as pickles, if only in part; a ``.metadata`` says what is in ``.distcp``."""
 
 
 def check_pickles(folder: Path) -> None:
@@ -45,15 +46,41 @@ def _problem_of(path: Path) -> str:
     from seqtile._compat import pickle_of
 
     try:
-        content = pickle_of(path)
-        if content is None:
-            return "is a pickle that is not looked into (no archive of torch.save)"
-        _Looking(io.BytesIO(content)).load()
+        if path.name.endswith(".metadata"):
+            content = path.read_bytes()
+            _look(content)
+            pickles: Iterable[bytes | None] = _pickles_of_shards(path.parent, pickle.loads(content))
+        else:
+            with path.open("rb") as file:
+                pickles = [pickle_of(file)]
+        for one in pickles:
+            if one is None:
+                return "is a pickle that is not looked into (no archive of torch.save)"
+            _look(one)
     except _NotListed as error:
-        return f"asks for {error}, which no checkpoint of Transformers or DeepSpeed holds"
+        return f"asks for {error}, which no checkpoint of Transformers, PyTorch or DeepSpeed holds"
     except Exception as error:  # noqa: BLE001 - a hostile pickle can end in any of them
         return f"holds a pickle that cannot be read ({type(error).__name__})"
     return ""
+
+
+def _pickles_of_shards(folder: Path, metadata: Any) -> Iterator[bytes | None]:
+    """What PyTorch's distributed checkpoints load whole: everything that is no tensor."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from seqtile._compat import pickle_of
+
+    for index, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            continue
+        with (folder / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            content = io.BytesIO(file.read(place.length))
+        yield None if getattr(place, "transform_descriptors", None) else pickle_of(content)
+
+
+def _look(content: bytes) -> None:
+    _Looking(io.BytesIO(content)).load()
 
 
 class _NotListed(Exception):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import RunError, UserError
 from seqtile.devices import package_version
+from seqtile.train.checkpoint_files import digest_of_file
 from seqtile.train.same_run import PACKAGES
 
 if TYPE_CHECKING:
@@ -184,21 +185,19 @@ def saving(recipe: Recipe, *, shared: bool) -> Recipe:
 
 
 def digest_files(source: str, pattern: str = "**/*") -> str | None:
-    """A digest of a file, or of the files below a directory: names, sizes, and the ends and middle of each.
+    """A digest of a file, or of the files below a directory: names and all of their content.
 
     None for what is no path, such as a Hub id.
+
+    Cost:
+        One read of every file, up to 0.4 seconds per GB beside the disk's own time.
     """
     path = Path(source).expanduser()
     if not path.exists():
         return None
-    digest, sample = hashlib.blake2b(digest_size=16), 1 << 16
+    digest = hashlib.blake2b(digest_size=16)
     for file in sorted(one for one in path.glob(pattern) if one.is_file()) if path.is_dir() else [path]:
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(path) if file != path else ''} {size} ".encode())
-        with file.open("rb") as opened:
-            for start in (0, size // 2, size - sample):
-                opened.seek(max(0, start))
-                digest.update(opened.read(sample))
+        digest.update(f"{file.relative_to(path) if file != path else ''} {digest_of_file(file)} ".encode())
     return digest.hexdigest()
 
 

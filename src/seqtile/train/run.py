@@ -107,6 +107,8 @@ def train(
     from seqtile.train.run_lock import RunLock
 
     require_packages()
+    from torch.distributed.checkpoint.api import CheckpointException  # of sharded checkpoints, and no Exception
+
     recipe = resolve(join_launch(recipe))
     if recipe.engine.startswith("zero") and is_first():
         check_build_locks()
@@ -124,7 +126,7 @@ def train(
                 retry, before = error.retry, error.done
             except UserError:
                 raise
-            except Exception as error:
+            except (Exception, CheckpointException) as error:
                 told = disk_error(error, Path(str(recipe.output)))
                 if told is None:
                     raise

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import transformers
 from accelerate.utils import gather_object
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from datasets import IterableDataset
 from transformers import TrainerCallback
 from trl import SFTTrainer  # type: ignore[attr-defined]
@@ -159,6 +160,8 @@ class Trainer(SFTTrainer, _SplitLoss):
     def train_all(self, checkpoint: Path | None) -> None:
         """Train, from ``checkpoint`` on if there is one."""
         self.loaded = checkpoint is not None
+        if checkpoint is not None:
+            self._save_in_shards((checkpoint / f"{FSDP_MODEL_NAME}_0").is_dir())
         with suppress(_NothingToTrain):
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             if self.state.global_step == 0:
@@ -169,6 +172,7 @@ class Trainer(SFTTrainer, _SplitLoss):
 
     def save_result(self, output: Path) -> None:
         """Save the trained model beside the checkpoints, and mark it as whole."""
+        self._save_in_shards(False)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             (output / MARK).unlink(missing_ok=True)
@@ -177,6 +181,13 @@ class Trainer(SFTTrainer, _SplitLoss):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             write_mark(output, Mark(step=self.state.global_step), only=RESULT)
+
+    def _save_in_shards(self, wanted: bool) -> None:
+        """Under FSDP2: whether each rank saves its shard, which is written and read at once, or rank 0 everything."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
+            plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of the other kind stay
+            plugin.set_state_dict_type("SHARDED_STATE_DICT" if wanted else "FULL_STATE_DICT")
 
     def begin(self) -> None:
         """Before the first step: with retries a checkpoint to go on from.
@@ -288,10 +299,12 @@ class Trainer(SFTTrainer, _SplitLoss):
         if checkpoint is None:
             lines += ["nothing was saved; look at these rows, or start again with a lower --learning-rate"]
         else:
+            is_model = (checkpoint / "config.json").is_file()  # shards are none
+            start = f"from there with a lower --learning-rate (--model {checkpoint} --output ANOTHER)"
             lines += [
                 f"nothing of this step was saved; the last whole checkpoint is {checkpoint}",
                 "--resume repeats the same steps: it helps if the machine was at fault. If not: look at these rows, "
-                f"or start a new run from there with a lower --learning-rate (--model {checkpoint} --output ANOTHER)",
+                f"or start a new run {start if is_model else 'with a lower --learning-rate'}",
             ]
         return "\n".join(lines)
 
