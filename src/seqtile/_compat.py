@@ -413,6 +413,9 @@ hooks that it calls run under the caller's function modes."""
 without_function_modes: Callable[[], Any] = _find("torch._C.DisableTorchFunction")
 """A context inside which operators run under no function mode."""
 
+GRAPH_MEMBERS = ("_is_view", "_base", "_backward_hooks")
+"""Private members of a tensor that tell how it was made or who watches it, which a traced forward may not ask."""
+
 MEMORY_METHODS = ("_typed_storage", "_version")
 """Private members of a tensor that tell of its memory, which a traced forward may not ask."""
 
@@ -425,6 +428,11 @@ def has_gradient_step(weight: Tensor) -> bool:
 def in_forward_mode() -> bool:
     """Whether forward-mode derivatives are computed here."""
     return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
+def weights_are_cached() -> bool:
+    """Whether ``torch.nn.utils.parametrize.cached`` keeps what the first reader of a parametrised weight computed."""
+    return bool(torch.nn.utils.parametrize._cache_enabled)
 
 
 transform_level = _find("torch._C._functorch.maybe_current_level")
@@ -510,7 +518,7 @@ def _check_without_function_modes() -> None:
 
 @_contract("torch.Tensor._typed_storage", "torch/_tensor.py", "a tensor has no other members that tell of its memory")
 def _check_memory_methods() -> None:
-    for name in MEMORY_METHODS:
+    for name in (*MEMORY_METHODS, *GRAPH_MEMBERS):
         _expect(hasattr(Tensor, name), f"a tensor's {name}")
 
 
@@ -527,6 +535,13 @@ def _check_call_parameter() -> None:
     alias = torch.zeros(2)
     call_parameter(alias)
     _expect(isinstance(alias, nn.Parameter), "a tensor that is called a parameter is one")
+
+
+@_contract("torch.nn.utils.parametrize._cache_enabled", "torch/nn/utils/parametrize.py", "a public way to ask")
+def _check_cached_parametrizations() -> None:
+    _expect(not weights_are_cached(), "nothing is cached outside")
+    with torch.nn.utils.parametrize.cached():
+        _expect(weights_are_cached(), "the context to be seen")
 
 
 @_contract("torch._C._functorch.maybe_current_level", "torch/csrc/functorch/init.cpp", "a public way to ask")
