@@ -430,10 +430,9 @@ def in_forward_mode() -> bool:
     return bool(torch.autograd.forward_ad._current_level >= 0)
 
 
-def weights_are_cached() -> bool:
-    """Whether ``torch.nn.utils.parametrize.cached`` keeps what the first reader of a parametrised weight computed."""
-    return bool(torch.nn.utils.parametrize._cache_enabled)
-
+PARAMETRIZE, KEEPS_WEIGHTS = vars(torch.nn.utils.parametrize), "_cache_enabled"
+"""The names of a module, and the one that tells whether ``cached`` keeps what a parametrised weight's first reader
+computed."""
 
 transform_level = _find("torch._C._functorch.maybe_current_level")
 """The number of the innermost transform of ``torch.func`` (``vmap``, ``grad``) that runs, None outside of them."""
@@ -539,9 +538,9 @@ def _check_call_parameter() -> None:
 
 @_contract("torch.nn.utils.parametrize._cache_enabled", "torch/nn/utils/parametrize.py", "a public way to ask")
 def _check_cached_parametrizations() -> None:
-    _expect(not weights_are_cached(), "nothing is cached outside")
+    _expect(not PARAMETRIZE.get(KEEPS_WEIGHTS), "nothing is kept outside")
     with torch.nn.utils.parametrize.cached():
-        _expect(weights_are_cached(), "the context to be seen")
+        _expect(bool(PARAMETRIZE.get(KEEPS_WEIGHTS)), "the context to be seen")
 
 
 @_contract("torch._C._functorch.maybe_current_level", "torch/csrc/functorch/init.cpp", "a public way to ask")

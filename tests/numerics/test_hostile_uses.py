@@ -131,6 +131,7 @@ USES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a module is another, by a function":
         lambda self, x, h: center(h) if operator.is_(self.up_proj, self.kept[0]) else h,
     "it asks who calls it": _caller_of,
+    "it asks whether a backward runs": lambda self, x, h: h if torch._C._current_graph_task_id() == -1 else h * 2,
     "it differentiates a function": _differentiate,
     "a weight is a Parameter": lambda self, x, h: h * self.scale if isinstance(self.scale, nn.Parameter) else h,
     "a weight is a leaf": lambda self, x, h: h * self.scale if self.scale.is_leaf else h,

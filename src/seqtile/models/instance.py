@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from seqtile._compat import (
     GLOBAL_HOOKS,
     HOOKED_FORWARD,
+    KEEPS_WEIGHTS,
+    PARAMETRIZE,
     PER_SEQUENCE,
     PRE_HOOKS,
     children_of,
@@ -25,7 +27,6 @@ from seqtile._compat import (
     in_forward_mode,
     transform_level,
     version_of,
-    weights_are_cached,
 )
 from seqtile._log import first_rank_logger
 from seqtile._stand_in import ForwardStandIn
@@ -356,7 +357,9 @@ def _why_watched(parts: Iterable[nn.Module]) -> str:
         return ""
     if transform_level() is not None:
         return "a transform of torch.func runs, which tiles do not carry"
-    if weights_are_cached() and any(hasattr(one, "parametrizations") for part in parts for one in part.modules()):
+    if PARAMETRIZE.get(KEEPS_WEIGHTS) and any(
+        hasattr(one, "parametrizations") for part in parts for one in part.modules()
+    ):
         return "torch.nn.utils.parametrize.cached keeps weights that one tile computes, without a graph, for others"
     if any(GLOBAL_HOOKS) and any(_is_foreign(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a hook is registered for all modules (torch.nn.modules.module), which tiles would run on other tensors"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import seqtile
-from seqtile._compat import HOOKS
+from seqtile._compat import HOOKS, backward_pass
 from seqtile.models.discover.sizes import Untraceable, noted
 
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -486,7 +486,7 @@ def _is_pytorchs(function: Any) -> bool:
 
 
 def _is_known_call(function: Any) -> bool:
-    if function in _EFFECTS:
+    if function in _EFFECTS or function is backward_pass:
         return False
     if function in (sys.getrecursionlimit, sys._getframe, sys.intern):
         return True
