@@ -413,6 +413,9 @@ hooks that it calls run under the caller's function modes."""
 without_function_modes: Callable[[], Any] = _find("torch._C.DisableTorchFunction")
 """A context inside which operators run under no function mode."""
 
+GRAPH_MEMBERS = ("_is_view", "_base", "_backward_hooks")
+"""Private members of a tensor that tell how it was made or who watches it, which a traced forward may not ask."""
+
 MEMORY_METHODS = ("_typed_storage", "_version")
 """Private members of a tensor that tell of its memory, which a traced forward may not ask."""
 
@@ -426,6 +429,10 @@ def in_forward_mode() -> bool:
     """Whether forward-mode derivatives are computed here."""
     return bool(torch.autograd.forward_ad._current_level >= 0)
 
+
+PARAMETRIZE, KEEPS_WEIGHTS = vars(torch.nn.utils.parametrize), "_cache_enabled"
+"""The names of a module, and the one that tells whether ``cached`` keeps what a parametrised weight's first reader
+computed."""
 
 transform_level = _find("torch._C._functorch.maybe_current_level")
 """The number of the innermost transform of ``torch.func`` (``vmap``, ``grad``) that runs, None outside of them."""
@@ -510,7 +517,7 @@ def _check_without_function_modes() -> None:
 
 @_contract("torch.Tensor._typed_storage", "torch/_tensor.py", "a tensor has no other members that tell of its memory")
 def _check_memory_methods() -> None:
-    for name in MEMORY_METHODS:
+    for name in (*MEMORY_METHODS, *GRAPH_MEMBERS):
         _expect(hasattr(Tensor, name), f"a tensor's {name}")
 
 
@@ -527,6 +534,13 @@ def _check_call_parameter() -> None:
     alias = torch.zeros(2)
     call_parameter(alias)
     _expect(isinstance(alias, nn.Parameter), "a tensor that is called a parameter is one")
+
+
+@_contract("torch.nn.utils.parametrize._cache_enabled", "torch/nn/utils/parametrize.py", "a public way to ask")
+def _check_cached_parametrizations() -> None:
+    _expect(not PARAMETRIZE.get(KEEPS_WEIGHTS), "nothing is kept outside")
+    with torch.nn.utils.parametrize.cached():
+        _expect(bool(PARAMETRIZE.get(KEEPS_WEIGHTS)), "the context to be seen")
 
 
 @_contract("torch._C._functorch.maybe_current_level", "torch/csrc/functorch/init.cpp", "a public way to ask")

@@ -98,14 +98,20 @@ def test_every_technique_at_once(family: str) -> None:
     assert not any("forward" in part.__dict__ for part in model.modules())
 
 
+REASONS = {
+    "mamba": "the state or its gradient is not handed on", "jamba": "the state or its gradient is not handed on",
+    "minimax": "asks its cache for get_linear_cache", "recurrent_gemma": "takes no cache",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("family", WHOLE)
 def test_a_layer_that_is_not_proven_stays_whole_and_is_named(family: str) -> None:
     model = model_of(family)
     expected = gradients(model)
     report = seqtile.apply(model, **SETTINGS)
     assert ": 0 of " in report.state
-    carriers = {one.name for one in report.left}
-    assert carrier_of(model).mixer in carriers and all(one.why for one in report.left)
+    [why] = [one.why for one in report.left if one.name == carrier_of(model).mixer]
+    assert REASONS[family] in why
     got = gradients(model)
     assert all(torch.equal(got[name], one) for name, one in expected.items())
 

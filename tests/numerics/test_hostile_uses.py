@@ -6,7 +6,10 @@ Each is equal to untiled, left untiled, or refused; none is silently wrong.
 from __future__ import annotations
 
 import abc
+import functools
+import io
 import logging
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.random import fork_rng as isolated
 
 import seqtile
 from numerics._outcomes import HIDDEN, INTERMEDIATE, Layer, center, gradients, outcome
@@ -90,7 +95,44 @@ def _count_on_a_function(self: Any, x: Tensor, h: Tensor) -> Tensor:
     return h
 
 
+def _draw_apart(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    with isolated(devices=[]):
+        return h * F.dropout(torch.ones_like(h), 0.1, self.training) ** 0
+
+
+def _differentiate(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    derivative: Tensor = torch.func.grad(lambda one: F.softplus(one).sum())(h)
+    return derivative
+
+
+def _caller_of(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    try:
+        raise ValueError
+    except ValueError as error:
+        frame: Any = error.__traceback__
+    return center(h) if frame.tb_frame.f_back.f_back.f_code.co_name == "_call_impl" else h
+
+
+read_by_name, read_of_settings = getattr, Settings().__getattribute__
+LINES = io.StringIO("1.0\n" * 100)
+
 USES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "it rolls features by the number of tokens": lambda self, x, h: h.roll(x.shape[1], -1),
+    "it draws from a generator that it puts back": _draw_apart,
+    "it reads by another name than getattr": lambda self, x, h: h * read_by_name(self, "".join(("sca", "le"))),
+    "it reads by a bound method": lambda self, x, h: h * read_of_settings("".join(("sca", "le"))),
+    "it reads lines of a file": lambda self, x, h: h * float(next(LINES)),
+    "it asks if its input is a view": lambda self, x, h: center(h) if x._is_view() else h,
+    "it asks what its input is a view of": lambda self, x, h: h if x._base != 0 else center(h),
+    "it asks how its input was made": lambda self, x, h: h if torch.is_inference(x) else h * 1.0,
+    "it looks for a module in a list": lambda self, x, h: center(h) if self.up_proj in self.kept else h,
+    "it counts a module in a list": lambda self, x, h: center(h) if self.kept.count(self.up_proj) else h,
+    "a module is another": lambda self, x, h: center(h) if self.up_proj == self.kept[0] else h,
+    "a module is another, by a function":
+        lambda self, x, h: center(h) if operator.is_(self.up_proj, self.kept[0]) else h,
+    "it asks who calls it": _caller_of,
+    "it asks whether a backward runs": lambda self, x, h: h if torch._C._current_graph_task_id() == -1 else h * 2,
+    "it differentiates a function": _differentiate,
     "a weight is a Parameter": lambda self, x, h: h * self.scale if isinstance(self.scale, nn.Parameter) else h,
     "a weight is a leaf": lambda self, x, h: h * self.scale if self.scale.is_leaf else h,
     "a weight has a graph": lambda self, x, h: h * self.scale if self.scale.grad_fn is None else h,
@@ -115,11 +157,47 @@ def test_a_use_of_weights_or_of_pytorch_is_not_silently_wrong(name: str, caplog:
     def build() -> nn.Module:
         mlp = Mlp(USES[name])
         mlp.up_proj.requires_grad_(name != "a weight is unfrozen")
+        mlp.kept = [mlp.up_proj]
         return nn.Sequential(Layer(Mlp()), Layer(mlp))
 
     assert outcome(build, caplog) in ("equal", "left")
     left = [one.name for one in seqtile.apply(build(), tile=3).left]
     assert left == ([] if name == "a weight is a Parameter" else ["1.mlp"])
+
+
+def test_what_a_decorator_counts_is_not_counted_by_apply() -> None:
+    def counted(self: Any, x: Tensor, h: Tensor) -> Tensor:
+        counted.calls += 1  # type: ignore[attr-defined]
+        return h
+
+    counted.calls = 0  # type: ignore[attr-defined]
+    functools.update_wrapper(counted, center)
+    report = seqtile.apply(nn.Sequential(Layer(Mlp()), Layer(Mlp(counted))), tile=3)
+    assert counted.calls == 0 and "changes calls" in report.left[0].why  # type: ignore[attr-defined]
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_that_are_cached_for_several_readers_are_not_a_tiles(first: bool, caplog: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            read = [
+                lambda: x + self.mlp(self.norm(x)),
+                lambda: (x @ self.mlp.up_proj.weight.t()).mean(-1, keepdim=True),
+            ]
+            one, other = [call() for call in (read if first else read[::-1])]
+        return one + other
+
+    def build() -> nn.Module:
+        mlp = Mlp()
+        parametrize.register_parametrization(mlp.up_proj, "weight", Doubled())
+        return nn.Sequential(Layer(Mlp()), Layer(mlp, forward))
+
+    assert outcome(build, caplog) == "left"
 
 
 class Clipped(Mlp):

@@ -90,6 +90,7 @@ BREAKS: dict[str, Any] = {
     "functools._lru_cache_wrapper": ("LruCache", int),
     "torch.nn.Parameter._is_param": ("call_parameter", lambda tensor: None),
     "torch.autograd.forward_ad._current_level": ("in_forward_mode", lambda: False),
+    "torch.nn.utils.parametrize._cache_enabled": ("KEEPS_WEIGHTS", "_gone"),
     "torch._C._functorch.maybe_current_level": ("transform_level", lambda: None),
     "abc._abc_data": ("AbcData", int),
     "atexit._run_exitfuncs": "atexit._run_exitfuncs",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import seqtile
 from seqtile.models.discover import facts, formula, proof, python_code, trace, views
@@ -534,3 +535,35 @@ def test_a_block_without_a_proof_is_left_and_named_and_trust_tiles_it(caplog: py
     torch.testing.assert_close(model["mlp"](x), expected)
     with pytest.raises(seqtile.UserError, match="matches no block"):
         seqtile.apply(nn.ModuleDict({"mlp": Gated(GATED["plain"][0])}), trust="other")
+
+
+def _attend_to_heads(h: Tensor) -> Tensor:
+    heads = h.unflatten(-1, (3, 4))
+    return F.scaled_dot_product_attention(heads, heads, heads).flatten(-2)
+
+
+def _short(h: Tensor) -> Tensor:
+    assert h.shape[1] <= 512
+    return h
+
+
+@pytest.mark.parametrize("function", [_attend_to_heads, _short])
+def test_what_mixes_no_tokens_but_has_no_proof_can_be_trusted(
+    function: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"mlp": Gated(lambda g, u: g * u)}), torch.randn(2, 7, D, requires_grad=True)
+    seqtile.apply(model, tile=3)
+    model["mlp"].function = lambda g, u: function(g * u)
+    expected = torch.autograd.grad(model["mlp"](x).sum(), [x, *model.parameters()])
+    assert "runs untiled" in caplog.text and "trust='mlp'" in caplog.text
+    assert seqtile.apply(model, tile=3, trust="mlp").tiled == 1
+    got = torch.autograd.grad(model["mlp"](x).sum(), [x, *model.parameters()])
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_checkpoint_inside_a_block_is_followed() -> None:
+    block = Block(lambda h: checkpoint(F.silu, h, use_reentrant=False))
+    assert judge(block).why_not == ""
+    block = Block(lambda h: checkpoint(lambda one: one - one.mean(1, keepdim=True), h, use_reentrant=False))
+    assert "other tokens" in judge(block).why_not

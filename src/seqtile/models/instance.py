@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from seqtile._compat import (
     GLOBAL_HOOKS,
     HOOKED_FORWARD,
+    KEEPS_WEIGHTS,
+    PARAMETRIZE,
     PER_SEQUENCE,
     PRE_HOOKS,
     children_of,
@@ -216,7 +218,7 @@ class Installed(ForwardStandIn):
         if handed := _handed_per_sequence(parts):
             self._tell_untiled(f"PEFT hands its adapters one entry per sequence ({handed}), which tiles do not keep")
             return call(list(tensors))
-        if why := _why_watched():
+        if why := _why_watched(parts):
             self._tell_untiled(why)
             return call(list(tensors))
         x, setting = tensors[0], self.setting
@@ -231,7 +233,7 @@ class Installed(ForwardStandIn):
             mode = mode or mode_of(tensors, constants)
             proof = self.proof(chain, mode)
             if proof.why_not:
-                self._tell_untiled(proof.why_not)
+                self._tell_untiled(proof.why_untiled(setting.name))
                 return call(list(tensors))
             facts = self.facts(mode)
             for one in (*tensors, *constants):
@@ -349,12 +351,16 @@ _NO_SOURCE = (
 )
 
 
-def _why_watched() -> str:
-    """Why a call would run once per tile what its caller hooked into every module or function, or ""."""
+def _why_watched(parts: Iterable[nn.Module]) -> str:
+    """Why a call would run once per tile, or keep of one, what its caller does around modules and functions, or ""."""
     if torch.compiler.is_compiling():
         return ""
     if transform_level() is not None:
         return "a transform of torch.func runs, which tiles do not carry"
+    if PARAMETRIZE.get(KEEPS_WEIGHTS) and any(
+        hasattr(one, "parametrizations") for part in parts for one in part.modules()
+    ):
+        return "torch.nn.utils.parametrize.cached keeps weights that one tile computes, without a graph, for others"
     if any(GLOBAL_HOOKS) and any(_is_foreign(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a hook is registered for all modules (torch.nn.modules.module), which tiles would run on other tensors"
     modes = [*(function_modes() if function_mode_count() else ()), *(dispatch_modes() if dispatch_mode_count() else ())]
@@ -419,7 +425,7 @@ class _Unchanged:
                 what = f"its {name}"
         if any(_version(one) != version for one, version in self._constants):
             what = "a tensor that every tile is called with"
-        if why := _why_watched():
+        if why := _why_watched(self._chain.modules):
             raise RuntimeError(
                 f"{self._installed.setting.name}: in its backward {why}; enter it around the forward too"
             )

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from seqtile._compat import FakeTensor, tree_leaves
 from seqtile.engines.flat import call_with_weights, named_weights
-from seqtile.models.carried_state.state_cache import CACHES, cache_argument
+from seqtile.models.carried_state.state_cache import CACHES, CarriedState, cache_argument
 from seqtile.models.carried_state.tile_call import TileCall, forward_of, in_tiles
 from seqtile.models.instance import Bare, inside
 from seqtile.ops.grad_accumulator import LOW
@@ -83,6 +83,8 @@ def _try(module: nn.Module, x: Tensor) -> str:
         with _without_dropout(module), torch.enable_grad(), saved_tensors_hooks(_same, _same):
             return (_compare if has_values(module) else _connect)(_Trial(module, x))
     except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises
+        if isinstance(error, AttributeError) and isinstance(error.obj, CarriedState):
+            return f"it asks its cache for {error.name}, which is not how other layers keep a state"
         first = (str(error).splitlines() or [""])[0][:200]
         return f"in tiles it raises {type(error).__name__}: {first}"
 

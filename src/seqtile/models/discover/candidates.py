@@ -204,14 +204,13 @@ def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate |
     if not proof.refuted and trusted(block.name, block.module):
         return replace(block, why="not verified: its caller vouches for it (trust=)")
     if proof.refuted:
-        return Left(block.name, class_name, f"not position-wise: {proof.why_not}")
+        return Left(block.name, class_name, f"not position-wise: {proof.why_untiled(block.name)}")
     parts = ((name, part) for module in chain.modules for name, part in module.named_modules() if name)
     try:
         refuse_gathering_inside(parts, block=block.name, layer=block.layer)
     except UserError as error:  # an engine's hooks cannot be traced; raised where the block is to be tiled
         return replace(block, why=str(error))
-    why = f"not proven: {proof.why_not}; trust={block.name!r} tiles it if you know that it treats every token by itself"
-    return Left(block.name, class_name, why, True)
+    return Left(block.name, class_name, f"not proven: {proof.why_untiled(block.name)}", True)
 
 
 def is_per_row(model: nn.Module, norm: nn.Module, hidden: int) -> bool:

@@ -11,7 +11,6 @@ import builtins
 import collections
 import enum
 import functools
-import io
 import logging
 import re
 import sys
@@ -43,7 +42,7 @@ from seqtile._compat import (
     version_of,
 )
 from seqtile.engines.flat import is_flat_view
-from seqtile.models.discover.python_code import TORCH, Code, is_strange, is_strange_file
+from seqtile.models.discover.python_code import DYNAMIC, KNOWN_BY_NAME, TORCH, Code, is_strange, is_strange_file
 from seqtile.models.discover.sizes import Untraceable
 
 _FORWARD = repeat("forward")
@@ -65,10 +64,7 @@ _CACHES = (LruCache, functools.cached_property)
 MOST, LARGEST, DEEPEST = 500, 10_000, 8
 """Most things that a proof may rest on, entries of a container among them, and objects one inside another."""
 
-_LOGS = (logging.Logger, io.IOBase)
-_LOG_STATES = frozenset(
-    ("level", "disabled", "handlers", "parent", "propagate", "filters", "manager", "closed", "tell")
-)
+_LOG_STATES = frozenset(("level", "disabled", "handlers", "parent", "propagate", "filters", "manager"))
 """What tells how a logger or a file is set."""
 
 _MISSING = object()
@@ -414,6 +410,8 @@ class Facts:
         return tuple([(name, self._held(name, scope[name], depth)) for name in names])
 
     def _held(self, name: str, value: Any, depth: int) -> Any:
+        if id(value) in KNOWN_BY_NAME and name == value.__name__:
+            return _Same(value)
         try:
             return self._freeze(value, depth + 1)
         except _Unseen as error:
@@ -440,16 +438,20 @@ class Facts:
         if kind in _PLAIN:
             return (kind, repr(value))
         if id(value) in self._places:
+            if self._code.compares and isinstance(value, nn.Module) and self._places[id(value)] >= 0:
+                raise Untraceable(f"it compares, and holds a {kind.__name__} that is another in a trace")
             return ("known", self._places[id(value)])
         if isinstance(value, Tensor):
             self._held_tensors.append(value)
             return ("tensor", _KIND(value))
-        if isinstance(value, _FIXED) or (isinstance(value, _LOGS) and not self._asks_for_log(value)):
+        if isinstance(value, _FIXED) or (isinstance(value, logging.Logger) and not self._asks_for_log(value)):
             return _Same(value)
         if isinstance(value, _SCRIPTS):
             raise Untraceable(_NO_SCRIPT)
         if kind is slice:
             return (kind, *[self._freeze(one, depth + 1) for one in (value.start, value.stop, value.step)])
+        if id(value) in KNOWN_BY_NAME:
+            raise Untraceable(f"it calls {value.__name__} by another name, so that no one can tell what it asks")
         if isinstance(value, (type, types.ModuleType)):
             if _is_users(value) and id(vars(value)) not in self._code.scopes:
                 self._know(value)
@@ -465,6 +467,8 @@ class Facts:
             raise _Unseen(kind.__name__)
         if isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)):
             held = value.__self__
+            if isinstance(value, types.MethodWrapperType) and value.__name__ in DYNAMIC:
+                raise Untraceable(f"it calls {value.__name__}, and so reads attributes that no one can tell")
             if held is None or isinstance(held, (type, types.ModuleType)):
                 return _Same(value)
             return (_Same(kind), value.__name__, self._freeze(held, depth + 1))

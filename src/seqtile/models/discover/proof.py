@@ -75,6 +75,12 @@ class Proof:
     how: str = ""
     norm: NormFormula | None = None
 
+    def why_untiled(self, name: str) -> str:
+        """Why the block of this name is not tiled, and what its caller can do about it."""
+        if self.refuted:
+            return self.why_not
+        return f"{self.why_not}; trust={name!r} tiles it if you know that it treats every token by itself"
+
 
 BY_TRACE = "by its trace, forward and backward"
 BY_TRIAL = "tried out at two lengths, outputs and gradients (no trace can follow it)"

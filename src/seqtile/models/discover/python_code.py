@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
 import os
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_, is_not, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import seqtile
-from seqtile._compat import HOOKS
+from seqtile._compat import HOOKS, backward_pass
 from seqtile.models.discover.sizes import Untraceable, noted
 
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -34,10 +33,16 @@ KNOWN_LIBRARIES = ("transformers", "peft", "accelerate", "bitsandbytes", "torcha
 """Libraries that look attributes up by names which they spell out."""
 
 _BY_NAME = frozenset(("getattr", "setattr", "hasattr", "delattr"))
-_DYNAMIC = {*_BY_NAME, "vars", "dir", "__dict__", "globals", "locals", "eval", "exec", "attrgetter", "methodcaller",
+DYNAMIC = {*_BY_NAME, "vars", "dir", "__dict__", "globals", "locals", "eval", "exec", "attrgetter", "methodcaller",
             "__getattribute__", "__getattr__", "__setattr__", "__getstate__", "__setstate__", "__reduce_ex__", "repr",
             "ascii", "format", "format_map", "__repr__", "__format__"}  # fmt: skip
 """Names of what reads or sets attributes that the code does not mention."""
+
+KNOWN_BY_NAME = frozenset(map(id, (
+    getattr, setattr, hasattr, delattr, vars, dir, globals, locals, eval, exec, attrgetter, methodcaller, type, id,
+    hash, is_, is_not,
+)))  # fmt: skip
+"""What reads attributes by names that it is given, or tells objects apart: code that calls it has to name it."""
 
 _QUESTIONS = ("get_", "is_", "are_", "has_")
 """How the functions of PyTorch begin that tell how the process is set."""
@@ -51,10 +56,12 @@ _HARMLESS = {"is_compiling", "is_dynamo_compiling", "is_exporting", "is_scriptin
 """Those whose answers do not change."""
 
 _NAMESPACES = {"globals", "eval", "exec", "__import__"}
-_ANYWHERE = {"currentframe", "_getframe", "__globals__", "f_globals", "import_module"}
-_THREADS_OWN = {"is_inference_mode_enabled", "is_inference"}
+_ANYWHERE = {"currentframe", "_getframe", "__globals__", "f_globals", "import_module", "tb_frame", "f_back", "gi_frame"}
+_ANOTHER = {"is_inference_mode_enabled", "is_", "is_not"}
+_SEARCHES = {"count", "index", "remove", "eq", "ne", "contains", "countOf", "indexOf"}
 _UNWATCHED = {"isEnabledFor", "getEffectiveLevel", "getweakrefcount", "getweakrefs"}
-_SEEDS = {"manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all", "fork_rng", "setstate", "set_state"}
+_SEEDS = {"manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all", "fork_rng"}
+"""Functions of PyTorch that set a random generator; Python's and NumPy's are written in C, and refused as such."""
 _IS = dis.opmap["IS_OP"]
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -99,6 +106,7 @@ class Code:
         globals: the globals and built-in names that it reads.
         stored: the attributes and globals that the code sets.
         sets_any: whether it may set others too.
+        compares: whether strange code asks if things are equal, as modules are to nothing but themselves.
         questions: the functions that tell how the process is set, and what they told the code.
         refused: why it cannot be followed, or "".
     """
@@ -112,7 +120,7 @@ class Code:
         self.paths: set[tuple[int, str, str]] = set()
         self.globals: set[str] = set()
         self.stored: set[str] = {"training"}
-        self.sets_any = False
+        self.sets_any = self.compares = False
         self.questions: dict[Callable[[], Any], Any] = {}
         self.refused = ""
         self._seen: set[types.CodeType] = set()
@@ -146,13 +154,12 @@ class Code:
             return [value.fget]
         if isinstance(value, type) and issubclass(value, torch.autograd.Function):
             return [vars(value)[name] for name in ("forward", "backward", "setup_context") if name in vars(value)]
-        function = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
-        function = getattr(function, "__func__", function)
+        function = getattr(value, "__func__", value)
         if not isinstance(function, types.FunctionType) or function.__code__ in self._seen:
             return []
         kind = _place(function.__code__, function.__globals__)
         if kind not in ("user", "layer"):
-            return []
+            return [vars(function)["__wrapped__"]] if "__wrapped__" in vars(function) else []
         self._see(function.__code__, kind, function.__globals__, ran=False)
         if kind == "layer":
             return []
@@ -193,6 +200,8 @@ class Code:
     def _hear(self, frame: types.FrameType) -> None:
         """See what a stranger asks PyTorch: a function that is given nothing tells how the process is set."""
         code, caller = frame.f_code, frame.f_back
+        if code.co_name in _SEEDS and _kind_of(caller) == "user":
+            self._refuse(f"it sets a random generator with {code.co_name}, so that tiles would draw the same")
         if code is nn.Module.__repr__.__code__:
             self.dynamic = True
         if caller is None or not is_strange(caller.f_code, caller.f_globals) or not code.co_filename.startswith(TORCH):
@@ -232,11 +241,11 @@ class Code:
         strange = is_strange(code, scope)
         steps = _steps(code)
         self.globals.update(step.argval for step in steps if step.opname in _GLOBALS)
-        if not _DYNAMIC.isdisjoint(names):  # libraries that we know spell out what they look up
+        if not DYNAMIC.isdisjoint(names):  # libraries that we know spell out what they look up
             names.update(constant for constant in code.co_consts if isinstance(constant, str))
             self.globals |= names
             known = kind != "user" or _package_of(code.co_filename) in KNOWN_LIBRARIES
-            self.dynamic |= not known and not (_DYNAMIC & names <= _BY_NAME and _are_spelled_out(steps))
+            self.dynamic |= not known and not (DYNAMIC & names <= _BY_NAME and _are_spelled_out(steps))
         self.mentioned |= names
         self.stored.update("cell_contents" if step.opname.endswith("DEREF") else step.argval  # a closure's variable
                            for step in steps if step.opcode in _STORES)  # fmt: skip
@@ -244,6 +253,7 @@ class Code:
         if strange:
             self.strangers |= names
             self.dynamic |= any(step.opname == "MATCH_CLASS" for step in steps)
+            self.compares |= not _SEARCHES.isdisjoint(names) or any(map(_asks_if_equal, steps))
             self.paths.update((id(scope), root, path) for root, path in _paths(steps))
             if ran and (
                 reason := _refused(code) or _why_it_sets(steps, scope)
@@ -315,17 +325,19 @@ def _refused(code: types.CodeType) -> str:
         found.add("sys.modules")
     if found:
         return f"it looks things up with {min(found)} in {code.co_name}, which may find anything"
-    if found := names & _SEEDS:
-        return f"it sets a random generator with {min(found)} in {code.co_name}, so that tiles would draw the same"
     if "needs_input_grad" in names and code.co_name not in ("backward", "vjp"):
         return f"it asks which inputs need gradients in {code.co_name}, which is another in a tile"
     if found := names & _UNWATCHED:
         return f"it calls {min(found)} in {code.co_name}, whose answer cannot be watched"
-    if found := names & _THREADS_OWN:
+    if found := names & _ANOTHER:
         return f"it calls {min(found)} in {code.co_name}, which is another in a trace"
     if names & {"type", "id", "hash", "__class__"} or _IS in code.co_code[::2]:
         return _why_identity(code)
     return ""
+
+
+def _asks_if_equal(step: dis.Instruction) -> bool:
+    return step.opname == "CONTAINS_OP" or (step.opname == "COMPARE_OP" and str(step.argval).endswith(("==", "!=")))
 
 
 def _why_it_sets(steps: Sequence[dis.Instruction], scope: dict[str, Any]) -> str:
@@ -474,7 +486,7 @@ def _is_pytorchs(function: Any) -> bool:
 
 
 def _is_known_call(function: Any) -> bool:
-    if function in _EFFECTS:
+    if function in _EFFECTS or function is backward_pass:
         return False
     if function in (sys.getrecursionlimit, sys._getframe, sys.intern):
         return True

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from seqtile._compat import (
+    GRAPH_MEMBERS,
     MEMORY_METHODS,
     READ_NUMBER,
     READ_NUMBER_NAME,
@@ -288,7 +289,7 @@ _OF_LAYOUT = ("stride", "is_contiguous")
 """A weight's or an input's may be any; libraries that we know ask for it to choose between equal kernels."""
 
 _OF_TOKENS = ("__len__", "is_contiguous", "requires_grad", "__repr__", "__str__", "__format__")
-_OF_GRAPH = ("is_leaf", "grad_fn", "output_nr", "retains_grad")
+_OF_GRAPH = ("is_leaf", "grad_fn", "output_nr", "retains_grad", "is_inference", "is_conj", "is_neg", *GRAPH_MEMBERS)
 
 
 def note_failure(error: Exception) -> None:

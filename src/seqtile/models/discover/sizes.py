@@ -148,10 +148,13 @@ class TokenCount:
         return self._compared(other) >= 0
 
     def _compared(self, other: Any) -> int:
-        if isinstance(other, TokenCount) and other.number == self.number:
+        number = getattr(other, "number", other)
+        asker = sys._getframe(2).f_globals.get("__name__")
+        if number == self.number and (number is not other or asker == "torch.utils.checkpoint"):
             return 0
         if type(other) is not int or other not in (0, 1):
-            self._refuse("compared" if isinstance(other, TokenCount) else f"compared with {other!r}")
+            # It may be an assertion, which mixes nothing: not refuted, so that a caller may vouch for it.
+            raise Untraceable(f"its forward compares the number of tokens with {number!r}")
         noted.asked |= other == 1
         return 0 if other == 1 == at(self.number, {**SIZES, **dict.fromkeys(noted.ones, 1)}) else 1
 

@@ -220,6 +220,8 @@ def placed(call: Call) -> list[Flow]:
 def along(call: Call) -> list[Flow]:
     """Operators that read along dimensions, which must be without tokens; only a plain sum may go over them."""
     tensor, args, given = call.first, call.args, call.flow(call.first)
+    if any(map(holds_tokens, args.get("shifts", ()))):
+        raise NotPerToken(f"its forward computes with the number of tokens ({call.name})")
     count = tensor.dim()
     named = next((args[name] for name in ("dim", "dims") if args.get(name) not in (None, [])), list(range(count)))
     if "normalized_shape" in args:
@@ -385,6 +387,13 @@ def refusing(why: str) -> Rule:
     return rule
 
 
+def attended(call: Call) -> list[Flow]:
+    """Attention: of tokens to each other, or within each of them (over heads)."""
+    if any(flow.dims[-2] or flow.dims[-1] or flow.summed for flow in call.flows()):
+        raise call.mixes("goes over several of them")
+    raise NoRule(f"it uses {call.name}, for which there is no rule")
+
+
 def drawn(call: Call) -> list[Flow]:
     """Random numbers other than dropout's: refused."""
     raise NotPerToken(f"it draws random numbers that are no dropout's ({call.name})")
@@ -419,8 +428,9 @@ RULES: Mapping[str, Rule] = {
                                               "bincount unique_dim histc masked_scatter"),
         (refusing("goes over several of them"), "scatter_reduce index_add as_strided unfold diagonal "
             "tril triu native_batch_norm "
-            "_native_batch_norm_legit _native_batch_norm_legit_no_training native_group_norm "
-            "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"),
+            "_native_batch_norm_legit _native_batch_norm_legit_no_training native_group_norm"),
+        (attended, "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+                   "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"),
     )
     for name in names.split()
 }  # fmt: skip

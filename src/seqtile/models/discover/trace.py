@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from seqtile._compat import FakeTensorMode, run_backward, tree_flatten
 from seqtile._log import log_level
@@ -50,6 +51,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 """What a function may return besides tensors."""
 
 _here = threading.local()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def is_tracing() -> bool:
@@ -208,6 +213,9 @@ class Tracer:
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.autograd.set_detect_anomaly(False))  # which asks for values
+            # A tile runs under a checkpoint's, which torch.func's derivatives refuse.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
+            stack.enter_context(set_checkpoint_early_stop(False))  # which ends a recompute by an error
             stack.enter_context(self._mode)
             stack.enter_context(recorder)
             watched = stack.enter_context(Sizes())
