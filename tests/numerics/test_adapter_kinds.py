@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -387,3 +388,24 @@ def test_what_cannot_be_looked_at_is_said() -> None:
     model.model.layers[0].mlp.up_proj.weight.ds_id = 1  # as ZeRO-3 marks it
     with pytest.raises(seqtile.UserError, match="DeepSpeed holds the gradients"):
         seqtile.check_gradients(model)
+
+
+def test_a_forward_put_on_the_adapters_that_calls_the_one_before() -> None:
+    """As ms-swift 4.6.0 does to follow the input's device (``swift/tuners/peft.py``, ``keep_device_forward``)."""
+
+    def keep_device_forward(self: Any, x: Tensor) -> Any:
+        return self.forward_origin(x.to(self.weight.device) if self.weight.device != x.device else x)
+
+    def made() -> PeftModel:
+        model = adapted()
+        for name, module in model.named_modules():
+            if name.endswith((".lora_A.default", ".lora_B.default")):
+                module.forward_origin = module.forward  # type: ignore[assignment]
+                module.forward = MethodType(keep_device_forward, module)
+        return model
+
+    tiled = made()
+    assert str(seqtile.apply(tiled, tile=7)).startswith("tiled 2 of 2 MLPs (LlamaMLP), 7 tokens per tile, generic")
+    (loss, gradients, _), (expected, untiled, _) = step(tiled), step(made())
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, untiled)

@@ -234,6 +234,7 @@ def test_native_where_pytorch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"targets": torch.full((TOKENS,), -7)}, "labels from -7 to -7"),
         ({"targets": torch.zeros(TOKENS)}, "expected the integers of a vocabulary"),
         ({"temperature": 0.0}, "temperature=0.0: expected a number above 0"),
+        ({"temperature": torch.zeros(TOKENS)}, "temperature=0.0 of a token that counts: expected numbers above 0"),
         ({"temperature": torch.ones(3)}, "expected a number or that of the targets"),
         ({"candidates": torch.zeros(3, 2, dtype=torch.long)}, "candidates are .* expected integers of"),
         ({"candidates": torch.zeros(TOKENS, 2)}, "candidates are torch.float32"),

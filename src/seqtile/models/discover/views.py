@@ -63,7 +63,7 @@ class Views:
                 own[key] = self._fake(f"{name}.{key}", value)
             elif type(value) in (list, dict, set) and key not in INTERNAL:
                 own[key] = value.copy()
-        _bind_forward(own, module, view)
+        _bind_methods(own, module, view)
         self._former.append((view, {key: _copied(value) for key, value in own.items()}))
         return view
 
@@ -108,11 +108,12 @@ def _differs(one: Any, other: Any) -> bool:
     return isinstance(one, Tensor) or isinstance(other, Tensor) or one != other
 
 
-def _bind_forward(own: dict[str, Any], module: nn.Module, view: nn.Module) -> None:
-    """A forward of the instance's own that is bound to the module is bound to the view instead."""
+def _bind_methods(own: dict[str, Any], module: nn.Module, view: nn.Module) -> None:
+    """The instance's own methods that are bound to the module, forward or others, are bound to the view instead."""
     forward = own.pop("forward", None)
     forward = getattr(forward, "before", {"forward": forward}).get("forward")
-    if isinstance(forward, types.MethodType) and forward.__self__ is module:
-        forward = types.MethodType(forward.__func__, view)
     if forward is not None:
         own["forward"] = forward
+    for name, value in own.items():
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            own[name] = types.MethodType(value.__func__, view)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from seqtile._compat import FakeTensor
 from seqtile.ops.lm_loss.cross_entropy import HeadCall
 from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective, Wanted
 from seqtile.ops.lm_loss.vocabulary_shards import own_rows, sharded_scores
@@ -116,8 +117,9 @@ def token_logprobs(
         synchronisation with the host, for ``n``.
 
     Raises:
-        ValueError: shapes that do not fit, targets outside the vocabulary, a temperature that is not above 0, or a
-            number of tokens below 1 or above the vocabulary.
+        ValueError: shapes that do not fit, targets outside the vocabulary, a temperature that is not above 0 (one for
+            each token: where it is on a CPU, elsewhere the result is not finite), or a number of tokens below 1 or
+            above the vocabulary.
     """
     weight, shard = own_rows(weight, vocabulary_group)
     vocabulary = weight.shape[0]
@@ -185,7 +187,10 @@ def _temperatures(temperature: Tensor | float, call: HeadCall, shape: torch.Size
             f"temperature has shape {tuple(temperature.shape)}, expected a number or that of the targets, "
             f"{tuple(shape)}"
         )
-    return call.kept.take(temperature.detach().reshape(-1).to(call.hidden.device, wide))
+    divisors = call.kept.take(temperature.detach().reshape(-1).to(call.hidden.device, wide))
+    if divisors.device.type == "cpu" and not isinstance(divisors, FakeTensor) and not (divisors > 0).all():
+        raise ValueError(f"temperature={float(divisors.min())} of a token that counts: expected numbers above 0")
+    return divisors
 
 
 def _reference(
