@@ -659,6 +659,7 @@ disable_torch_function_subclass: Callable[[], Any] = _find("torch._C.DisableTorc
 has_kernel: Callable[[str, Any], bool] = _find("torch._C._dispatch_has_kernel_for_dispatch_key")
 _dispatch_mode: Callable[[Any], Any] = _find("torch._C._get_dispatch_mode")
 _FAKE = _find("torch._C._TorchDispatchModeKey.FAKE")
+shapes_only: Callable[[Any], Any] = _find("torch._subclasses.fake_tensor.in_kernel_invocation_manager")
 
 GROUPED_MM: Any = _find("torch.ops.aten._grouped_mm.default")
 READ_NUMBER: Any = _find("torch.ops.aten._local_scalar_dense.default")
