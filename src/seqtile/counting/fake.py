@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from seqtile._compat import (
     GROUPED_MM,
+    TO_COPY,
+    UNSAFE_VIEW,
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
@@ -81,12 +83,11 @@ _IN_PLACE = _overloads(
 )  # fmt: skip
 """Operators that return their first argument as it was: nothing has to be worked out, and half of a step is these."""
 
-_VIEWS = _overloads(
-    "_unsafe_view", "alias", "detach", "expand", "permute", "select", "slice", "squeeze", "t", "transpose", "unsqueeze",
-    "view",
-)  # fmt: skip
-_NEW = _overloads(
-    "_to_copy", "add", "addmm", "bmm", "clone", "div", "empty", "empty_like", "mean", "mm", "mul", "neg", "new_empty",
+_VIEWS = {UNSAFE_VIEW} | _overloads(
+    "alias", "detach", "expand", "permute", "select", "slice", "squeeze", "t", "transpose", "unsqueeze", "view"
+)
+_NEW = {TO_COPY} | _overloads(
+    "add", "addmm", "bmm", "clone", "div", "empty", "empty_like", "mean", "mm", "mul", "neg", "new_empty",
     "new_zeros", "pow", "rsqrt", "sigmoid", "silu", "slice_backward", "sub", "sum", "zeros", "zeros_like",
 )  # fmt: skip
 """Operators with one result: a view, or a new tensor on the device of its arguments. Four fifths of a step are these,

@@ -294,7 +294,7 @@ def _sized_for(device_type: str, keep: float | str) -> Iterator[None]:
         yield
         return
     before = BLOCK_ELEMENTS["cpu"]
-    looped: list[tuple[type, str]] = [(HeadRows, "blocks"), (Layer, "_pieces"), (HeadWiseCall, "tiles")]
+    looped: list[tuple[type, str]] = [(HeadRows, "blocks"), (Layer, "pieces"), (HeadWiseCall, "tiles")]
     looped += [] if keep else [(MlpCall, "tiles")]
     whole = [getattr(owner, name) for owner, name in looped]
     BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
