@@ -687,8 +687,11 @@ disable_torch_function_subclass: Callable[[], Any] = _find("torch._C.DisableTorc
 has_kernel: Callable[[str, Any], bool] = _find("torch._C._dispatch_has_kernel_for_dispatch_key")
 _dispatch_mode: Callable[[Any], Any] = _find("torch._C._get_dispatch_mode")
 _FAKE = _find("torch._C._TorchDispatchModeKey.FAKE")
+shapes_only: Callable[[Any], Any] = _find("torch._subclasses.fake_tensor.in_kernel_invocation_manager")
 
 GROUPED_MM: Any = _find("torch.ops.aten._grouped_mm.default")
+TO_COPY: Any = _find("torch.ops.aten._to_copy.default")
+UNSAFE_VIEW: Any = _find("torch.ops.aten._unsafe_view.default")
 READ_NUMBER: Any = _find("torch.ops.aten._local_scalar_dense.default")
 READ_NUMBER_NAME = "_local_scalar_dense"
 unsafe_view: Callable[..., Tensor] = _find("torch.ops.aten._unsafe_view")

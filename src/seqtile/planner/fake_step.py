@@ -20,8 +20,10 @@ from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.models.adapters import lora_config, without_adapters
 from seqtile.models.apply import apply, apply_options, undo
 from seqtile.models.discover.decoder_layers import decoder_layers
+from seqtile.ops.attention.head_groups import Plan as HeadWiseCall
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
+from seqtile.ops.linear import Layer
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS, HeadRows
 from seqtile.ops.mlp import Plan as MlpCall
 from seqtile.planner.flash_shapes import register as register_flash
@@ -93,6 +95,12 @@ def build(config: Any, setup: Setup, device: str, sample: Sample | None = None) 
             options = replace(options, loss_tile="auto")
         if options.tiled:
             report = apply_options(model, options)
+            wrapped = [left.name for left in report.left if left.class_name == "ParamWrapper"]
+            wrapped = [name for name in wrapped if name.rpartition(".")[0] not in wrapped]  # each is around another
+            # Adapters on experts, which a real step tries out and, in fp32, tiles.
+            if device == "meta" and wrapped and setup.dtype == torch.float32:
+                undo(model)
+                report = apply_options(model, replace(options, trust=wrapped))
         else:
             report = apply(model)  # for its blocks, whose parts of the step are told apart untiled too
             undo(model)
@@ -279,20 +287,23 @@ def _ends(parts: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
 def _sized_for(device_type: str, keep: float | str) -> Iterator[None]:
     """The head's blocks of rows as large as on ``device_type``, and weight gradients summed as there.
 
-    Of a tile's blocks of logits, and of the tiles of an MLP unless they ``keep`` gate and up, only the first two and
-    the last are run.
+    Of a tile's blocks of logits, of a product's pieces, of the tiles around head-wise attention, and of those of an MLP
+    unless they ``keep`` gate and up, only the first two and the last are run.
     """
-    before = BLOCK_ELEMENTS.get("cpu")
-    blocks, tiles = HeadRows.blocks, MlpCall.tiles
-    if device_type != "cpu" and before is not None:
-        BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
-        HeadRows.blocks = _ends(blocks)  # type: ignore[method-assign]
-        if not keep:
-            MlpCall.tiles = _ends(tiles)  # type: ignore[method-assign]
+    if device_type == "cpu":
+        yield
+        return
+    before = BLOCK_ELEMENTS["cpu"]
+    looped: list[tuple[type, str]] = [(HeadRows, "blocks"), (Layer, "pieces"), (HeadWiseCall, "tiles")]
+    looped += [] if keep else [(MlpCall, "tiles")]
+    whole = [getattr(owner, name) for owner, name in looped]
+    BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
+    for (owner, name), parts in zip(looped, whole, strict=True):
+        setattr(owner, name, _ends(parts))
     try:
-        with nullcontext() if device_type == "cpu" else as_on_an_accelerator():
+        with as_on_an_accelerator():
             yield
     finally:
-        HeadRows.blocks, MlpCall.tiles = blocks, tiles  # type: ignore[method-assign]
-        if before is not None:
-            BLOCK_ELEMENTS["cpu"] = before
+        for (owner, name), parts in zip(looped, whole, strict=True):
+            setattr(owner, name, parts)
+        BLOCK_ELEMENTS["cpu"] = before

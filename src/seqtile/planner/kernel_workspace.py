@@ -21,7 +21,7 @@ def cpu_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> i
     type, results too (``aten/src/ATen/TensorIterator.cpp``, ``compute_types``), which no GPU does.
     """
     if name in _ELEMENTWISE:
-        return _promoted(args, name.endswith("_"))
+        return _promoted(args, args[0] if name.endswith("_") else kwargs.get("out"))
     if name not in (_FORWARD, _BACKWARD):
         return 0
     backward = name == _BACKWARD
@@ -37,15 +37,15 @@ def cpu_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> i
     return numbers * torch.get_num_threads()  # type: ignore[no-any-return]
 
 
-def _promoted(args: tuple[Any, ...], in_place: bool) -> int:
-    """Bytes of the operands that are copied to the type that both have in common."""
+def _promoted(args: tuple[Any, ...], out: Tensor | None) -> int:
+    """Bytes of the operands, and of the given result, that are copied to the type that both have in common."""
     given = [one for one in args[:2] if isinstance(one, Tensor)]
     if len(given) < 2:
         return 0
     common = torch.result_type(*given)
     copied = sum(one.numel() for one in given if one.dtype != common and one.dim())
-    if in_place and given[0].dtype != common:
-        copied += given[0].numel()
+    if out is not None and out.dtype != common:
+        copied += out.numel()
     return copied * common.itemsize
 
 

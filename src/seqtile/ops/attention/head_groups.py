@@ -75,7 +75,6 @@ class Plan:
     autocast: Autocast
     random: RandomState | None
 
-    @property
     def tiles(self) -> Iterator[tuple[int, int]]:
         """(first row, rows) of each tile of tokens."""
         return zip(accumulate(self.sizes, initial=0), self.sizes, strict=False)
@@ -156,7 +155,7 @@ class _Work:
         parts = []
         for layer in self.first.layers:
             parts.append(rows.new_empty(rows.shape[0], layer.width, dtype=self.dtype))
-        for start, size in self.plan.tiles:
+        for start, size in self.plan.tiles():
             masks = self.first.draw(size)
             normed = self.first.normed(rows.narrow(0, start, size))
             for layer, part, mask in zip(self.first.layers, parts, masks, strict=True):
@@ -165,7 +164,7 @@ class _Work:
 
     def skip(self, x: Tensor) -> Tensor | None:
         """Draw what :meth:`project` and the output projection draw; returns the latter's mask."""
-        for _, size in self.plan.tiles:
+        for _, size in self.plan.tiles():
             self.first.draw(size)
         return self.out.draw(x.shape[:-1].numel())
 
@@ -173,7 +172,7 @@ class _Work:
         """Add the gradients of the projections and the norm; returns the input's."""
         rows = x.reshape(-1, x.shape[-1])
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-        for start, size in self.plan.tiles:
+        for start, size in self.plan.tiles():
             masks = self.first.draw(size)
             mine = rows.narrow(0, start, size)  # [t, D]
             grads = [part.view(-1, part.shape[-1]).narrow(0, start, size) for part in parts]
