@@ -117,6 +117,15 @@ def test_labels_of_another_length_than_the_ids() -> None:
         check_ids(Dataset.from_list(rows), 9, "rows")
 
 
+def test_the_kind_of_most_rows_is_the_right_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    tiny_run.write_jsonl(path, [GOOD, GOOD, PAIR, GOOD])
+    with pytest.raises(UserError, match=r"line 3: 'text' is null and 'prompt' is not: .* \(1 of 4 rows are wrong\)"):
+        checked(path)
+    rows, left_out = check_rows(load_rows(str(path)), str(path), text_field="text", skip=True)
+    assert rows[:] == {"text": [GOOD["text"]] * 3} and [*left_out.values()] == [1]
+
+
 def test_nothing_right_is_refused_even_where_bad_rows_are_left_out(tmp_path: Path) -> None:
     path = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [{"text": ""}] * 2)
     with pytest.raises(UserError, match="no row of 2 can be trained on"):
@@ -173,7 +182,7 @@ def test_csv_has_columns_and_is_no_prose(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rows.csv', line 4: 'text' is empty"):
         checked(path)
     path.write_text("prompt,completion\na,b\na,b,c\n")
-    with pytest.raises(UserError, match="line 3 has 3 fields, and the header 2"):
+    with pytest.raises(UserError, match="line 3: fields got 3, expected 2 as in the header"):
         load_rows(str(path))
     (tmp_path / "rows.tsv").write_text("text\tnumber\na, b\t1\n")
     assert load_rows(str(tmp_path / "rows.tsv")).rows["text"][:] == ["a, b"]

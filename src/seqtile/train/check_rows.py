@@ -42,10 +42,14 @@ def check_rows(loaded: Loaded, dataset: str, *, text_field: str, skip: bool) -> 
         UserError: the first row that is wrong; or, with ``skip``, that no other is there.
     """
     rows = loaded.rows
-    kind = kind_of(rows.column_names, dataset, text_field)
+    kind_of(rows.column_names, dataset, text_field)
+    there = [one for one in (*ROW_KINDS, (text_field,)) if set(one) <= set(rows.column_names)]
+    kind = there[0] if len(there) == 1 else _most_frequent(rows, there)
     named = dict.fromkeys(column for columns in (*ROW_KINDS, (text_field,)) for column in columns)
     kinds = [column for column in named if column in rows.column_names]
     seen = rows.select_columns(kinds)
+    if kind != there[0]:  # TRL would take the first: rows of the others are left out, and their columns with them
+        rows = rows.remove_columns([column for column in kinds if column not in kind])
     found = seen.with_format("arrow").map(
         _problems_of_ids, batched=True, remove_columns=kinds, num_proc=processes_for(len(rows)), desc="Checking rows"
     ) if kind == ("input_ids",) else seen.map(
@@ -67,6 +71,19 @@ def check_rows(loaded: Loaded, dataset: str, *, text_field: str, skip: bool) -> 
     return rows.select([index for index, problem in enumerate(problems) if not problem]), dict(
         Counter(problems[index] for index in bad)
     )
+
+
+def _most_frequent(rows: Dataset, there: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The kind whose columns are filled in the most rows, the first of equal ones. One pass over these columns."""
+    from pyarrow import compute  # type: ignore[import-untyped]
+
+    filled: Counter[tuple[str, ...]] = Counter()
+    columns = list(dict.fromkeys(column for kind in there for column in kind))
+    for batch in rows.select_columns(columns).with_format("arrow").iter(batch_size=10_000):
+        for kind in there:
+            valid = [compute.is_valid(batch[column]) for column in kind]
+            filled[kind] += compute.sum(valid[0] if len(valid) == 1 else compute.and_(*valid)).as_py()
+    return max(there, key=filled.__getitem__)
 
 
 def problem_of(row: Mapping[str, Any], kind: Sequence[str]) -> str:
@@ -104,7 +121,7 @@ def _problems_of_ids(batch: Any) -> dict[str, list[str]]:
 
     What is no list of whole numbers is left to :func:`seqtile.train.data.check_ids`.
     """
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
     from pyarrow import compute
 
     ids = batch["input_ids"].combine_chunks()

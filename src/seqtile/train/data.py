@@ -220,7 +220,7 @@ def _csv_format(files: list[Path]) -> dict[str, Any]:
             columns = columns or fields
             if len(fields) != len(columns):
                 raise UserError(
-                    f"dataset {str(file)!r}, line {number} has {len(fields)} fields, and the header {len(columns)}; "
+                    f"dataset {str(file)!r}, line {number}: fields got {len(fields)}, expected {len(columns)} as in the header; "
                     "put fields that hold the separator or a line break into double quotes"
                 )
     features = Features({column: Value("string") for column in columns})
