@@ -182,7 +182,7 @@ def test_csv_has_columns_and_is_no_prose(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rows.csv', line 4: 'text' is empty"):
         checked(path)
     path.write_text("prompt,completion\na,b\na,b,c\n")
-    with pytest.raises(UserError, match="line 3: fields got 3, expected 2 as in the header"):
+    with pytest.raises(UserError, match="line 3: got 3 fields, expected the header's 2"):
         load_rows(str(path))
     (tmp_path / "rows.tsv").write_text("text\tnumber\na, b\t1\n")
     assert load_rows(str(tmp_path / "rows.tsv")).rows["text"][:] == ["a, b"]

@@ -176,7 +176,7 @@ def _load_files(files: list[Path], text_field: str, streaming: bool) -> Loaded:
             try:
                 how = _csv_format(filled) if builder == "csv" else {}
                 names = [str(file) for file in filled]
-                with _silent_datasets():
+                with silent_datasets():
                     rows = load_dataset(builder, data_files=names, split="train", streaming=streaming, **how)
                 if builder == "json" and not streaming:
                     rows.data.validate(full=True)  # PyArrow reads text that is not UTF-8 without a word
@@ -194,7 +194,7 @@ def _load_files(files: list[Path], text_field: str, streaming: bool) -> Loaded:
 
 
 @contextmanager
-def _silent_datasets() -> Iterator[None]:
+def silent_datasets() -> Iterator[None]:
     """Without the line that datasets logs about a file that it cannot read: the error says it."""
     from datasets.utils import logging
 
@@ -220,8 +220,8 @@ def _csv_format(files: list[Path]) -> dict[str, Any]:
             columns = columns or fields
             if len(fields) != len(columns):
                 raise UserError(
-                    f"dataset {str(file)!r}, line {number}: fields got {len(fields)}, expected {len(columns)} as in the header; "
-                    "put fields that hold the separator or a line break into double quotes"
+                    f"dataset {str(file)!r}, line {number}: got {len(fields)} fields, expected the header's "
+                    f"{len(columns)}; put fields that hold the separator or a line break into double quotes"
                 )
     features = Features({column: Value("string") for column in columns})
     return {"features": features, "keep_default_na": False, "sep": _separator(files[0])}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile.train.check_rows import problem_of
-from seqtile.train.data import ROW_KINDS, Loaded, kind_of, refuse_broken_rows
+from seqtile.train.data import ROW_KINDS, Loaded, kind_of, refuse_broken_rows, silent_datasets
 from seqtile.train.data_summary import StreamSummary
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ class Stream:
         rows, count = iter(self._loaded.rows), 0
         while True:
             try:
-                row: Any = next(rows)
+                with silent_datasets():
+                    row: Any = next(rows)
             except StopIteration:
                 return
             except Exception as error:  # noqa: BLE001 - the readers raise many unrelated types
