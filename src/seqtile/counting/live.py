@@ -193,6 +193,10 @@ class LiveBytes:
             written += self._mutated(func, args, kwargs, name)
         self._record(written)
 
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor that was made without an operator, until nothing holds it."""
+        self._visit(tensor, counted=True)
+
     def _mutated(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> int:
         """Bytes of the arguments on this device that the operator writes into."""
         total = 0
