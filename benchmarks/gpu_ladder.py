@@ -39,7 +39,8 @@ GRAIN = 1024
 CLOSE = "close enough"
 """How the search of a rung ends that is done."""
 
-FULL = ("out of memory", "SIGKILL")
+DEVICE_FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+HOST_FULL = ("SIGKILL", "offload would put")
 """What an attempt says that was too long: for the device, for the host."""
 
 
@@ -87,6 +88,7 @@ def run(given: argparse.Namespace) -> list[Row]:
         given.model, 0, given.start, given.layers, adapters, given.precision, device, host, memory,
     )  # fmt: skip
     rows = read_rows(given.out)
+    failed: list[str] = []
     key: Row = {}
     for number in numbers:
         first = replace(base, rung=number)
@@ -97,7 +99,7 @@ def run(given: argparse.Namespace) -> list[Row]:
         if done is not None:
             print(f"{RUNGS[number].name}: done on {done['date']}", flush=True)
             continue
-        tried = [row for row in here if row["kind"] == "attempt"]
+        tried = [row for row in here if row["kind"] == "attempt" and _tells(row)]
 
         def write(row: Row, key: Row = key, number: int = number) -> Row:
             words = ["python", "benchmarks/gpu_ladder.py", *sys.argv[1:]]
@@ -108,10 +110,16 @@ def run(given: argparse.Namespace) -> list[Row]:
 
         if not given.start:
             first = replace(first, tokens=planned_length(first, memory or found["device_bytes"]))
-        _rung(first, tried, write, given.within, 60 * given.minutes)
+        try:
+            _rung(first, tried, write, given.within, 60 * given.minutes)
+        except UserError as error:  # its row is written; the other rungs may run all the same
+            failed.append(str(error))
+            print(f"    {error}", flush=True)
     last = {json.dumps({name: row.get(name) for name in key}): row for row in rows if row["kind"] == "rung"}
     mine = list(last.values())
     show(mine)
+    if failed:
+        raise UserError("; ".join(failed))
     return mine
 
 
@@ -140,9 +148,9 @@ def _rung(first: Attempt, tried: list[Row], write: Callable[[Row], Row], within:
         taken = {"kind": "attempt", "tokens": one.tokens, "layers_run": one.layers, "seconds": time.monotonic() - begin}
         if TIMED_OUT in found.get("error", ""):
             return None
-        if "error" in found and not any(word in found["error"] for word in FULL):
-            raise UserError(f"{RUNGS[one.rung].name}, {one.tokens:,} tokens: {found['error']}")
         row = write({**taken, **found})
+        if "error" in found and not any(word in found["error"] for word in (*DEVICE_FULL, *HOST_FULL)):
+            raise UserError(f"{RUNGS[one.rung].name}, {one.tokens:,} tokens: {found['error']}")
         tried.append(row)
         print(f"    {one.tokens:>10,} tokens, {one.layers} layers: " + row.get(
             "error", f"{row.get('peak_gib', 0):.3f} GiB, {row.get('step_s', 0):.2f} s"), flush=True)  # fmt: skip
@@ -155,7 +163,7 @@ def _rung(first: Attempt, tried: list[Row], write: Callable[[Row], Row], within:
         "layers_run": first.layers,
     }  # fmt: skip
     if fits:
-        row.update({name: fits[name] for name in ("peak_gib", "peak_from", "step_s", "layers_of_model")})
+        row.update({name: fits[name] for name in ("peak_gib", "peak_from", "step_s", "layers_of_model", "attention")})
         row["layers_extrapolated"] = fits["layers_of_model"] - first.layers
         fewer = attempt(replace(first, tokens=fits["tokens"], layers=first.layers - 1)) if first.layers > 1 else None
         if fewer is not None and "step_s" in fewer:
@@ -213,10 +221,15 @@ def show(rows: list[Row]) -> None:
               f"{row['search_ended']}")  # fmt: skip
 
 
+def _tells(attempt: Row) -> bool:
+    """Whether an attempt says what fits; one that failed otherwise is made again."""
+    return "error" not in attempt or any(word in attempt["error"] for word in (*DEVICE_FULL, *HOST_FULL))
+
+
 def _limit(fails: Row | None) -> str:
     if fails is None:
         return "nothing that was tried"
-    return "device memory" if fails["error"] == FULL[0] else "host memory"
+    return "device memory" if any(word in fails["error"] for word in DEVICE_FULL) else "host memory"
 
 
 def _bytes(name: str, text: str) -> int:

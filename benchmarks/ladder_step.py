@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
+from seqtile.activation_checkpointing.keep_attention import kept_per_token
 from seqtile.bench.technique_ladder import GIB, requests
 from seqtile.counting import count_live_bytes
 from seqtile.devices import peak_bytes, reset_peak, synchronize
@@ -159,9 +160,8 @@ def measure_attempt(arguments: dict[str, Any]) -> dict[str, Any]:
     head = head_tile(build(cut(config, 1), setup, "meta"), setup, attempt.tokens, attempt.device)
     setup = changed(setup, loss_tile=head)
     text = config.get_text_config()
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     size = 2 if setup.autocast else setup.dtype.itemsize
-    kept = text.num_attention_heads * (width * size + 4) if setup.options.checkpoint == "attention-saved" else 0
+    kept = kept_per_token(text, size) if setup.options.checkpoint == "attention-saved" else 0
     mine, on_device = 0, whole - attempt.layers
     offload: bool | str = False
     if request.options.offload:
@@ -188,7 +188,7 @@ def measure_attempt(arguments: dict[str, Any]) -> dict[str, Any]:
             if number == 1:
                 peak.begin()
             others.forward = True
-            with names_of_kernels() if number == 0 else nullcontext() as names:
+            with names_of_kernels() if number < 2 else nullcontext() as names:
                 loss = compute_loss(model, setup, row)
             operators |= names or set()
             others.forward = False

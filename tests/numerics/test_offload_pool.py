@@ -249,6 +249,43 @@ def test_a_budget_is_held_and_the_rest_stays_on_the_device(machine: Machine) -> 
         assert all(size & (size - 1) == 0 for size in machine.chunks), "PyTorch rounds up to powers of two"
 
 
+def test_no_chunk_is_pinned_for_a_tensor_that_does_not_fit(machine: Machine) -> None:
+    pool = ChunkPool(4 * CHUNK, lambda size: torch.empty(size, dtype=torch.uint8, device="meta"))
+    assert pool.make_room(3 * CHUNK) and pool.take(3 * CHUNK)
+    assert not pool.make_room(2 * CHUNK) and pool.capacity == 3 * CHUNK
+
+
+def test_two_devices_share_one_budget_as_lengths_grow(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = HostMemory(8 * CHUNK)
+    lanes: dict[int, Lane] = {}
+    monkeypatch.setattr(memory, "lane_of", lambda tensor: lanes[id(tensor)])
+    first, second = (torch.empty(0), torch.empty(0))
+    for device in (first, second):  # as a first short step makes them: one chunk each
+        pool = ChunkPool(memory.budget - memory.pool_bytes, machine.allocate)
+        lanes[id(device)] = memory._lanes[torch.device("meta", len(lanes))] = Lane(None, lambda: None, pool, 2)
+        assert pool.make_room(CHUNK)
+    for chunks in (2, 4, 8):
+        for device in (first, second):
+            device.resize_(chunks * CHUNK // 4)
+            memory.has_room(device)
+    assert memory.pool_bytes <= memory.budget
+
+
+@pytest.mark.parametrize("head_dim", [8, 32])
+def test_what_is_kept_of_attention_is_counted_as_it_is(machine: Machine, head_dim: int) -> None:
+    model = causal_lm("llama", head_dim=head_dim, use_cache=False, attn_implementation="sdpa")
+    seqtile.apply(model, blocks="none", offload=True, checkpoint="attention-saved")
+    counted: list[int] = []
+    memory = host(model)
+    memory.check = lambda each, layers, device: counted.append(each)  # type: ignore[method-assign]
+    parked: list[int] = []
+    park = memory.park
+    memory.park = lambda tensor: (parked.append(tensor.nbytes), park(tensor))[1]  # type: ignore[method-assign]
+    model(tokens(2, 40)).logits.sum().backward()
+    layers = model.config.num_hidden_layers
+    assert counted[0] * layers == sum(parked)
+
+
 def test_a_host_that_pins_no_more_is_said_once(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     machine.most_chunks = 2
     expected = step(checkpointed())

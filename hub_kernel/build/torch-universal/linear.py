@@ -185,7 +185,7 @@ class Layer:
             torch.addmm(self.bias, x, matrix.t(), out=out)
         if self.down is None:
             return
-        for xs, place, kept in self._pieces(x, out, mask):
+        for xs, place, kept in self.pieces(x, out, mask):
             assert xs is not None and place is not None
             low = torch.mm(self._dropped(xs, kept), self.down.t())
             if self.narrow:
@@ -198,7 +198,7 @@ class Layer:
         if self.down is None:
             return None
         result = dy.new_empty(dy.shape[0], self.up.shape[1], dtype=self.low_dtype)
-        for dys, place in self._pieces(dy, result):
+        for dys, place in self.pieces(dy, result):
             assert dys is not None and place is not None
             torch.mm(dys.to(self.low_dtype), self.up, out=place).mul_(self.scaling)
         return result
@@ -222,7 +222,7 @@ class Layer:
             self.weight_sum.add_product(*((x.t(), dy) if self.transposed else (dy.t(), x)))
         if self.down_sum is None and self.up_sum is None:
             return
-        for xs, dys, lows, kept in self._pieces(x, dy, low, mask):
+        for xs, dys, lows, kept in self.pieces(x, dy, low, mask):
             assert xs is not None and dys is not None and lows is not None and self.down is not None
             xs = self._dropped(xs, kept, overwrite=overwrite)
             if self.down_sum is not None:
@@ -246,7 +246,7 @@ class Layer:
         if self.narrow and mask is None:
             torch.addmm(out, low, self.down, out=out)
             return
-        for lows, place, kept in self._pieces(low, out, mask):
+        for lows, place, kept in self.pieces(low, out, mask):
             assert lows is not None and place is not None
             part = torch.mm(lows, self.down)
             place.add_(part if kept is None else part.mul_(kept))
@@ -258,7 +258,7 @@ class Layer:
             return wide
         return wide.mul_(mask) if overwrite or wide is not x else wide * mask
 
-    def _pieces(self, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+    def pieces(self, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
         """The rows at once; in pieces where the adapter is wider than the rest, so that no wide tile is made."""
         rows = next(tensor.shape[0] for tensor in tensors if tensor is not None)
         step = rows if self.narrow else WIDE_ROWS

@@ -91,6 +91,8 @@ class ChunkPool:
     def make_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` are free, after more chunks are made if need be."""
         nbytes = _aligned(nbytes)
+        if self.budget and self.free_bytes + self.budget - self.capacity < nbytes:
+            return False  # before chunks are made that would not be enough
         while self.free_bytes < nbytes:
             size = _next_chunk(self.capacity, self.budget)
             if not size or self.full:
@@ -299,6 +301,8 @@ class HostMemory:
         nbytes = tensor.numel() * tensor.element_size()
         lane = self.lane_of(tensor)
         if lane is not None:
+            if self.budget:  # what the other devices have not taken
+                lane.pool.budget = max(ALIGNMENT, self.budget - self.pool_bytes + lane.pool.capacity)
             return lane.pool.make_room(nbytes)
         return not self.budget or self.parked_bytes + nbytes <= self.budget
 

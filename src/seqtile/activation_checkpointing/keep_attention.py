@@ -26,6 +26,16 @@ from seqtile.ops.attention.kernel_calls import Kept, is_attention, keeping, kept
 from seqtile.ops.rng import RandomState
 
 
+def kept_per_token(text_config: Any, itemsize: int) -> int:
+    """Bytes per token and layer that are kept of attention: each head's output, and its log-sum-exp in fp32."""
+    heads = text_config.num_attention_heads
+    width = max(
+        getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
+        getattr(text_config, "v_head_dim", None) or 0,
+    )
+    return int(heads * (width * itemsize + 4))
+
+
 class AttentionSaved:
     """``context_fn`` of ``torch.utils.checkpoint``.
 

@@ -27,7 +27,7 @@ from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile._stand_in import StandIn
 from seqtile.activation_checkpointing.host_offload import HostMemory
-from seqtile.activation_checkpointing.keep_attention import AttentionSaved
+from seqtile.activation_checkpointing.keep_attention import AttentionSaved, kept_per_token
 from seqtile.ops.attention.backends import described, has_long_mask, without_wrong_kernel
 
 logger = first_rank_logger(__name__)
@@ -188,7 +188,10 @@ class Checkpointing(StandIn):
         first = next((value for value in args if isinstance(value, Tensor) and value.is_floating_point()), None)
         if first is None or not torch.is_grad_enabled():
             return base(function, *args, **words)
-        each = first.numel() * first.element_size() * (2 if self.attention else 1)
+        each = first.numel() * first.element_size()
+        if self.attention is not None:
+            text = self.module.config.get_text_config()
+            each += first.numel() // first.shape[-1] * kept_per_token(text, first.element_size())
         self.host.check(each, self.layers, first.device)
         self.host.begin_layer()
         pack, unpack = _only(first, self.host)

@@ -333,13 +333,23 @@ class Facts:
         if self._code.reads("training"):
             training = own.get("training")
             self._read(["training"], own)
-        named = self._of_scope(own, 0, skip=INTERNAL)
+        methods = {
+            name for name, value in own.items() if isinstance(value, types.MethodType) and value.__self__ is part
+        }
+        named = self._of_scope(own, 0, skip=INTERNAL | methods), self._of_methods(own, methods)
         if isinstance(part, (nn.ParameterDict, nn.ParameterList)):  # whose entries are attributes, by any name
             named = self._named(own, [name for name in own if name not in INTERNAL], own, 0)
         for scope in (parameters_of(part), buffers_of(part)):
             self._none += [(scope, name) for name, tensor in scope.items() if tensor is None]
         weights = [specs[name] for name in sorted(specs)]
         return (_Same(type(part)), training, weights, children, hooks, named, self._forward(own))
+
+    def _of_methods(self, own: dict[str, Any], methods: set[str]) -> Any:
+        """Methods that were put on an instance and are bound to it; in a trace they are bound to the copy."""
+        names = sorted(methods if self._known is None else methods & self._known)
+        if names:
+            self._read(names, own)
+        return tuple([(name, self._freeze(own[name].__func__, 1)) for name in names])
 
     def _forward(self, own: dict[str, Any]) -> Any:
         forward = own.get("forward")
