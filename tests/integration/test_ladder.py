@@ -239,3 +239,44 @@ def test_a_rung_ends_when_its_time_is_up_and_the_script_says_what_it_needs(
         assert said in capsys.readouterr().err
     taken = asdict(attempt_of(model, memory=1, tokens=64))
     assert guarded(measure_attempt, taken)["error"] == "out of memory"
+
+
+def test_what_fails_otherwise_is_written_and_the_other_rungs_go_on(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, broken = script.run_child, ["RuntimeError: no such kernel"]
+
+    def run_child(job: str, arguments: dict[str, Any], **words: Any) -> dict[str, Any]:
+        if job == "environment":
+            return real(job, arguments, **words)
+        if arguments["rung"] == 0 and broken:
+            return {"error": broken[0]}
+        if arguments["tokens"] > 100:
+            return {"error": "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED"}
+        return {"peak_gib": 1.0, "peak_from": "a stand-in", "step_s": 1.0, "layers_of_model": 2, "attention": ["math"]}
+
+    monkeypatch.setattr(script, "run_child", run_child)
+    out = tmp_path / "rows.jsonl"
+    words = [
+        "--model",
+        model,
+        "--device",
+        "cpu",
+        "--memory",
+        "32MiB",
+        "--start",
+        "96",
+        "--layers",
+        "1",
+        "--out",
+        str(out),
+    ]
+    monkeypatch.setattr("sys.argv", ["gpu_ladder.py", *words, "--rungs", "0,1"])
+    assert script.main() == 2 and "no such kernel" in capsys.readouterr().err
+    rows = [row for row in script.read_rows(out) if row["kind"] != "machine"]
+    assert [row.get("error") for row in rows if row["rung"] == 0] == broken
+    [rung] = [row for row in rows if row["kind"] == "rung"]
+    assert rung["rung"] == 1 and rung["limited_by"] == "device memory" and rung["attention"] == ["math"]
+    broken.clear()
+    assert script.main() == 0
+    assert [row["rung"] for row in script.read_rows(out) if row["kind"] == "rung"] == [1, 0]

@@ -211,6 +211,8 @@ def test_a_signal_saves_a_checkpoint_and_the_printed_command_continues(
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP,)], ids=str)
 def test_sigterm_twice_and_sighup_save(model: Path, dataset: Path, tmp_path: Path, numbers: tuple[signal.Signals]):
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # the tests were started by nohup, which is respected
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     callbacks = [SignalAt(2, number) for number in numbers]
     stopped = run(model, dataset, tmp_path / "out", callbacks=callbacks)
     assert (stopped.stopped_by, stopped.output.name) == (numbers[0], "checkpoint-2")
