@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig
 
 from seqtile._errors import UserError
+from seqtile.cli import main
 from seqtile.planner.accelerators import Device
 from seqtile.planner.explain import recipe
 from seqtile.planner.memory_plan import Planner
@@ -95,3 +98,17 @@ def test_the_emitted_recipe_trains(ring: Planner) -> None:
 def test_what_a_ring_cannot_do_is_refused(values: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         Planner(request(**{"engine": "fsdp2", **values}), 4096)
+
+
+def test_the_command_plans_a_ring_of_a_length_and_says_how_long_its_bytes_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CONFIG.save_pretrained(tmp_path)
+    flags = ["--device", "16GiB", "--gpus", "2", "--nodes", "2", "--engine", "fsdp2", "--cp-size", "2"]
+    more = ["--max-length", "262144", "--node-link", "8", "--json"]
+    assert main(["plan", "--model", str(tmp_path), *flags, *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["between_nodes_seconds"] == pytest.approx(sum(found["between_nodes_gib"].values()) * 2**30 / 1e9)
+    assert "ring attention" in found["attention_saved"]["why"]
+    assert main(["plan", "--model", str(tmp_path), "--node-link", "8"]) == 2
+    assert "--nodes above 1" in capsys.readouterr().err

@@ -28,6 +28,7 @@ def command(
     device: str = typer.Option("h100", help="h200, h100, a100-80, a100-40, rtx4090, ... or its memory, 141GiB."),
     gpus: int = typer.Option(1, help="Devices, of all nodes together.", metavar="N"),
     nodes: int = typer.Option(1, help="Nodes that they are on.", metavar="N"),
+    node_link: float = typer.Option(None, help="From a node to the others, in Gbit/s: the time it takes.", metavar="G"),
     max_length: int = typer.Option(None, help="Does this fit? Without it: the longest that does.", metavar="TOKENS"),
     engine: str = typer.Option("single", help="single, ddp, fsdp2, zero2 or zero3."),
     sp_size: int = typer.Option(1, help="Ranks that share one sequence.", metavar="N"),
@@ -66,6 +67,8 @@ def command(
     if full and (lora is not None or qlora):
         raise UserError("--full trains every weight and --lora and --qlora do not; give one of them")
     _check_trains(engine, gpus, sp_size, max_length)
+    if node_link is not None and not (node_link > 0 and nodes > 1):
+        raise UserError(f"got --node-link {node_link:g} on {nodes} nodes, expected a speed above 0 and --nodes above 1")
     if cp_size > 1 and max_length is not None and max_length % (2 * cp_size):
         nearest = max_length // (2 * cp_size) * 2 * cp_size or 2 * cp_size
         raise UserError(
@@ -107,6 +110,7 @@ def command(
             sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
             engine_offload=moved, attention=attention, options=replace(asked, offload=on_host), batch=batch_size,
             accumulation=grad_accumulation, nodes=nodes, liger=liger, scans=scans,
+            node_link=None if node_link is None else node_link * 1e9 / 8,
             grpo=None if policy is None else Grpo(**policy),
         )  # fmt: skip
         progress("running the step on shapes")

@@ -120,7 +120,10 @@ def _print_verdict(
     console.print(line + ".")
     if moved := bytes_between_nodes(request, planner.counts, estimate.tokens):
         told = ", ".join(f"{name} {value / GIB:,.1f}" for name, value in moved.items())
-        console.print(f"Between nodes a step moves {sum(moved.values()) / GIB:,.1f} GiB out of each: {told}.")
+        over = "" if request.node_link is None else (
+            f"; {_time(sum(moved.values()) / request.node_link)} at {request.node_link * 8 / 1e9:g} Gbit/s"
+        )  # fmt: skip
+        console.print(f"Between nodes a step moves {sum(moved.values()) / GIB:,.1f} GiB out of each: {told}{over}.")
         console.print(f"Start it on each node with: {start_command(request)}")
 
 
@@ -173,6 +176,9 @@ def _object(
         "between_nodes_gib": {
             name: value / GIB for name, value in bytes_between_nodes(request, planner.counts, estimate.tokens).items()
         },
+        "between_nodes_seconds": None
+        if request.node_link is None
+        else sum(bytes_between_nodes(request, planner.counts, estimate.tokens).values()) / request.node_link,
         "flops": work.total,
         "step_seconds": None if tflops is None else work.seconds(tflops, request.split),
         "efficiency": EFFICIENCY,

@@ -28,6 +28,7 @@ class Request:
         device: each accelerator.
         gpus: how many, on all nodes together.
         nodes: hosts that they are on, equally many on each.
+        node_link: bytes per second from each node to the others, None if it is not said.
         host_memory: bytes of each node's host memory; None if not given.
         engine: one of :data:`seqtile.planner.names.ENGINES`.
         sp_size: ranks that share one sequence (Ulysses).
@@ -54,6 +55,7 @@ class Request:
     device: Device
     gpus: int = 1
     nodes: int = 1
+    node_link: float | None = None
     host_memory: int | None = None
     engine: str = "single"
     sp_size: int = 1
@@ -120,6 +122,8 @@ def attention_cannot_be_saved(request: Request) -> str | None:
         return "needs an attention kernel, and eager attention is plain products; use --attention flash or sdpa"
     if request.lora is not None and request.engine == "zero3":
         return "needs non-reentrant checkpoints, and TRL makes them reentrant for adapters under zero3; use fsdp2"
+    if request.cp_size > 1:
+        return f"is not for ring attention (cp-size {request.cp_size}), which takes all heads at once; drop it"
     return None
 
 
@@ -136,9 +140,10 @@ def check_request(request: Request, max_length: int | None) -> None:
         accumulation=request.accumulation, nodes=request.nodes, scans=request.scans, cp_size=request.cp_size,
     )  # fmt: skip
     check_keep(options)
-    if request.cp_size > 1 and (options.checkpoint == "attention-saved" or options.heads is not None):
-        what = "checkpoint 'attention-saved'" if options.heads is None else f"heads {options.heads}"
-        raise UserError(f"{what} with cp-size {request.cp_size}: ring attention takes all heads at once; drop it")
+    if request.cp_size > 1 and options.heads is not None:
+        raise UserError(
+            f"heads {options.heads} with cp-size {request.cp_size}: ring attention takes all heads at once; drop it"
+        )
     check_grpo(request)
     refusal = attention_cannot_be_saved(request) if options.checkpoint == "attention-saved" else None
     if refusal is not None:
