@@ -212,7 +212,9 @@ def test_the_search_starts_near_the_plan(model: str) -> None:
     def attempt(one: Attempt) -> dict[str, Any]:
         tried.append(one.tokens)
         return (
-            {"tokens": one.tokens} if one.tokens <= 1.1 * planned else {"tokens": one.tokens, "error": script.FULL[0]}
+            {"tokens": one.tokens}
+            if one.tokens <= 1.1 * planned
+            else {"tokens": one.tokens, "error": script.DEVICE_FULL[0]}
         )
 
     fits, fails, timely = script.search(attempt_of(model, tokens=planned), attempt, 1 / 16)

@@ -18,7 +18,7 @@ from seqtile.cli import main
 from seqtile.options import changed
 from seqtile.planner.accelerators import GIB, Device
 from seqtile.planner.explain import proposals
-from seqtile.planner.fake_step import fake_step, real_step
+from seqtile.planner.fake_step import count_generator_states, fake_step, real_step
 from seqtile.planner.flops import count_work
 from seqtile.planner.grpo import (
     GENERATION,
@@ -101,7 +101,8 @@ def measured(folder: Path, output: Path, lora: Lora | None) -> tuple[int, dict[s
         trainer._generate_and_score_completions = named(SCORING, trainer._generate_and_score_completions)
         trainer.training_step = named("step", trainer.training_step)
         live.watching = True
-        quietly(trainer.train)
+        with count_generator_states(live):
+            quietly(trainer.train)
         live.watching = False
     adapted = sum(weight.numel() * 4 for weight in trainer.model.parameters() if weight.requires_grad)
     made = adapted if lora is not None else 0  # loaded weights are mapped from their file, adapters are made

@@ -232,7 +232,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     on_cpu = setup.device_type == "cpu"
     try:
         with (
-            _generator_states(live) if on_cpu else nullcontext(),
+            count_generator_states(live) if on_cpu else nullcontext(),
             label_phases(live, model, built.blocks, layers=True) as labels,
         ):
             loss = compute_loss(model, setup, batch["ids"], batch)
@@ -288,7 +288,7 @@ def _ends(parts: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
 
 
 @contextmanager
-def _generator_states(live: Tracker) -> Iterator[None]:
+def count_generator_states(live: Tracker) -> Iterator[None]:
     """Count the states of the CPU's generator: PyTorch's checkpoint keeps one per call, 5,056 bytes, in host memory."""
     former = torch.get_rng_state
 
