@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 RUN_ERROR = 1
@@ -30,3 +31,30 @@ def expect_module(model: Any, caller: str) -> None:
             f"{caller} got {got}, expected an nn.Module; load the model first, such as with "
             "AutoModelForCausalLM.from_pretrained"
         )
+
+
+def expect_tensors(**given: Any) -> None:
+    """Refuse arguments that are no tensors.
+
+    Raises:
+        ValueError: with the argument's name and what it is.
+    """
+    from torch import Tensor
+
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is {_described(value)}, expected a tensor")
+
+
+def expect_number(name: str, value: Any, least: float, most: float, expected: str) -> None:
+    """Refuse what is no number from ``least`` to ``most``.
+
+    Raises:
+        ValueError: with the argument's name, what it is and ``expected``.
+    """
+    if not isinstance(value, Real) or not least <= float(value) <= most:
+        raise ValueError(f"{name}={value!r}: expected {expected}")
+
+
+def _described(value: Any) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"

@@ -293,6 +293,9 @@ def test_more_than_two_billion_logits() -> None:
         ({"weight": torch.zeros(19, 3)}, "do not fit"),
         ({"tile": 0}, "at least 1"),
         ({"tile": "many"}, "not a tile rule"),
+        ({"hidden": None}, "hidden is None, expected a tensor"),
+        ({"labels": [1, 2]}, "labels is of type list, expected a tensor"),
+        ({"z_loss": "0.1"}, "z_loss='0.1': expected a weight of at least 0.0"),
     ],
 )
 def test_refusals(change: dict[str, Any], words: str) -> None:

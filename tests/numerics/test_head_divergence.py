@@ -316,6 +316,9 @@ def test_a_top_k_of_the_whole_probability_stays_finite() -> None:
     ("change", "words"),
     [
         ({"beta": 1.5}, "beta=1.5: expected a number from 0.0"),
+        ({"beta": "0.5"}, "beta='0.5': expected a number from 0.0"),
+        ({"temperature": "1.0"}, "temperature='1.0': expected a number above 0"),
+        ({"teacher": torch.zeros(TOKENS, 5)}, "teacher is of type Tensor, expected a HeadInput or a TeacherTopK"),
         ({"temperature": 0.0}, "temperature=0.0: expected a number above 0"),
         ({"reduction": "batchmean"}, "expected one of 'mean', 'sum', 'none'"),
         ({"reduction": "sum", "num_items": 3}, "num_items goes with"),

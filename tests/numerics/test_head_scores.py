@@ -80,8 +80,12 @@ def test_only_what_is_asked_for() -> None:
         scores = token_logprobs(**tensors, tile=10)
     assert scores.log_probs.shape == (3, 12) and scores.log_probs.dtype == torch.float32
     assert (scores.entropy, scores.argmax, scores.top_k, scores.log_sum_squares, scores.mean_logit) == (None,) * 5
-    with pytest.raises(ValueError, match="at least 1"):
-        token_logprobs(**tensors, top_k=0)
+    for change, words in (
+        ({"top_k": 0}, "top_k=0: expected at least 1"), ({"temperature": None}, "temperature=None: expected a number"),
+        ({"temperature": float("nan")}, "temperature=nan"), ({"weight": None}, "weight is None, expected a tensor"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            token_logprobs(**{**tensors, **change})
 
 
 def test_entropy_can_be_asked_for_without_a_gradient_of_the_log_probabilities() -> None:

@@ -239,6 +239,18 @@ def test_without_a_kernel_in_pieces_of_the_tile(kernels: norms.NormKernels, capl
     assert graphs() == 2, "the next call is compiled"
 
 
+@pytest.mark.parametrize("kernels", ["aot_eager"], indirect=True)
+def test_other_layouts_are_for_the_kernel_too(kernels: norms.NormKernels) -> None:
+    norm = Written(0, 1)
+    formula = proved(norm, torch.float32)
+    assert formula is not None
+    x, upstream = (random(D, 40, seed=seed, grad=False).T for seed in (5, 6))  # [40, D], its columns contiguous
+    got = run(norm, through_the_operator(norm, formula, (40,)), x, upstream)
+    assert graphs() == 2, "one kernel forward and one backward"
+    for name, one in run(norm, norm, x, upstream).items():
+        torch.testing.assert_close(got[name], one, msg=name)
+
+
 def gradients_of_a_model(*, tiled: bool) -> dict[str, Tensor | None]:
     ids = zoo.tokens(2, 24)
     model = zoo.causal_lm("llama", use_cache=False)

@@ -84,6 +84,7 @@ def test_gradcheck(level: str) -> None:
         ({"level": "group"}, "level='group': expected one of 'token', 'sequence', 'sequence_token'"),
         ({"mask": torch.ones(3)}, r"mask has shape \(3,\)"),
         ({"old_log_probs": torch.ones(3)}, r"old_log_probs have shape \(3,\)"),
+        ({"mask": None}, "mask is None, expected a tensor"),
         ({"cu_seqlens": CUTS}, "expected one packed row"),
     ],
 )

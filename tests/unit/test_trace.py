@@ -533,8 +533,35 @@ def test_a_block_without_a_proof_is_left_and_named_and_trust_tiles_it(caplog: py
     report = seqtile.apply(model, tile=3, trust="mlp")
     assert report.tiled == 1 and report.blocks[0].path == "generic" and "not verified" in report.blocks[0].why
     torch.testing.assert_close(model["mlp"](x), expected)
-    with pytest.raises(seqtile.UserError, match="matches no block"):
+    with pytest.raises(seqtile.UserError, match=r"^trust=\['other'\] matches no block"):
         seqtile.apply(nn.ModuleDict({"mlp": Gated(GATED["plain"][0])}), trust="other")
+
+
+class Mean(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+class OwnMatrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(12, D)), nn.Parameter(torch.randn(D, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, self.up)), self.down)
+
+
+@pytest.mark.parametrize("option", ["only", "trust"])
+def test_a_block_that_is_named_and_cannot_be_tiled_is_refused_with_the_reason(option: str) -> None:
+    model = nn.ModuleDict({"mlp": Gated(GATED["plain"][0]), "mean": Mean(GATED["plain"][0])})
+    with pytest.raises(seqtile.UserError, match=r"mean \(Mean\) cannot be tiled: .* depends on other tokens"):
+        seqtile.apply(model, tile=3, **{option: "mean"})
+
+
+def test_matrices_that_are_parameters_of_their_module_are_named() -> None:
+    model = nn.ModuleDict({"mlp": Gated(GATED["plain"][0]), "own": OwnMatrices()})
+    [left] = seqtile.apply(model, tile=3).left
+    assert (left.name, "parameters of its own" in left.why, left.unproven) == ("own", True, False)
 
 
 def _attend_to_heads(h: Tensor) -> Tensor:

@@ -143,12 +143,18 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
     found, left = _without_own(model, found, left)
     chosen = [block for block in found if only is None or _matches(only, block)]
     left += [Left(b.name, type(b.module).__name__, "not named in only=") for b in found if b not in chosen]
-    idle = [one for one in _words(only) if not any(_matches(one, block) for block in found)]
-    idle += [one for one in _words(trust) if not any(_matches(one, block) for block in found)]
-    if idle or (not chosen and not any(one.unproven for one in left)):
-        raise UserError(_nothing(model, found, left, idle if idle else only))
+    for option, names in (("only", only), ("trust", trust)):
+        if idle := [one for one in _words(names) if not any(_matches(one, block) for block in found)]:
+            refused = next((one for one in left if any(fnmatchcase(one.name, word) for word in idle)), None)
+            if refused is not None:
+                raise UserError(
+                    f"{option}={idle!r}: {refused.name} ({refused.class_name}) cannot be tiled: {refused.why}"
+                )
+            raise UserError(_nothing(model, found, left, f"{option}={idle!r}"))
+    if not chosen and not any(one.unproven for one in left):
+        raise UserError(_nothing(model, found, left, f"only={only!r}"))
     if not chosen:
-        logger.warning("%s", _nothing(model, found, left, None))
+        logger.warning("%s", _nothing(model, found, left, ""))
     rule, keeping = options.tile_rule, with_free_memory(options.keep_rule(len(chosen)), model, len(chosen))
     with rest.replacing(model), replacing(model):
         tiled = [_tile(model, block, rule, keeping, options.blocks != "mlp", options.path) for block in chosen]
@@ -379,12 +385,12 @@ def _fits(only: Only, name: str, module: nn.Module) -> bool:
     return any(name == one or fnmatchcase(name, one) for one in ([only] if isinstance(only, str) else only))
 
 
-def _nothing(model: nn.Module, found: list[Candidate], left: list[Left], only: Only | None) -> str:
+def _nothing(model: nn.Module, found: list[Candidate], left: list[Left], asked: str) -> str:
     name = type(model).__name__
     if found:
         seen = ", ".join(block.name for block in found[:3])
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        return f"only={only!r} matches no block of {name}; its blocks are {seen}{more}: name one of these"
+        return f"{asked} matches no block of {name}; its blocks are {seen}{more}: name one of these"
     seen = "; ".join(f"{one.name} ({one.class_name}): {one.why}" for one in left[:3])
     classes = ", ".join(sorted({type(module).__name__ for module in model.modules()})[:12])
     return (

@@ -72,7 +72,7 @@ class _FusedNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights)
         norm = Norm(plan.autocast, plan.norm, zip(weights, [None] * len(weights), strict=True))
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()  # as the kernels need it
         if len(plan.sizes) == 1:
             return norm.forward(rows, plan.dtype).view(x.shape)
         out = torch.empty(rows.shape, dtype=plan.dtype, device=x.device)
@@ -92,7 +92,7 @@ class _FusedNorm(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         sums = sums_for(weights, needs)
         norm = Norm(plan.autocast, plan.norm, zip(weights, sums, strict=True))
-        rows, upstream = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        rows, upstream = (one.reshape(-1, one.shape[-1]).contiguous() for one in (x, dy))
         dx = torch.empty(rows.shape, dtype=x.dtype, device=x.device) if needs_x else None
         for start, size in plan.tiles:
             out = None if dx is None else dx.narrow(0, start, size)

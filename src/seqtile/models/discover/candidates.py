@@ -272,6 +272,12 @@ def _called_in_a_row(name: str, module: nn.Module, traces: LayerTraces) -> Candi
 
 def _unread(name: str, module: nn.Module) -> str:
     """Why a layer with linear layers like an MLP's is none; "" where nothing resembles one."""
+    if not children_of(module):
+        own = [tuple(p.shape) for p in parameters_of(module).values() if p is not None and p.dim() == 2]
+        wide = [shape for shape in own if shape[0] != shape[1] and (own.count(shape) > 1 or shape[::-1] in own)]
+        if not wide or looks_like_attention(name, module) or linear_widths(module) is not None:
+            return ""
+        return "its matrices are parameters of its own, not linear layers; tile_module tiles it"
     if len(children_of(module)) < 2 or type(module).forward in (nn.Module.forward, nn.Sequential.forward):
         return ""
     if looks_like_attention(name, module) or linear_widths(module) is not None:  # an adapter's two are inside

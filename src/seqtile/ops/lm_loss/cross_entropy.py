@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from seqtile._compat import keeps_graph
+from seqtile._errors import expect_tensors
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows, write_rows
 from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective, TileTargets, Wanted
@@ -200,6 +201,7 @@ class HeadCall:
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, aim: Objective, rule: TileRule,
         kept: KeptTokens | None = None, vocabulary: int | None = None,
     ) -> None:  # fmt: skip
+        expect_tensors(hidden=hidden, weight=weight, labels=labels)
         if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
             raise ValueError(
                 f"hidden states {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit, expected [..., D] "

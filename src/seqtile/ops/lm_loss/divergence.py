@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqtile._errors import expect_number
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.lm_loss.cross_entropy import REDUCTIONS, REFUSED, Cut, HeadCall, add_gradients, hand_out
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows
@@ -90,8 +91,7 @@ def linear_divergence(
             temperature that is not above 0, or an unknown reduction.
         NotImplementedError: ``create_graph=True``.
     """
-    if not 0.0 <= beta <= 1.0:
-        raise ValueError(f"beta={beta}: expected a number from 0.0 (KL(teacher || student)) to 1.0 (the reverse)")
+    expect_number("beta", beta, 0.0, 1.0, "a number from 0.0 (KL(teacher || student)) to 1.0 (the reverse)")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: expected one of {', '.join(map(repr, REDUCTIONS))}")
     if num_items is not None and reduction != "mean":
@@ -110,6 +110,8 @@ def linear_divergence(
             return of_top_k
         return of_top_k.sum() / divided_by(reduction, num_items, valid.sum(), of_top_k)
     call = HeadCall(hidden, weight, bias, labels, Objective(scaling, ignore_index), rule)
+    if not isinstance(teacher, HeadInput):
+        raise ValueError(f"teacher is of type {type(teacher).__name__}, expected a HeadInput or a TeacherTopK")
     if teacher.weight.shape[0] != weight.shape[0]:
         raise ValueError(
             f"the teacher's head has {teacher.weight.shape[0]} rows, expected the student's vocabulary, "

@@ -6,11 +6,14 @@ logits in the compute dtype and not two or three fp32 copies of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from seqtile._errors import expect_number
 
 BLOCK_ELEMENTS = {"cpu": 2**20}
 """Elements of one fp32 block of rows: in the cache of a CPU core; elsewhere 2**25, enough to fill a device."""
@@ -31,10 +34,10 @@ class LogitScaling:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature}: expected a number above 0")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap={self.softcap}: expected a number above 0, or None for no cap")
+        expect_number("scale", self.scale, -math.inf, math.inf, "a number")
+        expect_number("temperature", self.temperature, math.ulp(0.0), math.inf, "a number above 0")
+        if self.softcap is not None:
+            expect_number("softcap", self.softcap, math.ulp(0.0), math.inf, "a number above 0, or None for no cap")
 
     @property
     def before(self) -> float:
@@ -73,10 +76,8 @@ class Objective:
     class_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing={self.label_smoothing}: expected a share from 0.0 to 1.0")
-        if not self.z_loss >= 0.0:
-            raise ValueError(f"z_loss={self.z_loss}: expected a weight of at least 0.0")
+        expect_number("label_smoothing", self.label_smoothing, 0.0, 1.0, "a share from 0.0 to 1.0")
+        expect_number("z_loss", self.z_loss, 0.0, math.inf, "a weight of at least 0.0")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqtile._errors import expect_tensors
+
 LEVELS = ("token", "sequence", "sequence_token")
 
 
@@ -69,6 +71,7 @@ def importance_ratios(
 
 
 def _check(log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:
+    expect_tensors(log_probs=log_probs, mask=mask)
     if mask.shape != log_probs.shape:
         raise ValueError(
             f"mask has shape {tuple(mask.shape)}, expected that of the log_probs, {tuple(log_probs.shape)}"

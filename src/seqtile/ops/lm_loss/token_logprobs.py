@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqtile._compat import FakeTensor
+from seqtile._errors import expect_number, expect_tensors
 from seqtile.ops.lm_loss.cross_entropy import HeadCall
 from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective, Wanted
 from seqtile.ops.lm_loss.vocabulary_shards import own_rows, sharded_scores
@@ -121,6 +122,7 @@ def token_logprobs(
             each token: where it is on a CPU, elsewhere the result is not finite), or a number of tokens below 1 or
             above the vocabulary.
     """
+    expect_tensors(hidden=hidden, weight=weight, targets=targets)
     weight, shard = own_rows(weight, vocabulary_group)
     vocabulary = weight.shape[0]
     if shard is not None:
@@ -135,8 +137,8 @@ def token_logprobs(
                 "gather the weight for it"
             )
     for name, asked in (("top_k", top_k), ("top_log_probs", top_log_probs)):
-        if asked is not None and not 1 <= asked <= vocabulary:
-            raise ValueError(f"{name}={asked}: expected at least 1 and at most the vocabulary, {vocabulary}")
+        if asked is not None:
+            expect_number(name, asked, 1, vocabulary, f"at least 1 and at most the vocabulary, {vocabulary}")
     rule, aim = parse_tile(tile), Objective(scaling or LogitScaling(), ignore_index)
     call = HeadCall(hidden, weight, bias, targets, aim, rule, vocabulary=vocabulary)
     kept, shape = call.kept, targets.shape
