@@ -17,7 +17,7 @@ from seqtile.planner.explain import recipe
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import RING_BACKWARD
-from seqtile.planner.traffic import bytes_between_nodes
+from seqtile.planner.traffic import bytes_between_nodes, bytes_inside_a_node
 from seqtile.train.recipe import build_recipe, resolve
 
 CONFIG = LlamaConfig(
@@ -51,6 +51,21 @@ def test_a_split_inside_of_a_node_stays_there(ring: Planner) -> None:
     for split in ({"engine": "fsdp2", "cp_size": 4}, {"engine": "zero3", "sp_size": 4}):
         assert bytes_between_nodes(request(**split), counts, 4096).keys() == {"weights", "gradients"}
     assert bytes_between_nodes(request(engine="fsdp2", cp_size=8, nodes=1), counts, 4096) == {}
+
+
+def test_inside_a_node_each_link_of_a_ring_carries_as_much(ring: Planner) -> None:
+    counts = ring.counts
+    assert bytes_inside_a_node(ring.request, counts, 4096) == bytes_between_nodes(ring.request, counts, 4096)
+    found = bytes_inside_a_node(request(engine="fsdp2", cp_size=4), counts, 4096)
+    sent = 2 * (4096 / 4) * 2 * 2 * 8
+    assert found["keys and values"] == 3 * 3 * 3 * sent
+    # Of Ulysses' eight ranks three others are on this node, of its four all three others.
+    exchanged = 3 * (8 + 8 + 8 + 8) * 8 * 2 * 3
+    for split, others in ((8, 3), (4, 3)):
+        found = bytes_inside_a_node(request(engine="zero3", sp_size=split), counts, 4096)
+        width = exchanged * (4096 / split) if split == 8 else 3 * (8 + 8 + 4 + 4) * 8 * 2 * 3 * (4096 / split)
+        assert found["attention heads"] == width * others / split
+    assert bytes_inside_a_node(request(engine="ddp", gpus=2), counts, 64) == {}
 
 
 def test_ulysses_over_nodes_sends_what_is_for_the_others(ring: Planner) -> None:
@@ -110,5 +125,12 @@ def test_the_command_plans_a_ring_of_a_length_and_says_how_long_its_bytes_take(
     found = json.loads(capsys.readouterr().out)
     assert found["between_nodes_seconds"] == pytest.approx(sum(found["between_nodes_gib"].values()) * 2**30 / 1e9)
     assert "ring attention" in found["attention_saved"]["why"]
+    assert (found["inside_a_node_gib"], found["inside_a_node_seconds"]) == ({}, None)
     assert main(["plan", "--model", str(tmp_path), "--node-link", "8"]) == 2
     assert "--nodes above 1" in capsys.readouterr().err
+    assert main(["plan", "--model", str(tmp_path), *flags, "--device-link", "3600"]) == 2
+    assert "more devices than nodes" in capsys.readouterr().err
+    flags[3] = "4"
+    assert main(["plan", "--model", str(tmp_path), *flags, "--max-length", "262144", "--device-link", "8"]) == 0
+    told = capsys.readouterr().out
+    assert "Between nodes a step moves" in told and "GiB out of each device: weights" in told

@@ -29,6 +29,7 @@ def command(
     gpus: int = typer.Option(1, help="Devices, of all nodes together.", metavar="N"),
     nodes: int = typer.Option(1, help="Nodes that they are on.", metavar="N"),
     node_link: float = typer.Option(None, help="From a node to the others, in Gbit/s: the time it takes.", metavar="G"),
+    device_link: float = typer.Option(None, help="The same from a device to those of its node.", metavar="G"),
     max_length: int = typer.Option(None, help="Does this fit? Without it: the longest that does.", metavar="TOKENS"),
     engine: str = typer.Option("single", help="single, ddp, fsdp2, zero2 or zero3."),
     sp_size: int = typer.Option(1, help="Ranks that share one sequence.", metavar="N"),
@@ -69,6 +70,11 @@ def command(
     _check_trains(engine, gpus, sp_size, max_length)
     if node_link is not None and not (node_link > 0 and nodes > 1):
         raise UserError(f"got --node-link {node_link:g} on {nodes} nodes, expected a speed above 0 and --nodes above 1")
+    if device_link is not None and not (device_link > 0 and gpus > nodes):
+        raise UserError(
+            f"got --device-link {device_link:g} with {gpus} devices on {nodes} nodes, expected a speed above 0 and "
+            "more devices than nodes"
+        )
     if cp_size > 1 and max_length is not None and max_length % (2 * cp_size):
         nearest = max_length // (2 * cp_size) * 2 * cp_size or 2 * cp_size
         raise UserError(
@@ -111,6 +117,7 @@ def command(
             engine_offload=moved, attention=attention, options=replace(asked, offload=on_host), batch=batch_size,
             accumulation=grad_accumulation, nodes=nodes, liger=liger, scans=scans,
             node_link=None if node_link is None else node_link * 1e9 / 8,
+            device_link=None if device_link is None else device_link * 1e9 / 8,
             grpo=None if policy is None else Grpo(**policy),
         )  # fmt: skip
         progress("running the step on shapes")

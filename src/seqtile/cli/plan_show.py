@@ -18,7 +18,7 @@ from seqtile.planner.flops import EFFICIENCY
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.model_shapes import NAMED
 from seqtile.planner.request import Request
-from seqtile.planner.traffic import bytes_between_nodes
+from seqtile.planner.traffic import bytes_between_nodes, bytes_inside_a_node
 
 GIB = 2**30
 
@@ -119,12 +119,20 @@ def _print_verdict(
         line += f"; about {_time(seconds)} at {EFFICIENCY:.0%} of {request.device.tflops:g} TFLOPS (assumed)"
     console.print(line + ".")
     if moved := bytes_between_nodes(request, planner.counts, estimate.tokens):
-        told = ", ".join(f"{name} {value / GIB:,.1f}" for name, value in moved.items())
-        over = "" if request.node_link is None else (
-            f"; {_time(sum(moved.values()) / request.node_link)} at {request.node_link * 8 / 1e9:g} Gbit/s"
-        )  # fmt: skip
-        console.print(f"Between nodes a step moves {sum(moved.values()) / GIB:,.1f} GiB out of each: {told}{over}.")
+        console.print(f"Between nodes a step moves {_moved(moved, request.node_link, 'each')}.")
+    if (request.nodes > 1 or request.device_link) and (
+        inside := bytes_inside_a_node(request, planner.counts, estimate.tokens)
+    ):
+        console.print(f"Inside a node it moves {_moved(inside, request.device_link, 'each device')}.")
+    if request.nodes > 1:
         console.print(f"Start it on each node with: {start_command(request)}")
+
+
+def _moved(by_part: dict[str, float], link: float | None, out_of: str) -> str:
+    """``"3.2 GiB out of each: weights 2.0, gradients 1.2; 40 s at 8 Gbit/s"``."""
+    parts = ", ".join(f"{name} {value / GIB:,.1f}" for name, value in by_part.items())
+    over = "" if link is None else f"; {_time(sum(by_part.values()) / link)} at {link * 8 / 1e9:g} Gbit/s"
+    return f"{sum(by_part.values()) / GIB:,.1f} GiB out of {out_of}: {parts}{over}"
 
 
 def start_command(request: Request) -> str:
@@ -145,6 +153,9 @@ def _object(
     request = planner.request
     work = planner.work(estimate.tokens)
     tflops = request.device.tflops
+    between, inside = (
+        moved(request, planner.counts, estimate.tokens) for moved in (bytes_between_nodes, bytes_inside_a_node)
+    )
     return {
         "fits": planner.fits(estimate),
         "tokens": estimate.tokens,
@@ -173,12 +184,10 @@ def _object(
         "recipe_lacks": recipe_lacks(request),
         "nodes": request.nodes,
         "command": start_command(request) if request.nodes > 1 else None,
-        "between_nodes_gib": {
-            name: value / GIB for name, value in bytes_between_nodes(request, planner.counts, estimate.tokens).items()
-        },
-        "between_nodes_seconds": None
-        if request.node_link is None
-        else sum(bytes_between_nodes(request, planner.counts, estimate.tokens).values()) / request.node_link,
+        "between_nodes_gib": {name: value / GIB for name, value in between.items()},
+        "between_nodes_seconds": None if request.node_link is None else sum(between.values()) / request.node_link,
+        "inside_a_node_gib": {name: value / GIB for name, value in inside.items()},
+        "inside_a_node_seconds": None if request.device_link is None else sum(inside.values()) / request.device_link,
         "flops": work.total,
         "step_seconds": None if tflops is None else work.seconds(tflops, request.split),
         "efficiency": EFFICIENCY,

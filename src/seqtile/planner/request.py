@@ -29,6 +29,7 @@ class Request:
         gpus: how many, on all nodes together.
         nodes: hosts that they are on, equally many on each.
         node_link: bytes per second from each node to the others, None if it is not said.
+        device_link: bytes per second from each device to the others of its node, None if it is not said.
         host_memory: bytes of each node's host memory; None if not given.
         engine: one of :data:`seqtile.planner.names.ENGINES`.
         sp_size: ranks that share one sequence (Ulysses).
@@ -56,6 +57,7 @@ class Request:
     gpus: int = 1
     nodes: int = 1
     node_link: float | None = None
+    device_link: float | None = None
     host_memory: int | None = None
     engine: str = "single"
     sp_size: int = 1

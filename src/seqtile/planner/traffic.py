@@ -1,4 +1,4 @@
-"""What one step moves between nodes, in bytes, from the engine's collectives."""
+"""What one step moves between nodes and inside of them, in bytes, from the engine's collectives."""
 
 from __future__ import annotations
 
@@ -21,31 +21,74 @@ def bytes_between_nodes(request: Request, counts: Counts, tokens: int) -> dict[s
     """
     if request.nodes == 1:
         return {}
+    found = _weights_and_gradients(request, counts)
+    if request.cp_size > 1 and _leaves(request.cp_size, request.per_node):
+        found |= _of_a_ring(request, counts, tokens)
+    elif request.sp_size > 1 and _leaves(request.sp_size, request.per_node):
+        elsewhere = (request.sp_size - request.per_node) / request.sp_size
+        found["attention heads"] = _exchanged(request, counts, tokens) * request.per_node * elsewhere
+    return found
+
+
+def bytes_inside_a_node(request: Request, counts: Counts, tokens: int) -> dict[str, float]:
+    """Bytes that one device sends to others of its node in such a step; none where it is alone there.
+
+    The same rings as :func:`bytes_between_nodes`: each of their links carries as much, inside of a node as out of it.
+    """
+    if request.per_node == 1:
+        return {}
+    found = _weights_and_gradients(request, counts)
+    if request.cp_size > 1:
+        found |= _of_a_ring(request, counts, tokens)
+    elif request.sp_size > 1:
+        beside = (min(request.sp_size, request.per_node) - 1) / request.sp_size
+        found["attention heads"] = _exchanged(request, counts, tokens) * beside
+    return found
+
+
+def _weights_and_gradients(request: Request, counts: Counts) -> dict[str, float]:
+    """What a step puts on each link of the ring of all ranks."""
     size, ranks = float(request.setup().dtype.itemsize), request.gpus
     part, batches = (ranks - 1) / ranks, request.accumulation
-    found: dict[str, float] = {}
     if request.engine == "ddp":
-        found["gradients"] = 2 * part * 4.0 * counts.trained
-    elif request.engine == "zero2":
-        found["weights"] = part * size * counts.trained
-        found["gradients"] = part * size * counts.trained * batches
-    else:
+        return {"gradients": 2 * part * 4.0 * counts.trained}
+    if request.engine == "zero2":
+        return {
+            "weights": part * size * counts.trained,
+            "gradients": part * size * counts.trained * batches,
+        }
+    reduced = batches if request.engine == "zero3" else 1  # FSDP2 sums the micro-batches' gradients first
+    return {
         # Forward, and once more for the recompute and backward; FSDP2 keeps what is outside of layers, or a part of it.
-        found["weights"] = 2 * part * size * counts.weights * batches
-        reduced = batches if request.engine == "zero3" else 1  # FSDP2 sums the micro-batches' gradients first
-        found["gradients"] = part * size * counts.trained * reduced
-    rows = tokens / request.split * request.batch * batches * counts.attentions  # of one rank, in all layers
-    recompute = 0 if request.options.checkpoint is None else 1
-    if request.cp_size > 1 and _leaves(request.cp_size, request.per_node):
-        keys, turns = 2.0 * counts.key_heads * counts.head_width, request.cp_size - 1
-        found["keys and values"] = rows * keys * size * turns * (2 + recompute)
-        found["gradients of keys and values"] = rows * keys * 4.0 * (turns + 1)
-    elif request.sp_size > 1 and _leaves(request.sp_size, request.per_node):
-        width = 2 * counts.heads + 2 * max(counts.key_heads, request.sp_size)
-        elsewhere = (request.sp_size - request.per_node) / request.sp_size
-        exchanged = rows * width * counts.head_width * size * (2 + recompute)
-        found["attention heads"] = exchanged * request.per_node * elsewhere
-    return found
+        "weights": 2 * part * size * counts.weights * batches,
+        "gradients": part * size * counts.trained * reduced,
+    }
+
+
+def _of_a_ring(request: Request, counts: Counts, tokens: int) -> dict[str, float]:
+    """What ring attention puts on each link between neighbours."""
+    keys, turns = 2.0 * counts.key_heads * counts.head_width, request.cp_size - 1
+    rows, size = _rows(request, counts, tokens), float(request.setup().dtype.itemsize)
+    return {
+        "keys and values": rows * keys * size * turns * _passes(request),
+        "gradients of keys and values": rows * keys * 4.0 * (turns + 1),
+    }
+
+
+def _exchanged(request: Request, counts: Counts, tokens: int) -> float:
+    """What each rank has of queries, keys, values and outputs in Ulysses' exchanges, its own part included."""
+    width = (2 * counts.heads + 2 * max(counts.key_heads, request.sp_size)) * counts.head_width
+    return _rows(request, counts, tokens) * width * request.setup().dtype.itemsize * _passes(request)
+
+
+def _rows(request: Request, counts: Counts, tokens: int) -> float:
+    """Tokens of one rank in all attention layers of a step."""
+    return tokens / request.split * request.batch * request.accumulation * counts.attentions
+
+
+def _passes(request: Request) -> int:
+    """Forward and backward, and a checkpoint's recompute."""
+    return 2 if request.options.checkpoint is None else 3
 
 
 def _leaves(split: int, per_node: int) -> bool:
