@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import seqtile
 from seqtile.counting.fake import fake_tensors, make_fake
-from seqtile.planner.flash_shapes import register
+from seqtile.planner.flash_shapes import register_flash_shapes
 from seqtile.planner.kernel_workspace import flash2_workspace
 from seqtile.planner.live_at_peaks import track
 
@@ -77,7 +77,7 @@ def count_rows(tokens: int, how: dict[str, Any], **config: Any) -> Rows:
     shape = {**LLAMA_8B, **config}
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model("llama", **shape), dtype=torch.bfloat16, attn_implementation=register()
+            AutoConfig.for_model("llama", **shape), dtype=torch.bfloat16, attn_implementation=register_flash_shapes()
         )
     model.train().requires_grad_(False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

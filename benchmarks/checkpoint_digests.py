@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from seqtile.devices import cpu_cores, package_version
-from seqtile.train.checkpoint_files import Mark, why_not_whole, write_mark
+from seqtile.train.checkpoint_files import CheckpointMark, why_not_whole, write_mark
 
 FILES, PIECE, PIECES = 4, 1 << 26, 4
 GB = 10**9
@@ -32,7 +32,7 @@ def main() -> None:
                     file.write(piece)
                 os.fsync(file.fileno())
         written = time.perf_counter()
-        write_mark(folder, Mark(step=1))
+        write_mark(folder, CheckpointMark(step=1))
         marked = time.perf_counter()
         assert why_not_whole(folder) == ""
         checked = time.perf_counter()

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqtile
 from seqtile._compat import schema_of, storage_key
-from seqtile.bench.block import Layer
+from seqtile.bench.block import ResidualLayer
 from seqtile.bench.methods import install
 from seqtile.counting import count_live_bytes
 from seqtile.counting.fake import fake_tensors, make_fake
@@ -192,7 +192,7 @@ def record_layer(method: str, tokens: int, hidden: int, intermediate: int, tile:
         tile: tokens per tile.
         norms: by kernels where the fused operator has them.
     """
-    layer = Layer(hidden, intermediate, device="meta", dtype=torch.bfloat16)
+    layer = ResidualLayer(hidden, intermediate, device="meta", dtype=torch.bfloat16)
     if method in ("fused", "generic"):
         seqtile.apply(layer, only=["mlp"], tile=tile, path=method)
     else:

@@ -26,7 +26,7 @@ from seqtile.ops.attention.kernel_calls import names_of_kernels
 from seqtile.options import changed
 from seqtile.planner.accelerators import Device
 from seqtile.planner.fake_step import build, build_bare, compute_loss, prepare_optimizer, update
-from seqtile.planner.layer_structure import cut, find_depths
+from seqtile.planner.layer_structure import find_depths, first_layers
 from seqtile.planner.model_shapes import read_config
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS
@@ -156,8 +156,8 @@ def measure_attempt(arguments: dict[str, Any]) -> dict[str, Any]:
     whole = find_depths(request.config, build_bare(request.config, setup, "meta")).layers
     if attempt.layers > whole:
         raise UserError(f"got {attempt.layers} layers to run, but the model has {whole}; give at most those")
-    config = cut(request.config, attempt.layers)
-    head = head_tile(build(cut(config, 1), setup, "meta"), setup, attempt.tokens, attempt.device)
+    config = first_layers(request.config, attempt.layers)
+    head = head_tile(build(first_layers(config, 1), setup, "meta"), setup, attempt.tokens, attempt.device)
     setup = changed(setup, loss_tile=head)
     text = config.get_text_config()
     size = 2 if setup.autocast else setup.dtype.itemsize

@@ -20,7 +20,7 @@ from seqtile.options import changed
 from seqtile.planner.extrapolate import predict
 from seqtile.planner.fake_step import build
 from seqtile.planner.kernel_workspace import flash2_workspace
-from seqtile.planner.layer_structure import cut
+from seqtile.planner.layer_structure import first_layers
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS
 from seqtile.planner.model_shapes import read_config
 from seqtile.planner.step_config import Lora, Setup
@@ -45,7 +45,7 @@ def main() -> None:
     for train, setup in TRAIN.items():
         for blocks in BLOCKS:
             asked = changed(setup, blocks=blocks)
-            head = head_tile(build(cut(config, 1), asked, "meta"), asked, tokens, "cuda")
+            head = head_tile(build(first_layers(config, 1), asked, "meta"), asked, tokens, "cuda")
             asked = changed(asked, loss_tile=head)
             found = predict(config, asked, tokens, workspace=flash2_workspace, device_type="cuda")
             parts = {

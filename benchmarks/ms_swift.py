@@ -91,7 +91,7 @@ def run(given: argparse.Namespace) -> None:
     """Check what is asked for, measure it, and print the tables."""
     check(given.engine, given.scale, given.ranks, given.repeats)
     lengths = parse_counts("--tokens", given.tokens) if given.tokens else ()
-    directory, stem = show.fresh(given.out, f"ms-swift-{given.engine}")
+    directory, stem = show.free_stem(given.out, f"ms-swift-{given.engine}")
     file = directory / f"{stem}.jsonl"
     with show.Status() as status:
         rows = run_compare(

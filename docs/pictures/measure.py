@@ -17,7 +17,7 @@ from seqtile.counting import LiveBytes, count_live_bytes
 from seqtile.devices import device_name, package_version
 from seqtile.models.apply import apply, undo
 from seqtile.planner.phases import Phase, label_phases, run_step
-from seqtile.train.demo import build_model, load_rows, load_tokenizer
+from seqtile.train.demo import build_demo_model, demo_rows, load_tokenizer
 
 TOKENS, SEED = 8192, 0
 POINTS = 400
@@ -28,9 +28,9 @@ MIB = 2**20
 
 def main() -> int:
     tokenizer = load_tokenizer()
-    model = build_model(SEED, tokenizer).train()
+    model = build_demo_model(SEED, tokenizer).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    ids = torch.tensor([load_rows(tokenizer, TOKENS)[0]["input_ids"][:TOKENS]])
+    ids = torch.tensor([demo_rows(tokenizer, TOKENS)[0]["input_ids"][:TOKENS]])
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     report = apply(model, loss="tiled")
     sides = {}

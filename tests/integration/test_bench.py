@@ -109,7 +109,7 @@ def test_the_ladder_runs_on_a_bare_machine(tmp_path: Path) -> None:
     AutoConfig.for_model("llama", **sizes, pad_token_id=0).save_pretrained(tmp_path / "model")
     out = tmp_path / "rows" / "rows.jsonl"
     words = ["--model", str(tmp_path / "model"), "--device", "cpu", "--memory", "24MiB", "--precision", "float32",
-             "--rungs", "7", "--lora", "r=4", "--within", "0.5", "--out", str(out)]  # fmt: skip
+             "--rungs", "7", "--lora", "r=4", "--within", "0.5", "--start", "4096", "--out", str(out)]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "benchmarks/gpu_ladder.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=600,
         env=bare(tmp_path),

@@ -187,7 +187,7 @@ def test_a_hybrid_model_is_planned(directory: Path, capsys: pytest.CaptureFixtur
 def test_a_hybrid_model_over_several_ranks_is_not_planned(
     directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_plan, "check_split", lambda *_: pytest.fail("it was let through"))
+    monkeypatch.setattr(memory_plan, "check_ranks", lambda *_: pytest.fail("it was let through"))
     asked = ["plan", "--model", str(directory), "--device", "h200", "--gpus", "2", "--engine", "zero3"]
     assert main([*asked, "--sp-size", "2"]) == 2
     assert "sp-size 2 would train" in capsys.readouterr().err

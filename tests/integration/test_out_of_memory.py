@@ -206,7 +206,7 @@ def test_it_says_what_the_plan_had_said_and_what_would_have_avoided_it(
     values = {"model": str(model), "dataset": str(dataset), "max_length": 256, "loss_tile": 64, "tile": 256}
     recipe, _ = build_recipe(values, {})
     asked = 2**18  # one of the four buffers of 256 x 96 numbers that a tile holds takes 2**16 + 2**15 bytes
-    said = retry.explain(recipe, Place("backward", "model.layers.1.mlp", 3, asked, 256, 256), [], None, 0)
+    said = retry.explain_out_of_memory(recipe, Place("backward", "model.layers.1.mlp", 3, asked, 256, 256), [], None, 0)
     assert re.search(r"\nthe plan for rows of 256 tokens: 0.75 GiB \(0.45 to 1.25\) of [\d,.]+ GiB, most in the ", said)
     assert "\nthis would have avoided it: tile: 64 (0.00 GiB less by the plan); --on-oom retry" in said
     assert said.endswith("no checkpoint was saved before")

@@ -21,7 +21,7 @@ from killed_run import Kill
 from seqtile import UserError
 from seqtile._errors import RunError
 from seqtile.cli import main
-from seqtile.train.checkpoint_files import MARK, Mark, find_checkpoint, numbered, why_not_whole, write_mark
+from seqtile.train.checkpoint_files import MARK, CheckpointMark, find_checkpoint, numbered, why_not_whole, write_mark
 from seqtile.train.output import MAY_CHANGE, resumed_recipe
 from seqtile.train.recipe import build_recipe, recipe_keys
 from seqtile.train.run import Outcome, train
@@ -209,7 +209,7 @@ def test_a_mark_lists_every_file_of_every_rank(tmp_path: Path):
     for name in ("rng_state_0.pth", "rng_state_1.pth", "global_step4/rank_1_optim_states.pt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x" * 300_000)
-    write_mark(tmp_path, Mark(step=4, processes=2))
+    write_mark(tmp_path, CheckpointMark(step=4, processes=2))
     assert why_not_whole(tmp_path) == ""
     (tmp_path / "global_step4" / "rank_1_optim_states.pt").unlink()
     assert why_not_whole(tmp_path) == "global_step4/rank_1_optim_states.pt is missing"

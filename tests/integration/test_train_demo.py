@@ -18,9 +18,9 @@ from seqtile.train import demo
 def test_text_and_rows_are_the_same_every_time():
     tokenizer = demo.load_tokenizer()
     assert len(tokenizer) == demo.VOCAB_SIZE
-    rows = demo.load_rows(tokenizer, 8192)
+    rows = demo.demo_rows(tokenizer, 8192)
     assert len(rows) >= 30 and all(len(row) == 8192 for row in rows["input_ids"])
-    assert rows["input_ids"] == demo.load_rows(demo.load_tokenizer(), 8192)["input_ids"]
+    assert rows["input_ids"] == demo.demo_rows(demo.load_tokenizer(), 8192)["input_ids"]
     text = demo.library_text()[0]
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 

@@ -87,8 +87,8 @@ def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def last_tile_dropped(monkeypatch: MonkeyPatch) -> None:
     """The last tile is never computed."""
-    parts = cross_entropy.Cut.parts
-    monkeypatch.setattr(cross_entropy.Cut, "parts", lambda self: iter(list(parts(self))[:-1]))
+    parts = cross_entropy.LossPlan.parts
+    monkeypatch.setattr(cross_entropy.LossPlan, "parts", lambda self: iter(list(parts(self))[:-1]))
 
 
 def upstream_ignored(monkeypatch: MonkeyPatch) -> None:

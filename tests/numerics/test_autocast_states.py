@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from numerics._blocks import Tiled, random, shards
 from numerics._errors import assert_all_no_worse, in_float64
 from numerics._fused import Between, Fused, GatedMLP
-from seqtile.ops.attention.group_core import Cut, Groups, cut_heads, in_groups
+from seqtile.ops.attention.group_core import Groups, HeadGroup, cut_heads, in_groups
 from seqtile.ops.attention.head_groups import HeadWeights, head_wise
 from seqtile.ops.linear import Projection
 from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
@@ -36,7 +36,7 @@ class Attention(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
 
-    def attend(self, cut: Cut, parts: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[Tensor, None]:
+    def attend(self, cut: HeadGroup, parts: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[Tensor, None]:
         q, k, v = (part.unflatten(-1, (cut.size, -1)).transpose(1, 2) for part in parts)
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), None
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         if self.how == "between modules":
             groups = Groups(self.attend, cut_heads(HEADS, 1), 2, 2, Autocast.of(parts[0]), False)
             return self.o(in_groups(parts, [], groups)[0])
-        return self.o(self.attend(Cut(0, HEADS, HEADS), parts, ())[0])
+        return self.o(self.attend(HeadGroup(0, HEADS, HEADS), parts, ())[0])
 
 
 class HeadAndLoss(nn.Module):

@@ -63,7 +63,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, functional.__name__, functional)
     monkeypatch.setitem(sys.modules, cut.__name__, cut)
-    why_not = loss_kernels.why_not
+    why_not = loss_kernels.why_kernel_cannot
 
     def on_a_device(name: str, call: Any, **words: bool) -> str:
         reason = why_not(name, call, **words)
@@ -77,12 +77,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
             device, requires_grad = Elsewhere, call.hidden.requires_grad
 
         class Call:
-            cut, bias, weight, hidden = call.cut, call.bias, call.weight, Hidden
+            cut, bias, weight, hidden = call.plan, call.bias, call.weight, Hidden
 
         return why_not(name, Call, **words)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loss_kernels, "find_spec", lambda name: name)
-    monkeypatch.setattr(loss_kernels, "why_not", on_a_device)
+    monkeypatch.setattr(loss_kernels, "why_kernel_cannot", on_a_device)
     return cut
 
 

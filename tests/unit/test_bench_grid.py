@@ -69,27 +69,27 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="name another directory"):
-        bench_show.fresh(str(tmp_path / "file"), "mlp")
+        bench_show.free_stem(str(tmp_path / "file"), "mlp")
 
 
 def test_results_are_never_written_over(tmp_path: Path) -> None:
-    directory, first = bench_show.fresh(str(tmp_path), "mlp")
+    directory, first = bench_show.free_stem(str(tmp_path), "mlp")
     (directory / f"{first}.jsonl").write_text("kept")
-    again = {bench_show.fresh(str(tmp_path), "mlp")[1]}
+    again = {bench_show.free_stem(str(tmp_path), "mlp")[1]}
     assert first not in again
 
 
 def test_the_defaults_follow_the_device() -> None:
     asked = grid.build_grid(**words())
-    _, on_cpu = grid.resolve(asked, CPU)
-    _, on_npu = grid.resolve(asked, GPU)
+    _, on_cpu = grid.resolve_grid(asked, CPU)
+    _, on_npu = grid.resolve_grid(asked, GPU)
     assert {(c.hidden, c.dtype, c.device) for group in on_cpu for c in group} == {(512, "float32", "cpu")}
     assert {(c.hidden, c.dtype, c.device) for group in on_npu for c in group} == {(4096, "bfloat16", "npu")}
     assert [len(group) for group in on_npu] == [2] * 6  # three lengths, alone and under a checkpoint
     with pytest.raises(UserError, match="found npu"):
-        grid.resolve(grid.build_grid(**words(device="cuda")), GPU)
+        grid.resolve_grid(grid.build_grid(**words(device="cuda")), GPU)
     with pytest.raises(UserError, match="found no accelerator"):
-        grid.resolve(grid.build_grid(**words(device="npu")), CPU)
+        grid.resolve_grid(grid.build_grid(**words(device="npu")), CPU)
 
 
 def test_pairs_run_each_tile_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -102,14 +102,14 @@ def test_pairs_run_each_tile_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     monkeypatch.setattr(grid, "run_pairs", run_pairs)
     given = words(tiles="shards:2,shards:4", methods="untiled,generic", checkpoint="no", tokens="8", pairs=5)
-    asked, groups = grid.resolve(grid.build_grid(**given), CPU)
+    asked, groups = grid.resolve_grid(grid.build_grid(**given), CPU)
     grid.run_grid(asked, groups, CPU, tmp_path / "rows.jsonl")
     assert ran == ["shards:2", "shards:4"]
 
 
 def test_untiled_runs_once_whatever_the_tile_rules() -> None:
     asked = grid.build_grid(**words(tiles="auto,shards:4", tokens="64", checkpoint="no", shape="ms-swift", keep="0.5"))
-    _, [cells] = grid.resolve(asked, CPU)
+    _, [cells] = grid.resolve_grid(asked, CPU)
     assert [(c.method, c.tile, c.keep) for c in cells] == [
         ("untiled", "auto", 0.0), ("fused", "auto", 0.5), ("fused", "shards:4", 0.5),
     ]  # fmt: skip
@@ -152,9 +152,9 @@ def test_pairs_have_an_untiled_row_for_each_tile_rule(tmp_path: Path, monkeypatc
 
 
 def test_the_summary_says_when_untiled_did_not_fit() -> None:
-    [line] = grid.summary(rows())
+    [line] = grid.grid_summary(rows())
     assert "2,048 tokens" in line and "untiled did not run" in line
-    [line] = grid.summary(rows()[:2])
+    [line] = grid.grid_summary(rows()[:2])
     assert "1.10x the time and 25% of the memory" in line
 
 

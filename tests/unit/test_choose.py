@@ -18,7 +18,7 @@ from seqtile.options import TilingOptions
 from seqtile.planner import ladder as module
 from seqtile.planner.accelerators import Device
 from seqtile.planner.estimate import Bounds
-from seqtile.planner.ladder import LADDER, choose, tighter
+from seqtile.planner.ladder import LADDER, choose_rung, tighter
 from seqtile.planner.request import Request
 from seqtile.train import fit as fits
 from seqtile.train import launch, run
@@ -91,7 +91,7 @@ def settings(checkpoint: str | None, offload: bool, tile: int, loss_tile: Any, k
 
 def ask(memory: float, tokens: int = 65536, given: Any = None, can_offload: bool = True) -> Any:
     request = Request(model="m", config=None, device=Device("it", int(memory * GIB), None, ""))
-    return choose(request, tokens, given or {}, can_offload=can_offload)
+    return choose_rung(request, tokens, given or {}, can_offload=can_offload)
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,30 @@ def shared_names(root: Path) -> list[str]:
     return found
 
 
+SAME_EVERYWHERE = {
+    "command": "of one command of the command line",
+    "main": "of a process",
+    "linear_cross_entropy": "verl calls its own by this name",
+}
+"""Public functions that several modules have for the same."""
+
+
+def shared_definitions(root: Path) -> list[str]:
+    """Classes, and public functions, of one name; a class's leading underscore does not count."""
+    known: dict[str, Path] = {}
+    found = []
+    for file, tree in modules(root):
+        for node in tree.body:
+            is_class = isinstance(node, ast.ClassDef)
+            if not is_class and not (isinstance(node, ast.FunctionDef) and not node.name.startswith("_")):
+                continue
+            name = node.name.lstrip("_")
+            if name in known and name not in SAME_EVERYWHERE:
+                found.append(f"{name}: {file} and {known[name]}")
+            known[name] = file
+    return found
+
+
 def stale_paths(root: Path) -> list[str]:
     """Paths of this package in strings, by which frames of a traceback are known, that are not there."""
     return [
@@ -263,6 +287,7 @@ CHECKS: dict[Callable[[Path], list[str]], tuple[str, str]] = {
     wrong_imports: ("ops/bad.py", "def late():\n    from ..models import find\n"),
     prints: ("models/bad.py", "print('hello')\n"),
     shared_names: ("tiling/tiling.py", "x = 1\n"),
+    shared_definitions: ("ops/bad.py", "class Recipe:\n    pass\n\n\nclass _Recipe:\n    pass\n"),
     stale_paths: ("train/bad.py", 'known = "/seqtile/ops/head" in "a path"\n'),
     device_names: ("ops/bad.py", "import torch\n\ntorch.cuda.synchronize()\n"),
     machine_facts: ("train/bad.py", "import torch\n\ntorch.accelerator.memory_allocated()\n"),

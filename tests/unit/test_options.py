@@ -31,7 +31,7 @@ from seqtile.train.recipe import (
     OptionKeys,
     build_recipe,
     keys_of,
-    options_of,
+    options_of_keys,
     read_recipe,
     recipe_keys,
     resolve,
@@ -154,7 +154,7 @@ SOME = [
 
 @pytest.mark.parametrize("options", SOME, ids=str)
 def test_a_recipe_gives_back_the_options_that_it_is_written_from(options: TilingOptions, tmp_path: Path) -> None:
-    assert options_of(OptionKeys(**keys_of(options))) == options
+    assert options_of_keys(OptionKeys(**keys_of(options))) == options
     recipe, _ = build_recipe({**GIVEN, **keys_of(options)}, {})
     assert recipe.options == options
     save_recipe(recipe, tmp_path / "recipe.yaml")

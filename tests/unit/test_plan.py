@@ -24,7 +24,7 @@ from seqtile.planner.accelerators import DEVICES, Device, find_device
 from seqtile.planner.explain import explain, next_step, proposals, recipe
 from seqtile.planner.fake_step import build, fake_step
 from seqtile.planner.layer_structure import count_weights
-from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose
+from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose_attention_saved
 from seqtile.planner.model_shapes import NAMED, read_config
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.request import Request
@@ -239,7 +239,7 @@ def test_what_the_host_has_no_room_for_stays_on_the_device(planner: Planner) -> 
     assert recipe(all_of_it, 16384)["offload"] is True
     assert nothing.longest() == planner.longest()
     assert recipe(nothing, 16384)["offload"] is False
-    _, saving = choose(half, 16384)
+    _, saving = choose_attention_saved(half, 16384)
     assert saving.more and "no room for all" in saving.why
     # whole layers are moved, and no bound is called for less than a MiB
     most = other(planner, offload=True, host_memory=round(process + 0.7 * held))
@@ -360,7 +360,7 @@ def test_attention_is_saved_where_that_fits_and_pays(
 def test_attention_is_not_saved_where_that_does_not_fit_or_pay(planner: Planner) -> None:
     longest, _ = planner.longest()
     for tokens, words in ((longest, "does not fit"), (16384, "not at the high one"), (256, "less than the 3%")):
-        chosen, saving = choose(planner, tokens)
+        chosen, saving = choose_attention_saved(planner, tokens)
         assert (chosen, saving.chosen) == (planner, False)
         assert words in saving.why
         assert "checkpoint" not in recipe(chosen, tokens)
@@ -369,7 +369,7 @@ def test_attention_is_not_saved_where_that_does_not_fit_or_pay(planner: Planner)
 def test_what_cannot_fit_is_refused_without_a_fake_run(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     small = other(planner, device=Device("tiny", 2**29, 10.0, "made up"))
     monkeypatch.setattr(Planner, "lines", None)
-    _, saving = choose(small, 65536)
+    _, saving = choose_attention_saved(small, 65536)
     assert "does not fit, at least" in saving.why
     assert saving.more == 4 * KEPT_BYTES
 
@@ -381,7 +381,7 @@ def test_the_bound_is_one(folder: Path, changes: dict[str, Any]) -> None:
 
 
 def test_attention_that_cannot_be_saved_is_said(planner: Planner) -> None:
-    _, saving = choose(other(planner, attention="eager"), 16384)
+    _, saving = choose_attention_saved(other(planner, attention="eager"), 16384)
     assert not saving.chosen
     assert "plain products" in saving.why
 

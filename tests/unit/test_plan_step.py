@@ -19,7 +19,7 @@ from seqtile.options import changed
 from seqtile.planner import fake_step as planner_step
 from seqtile.planner.extrapolate import by_place, fit_lines
 from seqtile.planner.fake_step import build, build_bare, fake_step, real_step
-from seqtile.planner.layer_structure import count_layers, count_weights, cut, find_depths
+from seqtile.planner.layer_structure import count_layers, count_weights, find_depths, first_layers
 from seqtile.planner.step_config import Lora, Setup
 
 LENGTH = 256
@@ -157,7 +157,7 @@ def test_one_layer_of_each_kind_stands_for_all_of_them(architecture: str, how: d
 
 def test_a_cut_model_keeps_the_first_layers() -> None:
     config = config_of("gemma3_text", num_hidden_layers=12)
-    short = cut(config, 7)
+    short = first_layers(config, 7)
     assert short.num_hidden_layers == 7
     assert short.layer_types == config.layer_types[:7]
     assert config.num_hidden_layers == 12

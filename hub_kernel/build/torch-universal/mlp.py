@@ -3,7 +3,7 @@
 
 Its plain twin is :func:`seqtile.ops.tile_checkpoint.run_in_tiles`. Two nodes:
 
-* ``_Save`` saves the input and the weights *ahead*, so that an activation checkpoint around the layer stops its
+* ``SaveAhead`` saves the input and the weights *ahead*, so that an activation checkpoint around the layer stops its
   recompute there; PyTorch packs what a custom function saves only after its forward has run, so a node that saved its
   own input would run twice.
 * ``_Fused`` has the weights as inputs, computes tile by tile, and returns each gradient once. It saves nothing. Its
@@ -85,7 +85,7 @@ class FusedWeights:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MlpPlan:
     """All of one call but its tensors; the autograd node holds it.
 
     Attributes:
@@ -191,19 +191,19 @@ def fused_mlp(
     x = _one_row_stride(x)
     if not torch.is_grad_enabled() or not any([t.requires_grad for t in (x, *tensors)]):
         return _forward(plan, x.detach(), [t.detach() for t in tensors], {})
-    token = _Save.apply(x, *tensors)  # type: ignore[no-untyped-call]
+    token = SaveAhead.apply(x, *tensors)  # type: ignore[no-untyped-call]
     return _Fused.apply(plan, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _plan(
     x: Tensor, mlp: FusedWeights, kinds: Sequence[Kind], sizes: tuple[int, ...], keep: int, holds_dense: bool,
     check: Callable[[], None] | None,
-) -> Plan:  # fmt: skip
+) -> MlpPlan:  # fmt: skip
     drops = mlp.dropout > 0
     for kind in kinds:
         drops |= kind.has_adapter and kind.dropout > 0
     before, after = mlp.before, mlp.after
-    return Plan(
+    return MlpPlan(
         tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first,
         None if before is None else (before.function, len(before.weights), before.formula),
         None if after is None else (after.function, len(after.weights), after.formula), mlp.dropout, sizes, keep,
@@ -220,7 +220,7 @@ def _one_row_stride(x: Tensor) -> Tensor:
     return x
 
 
-def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
+def _forward(plan: MlpPlan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
     tiles = plan.tiles()
     with plan.autocast.off():
         work = Pass(plan, x.device, tensors, [None] * len(tensors))
@@ -234,7 +234,7 @@ def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, t
         return output
 
 
-class _Save(torch.autograd.Function):
+class SaveAhead(torch.autograd.Function):
     """Save the input and the weights ahead of the node that needs them."""
 
     @staticmethod
@@ -250,10 +250,10 @@ class _Save(torch.autograd.Function):
 
 
 class _Fused(torch.autograd.Function):
-    """The whole block. Holds its plan and the kept tiles, and asks ``_Save`` for everything else."""
+    """The whole block. Holds its plan and the kept tiles, and asks ``SaveAhead`` for everything else."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, save: Any, token: Tensor, x: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: MlpPlan, save: Any, token: Tensor, x: Tensor, *tensors: Tensor) -> Tensor:
         ctx.plan, ctx.save, ctx.kept = plan, save, {}
         ctx.set_materialize_grads(False)
         return _forward(plan, x, tensors, ctx.kept)
@@ -263,7 +263,7 @@ class _Fused(torch.autograd.Function):
         refuse_second_derivative()
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        plan: Plan = ctx.plan
+        plan: MlpPlan = ctx.plan
         if plan.check is not None:
             plan.check()
         needs_x, *needs = ctx.needs_input_grad[3:]

@@ -16,7 +16,7 @@ import torch
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .mlp import Plan
+    from .mlp import MlpPlan
 
 
 class Pass:
@@ -32,7 +32,9 @@ class Pass:
         output_width: features of the block's output.
     """
 
-    def __init__(self, plan: Plan, device: torch.device, tensors: Sequence[Tensor], sums: Sequence[Sum | None]) -> None:
+    def __init__(
+        self, plan: MlpPlan, device: torch.device, tensors: Sequence[Tensor], sums: Sequence[Sum | None]
+    ) -> None:
         self.plan, self.device = plan, device
         self.dtype = plan.autocast.dtype
         take = zip(tensors, sums, strict=True)

@@ -28,7 +28,7 @@ from seqtile._log import first_rank_logger
 from seqtile._stand_in import StandIn
 from seqtile.activation_checkpointing.host_offload import HostMemory
 from seqtile.activation_checkpointing.keep_attention import AttentionSaved, kept_per_token
-from seqtile.ops.attention.backends import described, has_long_mask, without_wrong_kernel
+from seqtile.ops.attention.backends import attention_sentences, has_long_mask, without_wrong_kernel
 
 logger = first_rank_logger(__name__)
 
@@ -236,7 +236,7 @@ class Checkpointing(StandIn):
                 "load the model with attn_implementation='sdpa' or a FlashAttention"
             ]
         kept = f"attention's output: {saved.saved_bytes / saved.calls / 2**20:.3g} MiB kept per layer and forward"
-        return [kept, *described(saved.operators)]
+        return [kept, *attention_sentences(saved.operators)]
 
 
 def _call(one: Checkpointing, base: Any, function: Any, *args: Any, _seqtile_former: Any, **words: Any) -> Any:

@@ -33,7 +33,7 @@ class Mlp(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))  # type: ignore[no-any-return]
 
 
-class Norm(nn.Module):
+class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in fp32 at least, as in Llama."""
 
     def __init__(self, hidden: int, **where: Any) -> None:
@@ -46,12 +46,12 @@ class Norm(nn.Module):
         return self.weight * (wide * scale).to(hidden_states.dtype)
 
 
-class Layer(nn.Module):
+class ResidualLayer(nn.Module):
     """``x + mlp(norm(x))``, in the statements of Hugging Face's decoder layers, which :func:`seqtile.apply` reads."""
 
     def __init__(self, hidden: int, intermediate: int, **where: Any) -> None:
         super().__init__()
-        self.norm = Norm(hidden, **where)
+        self.norm = RMSNorm(hidden, **where)
         self.mlp = Mlp(hidden, intermediate, **where)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Workload:
         self.dtype, self.device = getattr(torch, cell.dtype), torch.device(cell.device)
         with torch.device(self.device):
             generator = torch.Generator(self.device).manual_seed(cell.seed)
-            self.layer = Layer(cell.hidden, cell.intermediate, dtype=self.dtype)
+            self.layer = ResidualLayer(cell.hidden, cell.intermediate, dtype=self.dtype)
             with torch.no_grad():
                 for weight in self.layer.parameters():
                     if weight.dim() == 2:
@@ -204,7 +204,7 @@ class Reference:
         if self._whole is not None:
             yield 0, self._whole
             return
-        layer = Layer(cell.hidden, cell.intermediate, device=workload.device, dtype=torch.float32)
+        layer = ResidualLayer(cell.hidden, cell.intermediate, device=workload.device, dtype=torch.float32)
         if cell.train != "full":
             layer.requires_grad_(False)
         if cell.train == "lora":

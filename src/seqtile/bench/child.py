@@ -75,9 +75,9 @@ def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
         return {"rows": measure_pairs(Cell(**arguments["cell"]), arguments["methods"], arguments["pairs"])}
 
     def step(arguments: dict[str, Any]) -> dict[str, Any]:
-        from seqtile.bench.training_step import Step, measure_step
+        from seqtile.bench.training_step import TrainingStep, measure_step
 
-        return measure_step(Step(**arguments["step"]), arguments["method"])
+        return measure_step(TrainingStep(**arguments["step"]), arguments["method"])
 
     return {"cell": cell, "pairs": pairs, "step": step, "environment": lambda _: environment()}
 

@@ -125,7 +125,7 @@ def parse_share(text: str) -> float | str:
     return keep
 
 
-def resolve(grid: Grid, found: Row) -> tuple[Grid, list[list[Cell]]]:
+def resolve_grid(grid: Grid, found: Row) -> tuple[Grid, list[list[Cell]]]:
     """The grid with the device's defaults, and its cells in groups that share everything but method and tile.
 
     Args:
@@ -236,7 +236,7 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
     return result
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
+def grid_summary(rows: Sequence[Row]) -> list[str]:
     """A few sentences: ours against untiled at the longest length of each kind of block."""
     lines = []
     kinds = dict.fromkeys((row["train"], row["checkpoint"]) for row in rows)

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Rung:
+class AblationStep:
     """One step of the ablation.
 
     Attributes:
@@ -41,9 +41,9 @@ class Rung:
 
 
 RUNGS = (
-    Rung("baseline", BASELINE),
-    *(Rung(f"+ {technique.name}", technique) for technique in ABLATION),
-    Rung("- attention saved", LAYER_CHECKPOINTS),
+    AblationStep("baseline", BASELINE),
+    *(AblationStep(f"+ {technique.name}", technique) for technique in ABLATION),
+    AblationStep("- attention saved", LAYER_CHECKPOINTS),
 )
 """The baseline is activation checkpointing alone. Keeping attention's output buys time with memory, not length, so the
 last rung drops it again: the longest sequences."""
@@ -53,7 +53,7 @@ SETTINGS = ("tile", "blocks", "loss", "offload", "checkpoint", "heads")
 """The options that a row shows."""
 
 
-def requests(request: Request) -> list[tuple[Rung, Request]]:
+def requests(request: Request) -> list[tuple[AblationStep, Request]]:
     """Every rung with all that the rungs before it set, on the model, devices and engine of ``request``."""
     found = []
     for rung in RUNGS:

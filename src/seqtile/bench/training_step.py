@@ -24,7 +24,7 @@ _ENGINES = {"NO": "one process", "MULTI_CPU": "DDP", "MULTI_GPU": "DDP", "MULTI_
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """A training step to measure.
 
     Attributes:
@@ -62,7 +62,7 @@ class Step:
 
 
 def run_steps(
-    step: Step, methods: Sequence[str], output: Path | None, on_progress: Callable[[str], None] = lambda _: None
+    step: TrainingStep, methods: Sequence[str], output: Path | None, on_progress: Callable[[str], None] = lambda _: None
 ) -> list[Row]:
     """Measure the step with each method: in processes of their own, or in turn in this one if it is a launched rank.
 
@@ -89,7 +89,7 @@ def run_steps(
     return rows
 
 
-def measure_launched(step: Step, method: str) -> Row:
+def measure_launched(step: TrainingStep, method: str) -> Row:
     """:func:`measure_step`, where what stops it is its result."""
     from seqtile.bench.child import guarded
 
@@ -100,7 +100,7 @@ def measure_launched(step: Step, method: str) -> Row:
     return result
 
 
-def measure_step(step: Step, method: str) -> Row:
+def measure_step(step: TrainingStep, method: str) -> Row:
     """Median time of a step (forward, backward, gradient norm, optimiser), peak bytes, loss and gradient norm."""
     import torch
 
@@ -210,7 +210,7 @@ def model_config(model: Any) -> Any:
     return (model.module if hasattr(model, "module") else model).config
 
 
-def _load(step: Step, device_type: str) -> Any:
+def _load(step: TrainingStep, device_type: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -228,7 +228,7 @@ def _load(step: Step, device_type: str) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _install(model: Any, step: Step, method: str) -> str:
+def _install(model: Any, step: TrainingStep, method: str) -> str:
     from seqtile.bench.methods import Ours, block_shape, install, tile_count
     from seqtile.models.discover.candidates import find_blocks
 
@@ -244,7 +244,7 @@ def _install(model: Any, step: Step, method: str) -> str:
     return install(model, {name: block.module for name, block in blocks.items()}, method, ours, count)
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
+def step_summary(rows: Sequence[Row]) -> list[str]:
     """Ours against untiled."""
     untiled = next((row for row in rows if row["method"] == "untiled" and "error" not in row), None)
     lines = []

@@ -40,7 +40,7 @@ def mlp(
     out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
 ) -> None:  # fmt: skip
     """One MLP block, forward and backward: methods x tokens x tile rules, every cell in a process of its own."""
-    from seqtile.bench.grid import build_grid, look_around, resolve, run_grid, summary
+    from seqtile.bench.grid import build_grid, grid_summary, look_around, resolve_grid, run_grid
     from seqtile.bench.plots import plot_grid
     from seqtile.cli import bench_show as show
 
@@ -49,13 +49,13 @@ def mlp(
         checkpoint=checkpoint, train=train, dtype=dtype, device=device, repeats=repeats, pairs=pairs, keep=keep,
     )  # fmt: skip
     found = look_around()
-    grid, groups = resolve(grid, found)
-    directory, stem = show.fresh(out, "mlp")
+    grid, groups = resolve_grid(grid, found)
+    directory, stem = show.free_stem(out, "mlp")
     with show.Status() as status:
         rows = run_grid(grid, groups, found, directory / f"{stem}.jsonl", status.say)
     show.print_grid(rows)
     show.print_files([directory / f"{stem}.jsonl", *plot_grid(rows, directory, stem)])
-    show.print_summary(summary(rows))
+    show.print_summary(grid_summary(rows))
 
 
 @app.command()
@@ -80,11 +80,11 @@ def step(
     if dtype is not None:
         parse_words("--dtype", dtype, DTYPES)
     chosen = parse_words("--methods", methods, METHODS)
-    wanted = steps.Step(model, tokens, tile, checkpoint, dtype or "", loss_tokens, repeats)
+    wanted = steps.TrainingStep(model, tokens, tile, checkpoint, dtype or "", loss_tokens, repeats)
     if process_rank() != 0:
         steps.run_steps(wanted, chosen, None)
         return
-    directory, stem = show.fresh(out, "step")
+    directory, stem = show.free_stem(out, "step")
     file = directory / f"{stem}.jsonl"
     with show.Status() as status:
         rows = steps.run_steps(wanted, chosen, file, status.say)
@@ -93,7 +93,7 @@ def step(
         raise UserError(wrong)
     show.print_steps(rows)
     show.print_files([file])
-    show.print_summary(steps.summary(rows))
+    show.print_summary(steps.step_summary(rows))
 
 
 @app.command()
@@ -139,7 +139,7 @@ def ladder(
         precision=precision, engine_offload=moved, attention=attention,
         options=replace(Request.options, offload=on_host),
     )  # fmt: skip
-    directory, stem = show.fresh(out, "ladder")
+    directory, stem = show.free_stem(out, "ladder")
     file, plot = directory / f"{stem}.jsonl", directory / f"{stem}.png"
     with show.Status() as status:
         rows = ladders.run_ladder(request, efficiency, stamp(environment()), file, status.say)

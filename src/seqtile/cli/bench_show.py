@@ -18,7 +18,7 @@ GIB = 2**30
 Row = dict[str, Any]
 
 
-def fresh(out: str | Path, kind: str) -> tuple[Path, str]:
+def free_stem(out: str | Path, kind: str) -> tuple[Path, str]:
     """The directory of the results, made, and a file stem in it that is not taken.
 
     Raises:

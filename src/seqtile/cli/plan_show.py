@@ -13,7 +13,7 @@ from rich.text import Text
 
 from seqtile.options import to_flag
 from seqtile.planner.estimate import Bounds, Estimate, Saving
-from seqtile.planner.explain import Step, explain, not_modelled, recipe, recipe_lacks
+from seqtile.planner.explain import NextSetting, explain, not_modelled, recipe, recipe_lacks
 from seqtile.planner.flops import EFFICIENCY
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.model_shapes import NAMED
@@ -25,7 +25,8 @@ GIB = 2**30
 
 def show_plan(
     planner: Planner, estimate: Estimate, longest: int, limit: str, *, as_json: bool, reasons: bool,
-    recipe_file: str | None, plot_file: str | None, asked: int | None, saving: Saving | None, better: Step | None,
+    recipe_file: str | None, plot_file: str | None, asked: int | None, saving: Saving | None,
+    better: NextSetting | None,
 ) -> None:  # fmt: skip
     """Print the plan, write what was asked for."""
     # Of a length that was not asked for, the one that fits at the high estimate.
@@ -91,7 +92,7 @@ def _gib(value: float) -> str:
 
 def _print_verdict(
     console: Console, planner: Planner, estimate: Estimate, longest: int, limit: str, asked: int | None,
-    better: Step | None,
+    better: NextSetting | None,
 ) -> None:  # fmt: skip
     request = planner.request
     fits = planner.fits(estimate)
@@ -148,7 +149,7 @@ def _time(seconds: float) -> str:
 
 def _object(
     planner: Planner, estimate: Estimate, longest: int, limit: str, chosen: dict[str, Any] | None,
-    saving: Saving | None, better: Step | None,
+    saving: Saving | None, better: NextSetting | None,
 ) -> dict[str, Any]:  # fmt: skip
     request = planner.request
     work = planner.work(estimate.tokens)

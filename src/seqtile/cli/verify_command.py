@@ -72,7 +72,7 @@ def command(
     from seqtile.train.verify_model import check, check_recipe
 
     recipe = check_recipe({key: value for key, value in given.items() if value is not None})
-    quiet()
+    only_errors()
     try:
         result = check(recipe, worker.MODULE)
     except UserError:
@@ -191,7 +191,7 @@ def _number(value: float | None, form: str = ".1e") -> str:
     return "-" if value is None else format(value, form)
 
 
-def quiet() -> None:
+def only_errors() -> None:
     """Our own messages on stderr; of the libraries below only errors."""
     log_to_stderr()
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -89,12 +89,12 @@ def _train(folder: Path) -> None:
 def _check(recipe: Recipe, folder: Path) -> None:
     import pickle
 
-    from seqtile.cli.verify_command import quiet
+    from seqtile.cli.verify_command import only_errors
     from seqtile.train.launch import RESULT_FILE
     from seqtile.train.verify_model import check_rank
 
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # DeepSpeed talks on stdout, which is the result's
-    quiet()
+    only_errors()
     result = check_rank(recipe)
     if process_rank() == 0:
         (folder / RESULT_FILE).write_bytes(pickle.dumps(result))

@@ -13,7 +13,7 @@ Tensor subclasses that wrap other tensors (DTensor, quantised weights) are count
 tensors inside them, so what is counted is what this rank computes and holds.
 """
 
-from seqtile.counting.live import LiveBytes, LiveTensor, PhaseBytes, Sample, count_live_bytes
+from seqtile.counting.live import LiveBytes, LiveSample, LiveTensor, PhaseBytes, count_live_bytes
 from seqtile.counting.products import Product, Products, count_products
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "PhaseBytes",
     "Product",
     "Products",
-    "Sample",
+    "LiveSample",
     "count_live_bytes",
     "count_products",
 ]

@@ -33,7 +33,7 @@ _UNWRITTEN = frozenset(
 _WRITES_ITS_SOURCE = {"aten::index_add_": 3, "aten::index_copy_": 3, "aten::scatter_add_": 3}
 
 
-class Sample(NamedTuple):
+class LiveSample(NamedTuple):
     """Live bytes above the start, after operator number ``op``."""
 
     op: int
@@ -88,7 +88,7 @@ class LiveBytes:
         self._ops = 0
         self._seen = False
         self._at_peak: list[LiveTensor] | None = None
-        self._samples: list[Sample] = []
+        self._samples: list[LiveSample] = []
         self._phases: dict[str, list[int]] = {}
         self._phase = ""
         self._modules: list[str] = []
@@ -135,7 +135,7 @@ class LiveBytes:
             return {name: PhaseBytes(self._allocator_phases.get(name, 0), row[1]) for name, row in self._phases.items()}
         return {name: PhaseBytes(*row) for name, row in self._phases.items()}
 
-    def timeline(self) -> list[Sample]:
+    def timeline(self) -> list[LiveSample]:
         """Live bytes after each operator that changed them, as counted."""
         self._check()
         return list(self._samples)
@@ -258,7 +258,7 @@ class LiveBytes:
         if self._now > self._peak:
             self._peak, self._at_peak = self._now, None
         if not self._samples or self._samples[-1][1:] != (self._now, self._phase):
-            self._samples.append(Sample(self._ops, self._now, self._phase))
+            self._samples.append(LiveSample(self._ops, self._now, self._phase))
         self._ops += 1
         self._written += written
         if self._phase in self._phases:

@@ -62,7 +62,7 @@ class Placeholder(Tensor):
         return held.sequence.operator(func, name, args, kwargs or {})
 
 
-class _Call(functools.partial[Any]):
+class _MemberCall(functools.partial[Any]):
     """The stand-in of one member: it can be called, and nothing else can be asked of it or set on it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -98,7 +98,7 @@ class Members:
         """What is called in each member's place."""
         for name in events:
             if name != "+" and name not in shares:
-                self.stand_ins[name] = _Call(self._call, name)
+                self.stand_ins[name] = _MemberCall(self._call, name)
         self._begin()
 
     def _begin(self) -> None:

@@ -17,7 +17,7 @@ from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _NormPlan:
     """All of one call but its tensors; the autograd node holds it."""
 
     norm: NormKind
@@ -58,7 +58,7 @@ def fused_norm(
     """
     refuse_trace()
     whole = BY_DEVICE.get(x.device.type, COMPILED) is not None
-    plan = _Plan(
+    plan = _NormPlan(
         (norm.function, len(norm.weights), norm.formula), dtype, (x.shape[:-1].numel(),) if whole else tuple(sizes),
         Autocast.of(x), check,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def fused_norm(
 
 class _FusedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, x: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: _NormPlan, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights)
@@ -85,7 +85,7 @@ class _FusedNorm(torch.autograd.Function):
         refuse_second_derivative()
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        plan: _Plan = ctx.plan
+        plan: _NormPlan = ctx.plan
         if plan.check is not None:
             plan.check()
         needs_x, *needs = ctx.needs_input_grad[1:]

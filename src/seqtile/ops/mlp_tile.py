@@ -14,7 +14,7 @@ from seqtile.ops.normed_linears import Norm, NormedLinears
 from seqtile.ops.pointwise import pointwise_on
 
 if TYPE_CHECKING:
-    from seqtile.ops.mlp import Plan
+    from seqtile.ops.mlp import MlpPlan
 
 
 class Pass:
@@ -30,7 +30,9 @@ class Pass:
         output_width: features of the block's output.
     """
 
-    def __init__(self, plan: Plan, device: torch.device, tensors: Sequence[Tensor], sums: Sequence[Sum | None]) -> None:
+    def __init__(
+        self, plan: MlpPlan, device: torch.device, tensors: Sequence[Tensor], sums: Sequence[Sum | None]
+    ) -> None:
         self.plan, self.device = plan, device
         self.dtype = plan.autocast.dtype
         take = zip(tensors, sums, strict=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from seqtile._compat import is_view, storage_key, version_of
 
 
-class _Mark(NamedTuple):
+class _WeightMark(NamedTuple):
     """What is remembered of a weight; neither it nor its memory is kept alive."""
 
     identity: int
@@ -31,7 +31,7 @@ class _Mark(NamedTuple):
     computed: bool
 
     @classmethod
-    def of(cls, weight: Tensor) -> _Mark:
+    def of(cls, weight: Tensor) -> _WeightMark:
         version = None if weight.is_inference() else version_of(weight)
         return cls(id(weight), version, _place(weight), _is_computed(weight))
 
@@ -65,7 +65,7 @@ class SameWeights:
 
     def __init__(self, live: Mapping[str, Tensor]) -> None:
         self._names = set(live)
-        self._marks = {name: _Mark.of(weight) for name, weight in live.items() if not weight.is_meta}
+        self._marks = {name: _WeightMark.of(weight) for name, weight in live.items() if not weight.is_meta}
 
     def settle(self, live: Mapping[str, Tensor]) -> None:
         """After a tile of the forward: no longer compare versions of frozen weights that it wrote itself."""

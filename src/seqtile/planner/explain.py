@@ -65,7 +65,7 @@ def not_modelled(request: Request, estimate: Estimate) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Step:
+class NextSetting:
     """A setting that buys length.
 
     Attributes:
@@ -98,9 +98,9 @@ def sleeping(grpo: Grpo | None) -> Technique:
     return Technique("sleeping generator", changes, "the generator is off the device meanwhile", "--generator sleep")
 
 
-def next_step(planner: Planner, longest: int) -> Step | None:
+def next_step(planner: Planner, longest: int) -> NextSetting | None:
     """The setting that buys most, cheap ones first where they at least double the length; None if none buys any."""
-    best: Step | None = None
+    best: NextSetting | None = None
     request = planner.request
     for technique in proposals(planner):
         if best is not None and technique is MINIMAL_MEMORY:
@@ -113,7 +113,7 @@ def next_step(planner: Planner, longest: int) -> Step | None:
             continue
         length, _ = candidate.longest()
         if length > longest and (best is None or length > best.length):
-            best = Step(technique.flags_for(request), length, technique.why)
+            best = NextSetting(technique.flags_for(request), length, technique.why)
             if length >= 2 * longest:
                 return best
     return best

@@ -19,7 +19,7 @@ from seqtile.planner.layer_structure import Depths, find_depths
 from seqtile.planner.live_at_peaks import Workspace
 from seqtile.planner.phases import Phase
 from seqtile.planner.step_config import Setup
-from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve
+from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve_tiles
 
 Terms = Mapping[str, float]
 
@@ -193,6 +193,6 @@ def predict(config: Any, setup: Setup, tokens: int, *, workspace: Workspace | No
     built = build(config, setup, "meta", depths.samples[0])
     tile = largest_tile(built, setup, tokens * setup.batch, device_type) if setup.options.tiled else None
     keep = kept_share(built, setup, tokens * setup.batch, device_type, depths)
-    resolved = resolve(changed(setup, keep=keep), tokens * setup.batch, tile)
+    resolved = resolve_tiles(changed(setup, keep=keep), tokens * setup.batch, tile)
     lines, lengths = fit_for(config, resolved, depths, tokens, workspace)
     return Prediction(lines.at(tokens, share=keep), lengths, depths, resolved, lines.square)

@@ -20,15 +20,15 @@ from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.models.adapters import lora_config, without_adapters
 from seqtile.models.apply import apply, apply_options, undo
 from seqtile.models.discover.decoder_layers import decoder_layers
-from seqtile.ops.attention.head_groups import Plan as HeadWiseCall
+from seqtile.ops.attention.head_groups import HeadGroupsPlan as HeadWiseCall
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.linear import Layer
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS, HeadRows
-from seqtile.ops.mlp import Plan as MlpCall
-from seqtile.planner.flash_shapes import register as register_flash
+from seqtile.ops.mlp import MlpPlan as MlpCall
+from seqtile.planner.flash_shapes import register_flash_shapes as register_flash
 from seqtile.planner.grpo import ROLLOUTS, make_rollouts, policy_loss
-from seqtile.planner.layer_structure import Sample, cut
+from seqtile.planner.layer_structure import LayerSample, first_layers
 from seqtile.planner.liger_shapes import use_shapes as use_liger_shapes
 from seqtile.planner.live_at_peaks import (
     CHECKPOINTS,
@@ -70,7 +70,7 @@ class StepRun:
         return max(part.total for part in self.peaks.values())
 
 
-def build(config: Any, setup: Setup, device: str, sample: Sample | None = None) -> Built:
+def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = None) -> Built:
     """The model of ``config`` on ``device``, with random weights, ready to train as ``setup`` says.
 
     With a ``sample`` it has these layers only.
@@ -109,7 +109,7 @@ def build(config: Any, setup: Setup, device: str, sample: Sample | None = None) 
     return Built(model, report.blocks, report.left, notes)
 
 
-def build_bare(config: Any, setup: Setup, device: str, sample: Sample | None = None) -> Any:
+def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | None = None) -> Any:
     """The model as Transformers makes it, with all its layers or those of a ``sample``.
 
     Raises:
@@ -126,7 +126,7 @@ def build_bare(config: Any, setup: Setup, device: str, sample: Sample | None = N
         )
 
     attention = register_flash() if setup.attention == "flash" else setup.attention
-    whole, config = config, copy.deepcopy(config) if sample is None else cut(config, max(sample.like) + 1)
+    whole, config = config, copy.deepcopy(config) if sample is None else first_layers(config, max(sample.like) + 1)
     config.use_cache = False
     config.get_text_config().use_cache = False
     try:
@@ -162,7 +162,7 @@ def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
 
 
 def fake_step(
-    config: Any, setup: Setup, tokens: int, workspace: Workspace | None = None, sample: Sample | None = None
+    config: Any, setup: Setup, tokens: int, workspace: Workspace | None = None, sample: LayerSample | None = None
 ) -> StepRun:
     """One step of ``tokens`` tokens on fake tensors: its shapes only, in a second or so.
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 NAME = "seqtile_shapes"  # Transformers looks for a kernel of that kind behind any name that holds "flash"
 
 
-def register() -> str:
+def register_flash_shapes() -> str:
     """Make the stand-in known to Transformers under a name of its own, which is returned; nothing else changes."""
     from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
     from transformers.modeling_utils import AttentionInterface

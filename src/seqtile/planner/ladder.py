@@ -112,7 +112,7 @@ class Chosen:
     sure: bool
 
 
-def choose(request: Request, tokens: int, given: Mapping[str, Any], *, can_offload: bool) -> Chosen:
+def choose_rung(request: Request, tokens: int, given: Mapping[str, Any], *, can_offload: bool) -> Chosen:
     """The first rung on which rows of ``tokens`` tokens fit at the high estimate, else the last at the expected one.
 
     Deterministic: the same for the same arguments. Takes a few seconds a rung.

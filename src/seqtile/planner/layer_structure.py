@@ -15,7 +15,7 @@ from seqtile.models.discover.decoder_layers import DecoderLayer, decoder_layers
 
 
 @dataclass(frozen=True)
-class Sample:
+class LayerSample:
     """Some layers of a model, which a fake run has in place of all.
 
     Attributes:
@@ -65,7 +65,7 @@ class Depths:
     """
 
     kinds: tuple[int, ...]
-    samples: tuple[Sample, ...]
+    samples: tuple[LayerSample, ...]
 
     @property
     def layers(self) -> int:
@@ -145,8 +145,8 @@ def find_depths(config: Any, model: nn.Module) -> Depths:
     own = [{id(weight) for weight in module.parameters()} for module in modules]
     shared = sum(map(len, own)) != len(set().union(*own))
     if len(samples[-1]) >= total or shared or _layer_list(layers) is None:
-        return Depths(kinds, (Sample(tuple(range(total)), tuple(range(total))),))
-    return Depths(kinds, tuple(Sample(one, tuple(first[signs[n]] for n in one)) for one in samples))
+        return Depths(kinds, (LayerSample(tuple(range(total)), tuple(range(total))),))
+    return Depths(kinds, tuple(LayerSample(one, tuple(first[signs[n]] for n in one)) for one in samples))
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
     )
 
 
-def cut(config: Any, layers: int) -> Any:
+def first_layers(config: Any, layers: int) -> Any:
     """A copy of ``config`` with its first ``layers`` decoder layers only."""
     config = copy.deepcopy(config)
     text = config.get_text_config()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 
-class _Norm(torch.autograd.Function):
+class _NormShapes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device))
@@ -46,7 +46,7 @@ def use_shapes(model: nn.Module, tiled: bool) -> None:
 
 def _norm_of(module: Any) -> Any:
     def forward(x: Tensor) -> Tensor:
-        result: Tensor = _Norm.apply(x, module.weight)  # type: ignore[no-untyped-call]
+        result: Tensor = _NormShapes.apply(x, module.weight)  # type: ignore[no-untyped-call]
         return result
 
     return forward

@@ -12,9 +12,9 @@ import torch
 
 from seqtile._compat import dump_memory, record_memory
 from seqtile._errors import UserError
-from seqtile.counting import Sample
+from seqtile.counting import LiveSample
 from seqtile.models.runs import what_ran
-from seqtile.ops.attention.backends import described
+from seqtile.ops.attention.backends import attention_sentences
 from seqtile.ops.attention.kernel_calls import names_of_kernels
 from seqtile.options import changed
 from seqtile.planner.accelerators import this_device
@@ -32,7 +32,7 @@ PHASES = ("forward", "loss", "backward", "optimiser")
 
 
 @dataclass(frozen=True)
-class Side:
+class MeasuredSide:
     """What one way of running the step held.
 
     Attributes:
@@ -52,7 +52,7 @@ class Side:
     planned: Mapping[str, float]
     peak_at: str
     terms: Mapping[str, tuple[int, float]]
-    timeline: tuple[Sample, ...]
+    timeline: tuple[LiveSample, ...]
     ran: str
 
     @property
@@ -88,7 +88,7 @@ class Probe:
     asked: int
     device_type: str
     layers: int
-    sides: tuple[Side, ...]
+    sides: tuple[MeasuredSide, ...]
     notes: tuple[str, ...]
 
 
@@ -126,7 +126,7 @@ def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, 
             tiled = _measure("tiled", config, setup, run_at, kind, None)
         else:
             run_at, tiled = _doubling(config, setup, tokens, kind, snapshot)
-    notes += described(operators)
+    notes += attention_sentences(operators)
     if run_at < tokens:
         notes.append(f"{tokens:,} tokens do not fit here; this is {run_at:,}")
     sides = [tiled]
@@ -152,7 +152,7 @@ def _within_memory(config: Any, setup: Setup, tokens: int, free: int) -> int:
     )
 
 
-def _doubling(config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path | None) -> tuple[int, Side]:
+def _doubling(config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path | None) -> tuple[int, MeasuredSide]:
     length, best = min(1024, tokens), None
     while True:
         try:
@@ -167,7 +167,7 @@ def _doubling(config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path 
     return best
 
 
-def _measure(name: str, config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path | None) -> Side:
+def _measure(name: str, config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path | None) -> MeasuredSide:
     workspace = cpu_workspace if kind == "cpu" else flash2_workspace
     planned = predict(config, setup, tokens, workspace=workspace, device_type=kind)
     if snapshot is not None:
@@ -184,7 +184,7 @@ def _measure(name: str, config: Any, setup: Setup, tokens: int, kind: str, snaps
             record_memory(False)
 
 
-def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: Prediction) -> Side:
+def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: Prediction) -> MeasuredSide:
     with track(kind) as live:
         with live.phase(WEIGHTS):
             built = build(config, setup, kind)
@@ -205,7 +205,7 @@ def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: 
         meant[block] = meant.get(block, 0.0) + meant.pop(KEPT_TILES)
     both = {what: (round(there.get(what, 0)), meant.get(what, 0.0)) for what in dict.fromkeys([*meant, *there])}
     standing = run.peaks[OPTIMIZER_STEP].terms
-    return Side(
+    return MeasuredSide(
         name, standing[WEIGHTS] + standing.get(OPTIMIZER, 0), peaks, expected, planned.peak_at, both,
         tuple(sample for sample in live.timeline() if sample.phase not in ("", WEIGHTS, OPTIMIZER)),
         str(what_ran(built.model)),

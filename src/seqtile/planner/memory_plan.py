@@ -16,12 +16,12 @@ from seqtile.planner.flops import Work, count_work
 from seqtile.planner.grpo import STANDING as BESIDE_THE_STEP
 from seqtile.planner.grpo import add_terms, longest_sequence, notes_of, other_parts
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, flash3_workspace
-from seqtile.planner.layer_structure import Counts, Depths, Sample, count_layers, count_weights, find_depths
+from seqtile.planner.layer_structure import Counts, Depths, LayerSample, count_layers, count_weights, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
 from seqtile.planner.model_shapes import max_positions
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE, Phase
-from seqtile.planner.request import Request, attention_cannot_be_saved, check_request, check_split
+from seqtile.planner.request import Request, attention_cannot_be_saved, check_ranks, check_request
 from seqtile.planner.scan_kernels import SOURCES
 from seqtile.planner.sharding_terms import (
     BUFFERS,
@@ -32,7 +32,7 @@ from seqtile.planner.sharding_terms import (
     on_host,
 )
 from seqtile.planner.step_config import Setup
-from seqtile.planner.tile_choice import head_tile, kept_share, largest_tile, resolve
+from seqtile.planner.tile_choice import head_tile, kept_share, largest_tile, resolve_tiles
 
 MODEL_ERROR = 0.01
 """Largest error of the counted bytes, as measured on the CPU (docs/planning-reference.md)."""
@@ -84,12 +84,12 @@ class Planner:
             self.counts = count_layers(self.depths, [self._count(sample) for sample in self.depths.samples])
         setting = "sp-size" if request.cp_size == 1 else "cp-size"
         refuse_split_states(repr(request.model), self.states, request.split, setting)
-        check_split(request, self.counts, max_positions(request.config) or LONGEST)
+        check_ranks(request, self.counts, max_positions(request.config) or LONGEST)
         self.built = build(request.config, self.setup, "meta", self.depths.samples[0])
         flash = flash3_workspace if request.attention == "flash3" else flash2_workspace
         self.workspace = cpu_workspace if request.device_type == "cpu" else flash
 
-    def _count(self, sample: Sample) -> Counts:
+    def _count(self, sample: LayerSample) -> Counts:
         return count_weights(self.request.config, build(self.request.config, self.setup, "meta", sample).model)
 
     def share(self, other: Planner) -> None:
@@ -116,7 +116,7 @@ class Planner:
         asked = self.request.options.loss_tile
         head = asked if isinstance(asked, int) else head_tile(self.built, self.setup, rows, kind)
         keep = kept_share(self.built, self.setup, rows, kind, self.depths)
-        return resolve(changed(self.setup, loss_tile=head, keep=keep), rows, tile)
+        return resolve_tiles(changed(self.setup, loss_tile=head, keep=keep), rows, tile)
 
     def lines(self, tokens: int) -> Lines:
         """What the step holds by tokens per rank, from fake runs with the tiles of ``tokens``."""
@@ -362,7 +362,7 @@ def _round(tokens: int, grain: int) -> int:
     return tokens
 
 
-def choose(planner: Planner, tokens: int) -> tuple[Planner, Saving]:
+def choose_attention_saved(planner: Planner, tokens: int) -> tuple[Planner, Saving]:
     """Whether to keep attention's output: where it saves :data:`WORTH` of the step and the high estimate fits.
 
     Args:
@@ -415,7 +415,7 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
     planner = Planner(changed(request, checkpoint="full") if auto else request, max_length)
     saving = None
     if auto and max_length is not None:
-        planner, saving = choose(planner, max_length)
+        planner, saving = choose_attention_saved(planner, max_length)
     longest, limit = planner.longest(max_length)
     if max_length is None and longest == 0:
         short = planner.estimate(128 * request.split)
@@ -426,7 +426,7 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
             "(--lora r=16) or take a larger device"
         )
     if auto and max_length is None:
-        planner, saving = choose(planner, longest)
+        planner, saving = choose_attention_saved(planner, longest)
         if saving.chosen:  # limited by something else
             longest, limit = planner.longest()
     return planner, planner.estimate(max_length or longest), longest, limit, saving

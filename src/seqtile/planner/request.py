@@ -178,7 +178,7 @@ def check_keep(options: TilingOptions) -> None:
         raise UserError("keep says what tiles keep, and without tiling there are none; drop --keep or --tile none")
 
 
-def check_split(request: Request, counts: Counts, tokens: int) -> None:
+def check_ranks(request: Request, counts: Counts, tokens: int) -> None:
     """Refuse a number of ranks that the model cannot be divided over.
 
     Raises:

@@ -179,7 +179,7 @@ class _Holding(torch.autograd.Function):
         )
 
 
-class _Probe(torch.autograd.Function):
+class _WatchedSave(torch.autograd.Function):
     """Saves a tensor that nobody else holds, and tells ``seen`` of it."""
 
     @staticmethod
@@ -193,7 +193,7 @@ class _Probe(torch.autograd.Function):
 def _keeping() -> bool:
     """Whether what an operator saves now stays; in the forward of an activation checkpoint it does not."""
     seen: list[Any] = []
-    found = _Probe.apply(torch.empty(1, requires_grad=True), seen)  # type: ignore[no-untyped-call]
+    found = _WatchedSave.apply(torch.empty(1, requires_grad=True), seen)  # type: ignore[no-untyped-call]
     stays = seen[0]() is not None
     del found
     return stays

@@ -85,7 +85,7 @@ def head_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> int:
     return max(head_sizes(tokens, parse_tile("auto"), shape))
 
 
-def resolve(setup: Setup, tokens: int, tile: int | None) -> Setup:
+def resolve_tiles(setup: Setup, tokens: int, tile: int | None) -> Setup:
     """``setup`` with the sizes that the tiles of ``tokens`` really have, as numbers; untiled where ``tile`` is None."""
     head = max(sizes_within(tokens, setup.loss_tile)) if setup.options.loss else setup.loss_tile
     if tile is None:

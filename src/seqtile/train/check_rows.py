@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile.devices import cpu_cores
-from seqtile.train.data import ROW_KINDS, Loaded, kind_of
+from seqtile.train.data import ROW_KINDS, Loaded, row_kind
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,7 +42,7 @@ def check_rows(loaded: Loaded, dataset: str, *, text_field: str, skip: bool) -> 
         UserError: the first row that is wrong; or, with ``skip``, that no other is there.
     """
     rows = loaded.rows
-    kind_of(rows.column_names, dataset, text_field)
+    row_kind(rows.column_names, dataset, text_field)
     there = [one for one in (*ROW_KINDS, (text_field,)) if set(one) <= set(rows.column_names)]
     kind = there[0] if len(there) == 1 else _most_frequent(rows, there)
     named = dict.fromkeys(column for columns in (*ROW_KINDS, (text_field,)) for column in columns)

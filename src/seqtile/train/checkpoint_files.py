@@ -40,7 +40,7 @@ _READERS = 8
 
 
 @dataclass(frozen=True)
-class Mark:
+class CheckpointMark:
     """What a checkpoint was when it was whole.
 
     Attributes:
@@ -57,7 +57,7 @@ class Mark:
     files: dict[str, list[Any]] = field(default_factory=dict)
 
 
-def write_mark(folder: Path, mark: Mark, *, only: tuple[str, ...] = ("**/*",)) -> None:
+def write_mark(folder: Path, mark: CheckpointMark, *, only: tuple[str, ...] = ("**/*",)) -> None:
     """Mark ``folder`` as whole, after every file of it has reached the disk.
 
     Cost:
@@ -85,11 +85,11 @@ def write_mark(folder: Path, mark: Mark, *, only: tuple[str, ...] = ("**/*",)) -
     write_whole(folder / MARK, json.dumps(asdict(mark) | {"files": files}, indent=1))
 
 
-def read_mark(folder: Path) -> Mark | None:
+def read_mark(folder: Path) -> CheckpointMark | None:
     """The mark of a checkpoint, or None where there is none that can be read."""
     try:
         values = json.loads((folder / MARK).read_text(encoding="utf-8"))
-        mark = Mark(**values)
+        mark = CheckpointMark(**values)
         sound = isinstance(mark.step, int) and isinstance(mark.run, dict) and bool(mark.files)
         return mark if sound and all(len(entry) == 2 for entry in mark.files.values()) else None
     except (OSError, ValueError, TypeError, AttributeError):

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from seqtile._log import log_level
-from seqtile.counting import LiveBytes, Sample, count_live_bytes
+from seqtile.counting import LiveBytes, LiveSample, count_live_bytes
 from seqtile.models.apply import apply_options, undo
 from seqtile.planner.phases import label_phases, run_step
 from seqtile.verification import Run, verify
@@ -45,7 +45,7 @@ class Side:
     peak_phase: str
     units: float | None
     phases: dict[str, int]
-    timeline: tuple[Sample, ...]
+    timeline: tuple[LiveSample, ...]
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def load_rows(dataset: str, *, split: str = "train", text_field: str = "text", s
         return loaded
     if len(loaded.rows) == 0:
         raise UserError(f"dataset {dataset!r} holds no rows; give one with at least one example to train on")
-    kind_of(loaded.rows.column_names, dataset, text_field)
+    row_kind(loaded.rows.column_names, dataset, text_field)
     return loaded
 
 
@@ -385,7 +385,7 @@ def _load_from_hub(dataset: str, split: str, streaming: bool) -> Dataset:
         ) from None
 
 
-def kind_of(columns: Sequence[str], dataset: str, text_field: str) -> tuple[str, ...]:
+def row_kind(columns: Sequence[str], dataset: str, text_field: str) -> tuple[str, ...]:
     """The columns that say what a row is: the first of :data:`ROW_KINDS` that is there, or the text column.
 
     Raises:

@@ -78,7 +78,7 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def load_rows(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
+def demo_rows(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     """The library's text, tokenised, joined with end-of-text tokens and cut into rows of ``max_length`` tokens."""
     from datasets import Dataset
 
@@ -94,7 +94,7 @@ def load_rows(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     return Dataset.from_dict({"input_ids": rows})
 
 
-def build_model(seed: int, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def build_demo_model(seed: int, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A Qwen3 model of 2.5M parameters with random weights, the same for the same seed."""
     import torch
     from transformers import Qwen3ForCausalLM

@@ -48,7 +48,7 @@ def fit(recipe: Recipe, nodes: int = 1) -> Fitted:
         RunError: nothing fits.
     """
     from seqtile.planner.explain import offload_of
-    from seqtile.planner.ladder import CHOSEN, choose
+    from seqtile.planner.ladder import CHOSEN, choose_rung
 
     memory = parse_bytes(recipe.fit[len("memory:") :]) if isinstance(recipe.fit, str) else None
     request = request_of(recipe, memory, nodes)
@@ -58,7 +58,7 @@ def fit(recipe: Recipe, nodes: int = 1) -> Fitted:
         given["checkpoint"] = None
     if not recipe.tiled_mlp:
         given |= {name: getattr(settings, name) for name in ("tile", "keep", "blocks")}
-    found = choose(request, recipe.max_length, given, can_offload=can_offload())
+    found = choose_rung(request, recipe.max_length, given, can_offload=can_offload())
     high, expected = found.estimate.device.high / 2**30, found.estimate.device.expected / 2**30
     count = f"{request.gpus} x " if request.gpus > 1 else ""
     why = [

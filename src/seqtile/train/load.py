@@ -36,7 +36,7 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         if recipe.model_kwargs or recipe.rope_scaling or recipe.dtype not in (None, "float32"):
             raise UserError("model_kwargs, rope_scaling and dtype do not change the demo's model; name a model")
         tokenizer = demo.load_tokenizer()
-        model = demo.build_model(recipe.seed, tokenizer)
+        model = demo.build_demo_model(recipe.seed, tokenizer)
         check_positions(model.config, recipe)
         return model, tokenizer
     import transformers

@@ -247,7 +247,7 @@ class Meeting:
             "facts": dict(facts),
             "start": start.name if start else None,
         }
-        probe = _Probe(output) if self.nodes.rank == 0 else None
+        probe = _SharedFile(output) if self.nodes.rank == 0 else None
         try:
             if probe is not None:
                 self._store.set("probe", probe.name)
@@ -396,7 +396,7 @@ class Meeting:
         return ""
 
 
-class _Probe:
+class _SharedFile:
     """An empty file beside the output, by which another node sees that it writes to the same directory."""
 
     def __init__(self, output: Path) -> None:

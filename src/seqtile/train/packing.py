@@ -81,10 +81,10 @@ def _shallow(model: Any) -> Any:
     """A model of the same kinds of layers, as few as hold them all, with plain attention, where training will run."""
     import torch
 
-    from seqtile.planner.layer_structure import cut, find_depths
+    from seqtile.planner.layer_structure import find_depths, first_layers
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    config = cut(model.config, find_depths(model.config, model).shallow)
+    config = first_layers(model.config, find_depths(model.config, model).shallow)
     own = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
     kind = "cuda" if device.type == "cpu" else device.type
     with torch.device(device), torch.random.fork_rng(own, device_type=kind):

@@ -146,7 +146,7 @@ class OptionKeys(_Keys):  # type: ignore[valid-type,misc]
     """The keys that are options of tiling, each with its type."""
 
 
-def options_of(keys: Any) -> TilingOptions:
+def options_of_keys(keys: Any) -> TilingOptions:
     """The record that an ``OptionKeys`` stands for.
 
     Raises:
@@ -254,7 +254,7 @@ class Recipe(CheckedModel):
         keys = {key: values[key] for key in values if key in OptionKeys.model_fields}
         others = {key: value for key, value in values.items() if key not in keys}
         try:
-            return {**others, "options": options_of(OptionKeys(**keys))}
+            return {**others, "options": options_of_keys(OptionKeys(**keys))}
         except ValidationError as error:
             raise ValueError(first_problem(error)) from None
 
@@ -311,7 +311,7 @@ class Recipe(CheckedModel):
     def changed(self, **keys: Any) -> Recipe:
         """The same recipe with other values of some keys, which are not checked against each other again."""
         inside = {key: keys.pop(key) for key in [*keys] if key in OptionKeys.model_fields}
-        options = options_of(OptionKeys(**{**keys_of(self.options), **inside}))
+        options = options_of_keys(OptionKeys(**{**keys_of(self.options), **inside}))
         return self.model_copy(update={**keys, "options": options})
 
     @property

@@ -78,7 +78,7 @@ def _settings(recipe: Recipe, place: Place) -> Any:
     return replace(settings, tile=tile, loss_tile=min(recipe.loss_tile or TRL_LOSS_TILE, tokens))
 
 
-class Step:
+class StepWatch:
     """Watches the steps of one trainer: where they are, and how to do one again.
 
     Attributes:
@@ -158,7 +158,9 @@ class Step:
         if retry is not None:
             return OutOfMemory(said({**retry, "how": "from the last checkpoint"}), retry, self.retries)
         checkpoint, _ = newest_whole(self._output)
-        return OutOfMemory(explain(self.recipe, place, live, checkpoint, len(self.retries)), None, self.retries)
+        return OutOfMemory(
+            explain_out_of_memory(self.recipe, place, live, checkpoint, len(self.retries)), None, self.retries
+        )
 
     def _tile(self, tokens: int) -> int | None:
         if self.tiling is None or not tokens:
@@ -219,7 +221,7 @@ def _restore(trainer: Any, before: dict[str, Any]) -> None:
     restore_step_sums(trainer, before["metrics"], before["tokens"])
 
 
-def explain(recipe: Recipe, place: Place, live: list[str], checkpoint: Path | None, retried: int) -> str:
+def explain_out_of_memory(recipe: Recipe, place: Place, live: list[str], checkpoint: Path | None, retried: int) -> str:
     """Everything that is known of an out-of-memory that ends the run."""
     asked = f": {place.asked / 2**30:,.2f} GiB could not be had" if place.asked else ""
     lines = [f"out of memory {place}{asked}", *live]

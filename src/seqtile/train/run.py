@@ -293,7 +293,7 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     model, tokenizer = load_model(recipe)
     check_packing(model, arguments)
     if rows is None:
-        rows = demo.load_rows(tokenizer, recipe.max_length)
+        rows = demo.demo_rows(tokenizer, recipe.max_length)
     embeddings: Any = model.get_input_embeddings()
     if stream is None:
         check_ids(rows, embeddings.num_embeddings, recipe.dataset)
@@ -411,13 +411,13 @@ def _run(
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.ranks import is_first
     from seqtile.train.result_report import write_report
-    from seqtile.train.retry import Step
+    from seqtile.train.retry import StepWatch
 
     stop, clock = StopOnSignal(), Clock()
     checks = [CheckModel(trainer, recipe), *([CheckFirstStep()] if tiling else [])]
     for callback in (*checks, clock, Metrics(output, display), *callbacks, stop):
         trainer.add_callback(callback)
-    trainer.step = Step(trainer, recipe, tiling, output)
+    trainer.step = StepWatch(trainer, recipe, tiling, output)
     display.stage("preparing the first step")
     failed: Exception | None = None
     with stop.listening():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile.train.check_rows import problem_of
-from seqtile.train.data import ROW_KINDS, Loaded, kind_of, refuse_broken_rows, silent_datasets
+from seqtile.train.data import ROW_KINDS, Loaded, refuse_broken_rows, row_kind, silent_datasets
 from seqtile.train.data_summary import StreamSummary
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Stream:
         if first is None:
             raise UserError(f"dataset {dataset!r} holds no rows; give one with at least one example to train on")
         self._columns = list(first)
-        self._kind = kind_of(self._columns, dataset, text_field)
+        self._kind = row_kind(self._columns, dataset, text_field)
         named = dict.fromkeys(column for columns in (*ROW_KINDS, (text_field,)) for column in columns)
         self._kinds = [column for column in named if column in self._columns]
 

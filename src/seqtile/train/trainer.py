@@ -20,7 +20,7 @@ from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
 from seqtile.models.runs import what_ran
 from seqtile.planner.phases import causal_model
-from seqtile.train.checkpoint_files import MARK, RESULT, Mark, newest_whole, rotate, set_aside, write_mark
+from seqtile.train.checkpoint_files import MARK, RESULT, CheckpointMark, newest_whole, rotate, set_aside, write_mark
 from seqtile.train.data_summary import DataSummary, StreamSummary, summarise
 from seqtile.train.model_card import write_card
 from seqtile.train.split_rows import SplitRows
@@ -28,7 +28,7 @@ from seqtile.train.split_rows import SplitRows
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from seqtile.train.retry import Step
+    from seqtile.train.retry import StepWatch
 
 logger = first_rank_logger(__name__)
 
@@ -91,7 +91,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or self._splits_rows
         self.run: dict[str, Any] = {}
         self.all_done = False
-        self.step: Step | None = None
+        self.step: StepWatch | None = None
         self.running_tokens = 0
         # Transformers counts partial checkpoints as checkpoints, and deletes before the new one is whole.
         self._limit, self.args.save_total_limit = self.args.save_total_limit, None
@@ -180,7 +180,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         self.create_model_card()  # over PEFT's, which knows the adapters alone
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            write_mark(output, Mark(step=self.state.global_step), only=RESULT)
+            write_mark(output, CheckpointMark(step=self.state.global_step), only=RESULT)
 
     def _save_in_shards(self, wanted: bool) -> None:
         """Under FSDP2: whether each rank saves its shard, which is written and read at once, or rank 0 everything."""
@@ -226,7 +226,7 @@ class Trainer(SFTTrainer, _SplitLoss):
                     f"{folder} holds no files of rank {', '.join(map(str, missing))}; every process must write to one "
                     "shared directory, or set 'trainer: {save_on_each_node: true}'"
                 )
-        write_mark(folder, Mark(step=step, processes=ranks, run=self.run))
+        write_mark(folder, CheckpointMark(step=step, processes=ranks, run=self.run))
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One micro-batch; its loss is looked at when the step is complete."""

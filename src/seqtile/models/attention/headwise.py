@@ -35,7 +35,7 @@ from seqtile.models.discover.decoder_layers import states_of
 from seqtile.models.discover.live_weights import differ_in_dtype, projection_of, row_wise
 from seqtile.models.instance import Installed
 from seqtile.models.layer import NormedAttention, TiledLayer
-from seqtile.ops.attention.group_core import Cut, Groups, cut_heads, in_groups
+from seqtile.ops.attention.group_core import Groups, HeadGroup, cut_heads, in_groups
 from seqtile.ops.attention.head_groups import HeadWeights, head_wise
 from seqtile.ops.linear import Projection
 from seqtile.ops.rng import Autocast
@@ -84,7 +84,7 @@ class HeadWise(Installed):
         rest = args[1:]
         if not isinstance(hidden_states, Tensor):
             return self.original(*args, **words)
-        cuts: tuple[Cut, ...] = ()
+        cuts: tuple[HeadGroup, ...] = ()
         if hidden_states.dim() == 3 and hidden_states.numel():
             cuts = self._passes(hidden_states, norm, (*rest, *given.values()), given)
         if not cuts:
@@ -94,7 +94,7 @@ class HeadWise(Installed):
 
     def _passes(
         self, hidden_states: Tensor, norm: nn.Module | None, values: Sequence[Any], given: Mapping[str, Any]
-    ) -> tuple[Cut, ...]:
+    ) -> tuple[HeadGroup, ...]:
         """The passes of a call; empty where it runs untouched, which is said once where passes were asked for."""
         if torch.compiler.is_compiling():
             self.compiled = True
@@ -139,7 +139,12 @@ class HeadWise(Installed):
             logger.warning("%s runs all heads at once: %s", self.heads.name, why)
 
     def _in_passes(
-        self, x: Tensor, norm: nn.Module | None, args: Sequence[Any], words: Mapping[str, Any], cuts: tuple[Cut, ...]
+        self,
+        x: Tensor,
+        norm: nn.Module | None,
+        args: Sequence[Any],
+        words: Mapping[str, Any],
+        cuts: tuple[HeadGroup, ...],
     ) -> Any:
         module: Any = self.module
         shape = self.heads.shape
@@ -147,7 +152,7 @@ class HeadWise(Installed):
         names = tuple(others)
         nothing = nothing_like(x.detach())
 
-        def between(cut: Cut, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        def between(cut: HeadGroup, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Any]:
             def call() -> tuple[Tensor, Any]:
                 view = View(module, shape, cut, parts)
                 output = view.run(nothing, [_sliced(a, cut, shape) for a in args],
@@ -220,7 +225,7 @@ def _draws(module: nn.Module) -> bool:
     return False
 
 
-def _sliced(value: Any, cut: Cut, shape: HeadShape) -> Any:
+def _sliced(value: Any, cut: HeadGroup, shape: HeadShape) -> Any:
     """A mask with a plane per query head, cut; anything else as it is."""
     if isinstance(value, Tensor) and value.dim() == 4 and value.shape[1] == shape.query > 1:
         return cut.of(value, 1)
@@ -269,7 +274,7 @@ class _AfterExchange:
                 words["s_aux"] = sinks
             return self.function(module, query, key, value, mask, *args, **words)
 
-        def between(cut: Cut, parts: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[Tensor, None]:
+        def between(cut: HeadGroup, parts: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[Tensor, None]:
             return self.function(module, *parts, _sliced(mask, cut, shape), *args, **words)[0], None
 
         drops = bool(words.get("dropout"))

@@ -32,7 +32,7 @@ from seqtile.models.discover.candidates import LayerTraces, Left, is_per_row
 from seqtile.models.discover.decoder_layers import ATTENTION, kind_of, looks_like_attention
 from seqtile.models.discover.layer_parts import norm_before
 from seqtile.models.discover.widths import linear_widths
-from seqtile.ops.attention.group_core import Cut
+from seqtile.ops.attention.group_core import HeadGroup
 
 _INPUTS = ("q_proj", "k_proj", "v_proj")
 _OUTPUTS = ("o_proj", "out_proj")
@@ -99,7 +99,7 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
         if isinstance(shape, HeadShape):
             key = _key(module, shape)
             if key not in proved:
-                proved[key] = why_not(module, shape)
+                proved[key] = why_not_by_heads(module, shape)
             shape = proved[key] or shape
         if isinstance(shape, str):
             left.append(Left(name, type(module).__name__, shape))
@@ -169,7 +169,7 @@ class View:
     """
 
     def __init__(
-        self, module: nn.Module, shape: HeadShape, cut: Cut, parts: Sequence[Tensor], *, traced: bool = False
+        self, module: nn.Module, shape: HeadShape, cut: HeadGroup, parts: Sequence[Tensor], *, traced: bool = False
     ) -> None:
         self._traced = traced
         self.calls: list[str] = []
@@ -252,7 +252,7 @@ def nothing_like(like: Tensor) -> Tensor:
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
-def why_not(module: nn.Module, shape: HeadShape) -> str:
+def why_not_by_heads(module: nn.Module, shape: HeadShape) -> str:
     """Why the module cannot run one group of heads at a time; "" if the trace and the numbers show that it can."""
     with (
         disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]),
@@ -295,11 +295,11 @@ def _compare_at(module: nn.Module, shape: HeadShape, rotary: int, tokens: int) -
         total = [torch.zeros_like(leaf) for leaf in leaves]
         whole = torch.empty_like(gradient)
         for start in range(0, shape.groups, size):
-            cut = Cut(start, size, shape.groups)
+            cut = HeadGroup(start, size, shape.groups)
             bare = _bare(module)
             mine = [cut.of(part, -1) for part in parts]
 
-            def call(cut: Cut = cut, mine: list[Tensor] = mine, bare: nn.Module = bare) -> tuple[View, Tensor]:
+            def call(cut: HeadGroup = cut, mine: list[Tensor] = mine, bare: nn.Module = bare) -> tuple[View, Tensor]:
                 view = View(bare, shape, cut, mine, traced=True)
                 return view, view.run(hidden_states, (), words)
 

@@ -50,7 +50,7 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
-class Step:
+class LayerCall:
     """One call in a layer's forward.
 
     Attributes:
@@ -82,11 +82,11 @@ class LayerSteps:
         known: whether the layer and its children are a library's that we know.
     """
 
-    def __init__(self, steps: list[Step], evaluated: LayerSteps | None = None, known: bool = False) -> None:
+    def __init__(self, steps: list[LayerCall], evaluated: LayerSteps | None = None, known: bool = False) -> None:
         self.steps, self.known = steps, known
         self.modes = [self] if evaluated is None or evaluated.steps == steps else [self, evaluated]
 
-    def is_undisturbed(self, first: Step, last: Step, members: Sequence[Step] = ()) -> bool:
+    def is_undisturbed(self, first: LayerCall, last: LayerCall, members: Sequence[LayerCall] = ()) -> bool:
         """Whether what the first of two calls reads is the same at the last.
 
         Nothing is changed in place between them, and no other child runs that might keep something: of a layer that
@@ -97,17 +97,17 @@ class LayerSteps:
             return False
         return self.known or all(step.kind != "child" or step in members for step in between)
 
-    def call_of(self, name: str) -> Step | None:
+    def call_of(self, name: str) -> LayerCall | None:
         """The call of a child, if there is exactly one and nothing else of the child is read."""
         uses = [step for step in self.steps if step.kind in ("child", "attribute") and step.name == name]
         return uses[0] if len(uses) == 1 and uses[0].kind == "child" and uses[0].plain else None
 
-    def maker(self, step: Step) -> Step | None:
+    def maker(self, step: LayerCall) -> LayerCall | None:
         """What made the hidden states that ``step`` reads, if nothing else reads them."""
         made = [one for one in self.steps if one.makes == step.hidden_states >= 0]
         return made[0] if len(made) == 1 and self.reader(made[0]) is step else None
 
-    def reader(self, step: Step) -> Step | None:
+    def reader(self, step: LayerCall) -> LayerCall | None:
         """The only call that reads what ``step`` made."""
         readers = [one for one in self.steps if step.makes >= 0 and step.makes in one.reads]
         return readers[0] if len(readers) == 1 else None
@@ -130,13 +130,13 @@ class _Result(Tensor):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int):
             return self
-        return _Rest() if isinstance(index, slice) and index.start else super().__getitem__(index)
+        return _LaterResults() if isinstance(index, slice) and index.start else super().__getitem__(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         pass
 
 
-class _Rest(tuple[Any, ...]):
+class _LaterResults(tuple[Any, ...]):
     """What is behind the first of several results: a tuple, or something that a tensor can be added to."""
 
     def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
@@ -147,13 +147,13 @@ def _result(like: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.empty(tuple(shape), dtype=like.dtype, device="meta").as_subclass(_Result)
 
 
-class _Run(TorchFunctionMode):
+class _LayerRun(TorchFunctionMode):
     """One run of a layer's forward: notes what reads what."""
 
     def __init__(self, layer: nn.Module, plain: Mapping[str, int], training: bool) -> None:
         super().__init__()
         self._training = training
-        self.steps: list[Step] = []
+        self.steps: list[LayerCall] = []
         self._plain = plain
         self._dropouts: dict[float, str] = {}
         self._inside = False
@@ -171,7 +171,8 @@ class _Run(TorchFunctionMode):
         # Transformers' own switches: neither changes who reads what, and both would run the parts in other ways.
         own.update(training=self._training, gradient_checkpointing=False, chunk_size_feed_forward=0)
         own[MODULES] = {
-            name: None if child is None else _Child(name, child, self) for name, child in children_of(layer).items()
+            name: None if child is None else _ChildStandIn(name, child, self)
+            for name, child in children_of(layer).items()
         }
         for kind in (PARAMETERS, BUFFERS):
             own[kind] = {name: None if one is None else _weight(one) for name, one in own[kind].items()}
@@ -236,7 +237,7 @@ class _Run(TorchFunctionMode):
             _gradients_and_autocast() == self._context,
             len(given) == len(args) + len(words) and not (words and kind == "child"),
         )
-        self.steps.append(Step(kind, name, reads, hidden_states, made, plain, alone))
+        self.steps.append(LayerCall(kind, name, reads, hidden_states, made, plain, alone))
 
 
 def _gradients_and_autocast() -> tuple[bool, ...]:
@@ -250,10 +251,10 @@ def device_types() -> list[str]:
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
-class _Child:
+class _ChildStandIn:
     """Stands for a child: its call is noted, and when anything else of it is read."""
 
-    def __init__(self, name: str, child: nn.Module, run: _Run) -> None:
+    def __init__(self, name: str, child: nn.Module, run: _LayerRun) -> None:
         self.__dict__.update(_name=name, _child=child, _run=run, _call=run.stand_in(name))
 
     def __call__(self, *args: Any, **words: Any) -> Any:
@@ -263,7 +264,7 @@ class _Child:
         raise RuntimeError(f"the layer's forward sets {self._name}.{attribute}")
 
     def __getattr__(self, attribute: str) -> Any:
-        self._run.steps.append(Step("attribute", self._name, (), -1, -1))
+        self._run.steps.append(LayerCall("attribute", self._name, (), -1, -1))
         value = getattr(self._child, attribute)
         if isinstance(value, Tensor):
             return _weight(value)
@@ -369,7 +370,7 @@ def _run_once(
     given: Mapping[str, Sequence[int] | int | None], training: bool,
 ) -> LayerSteps:  # fmt: skip
     with torch.enable_grad():
-        run = _Run(layer, plain, training)
+        run = _LayerRun(layer, plain, training)
         before = {
             name: value.copy() if type(value) in (list, set, dict) else value for name, value in vars(run.view).items()
         }
@@ -436,12 +437,12 @@ def norm_before(layer: nn.Module, steps: LayerSteps, name: str) -> str:
     return maker.name if steps.is_undisturbed(maker, call) else ""
 
 
-def _is_norm_call(layer: nn.Module, steps: LayerSteps, step: Step) -> bool:
+def _is_norm_call(layer: nn.Module, steps: LayerSteps, step: LayerCall) -> bool:
     """Whether a step is the only call of a small child, on one tensor."""
     return step.alone and len(step.reads) == 1 and is_small(layer, step.name) and steps.call_of(step.name) is step
 
 
-def _followed(layer: nn.Module, steps: LayerSteps, last: Step, near: Neighbours) -> Neighbours:
+def _followed(layer: nn.Module, steps: LayerSteps, last: LayerCall, near: Neighbours) -> Neighbours:
     after = steps.reader(last)
     if after is None or len(after.reads) != 1 or not after.name or not steps.is_undisturbed(last, after):
         return near
@@ -472,7 +473,7 @@ def inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, 
 def _inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:
     for name in widths:
         call = steps.call_of(name)
-        members: list[Step] = []
+        members: list[LayerCall] = []
         while call is not None and _may_be_inside(layer, call, widths) and len(call.reads) == 1:
             members.append(call)
             if len(members) > 1 and widths.get(call.name) == widths[name][::-1]:
@@ -493,7 +494,7 @@ def _inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int,
     return None
 
 
-def _may_be_inside(layer: nn.Module, step: Step, widths: Mapping[str, tuple[int, int]]) -> bool:
+def _may_be_inside(layer: nn.Module, step: LayerCall, widths: Mapping[str, tuple[int, int]]) -> bool:
     if step.kind == "operator" or not step.name or (step.kind == "child" and not step.alone):
         return False
     child = getattr(layer, step.name, None)
@@ -502,7 +503,7 @@ def _may_be_inside(layer: nn.Module, step: Step, widths: Mapping[str, tuple[int,
     )
 
 
-def _closing(layer: nn.Module, steps: LayerSteps, members: list[Step], near: Neighbours) -> str:
+def _closing(layer: nn.Module, steps: LayerSteps, members: list[LayerCall], near: Neighbours) -> str:
     """The norm of ``x + block(x)``, where nothing else reads that sum."""
     last = members[-1]
     follower = steps.reader(last) if near.after or near.dropout else last

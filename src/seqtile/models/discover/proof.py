@@ -26,7 +26,7 @@ from seqtile.models.discover.formula import Formula, formula_of, norm_of
 from seqtile.models.discover.python_code import Code
 from seqtile.models.discover.sizes import NoRule, NotPerToken, Untraceable
 from seqtile.models.discover.trace import Graph, Tracer, in_a_thread
-from seqtile.models.discover.trial import probe
+from seqtile.models.discover.trial import try_tiles
 from seqtile.ops.norm import NormFormula
 
 
@@ -221,7 +221,7 @@ def _tried_out(chain: Chain, mode: Mode, code: Code) -> Proof:
     if not (why := _written_by_strangers(written)):
         before = Facts(chain.modules, chain.functions, written)
         try:
-            probe(chain, mode.inputs, code)
+            try_tiles(chain, mode.inputs, code)
         finally:
             changed = before.restore()
         if changed:

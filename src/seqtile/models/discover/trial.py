@@ -27,7 +27,7 @@ LENGTHS = ((2, 7, (5, 1, 8)), (1, 37, (11, 26)))
 """(batch, tokens, tiles) of the two trials."""
 
 
-def probe(chain: Chain, inputs: Sequence[tuple[Sequence[int | str], torch.dtype]], code: Code) -> None:
+def try_tiles(chain: Chain, inputs: Sequence[tuple[Sequence[int | str], torch.dtype]], code: Code) -> None:
     """Compare ``chain`` on tiles with ``chain`` on all tokens.
 
     Raises:

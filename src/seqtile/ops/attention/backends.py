@@ -65,7 +65,7 @@ def slower_than_possible(operators: Collection[str], capability: tuple[int, int]
     return f"attention ran on {ran}, and this device has a faster one: {way_out}"
 
 
-def described(operators: Collection[str]) -> list[str]:
+def attention_sentences(operators: Collection[str]) -> list[str]:
     """What ran on this machine, and what would be faster, in sentences."""
     slower = slower_than_possible(operators, compute_capability(), flash3=find_spec("flash_attn_interface") is not None)
     ran = ", ".join(sorted({backend_of(one) for one in operators})) or "plain products"

@@ -21,13 +21,13 @@ from seqtile.ops.normed_linears import sums_for
 from seqtile.ops.rng import Autocast, RandomState
 from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 
-Between = Callable[["Cut", Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Any]]
+Between = Callable[["HeadGroup", Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Any]]
 """What stands between the projections: (cut, its ``(q, k, v)``, other weights) -> its output, and what the model's
 forward returns beside it."""
 
 
 @dataclass(frozen=True)
-class Cut:
+class HeadGroup:
     """Consecutive key-value heads, with the query heads that read them.
 
     Attributes:
@@ -46,13 +46,13 @@ class Cut:
         return tensor.narrow(dim, self.start * width, self.size * width)
 
 
-def cut_heads(total: int, per_pass: int) -> tuple[Cut, ...]:
+def cut_heads(total: int, per_pass: int) -> tuple[HeadGroup, ...]:
     """``total`` key-value heads, ``per_pass`` at a time, as equal as they come."""
     count = -(-total // min(max(per_pass, 1), total))
     cuts, start = [], 0
     for number in range(count):
         size = total // count + (number < total % count)
-        cuts.append(Cut(start, size, total))
+        cuts.append(HeadGroup(start, size, total))
         start += size
     return tuple(cuts)
 
@@ -92,7 +92,7 @@ class Groups:
     """
 
     between: Between
-    cuts: tuple[Cut, ...]
+    cuts: tuple[HeadGroup, ...]
     heads_dim: int
     output_dim: int
     autocast: Autocast
@@ -127,7 +127,7 @@ class Groups:
         into: Sequence[Tensor],
         weights: Sequence[tuple[Tensor, Sum | None]],
         done: Done,
-        gradient_of: Callable[[Cut], Tensor],
+        gradient_of: Callable[[HeadGroup], Tensor],
     ) -> None:
         """Write the gradients of ``q, k, v`` into ``into``, which may be themselves, and add those of the weights."""
         left = 0
@@ -151,7 +151,7 @@ class Groups:
                     if total is not None and (part := next(found)) is not None:
                         total.add(part)
 
-    def _write(self, cut: Cut, place: Tensor, gradient: Tensor | None) -> None:
+    def _write(self, cut: HeadGroup, place: Tensor, gradient: Tensor | None) -> None:
         mine = cut.of(place, self.heads_dim)
         mine.zero_() if gradient is None else mine.copy_(gradient)
 

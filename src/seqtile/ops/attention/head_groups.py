@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from seqtile._compat import keeps_graph
-from seqtile.ops.attention.group_core import REFUSED, Cut, Done, Groups
+from seqtile.ops.attention.group_core import REFUSED, Done, Groups, HeadGroup
 from seqtile.ops.attention.kernel_calls import kept_now
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.linear import Kind, Layer, Projection
@@ -63,7 +63,7 @@ class HeadWeights:
 
 
 @dataclass(frozen=True)
-class Plan:
+class HeadGroupsPlan:
     """All of one call but its tensors; the autograd node holds it."""
 
     first: tuple[Kind, ...]
@@ -115,7 +115,7 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
         kinds.append(kind)
     before = attention.before
     norm = None if before is None else (before.function, len(before.weights), before.formula)
-    plan = Plan(
+    plan = HeadGroupsPlan(
         tuple(kinds[:-1]), kinds[-1], norm, len(attention.between), groups, tuple(sizes), groups.autocast,
         RandomState(x.device) if drops else None,
     )  # fmt: skip
@@ -123,11 +123,11 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
         with torch.no_grad():
             y, done, _ = _forward(plan, x.detach(), [t.detach() for t in tensors])
             return y, done.beside
-    result: tuple[Tensor, Any] = _HeadWise.apply(plan, x, *tensors)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Any] = _HeadGroups.apply(plan, x, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Work:
+class _PositionWise:
     """One forward or one backward of the position-wise part.
 
     Args:
@@ -136,7 +136,7 @@ class _Work:
         sums: of each one's gradient, None where it needs none.
     """
 
-    def __init__(self, plan: Plan, tensors: Sequence[Tensor], sums: Sequence[Sum | None]) -> None:
+    def __init__(self, plan: HeadGroupsPlan, tensors: Sequence[Tensor], sums: Sequence[Sum | None]) -> None:
         self.plan, self.dtype = plan, plan.autocast.dtype
         take = zip(tensors, sums, strict=True)
         norm = Norm(plan.autocast, plan.norm, take) if plan.norm else None
@@ -181,12 +181,12 @@ class _Work:
         return dx
 
 
-def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Done, list[Tensor]]:
+def _forward(plan: HeadGroupsPlan, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Done, list[Tensor]]:
     """Output, what the passes leave, and queries, keys and values where they are to be kept."""
     kept = kept_now()
     parts: list[Tensor] = []
     with plan.autocast.off():
-        work = _Work(plan, tensors, [None] * len(tensors))
+        work = _PositionWise(plan, tensors, [None] * len(tensors))
         if kept is not None and kept.replaying and kept.outputs:
             mask = work.skip(x)
             done: Done = kept.outputs.pop(0)
@@ -210,9 +210,9 @@ def _forward(plan: Plan, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, 
     return y, done, parts
 
 
-class _HeadWise(torch.autograd.Function):
+class _HeadGroups(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Any]:
+    def forward(ctx: Any, plan: HeadGroupsPlan, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Any]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         y, done, parts = _forward(plan, x, tensors)
@@ -226,7 +226,7 @@ class _HeadWise(torch.autograd.Function):
         refuse_second_derivative(REFUSED)
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        plan: Plan = ctx.plan
+        plan: HeadGroupsPlan = ctx.plan
         needs_x, *needs = ctx.needs_input_grad[1:]
         x, *saved = ctx.saved_tensors
         count, extra = ctx.counts
@@ -234,7 +234,7 @@ class _HeadWise(torch.autograd.Function):
         parts = saved[count + 1 + extra :]
         del saved
         with plan.autocast.off():
-            work = _Work(plan, tensors, sums_for(tensors, needs))
+            work = _PositionWise(plan, tensors, sums_for(tensors, needs))
             with plan.random.replayed() if plan.random else nullcontext():
                 if not parts:
                     parts = work.project(x)
@@ -251,7 +251,7 @@ class _HeadWise(torch.autograd.Function):
             dx = None
             if inner or any(total is not None for _, total in work.others):
 
-                def gradient_of(cut: Cut) -> Tensor:
+                def gradient_of(cut: HeadGroup) -> Tensor:
                     layer = work.out.reading(cut.of)
                     out = rows.new_empty(rows.shape[0], layer.inputs)
                     layer.input_gradient(rows, out, low, None if mask is None else cut.of(mask, 1))

@@ -33,7 +33,7 @@ def is_attention(op: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputAlias:
     """A kernel's result that is the output of the call itself, in another shape: kept once, with the output."""
 
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ def _described(leaf: Any, output: Tensor, tensors: list[Tensor]) -> Any:
     if leaf.numel() == output.numel() > 0 and leaf.dtype == output.dtype and output.is_contiguous():
         if storage_key(leaf.untyped_storage()) == storage_key(output.untyped_storage()):
             offset = int(leaf.storage_offset() - output.storage_offset())
-            return Place(tuple(leaf.shape), tuple(leaf.stride()), offset)
+            return OutputAlias(tuple(leaf.shape), tuple(leaf.stride()), offset)
     tensors.append(leaf)
     return Position(len(tensors) - 1)
 
@@ -95,15 +95,17 @@ def replayed(recorded: Recorded, tensors: Sequence[Tensor], output: Tensor) -> I
     values = []
     for spec, leaves in recorded.calls:
         found = [
-            tensors[leaf.position] if isinstance(leaf, Position) else _placed(leaf, output) if isinstance(leaf, Place)
-            else leaf for leaf in leaves
+            tensors[leaf.position] if isinstance(leaf, Position)
+            else _placed(leaf, output) if isinstance(leaf, OutputAlias)
+            else leaf
+            for leaf in leaves
         ]  # fmt: skip
         values.append(tree_unflatten(found, spec))
     with _Replaying(values):
         yield
 
 
-def _placed(place: Place, output: Tensor) -> Tensor:
+def _placed(place: OutputAlias, output: Tensor) -> Tensor:
     with torch.no_grad():
         copy = output.clone(memory_format=torch.contiguous_format)
         return copy.as_strided(place.shape, place.stride, copy.storage_offset() + place.offset)

@@ -30,7 +30,7 @@ from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows, write_rows
 from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective, TileTargets, Wanted
 from seqtile.ops.lm_loss.loss_kernels import choose_kernel, kernel_sum
-from seqtile.ops.mlp import _Save
+from seqtile.ops.mlp import SaveAhead
 from seqtile.ops.rng import Autocast
 from seqtile.ops.token_tiles import refuse_second_derivative
 from seqtile.tiling import BlockShape, TileRule, head_sizes, parse_tile
@@ -166,7 +166,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Cut:
+class LossPlan:
     """What a node has to know of a call, without a tensor that has a gradient."""
 
     objective: Objective
@@ -184,7 +184,7 @@ class Cut:
 
 
 class HeadCall:
-    """One call of a plain head: checked, flattened, cut.
+    """One call of a plain head: checked, flattened, cut into tiles.
 
     Args:
         hidden, weight, bias, labels: as :func:`linear_cross_entropy` takes them.
@@ -228,7 +228,7 @@ class HeadCall:
             weight_numel=weight.numel() if trains else 0, weight_itemsize=weight.element_size(),
             device_type=hidden.device.type, live_widths=1,
         )  # fmt: skip
-        self.cut = Cut(aim, head_sizes(len(self.kept), rule, shape), casts.dtype, casts)
+        self.plan = LossPlan(aim, head_sizes(len(self.kept), rule, shape), casts.dtype, casts)
 
     @property
     def _needs_gradient(self) -> bool:
@@ -237,7 +237,7 @@ class HeadCall:
 
     def count(self, factors: Tensor | None) -> Tensor | int:
         """Divisor of a mean: the tokens that count, or the sum of their weights and their targets'."""
-        weights = self.cut.objective.class_weights
+        weights = self.plan.objective.class_weights
         if weights is not None:
             own = weights.detach().to(self.hidden.device)[self.kept.targets]
             return (own if factors is None else own * factors).sum()
@@ -253,7 +253,7 @@ class HeadCall:
             factor = 1 if factors is None else self.kept.spread(factors)
             return (found.loss * factor).sum() / divisor, (found.squares * factor).sum() / divisor
         return _Total.apply(  # type: ignore[no-any-return, no-untyped-call]
-            self.cut, self.kept.index, TileTargets(self.kept.targets), factors, divisor, self.hidden, self.weight,
+            self.plan, self.kept.index, TileTargets(self.kept.targets), factors, divisor, self.hidden, self.weight,
             self.bias,
         )  # fmt: skip
 
@@ -269,26 +269,26 @@ class HeadCall:
         kept, targets = self.kept, TileTargets(self.kept.targets, temperature, candidates)
         given = (self.hidden, self.weight, *(() if self.bias is None else (self.bias,)))
         if self._needs_gradient:
-            token = _Save.apply(*given, kept.index, *targets.tensors())  # type: ignore[no-untyped-call]
-            found = _PerToken.apply(self.cut, token.grad_fn, token, entropy, extra, kept, targets, *given)  # type: ignore[no-untyped-call]
+            token = SaveAhead.apply(*given, kept.index, *targets.tensors())  # type: ignore[no-untyped-call]
+            found = _PerToken.apply(self.plan, token.grad_fn, token, entropy, extra, kept, targets, *given)  # type: ignore[no-untyped-call]
         else:
-            found = _spread(kept, _score(self.cut, kept.index, targets, entropy, extra, *given))
+            found = _spread(kept, _score(self.plan, kept.index, targets, entropy, extra, *given))
         loss, lse, entropies, scored = found
         return Scores(loss, lse.square(), entropies, scored)
 
 
 def _score(
-    cut: Cut, index: Tensor | None, targets: TileTargets, entropy: bool, extra: Wanted, hidden: Tensor, weight: Tensor,
-    bias: Tensor | None = None,
+    plan: LossPlan, index: Tensor | None, targets: TileTargets, entropy: bool, extra: Wanted, hidden: Tensor,
+    weight: Tensor, bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Loss, log-normaliser, entropy and candidates of each token that counts."""
-    with torch.no_grad(), cut.casts.off():
-        work = cut.work(weight, bias)
+    with torch.no_grad(), plan.casts.off():
+        work = plan.work(weight, bias)
         loss, lse = (hidden.new_empty(len(targets.ids), dtype=work.wide) for _ in range(2))
         extra.entropy = torch.empty_like(loss) if entropy else None
         if targets.candidates is not None:
             extra.candidates = loss.new_empty(targets.candidates.shape)
-        for part in cut.parts():
+        for part in plan.parts():
             y = work.product(read_rows(hidden, index, part))
             work.losses(y, targets[part], loss[part], lse[part], extra.narrow(part))
         found = loss, lse, extra.entropy, extra.candidates
@@ -305,18 +305,18 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, cut: Cut, index: Tensor | None, targets: TileTargets, factors: Tensor | None,
+        ctx: Any, plan: LossPlan, index: Tensor | None, targets: TileTargets, factors: Tensor | None,
         divisor: Tensor | int | float, hidden: Tensor, weight: Tensor, bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[5:]
         ctx.set_materialize_grads(False)
-        with cut.casts.off():
-            work = cut.work(weight, bias)
+        with plan.casts.off():
+            work = plan.work(weight, bias)
             loss, lse = (hidden.new_empty(len(targets.ids), dtype=work.wide) for _ in range(2))
             factor = None if factors is None else factors.to(loss.dtype)
             dx = empty_gradient(hidden, index) if needs_x else None
             totals = [Sum(weight) if needs_weight else None, Sum(bias) if bias is not None and needs_bias else None]
-            for part in cut.parts():
+            for part in plan.parts():
                 x = read_rows(hidden, index, part)
                 y = work.product(x)
                 of_tile = None if factor is None else factor[part]
@@ -342,11 +342,11 @@ class _PerToken(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, cut: Cut, save: Any, token: Tensor, entropy: bool, extra: Wanted, kept: KeptTokens,
+        ctx: Any, plan: LossPlan, save: Any, token: Tensor, entropy: bool, extra: Wanted, kept: KeptTokens,
         targets: TileTargets, *given: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        found = _score(cut, kept.index, targets, entropy, extra, *given)
-        ctx.cut, ctx.save, ctx.lse, ctx.entropy = cut, save, found[1], found[2]
+        found = _score(plan, kept.index, targets, entropy, extra, *given)
+        ctx.plan, ctx.save, ctx.lse, ctx.entropy = plan, save, found[1], found[2]
         ctx.set_materialize_grads(False)
         # [N] here and not by an operator after it: that one would save the positions too late, as above. Copies, since
         # what the backward needs is not to be changed from outside.
@@ -364,7 +364,7 @@ class _PerToken(torch.autograd.Function):
         none = (None,) * 7
         if upstream is None and entropy_upstream is None and candidates_upstream is None:
             return (None,) * len(ctx.needs_input_grad)
-        cut: Cut = ctx.cut
+        plan: LossPlan = ctx.plan
         needs = ctx.needs_input_grad[7:]
         hidden, weight, *rest, index, ids, temperature, candidates, here = ctx.save.saved_tensors
         kept = KeptTokens(hidden.shape[0], ids, index)
@@ -372,12 +372,12 @@ class _PerToken(torch.autograd.Function):
             None if each is None else kept.take(each) for each in (upstream, entropy_upstream, candidates_upstream)
         )
         targets, bias = TileTargets(ids, temperature, candidates, here), rest[0] if rest else None
-        with cut.casts.off():
-            work = cut.work(weight, bias)
+        with plan.casts.off():
+            work = plan.work(weight, bias)
             factor = torch.zeros_like(ctx.lse) if upstream is None else upstream
             dx = empty_gradient(hidden, index) if needs[0] else None
             totals = [Sum(tensor) if need else None for tensor, need in zip((weight, *rest), needs[1:], strict=True)]
-            for part in cut.parts():
+            for part in plan.parts():
                 x = read_rows(hidden, index, part)
                 y = work.product(x)
                 others = [None if t is None else t[part] for t in (ctx.entropy, entropy_upstream, candidates_upstream)]

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from seqtile._errors import expect_number
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.lm_loss.cross_entropy import REDUCTIONS, REFUSED, Cut, HeadCall, add_gradients, hand_out
+from seqtile.ops.lm_loss.cross_entropy import REDUCTIONS, REFUSED, HeadCall, LossPlan, add_gradients, hand_out
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows
 from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective
 from seqtile.ops.lm_loss.token_logprobs import HeadInput, token_logprobs
-from seqtile.ops.mlp import _Save
+from seqtile.ops.mlp import SaveAhead
 from seqtile.ops.token_tiles import refuse_second_derivative
 from seqtile.tiling import TileRule, parse_tile
 
@@ -119,21 +119,21 @@ def linear_divergence(
         )
     aim = Objective(teacher.scaling, ignore_index)
     other = HeadCall(teacher.hidden, teacher.weight, teacher.bias, labels, aim, rule, call.kept)
-    pair, constants = _Pair(call.cut, other.cut, beta, temperature), _tensors(other)
+    pair, constants = _Pair(call.plan, other.plan, beta, temperature), _tensors(other)
     given = _tensors(call)
     each: Tensor
     trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
     if reduction == "none" or not trains:
         if trains:
-            token = _Save.apply(*given, *constants, call.kept.index, call.kept.targets)  # type: ignore[no-untyped-call]
-            each = _PerToken.apply(pair, token.grad_fn, token, call.kept, constants, *given)  # type: ignore[no-untyped-call]
+            token = SaveAhead.apply(*given, *constants, call.kept.index, call.kept.targets)  # type: ignore[no-untyped-call]
+            each = _DivergencePerToken.apply(pair, token.grad_fn, token, call.kept, constants, *given)  # type: ignore[no-untyped-call]
         else:
             each = call.kept.spread(pair.divergences(call.kept, given, constants))
         if reduction == "none":
             return each.view(labels.shape)
         return each.sum() / divided_by(reduction, num_items, len(call.kept), each)
     divisor = divided_by(reduction, num_items, len(call.kept), hidden)
-    return _Total.apply(pair, call.kept, divisor, constants, *given)  # type: ignore[no-any-return, no-untyped-call]
+    return _DivergenceTotal.apply(pair, call.kept, divisor, constants, *given)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _tensors(call: HeadCall) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -176,16 +176,16 @@ def _with_rest(log_p: Tensor) -> Tensor:
 class _Pair:
     """The two heads of a call, without a tensor."""
 
-    student: Cut
-    teacher: Cut
+    student: LossPlan
+    teacher: LossPlan
     beta: float
     temperature: float
 
     def passes(self, given: Sequence[Any], constants: Sequence[Any]) -> tuple[HeadPass, HeadPass]:
         tile = max(self.student.sizes, default=0)
         student, teacher = (
-            HeadPass(cut.objective, weight, bias, cut.dtype, tile)
-            for cut, (_, weight, bias) in ((self.student, given), (self.teacher, constants))
+            HeadPass(plan.objective, weight, bias, plan.dtype, tile)
+            for plan, (_, weight, bias) in ((self.student, given), (self.teacher, constants))
         )
         return student, teacher
 
@@ -257,7 +257,7 @@ class _Pair:
         return found, dx, totals
 
 
-class _Total(torch.autograd.Function):
+class _DivergenceTotal(torch.autograd.Function):
     """Sum over tokens, divided; the gradients are there when the forward ends, and stand on the node."""
 
     @staticmethod
@@ -275,7 +275,7 @@ class _Total(torch.autograd.Function):
         return None, None, None, None, *hand_out(ctx, upstream)
 
 
-class _PerToken(torch.autograd.Function):
+class _DivergencePerToken(torch.autograd.Function):
     """One divergence per token; both heads' logits are computed again in the backward."""
 
     @staticmethod

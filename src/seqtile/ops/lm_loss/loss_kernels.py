@@ -40,7 +40,7 @@ def choose_kernel(impl: str, call: HeadCall, *, weighted: bool, per_token: bool,
     if impl == "torch":
         return impl
     for name in _ORDER if impl == "auto" else (impl,):
-        reason = why_not(name, call, weighted=weighted, per_token=per_token, returns_z_loss=returns_z_loss)
+        reason = why_kernel_cannot(name, call, weighted=weighted, per_token=per_token, returns_z_loss=returns_z_loss)
         if not reason:
             return name
         if impl != "auto":
@@ -48,9 +48,11 @@ def choose_kernel(impl: str, call: HeadCall, *, weighted: bool, per_token: bool,
     return "torch"
 
 
-def why_not(name: str, call: HeadCall, *, weighted: bool, per_token: bool, returns_z_loss: bool = False) -> str:
+def why_kernel_cannot(
+    name: str, call: HeadCall, *, weighted: bool, per_token: bool, returns_z_loss: bool = False
+) -> str:
     """Why a kernel cannot compute this call, or ""."""
-    aim = call.cut.objective
+    aim = call.plan.objective
     if name == "native":
         if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
             return f"PyTorch {torch.__version__} has no chunked linear_cross_entropy (2.13 does)"
@@ -69,15 +71,15 @@ def why_not(name: str, call: HeadCall, *, weighted: bool, per_token: bool, retur
     if name == "native":
         if aim.scaling.softcap is not None or aim.label_smoothing or aim.z_loss:
             return "it knows neither soft-cap, label smoothing nor z-loss"
-        return f"it rounds the loss and its upstream gradient to {call.cut.dtype}" if call.cut.dtype in LOW else ""
+        return f"it rounds the loss and its upstream gradient to {call.plan.dtype}" if call.plan.dtype in LOW else ""
     if aim.class_weights is not None:
         return "it has no class weights"
-    if call.cut.dtype == torch.float64:
+    if call.plan.dtype == torch.float64:
         return "it computes in fp32"
     if name == "cce":
         if call.bias is not None or aim.label_smoothing or aim.z_loss:
             return "it knows neither bias, label smoothing nor z-loss"
-        if call.cut.dtype not in LOW:
+        if call.plan.dtype not in LOW:
             return "it takes bf16 and fp16 only"
         trains = call.weight.requires_grad or call.hidden.requires_grad
         if trains and "accum_c_fp32" not in _parameters(_cce()):
@@ -87,7 +89,7 @@ def why_not(name: str, call: HeadCall, *, weighted: bool, per_token: bool, retur
 
 def kernel_sum(name: str, call: HeadCall) -> Tensor:
     """Sum of the losses of the tokens that count, in fp32 (float64 for float64 states)."""
-    aim, dtype, labels = call.cut.objective, call.cut.dtype, call.kept.targets
+    aim, dtype, labels = call.plan.objective, call.plan.dtype, call.kept.targets
     hidden, weight = call.kept.take(call.hidden).to(dtype), call.weight.to(dtype)
     bias = None if call.bias is None else call.bias.to(dtype)
     if name == "native":

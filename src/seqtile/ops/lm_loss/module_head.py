@@ -57,8 +57,8 @@ def module_cross_entropy(
         divisor = divisor.to(hidden.device)
     if not torch.is_grad_enabled():
         rows, weights = rows.detach(), {name: weight.detach() for name, weight in weights.items()}
-    plan = _Plan(run, tuple(weights), sizes(len(kept)), aim)
-    return _Total.apply(plan, kept, divisor, rows, *weights.values())  # type: ignore[no-any-return, no-untyped-call]
+    plan = _HeadPlan(run, tuple(weights), sizes(len(kept)), aim)
+    return _HeadTotal.apply(plan, kept, divisor, rows, *weights.values())  # type: ignore[no-any-return, no-untyped-call]
 
 
 def module_logprobs(
@@ -88,7 +88,7 @@ def module_logprobs(
     return TokenScores(log_probs, entropy, argmax=argmax, log_sum_squares=squares, mean_logit=mean)
 
 
-class _Plan:
+class _HeadPlan:
     """What the node has to know besides tensors."""
 
     def __init__(self, run: Run, names: tuple[str, ...], sizes: Sequence[int], aim: Objective) -> None:
@@ -118,12 +118,12 @@ def _uncached() -> Iterator[None]:
         torch.set_autocast_cache_enabled(former)
 
 
-class _Total(torch.autograd.Function):
+class _HeadTotal(torch.autograd.Function):
     """As the plain head's: the gradients are there when the forward ends, and stand on the node."""
 
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, kept: KeptTokens, divisor: Tensor | int | float, hidden: Tensor, *weights: Tensor
+        ctx: Any, plan: _HeadPlan, kept: KeptTokens, divisor: Tensor | int | float, hidden: Tensor, *weights: Tensor
     ) -> Tensor:  # fmt: skip
         needs = ctx.needs_input_grad[3:]
         ctx.set_materialize_grads(False)

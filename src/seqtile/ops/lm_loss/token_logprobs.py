@@ -142,7 +142,7 @@ def token_logprobs(
     rule, aim = parse_tile(tile), Objective(scaling or LogitScaling(), ignore_index)
     call = HeadCall(hidden, weight, bias, targets, aim, rule, vocabulary=vocabulary)
     kept, shape = call.kept, targets.shape
-    wide = torch.promote_types(call.cut.dtype, torch.float32)
+    wide = torch.promote_types(call.plan.dtype, torch.float32)
     divisors = _temperatures(temperature, call, shape, wide)
     if shard is not None:
         log_probs, entropies = sharded_scores(call, shard, divisors)
@@ -200,13 +200,13 @@ def _reference(
 ) -> Tensor:
     """Log-probability of each target that counts under a frozen model."""
     if isinstance(reference, Tensor):
-        reference = HeadInput(reference, call.weight, call.bias, call.cut.objective.scaling)
+        reference = HeadInput(reference, call.weight, call.bias, call.plan.objective.scaling)
     if reference.weight.shape[0] != call.weight.shape[0]:
         raise ValueError(
             f"the reference's head has {reference.weight.shape[0]} rows, expected the same vocabulary, "
             f"{call.weight.shape[0]}"
         )
-    aim = Objective(reference.scaling, call.cut.objective.ignore_index)
+    aim = Objective(reference.scaling, call.plan.objective.ignore_index)
     with torch.no_grad():
         other = HeadCall(reference.hidden, reference.weight, reference.bias, targets, aim, rule, call.kept)
         return -other.per_token(temperature=divisors).loss

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.lm_loss.cross_entropy import REFUSED, Cut, HeadCall, add_gradients
+from seqtile.ops.lm_loss.cross_entropy import REFUSED, HeadCall, LossPlan, add_gradients
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows
 from seqtile.ops.lm_loss.logits_tile import TileTargets
-from seqtile.ops.mlp import _Save
+from seqtile.ops.mlp import SaveAhead
 from seqtile.ops.token_tiles import refuse_second_derivative
 
 
@@ -77,8 +77,8 @@ def sharded_scores(call: HeadCall, shard: VocabularyShard, temperature: Tensor |
     local = call.kept.targets - shard.start
     here = (local >= 0) & (local < call.weight.shape[0])
     targets = TileTargets(torch.where(here, local, 0), temperature, None, here)
-    token = _Save.apply(*given, call.kept.index, *targets.tensors())  # type: ignore[no-untyped-call]
-    return _Sharded.apply(call.cut, token.grad_fn, token, call.kept, targets, shard.group, *given)  # type: ignore[no-any-return, no-untyped-call]
+    token = SaveAhead.apply(*given, call.kept.index, *targets.tensors())  # type: ignore[no-untyped-call]
+    return _Sharded.apply(call.plan, token.grad_fn, token, call.kept, targets, shard.group, *given)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Sharded(torch.autograd.Function):
@@ -86,16 +86,16 @@ class _Sharded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, cut: Cut, save: Any, token: Tensor, kept: KeptTokens, targets: TileTargets, group: Any,
+        ctx: Any, plan: LossPlan, save: Any, token: Tensor, kept: KeptTokens, targets: TileTargets, group: Any,
         hidden: Tensor, weight: Tensor, bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         here = targets.tensors()[3]
         assert here is not None
-        with torch.no_grad(), cut.casts.off():
-            work = cut.work(weight, bias)
+        with torch.no_grad(), plan.casts.off():
+            work = plan.work(weight, bias)
             lse = hidden.new_empty(len(kept), dtype=work.wide)
             found = hidden.new_empty(len(kept), 3, dtype=work.wide)  # weight of this rank, target's logit, mean logit
-            for part in cut.parts():
+            for part in plan.parts():
                 y = work.product(read_rows(hidden, kept.index, part))
                 for block in work.blocks(y.shape[0]):
                     rows, own = slice(part.start + block.start, part.start + block.stop), targets[part][block]
@@ -111,25 +111,25 @@ class _Sharded(torch.autograd.Function):
             total, at_target, weighted = found.unbind(-1)
             lse = total.log().add_(top)
             entropy = lse - weighted / total
-        ctx.cut, ctx.save, ctx.group, ctx.lse, ctx.entropy = cut, save, group, lse, entropy
+        ctx.plan, ctx.save, ctx.group, ctx.lse, ctx.entropy = plan, save, group, lse, entropy
         ctx.set_materialize_grads(False)
         return kept.spread(at_target - lse), kept.spread(entropy).clone()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, entropy_upstream: Tensor | None) -> Any:
         refuse_second_derivative(REFUSED)
-        cut: Cut = ctx.cut
+        plan: LossPlan = ctx.plan
         needs = ctx.needs_input_grad[6:]
         hidden, weight, *rest, index, ids, temperature, _, here = ctx.save.saved_tensors
         targets, kept = TileTargets(ids, temperature, None, here), KeptTokens(hidden.shape[0], ids, index)
         # Every rank runs this with what it was handed, or the reduction would wait for one that was handed nothing.
         factor = torch.zeros_like(ctx.lse) if upstream is None else -kept.take(upstream)
         of_entropy = None if entropy_upstream is None else kept.take(entropy_upstream)
-        with cut.casts.off():
-            work = cut.work(weight, rest[0] if rest else None)
+        with plan.casts.off():
+            work = plan.work(weight, rest[0] if rest else None)
             dx = empty_gradient(hidden, index) if needs[0] else None
             totals = [Sum(tensor) if need else None for tensor, need in zip((weight, *rest), needs[1:], strict=True)]
-            for part in cut.parts():
+            for part in plan.parts():
                 x = read_rows(hidden, index, part)
                 y = work.product(x)
                 others = (None, None) if of_entropy is None else (ctx.entropy[part], of_entropy[part])
