@@ -24,7 +24,6 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from .linear import Kind
 from .normed_linears import NormKind
-from .linear import Packed
 from .mlp_tile import Pass
 from .linear import Projection
 from .rng import RandomState
@@ -75,13 +74,6 @@ class FusedWeights:
         for norm in (self.before, self.after):
             tensors += norm.weights if norm is not None else ()
         return tensors, kinds
-
-    def dense_numel(self) -> int:
-        """Elements of the quantised weights, once they are dense."""
-        numel = 0
-        for part in (*self.first, self.down):
-            numel += math.prod(part.weight.shape) if isinstance(part.weight, Packed) else 0
-        return numel
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from seqtile.models.discover.sizes import Untraceable
 from seqtile.models.discover.trace import is_tracing
 from seqtile.models.discover.views import is_known_kind
 from seqtile.ops.fused_norm import fused_norm
+from seqtile.ops.linear import Packed
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.rng import RowWise
 from seqtile.ops.tile_checkpoint import run_in_tiles
@@ -249,7 +251,7 @@ class Installed(ForwardStandIn):
             if self.fuses_norms and proof.norm is not None and proof.graph is not None:
                 live_norm = row_wise(parts[0], proof.norm)
                 norm = None if isinstance(live_norm, str) else (live_norm, proof.graph.outputs[2][2])
-        dense = mlp.dense_numel() * x.element_size() if mlp is not None else 0
+        dense = _dense_numel(mlp) * x.element_size() if mlp is not None else 0
         tokens = x.shape[:-1].numel()
         live = [weight for weight in weights().values() if weight.requires_grad]
         # With gradients PyTorch itself refuses forward-mode derivatives of a custom function; without, they are lost.
@@ -379,6 +381,14 @@ def _is_foreign(value: Any) -> bool:
 
 _AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}
 """The token axes in each leading dimension, by dimensions; more than three are more than a trace tells apart."""
+
+
+def _dense_numel(mlp: FusedWeights) -> int:
+    """Elements of the quantised weights, once they are dense."""
+    numel = 0
+    for part in (*mlp.first, mlp.down):
+        numel += math.prod(part.weight.shape) if isinstance(part.weight, Packed) else 0
+    return numel
 
 
 def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode:

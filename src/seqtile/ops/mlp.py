@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seqtile.ops.linear import Kind, Packed, Projection, plain_projection
+from seqtile.ops.linear import Kind, Projection, plain_projection
 from seqtile.ops.mlp_tile import Pass
 from seqtile.ops.normed_linears import NormKind, sums_for
 from seqtile.ops.pointwise import Activation
@@ -68,13 +68,6 @@ class FusedWeights:
         for norm in (self.before, self.after):
             tensors += norm.weights if norm is not None else ()
         return tensors, kinds
-
-    def dense_numel(self) -> int:
-        """Elements of the quantised weights, once they are dense."""
-        numel = 0
-        for part in (*self.first, self.down):
-            numel += math.prod(part.weight.shape) if isinstance(part.weight, Packed) else 0
-        return numel
 
 
 @dataclass(frozen=True)
