@@ -642,6 +642,14 @@ PICKLED_NAMES: dict[str, set[str]] = {
 }
 """What the files of Transformers, Accelerate, DeepSpeed and PyTorch's distributed checkpoints ask for, by module."""
 
+
+@_contract("torch._utils._rebuild_tensor_v2", "torch/_utils.py", "torch.load(weights_only=True) takes these files")
+def _check_pickled_names() -> None:
+    for module, names in PICKLED_NAMES.items():
+        for name in names if module.partition(".")[0] == "torch" else ():
+            _expect(not isinstance(_find(f"{module}:{name}"), _Moved), f"{module}.{name}, which checkpoints ask for")
+
+
 PICKLED_KINDS = {"numpy.dtypes": r"\w+DType", "torch": r"\w+Storage|bool|u?int\d+|b?float\d+\w*|complex\d+"}
 """The same of names that there are many of: storages and types of numbers."""
 
@@ -893,6 +901,24 @@ def _check_fake_tensors() -> None:
             raise MovedError("expected DataDependentOutputException where a number is read")
 
 
+@_contract(
+    "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
+    "torch/_subclasses/fake_tensor.py",
+    "fake tensors are public",
+)
+def _check_shapes_only() -> None:
+    with FakeTensorMode() as mode:
+        fake = torch.ones(3, 2)
+        with shapes_only(mode):
+            _expect(fake.device.type == "meta", "a fake tensor to be one of the meta device inside")
+        _expect(fake.device.type == "cpu", "its own device outside")
+
+
+@_contract("torch.ops.aten._to_copy", "aten/src/ATen/native/native_functions.yaml", "operators are named in public")
+def _check_to_copy() -> None:
+    _expect(TO_COPY(torch.ones(2), dtype=torch.float64).dtype == torch.float64, "a copy in another dtype")
+
+
 @_contract("torch.utils._pytree.tree_flatten", "torch/utils/_pytree.py", "torch.utils.pytree has these")
 def _check_trees() -> None:
     tree = {"a": [1, (2, None)], "b": 3}
@@ -922,6 +948,7 @@ def _check_read_number() -> None:
 def _check_unsafe_view() -> None:
     x = torch.ones(6, requires_grad=True) * 2
     made = unsafe_view(x, (2, 3))
+    _expect(schema_of(UNSAFE_VIEW).name == "aten::_unsafe_view", "its name")
     _expect(made.shape == (2, 3) and not is_view(made) and made.data_ptr() == x.data_ptr(), "the same memory, no view")
 
 
@@ -1466,6 +1493,24 @@ def _check_save_checkpoint() -> None:
 @_contract("trl.SFTTrainer._get_output_dir", "trl/trainer/sft_trainer.py", "the folder of checkpoints is public")
 def _check_get_output_dir() -> None:
     _check_overridden("_get_output_dir", "saving")
+
+
+@_contract("trl.SFTTrainer._clip_grad_norm", "trl/trainer/sft_trainer.py", "the gradient norm comes with an event")
+def _check_gradient_norm_methods() -> None:
+    from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]
+
+    for name in GRADIENT_NORM_METHODS:
+        _expect(callable(getattr(SFTTrainer, name, None)), f"a method {name}")
+
+
+@_contract("trl.SFTTrainer._prepare_dataset", "trl/trainer/sft_trainer.py", "rows can be looked at between its steps")
+def _check_prepare_dataset() -> None:
+    from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]
+
+    expected = ["self", "dataset", "processing_class", "args", "packing", "formatting_func", "dataset_name"]
+    words = list(inspect.signature(SFTTrainer._prepare_dataset).parameters)
+    _expect(words == expected, f"the arguments {', '.join(expected)}; got {', '.join(words)}")
+    _expect("_prepare_dataset" in _names_in(SFTTrainer.__init__), "the trainer to call it when it is made")
 
 
 # ---- DeepSpeed ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import itertools
@@ -68,6 +69,30 @@ def test_each_contract_says_where_it_was_seen_and_when_it_goes(contract: Contrac
 
 def test_each_name_has_one_contract() -> None:
     assert len(BY_NAME) == len(CONTRACTS) > 50
+
+
+def test_no_private_name_is_without_a_contract() -> None:
+    """Every name that is bound for others here, by the contracts that use it; every method that is overridden."""
+    tree = ast.parse(Path(_compat.__file__).read_text(encoding="utf-8"))
+    bound = {
+        ast.unparse(target)
+        for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.AnnAssign))
+        if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "_find"
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    }  # fmt: skip
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    used, queue = set[str](), [name for name in functions if name.startswith("_check_")]
+    for name in queue:  # what a check reads, and what is read by the functions that it calls
+        read = {one.id for one in ast.walk(functions[name]) if isinstance(one, ast.Name)}
+        used |= read
+        queue += [one for one in functions if one in read and one not in queue]
+    for node in ast.walk(tree):  # a value that is made of others
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if {ast.unparse(one) for one in targets} & used:
+                used |= {one.id for one in ast.walk(node.value) if isinstance(one, ast.Name)}
+    assert len(bound) > 40 and sorted(bound - used) == []
+    assert {f"trl.SFTTrainer.{name}" for name in _compat.OVERRIDDEN} <= BY_NAME.keys()
 
 
 def test_the_versions_are_the_highest_that_are_tested() -> None:
@@ -156,6 +181,11 @@ BREAKS: dict[str, Any] = {
     "trl.SFTTrainer._metrics": "trl.SFTTrainer.compute_loss",
     "trl.SFTTrainer._get_grad_norm": "transformers.Trainer._get_grad_norm",
     "trl.SFTTrainer._save_checkpoint": "transformers.Trainer._maybe_log_save_evaluate",
+    "trl.SFTTrainer._prepare_dataset": "trl.SFTTrainer._prepare_dataset",
+    "trl.SFTTrainer._clip_grad_norm": "transformers.Trainer._clip_grad_norm",
+    "torch._utils._rebuild_tensor_v2": "torch._utils._rebuild_tensor_v2",
+    "torch._subclasses.fake_tensor.in_kernel_invocation_manager": ("shapes_only", GONE),
+    "torch.ops.aten._to_copy": ("TO_COPY", GONE),
     "trl.SFTTrainer._get_output_dir": "transformers.Trainer._get_output_dir",
     "deepspeed.utils.mixed_precision_linkage._hp_mapping": ("is_in_zero12", lambda weight: hasattr(weight, "_gone")),
     "deepspeed.runtime.zero.post_bwd_fn": "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
