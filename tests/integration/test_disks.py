@@ -24,7 +24,7 @@ import tiny_run
 from seqtile import UserError
 from seqtile._errors import RunError
 from seqtile.cli import main
-from seqtile.train.checkpoint_files import find_checkpoint, why_not_whole, write_mark
+from seqtile.train.checkpoint_files import find_checkpoint, read_mark, why_not_whole, write_mark
 from seqtile.train.checkpoint_pickles import check_pickles
 from seqtile.train.output import resumed_recipe
 from seqtile.train.recipe import build_recipe
@@ -247,8 +247,6 @@ class _Calls:
 
 def _poison(checkpoint: Path, name: str, content: Any) -> None:
     """Write a pickle into a checkpoint, and a mark that agrees with it."""
-    from seqtile.train.checkpoint_files import read_mark
-
     (checkpoint / name).parent.mkdir(exist_ok=True)
     if isinstance(content, bytes):
         (checkpoint / name).write_bytes(content)
@@ -290,6 +288,33 @@ def test_a_pickle_that_asks_for_more_is_refused(
     assert not (output.parent / "made").exists()
     assert find_checkpoint(output, trusted=True).name == "checkpoint-3"
     assert find_checkpoint(output, "checkpoint-2").name == "checkpoint-2"
+
+
+@pytest.mark.parametrize("way", ["tag", "folder", "file"])
+def test_what_leads_out_of_a_checkpoint_is_refused(
+    output: Path, way: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+):
+    """DeepSpeed joins its tag to the path as it stands, and a linked directory is not walked into."""
+    monkeypatch.chdir(output.parent)
+    checkpoint = output / "checkpoint-3"
+    elsewhere = output.parent / f"elsewhere-{way}"
+    elsewhere.mkdir()
+    torch.save(_Calls(os.system, "touch made"), elsewhere / "mp_rank_00_model_states.pt")
+    names = {"tag": "latest", "folder": "global_step3", "file": "model_states.pt"}
+    if way == "tag":
+        (checkpoint / "latest").write_text(f"../../{elsewhere.name}")
+    else:
+        aim = elsewhere if way == "folder" else elsewhere / "mp_rank_00_model_states.pt"
+        (checkpoint / names[way]).symlink_to(aim)
+    write_mark(checkpoint, read_mark(checkpoint))
+    assert main(["train", "--resume", "--output", str(output)]) == 2
+    said = capsys.readouterr().err
+    assert f"checkpoint-3/{names[way]} " in said and "give --trust-checkpoint if you know" in said
+    assert not (output.parent / "made").exists()
+    if way == "tag":
+        (checkpoint / "global_step3").mkdir(exist_ok=True)
+        (checkpoint / "latest").write_text("global_step3")
+        check_pickles(checkpoint)
 
 
 def test_an_archive_that_two_readers_read_in_two_ways(output: Path, tmp_path: Path, monkeypatch: Any):

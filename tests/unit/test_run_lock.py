@@ -44,6 +44,20 @@ def test_a_run_keeps_others_out_and_frees_its_directory(tmp_path: Path):
     check_unlocked(tmp_path)
 
 
+def test_a_run_that_another_one_came_before_starts_again(tmp_path: Path):
+    """Both begin; the first trains, saves and ends while the second still loads its model."""
+    with RunLock(tmp_path) as second:
+        with RunLock(tmp_path) as first:
+            first.take()
+            (tmp_path / "checkpoint-4").mkdir()
+        with pytest.raises(UserError, match="another run has saved in output .* while this one was starting"):
+            second.take()
+    with RunLock(tmp_path) as third:
+        third.take()
+        (tmp_path / "checkpoint-5").mkdir()
+        third.take()
+
+
 def test_the_lock_of_a_killed_run_is_none(tmp_path: Path, caplog):
     script = (
         "import os, signal, sys; from pathlib import Path; from seqtile.train.run_lock import RunLock;"

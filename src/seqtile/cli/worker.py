@@ -32,7 +32,7 @@ MODULE = __name__
 """What a launch is told to run: this module."""
 
 
-ORPHAN_SECONDS = 25.0
+ORPHAN_SECONDS = 20.0
 """How long a process may go on when the command in front has been killed: to end its step and to save."""
 
 

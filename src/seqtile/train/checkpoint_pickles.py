@@ -11,12 +11,15 @@ import pickle
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from seqtile._errors import UserError
 
 UNREAD = ("training_args.bin",)
 """Written by Transformers, and loaded by nobody: its many classes are no reason to refuse it."""
+
+TAGS = ("latest", "latest_universal")
+"""Files in which DeepSpeed keeps the name of the directory to load, which it joins to its path as it stands."""
 
 PICKLED = (".pt", ".pth", ".bin", ".pkl", ".ckpt", ".metadata")
 """Endings of files that a trainer loads as pickles, if only in part; a ``.metadata`` says what is in ``.distcp``."""
@@ -25,6 +28,8 @@ PICKLED = (".pt", ".pth", ".bin", ".pkl", ".ckpt", ".metadata")
 def check_pickles(folder: Path) -> None:
     """Refuse a checkpoint whose pickles ask for more than tensors, numbers and what DeepSpeed keeps of its settings.
 
+    So is one with links, or whose ``latest`` leads out of it: what is loaded would not be what is looked at.
+
     Cost:
         Reads the pickles and not the tensors beside them: milliseconds.
 
@@ -32,14 +37,31 @@ def check_pickles(folder: Path) -> None:
         UserError: names the file, and what it would call.
     """
     for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            _refuse(path, folder, "is a link, so that what is loaded may be elsewhere")
+        if path.name in TAGS and path.is_file() and not _is_tag(path):
+            _refuse(path, folder, "names no directory beside it, so that DeepSpeed would load files from elsewhere")
         if path.name in UNREAD or not path.is_file() or not path.name.endswith(PICKLED):
             continue
         problem = _problem_of(path)
         if problem:
-            raise UserError(
-                f"{path.relative_to(folder.parent)} {problem}; loading it could run any code: give --trust-checkpoint "
-                "if you know who wrote it, or --from-checkpoint another one"
-            )
+            _refuse(path, folder, problem)
+
+
+def _is_tag(path: Path) -> bool:
+    """Whether the file holds the name of a directory beside it, and not a path."""
+    try:
+        tag = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return False
+    return tag not in ("", ".", "..") and Path(tag).name == tag and "\\" not in tag and (path.parent / tag).is_dir()
+
+
+def _refuse(path: Path, folder: Path, problem: str) -> NoReturn:
+    raise UserError(
+        f"{path.relative_to(folder.parent)} {problem}; loading it could run any code: give --trust-checkpoint "
+        "if you know who wrote it, or --from-checkpoint another one"
+    )
 
 
 def _problem_of(path: Path) -> str:

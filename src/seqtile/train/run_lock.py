@@ -30,6 +30,7 @@ class RunLock:
     def __init__(self, output: Path) -> None:
         self._file = output / LOCK
         self._taken = False
+        self._before = _checkpoints(output)
 
     def __enter__(self) -> RunLock:
         return self
@@ -38,8 +39,10 @@ class RunLock:
         """Take it, once; the directory is there.
 
         Raises:
-            UserError: another run has it.
+            UserError: another run has it, or has had it since this object was made, and saved there.
         """
+        if self._taken:
+            return
         while not self._taken:
             try:
                 # Created or not in one act, on network file systems too.
@@ -51,6 +54,11 @@ class RunLock:
             except FileExistsError:
                 check_unlocked(self._file.parent)
                 self._remove_stale()
+        if _checkpoints(self._file.parent) != self._before:
+            raise UserError(
+                f"another run has saved in output {str(self._file.parent)!r} while this one was starting; "
+                "start it again"
+            )
 
     def _remove_stale(self) -> None:
         """Of two runs that find the same stale lock, the second may meet the first one's new lock here."""
@@ -68,6 +76,10 @@ class RunLock:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._taken:
             self._file.unlink(missing_ok=True)
+
+
+def _checkpoints(output: Path) -> list[str]:
+    return sorted(path.name for path in output.glob("checkpoint-*"))
 
 
 def check_unlocked(output: Path) -> None:
