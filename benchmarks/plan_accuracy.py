@@ -3,7 +3,7 @@
 Run it from the repository::
 
     python benchmarks/plan_accuracy.py                     # all cells, docs/planning-reference.md's table; goes on
-    python benchmarks/plan_accuracy.py --hybrid            # models whose layers carry a state, printed only
+    python benchmarks/plan_accuracy.py --hybrid            # models whose layers carry a state: the table after it
     python benchmarks/plan_accuracy.py --only llama        # some, printed only
 
 Measured is what PyTorch's allocator reports through ``torch.profiler`` (``profile_memory=True``), from before the model
@@ -40,9 +40,7 @@ from seqtile.planner.kernel_workspace import cpu_workspace
 from seqtile.planner.step_config import Lora, Setup, make_optimizer
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "plan-cpu.jsonl"
 PAGE = ROOT / "docs" / "planning-reference.md"
-BEGIN, END = "<!-- plan-accuracy: begin -->", "<!-- plan-accuracy: end -->"
 
 COMMON = {
     "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -89,8 +87,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "linear_num_heads": 4, "linear_head_dim": 32,
     },
     "recurrent_gemma": {
-        "lru_width": 128, "head_dim": 32, "attention_window_size": 16384, "layer_types": None,
-        "block_types": ["recurrent", "attention"],
+        "lru_width": 128, "head_dim": 32, "attention_window_size": 16384, "block_types": ["recurrent", "attention"],
     },
 }  # fmt: skip
 """Models whose layers carry a state, or every other one does."""
@@ -182,11 +179,39 @@ def hybrid_cells() -> list[Cell]:
     """Each hybrid model trained whole, with checkpoints, tiled and untiled; and its adapters, without checkpoints."""
     return [
         Cell(model, HYBRID_TOKENS.get(model, 3072), technique, lora)
+        for technique, lora in (("loss, MLP, checkpoints", False), ("loss, checkpoints", False), ("loss, MLP", True))
         for model in HYBRIDS
-        for technique, lora in (
-            ("loss, MLP, checkpoints", False), ("loss, checkpoints", False), ("loss, MLP", True),
+    ]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells, and where their rows go.
+
+    Attributes:
+        name: of the file in benchmarks/results, and of the marks around the page's table.
+        cells: all of them.
+    """
+
+    name: str
+    cells: list[Cell]
+
+    @property
+    def results(self) -> Path:
+        return ROOT / "benchmarks" / "results" / f"{self.name}.jsonl"
+
+    def known_rows(self, versions: dict[str, Any]) -> list[dict[str, Any]]:
+        """What an earlier run with the same libraries has measured already."""
+        lines = self.results.read_text(encoding="utf-8").splitlines() if self.results.is_file() else []
+        wanted = set(self.cells)
+        return [row for row in map(json.loads, lines) if _cell_of(row) in wanted and row["versions"] == versions]
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        """The rows, and the page's table of them."""
+        self.results.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_between(
+            PAGE, f"<!-- {self.name}: begin -->", f"<!-- {self.name}: end -->", table(rows, of=len(self.cells))
         )
-    ]  # fmt: skip
 
 
 def measure(config: Any, setup: Setup, tokens: int) -> int:
@@ -231,7 +256,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
+def table(rows: list[dict[str, Any]], of: int) -> list[str]:
     """The rows in Markdown, with what they were measured with."""
     first = rows[0]
     versions = ", ".join(f"{name} {first['versions'][name]}" for name in ("torch", "transformers", "peft"))
@@ -239,9 +264,9 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     lowest = min((row["error"] for row in rows if row["model"] not in EXPERTS), default=0.0)
     lowest_experts = min((row["error"] for row in rows if row["model"] in EXPERTS), default=0.0)
     lines = [
-        f"{len(rows)} of {len(all_cells())} cells, {first['date'][:10]}, {first['device_name']}, {versions}; "
-        f"`{first['command']}`. Largest error {worst:.2%}; lowest {lowest:+.2%} on dense models, {lowest_experts:+.2%} "
-        "with experts.", "",
+        f"{len(rows)} of {of} cells, {first['date'][:10]}, {first['device_name']}, {versions}; "
+        f"`{first['command']}`. Largest error {worst:.2%}; lowest {lowest:+.2%} without experts, {lowest_experts:+.2%} "
+        "with.", "",
         "| model | rows x tokens | tiled or computed again | trains | optimiser | precision | accumulation "
         "| predicted MiB | measured MiB | error |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -264,33 +289,25 @@ def _cell_of(row: dict[str, Any]) -> Cell | None:
         return None
 
 
-def known_rows(versions: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an earlier run with the same libraries has measured already."""
-    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.is_file() else []
-    wanted = set(all_cells())
-    return [row for row in map(json.loads, lines) if _cell_of(row) in wanted and row["versions"] == versions]
-
-
 def main() -> int:
     """Run the cells that have not been; write results and the page's table after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cells whose description holds this word; nothing is written")
-    parser.add_argument("--hybrid", action="store_true", help="models whose layers carry a state; nothing is written")
+    parser.add_argument("--hybrid", action="store_true", help="models whose layers carry a state")
     options = parser.parse_args()
-    chosen = options.only
     torch.set_num_threads(1)
+    grid = Grid("plan-cpu-hybrid", hybrid_cells()) if options.hybrid else Grid("plan-cpu", all_cells())
     about = stamp(environment(), ["python", *sys.argv])
-    rows = [] if chosen or options.hybrid else known_rows(about["versions"])
+    rows = [] if options.only else grid.known_rows(about["versions"])
     known = {_cell_of(row) for row in rows}
-    for cell in hybrid_cells() if options.hybrid else all_cells():
-        if (chosen and chosen not in str(cell)) or cell in known:
+    for cell in grid.cells:
+        if (options.only and options.only not in str(cell)) or cell in known:
             continue
         row = {**about, **run_cell(cell)}
         rows.append(row)
         print(f"{row['error']:+.3%}  {row['predicted_bytes']:>12,} {row['measured_bytes']:>12,}  {cell}", flush=True)
-        if not chosen and not options.hybrid:
-            RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            write_between(PAGE, BEGIN, END, table(rows))
+        if not options.only:
+            grid.write(rows)
     return 0
 
 

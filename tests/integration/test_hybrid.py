@@ -184,6 +184,17 @@ def test_a_hybrid_model_is_planned(directory: Path, capsys: pytest.CaptureFixtur
     assert "Note: 1 layer with a state (Gated DeltaNet): a model of what flash-linear-attention" in printed
 
 
+def test_a_model_without_mlps_to_tile_is_planned_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config("zamba2")
+    config.max_position_embeddings = 4096
+    config.save_pretrained(tmp_path)
+    asked = ["plan", "--model", str(tmp_path), "--device", "h200", "--max-length", "2048"]
+    assert main(asked) == 2
+    assert "leave MLPs whole: blocks='none' (plan: --tile none" in capsys.readouterr().err
+    assert main([*asked, "--tile", "none"]) == 0
+    assert "Note: 2 layers with a state (Mamba-2): a model of what mamba-ssm" in capsys.readouterr().out
+
+
 def test_a_hybrid_model_over_several_ranks_is_not_planned(
     directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

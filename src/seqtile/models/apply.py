@@ -395,5 +395,6 @@ def _nothing(model: nn.Module, found: list[Candidate], left: list[Left], asked: 
     classes = ", ".join(sorted({type(module).__name__ for module in model.modules()})[:12])
     return (
         f"nothing to tile in {name}: looked for {LOOKED_FOR}; found "
-        f"{seen or f'none among its modules ({classes})'}; pass a model with such blocks or name one with only="
+        f"{seen or f'none among its modules ({classes})'}; pass a model with such blocks, name one with only= or "
+        "leave MLPs whole: blocks='none' (plan: --tile none, train: --tiled-mlp false)"
     )

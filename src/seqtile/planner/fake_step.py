@@ -6,7 +6,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,7 +81,7 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
     model, notes = build_bare(config, setup, device, sample), list[str]()
     if setup.lora is not None:
         model, notes = _add_lora(model, setup, device)
-    options = setup.options
+    options, blocks = setup.options, tuple[Any, ...]()
     if options.checkpoint is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its name changes in Transformers 5
@@ -101,12 +101,14 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
             if device == "meta" and wrapped and setup.dtype == torch.float32:
                 undo(model)
                 report = apply_options(model, replace(options, trust=wrapped))
+            blocks = report.blocks
         else:
-            report = apply(model)  # for its blocks, whose parts of the step are told apart untiled too
-            undo(model)
+            with suppress(UserError):  # there are none
+                blocks = apply(model).blocks  # whose parts of the step are told apart untiled too
+                undo(model)
             if options.beside_blocks:
                 apply_options(model, options.without_blocks())
-    return Built(model, report.blocks, report.left, notes)
+    return Built(model, blocks, notes)
 
 
 def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | None = None) -> Any:

@@ -25,6 +25,9 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-30b-a3b": ("qwen3_moe", dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
                                         num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
                                         head_dim=128, num_experts=128, num_experts_per_tok=8, vocab_size=151936)),
+    "qwen3.5-9b": ("qwen3_5_text", dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
+                                        num_attention_heads=16, num_key_value_heads=4, head_dim=256,
+                                        vocab_size=248320)),
 }  # fmt: skip
 """Published shapes by name (the models' own config.json), with positions for as long a sequence as is asked for."""
 
@@ -60,11 +63,11 @@ def read_config(model: str, trust_remote_code: bool = False) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    if model in NAMED:
-        kind, sizes = NAMED[model]
-        return AutoConfig.for_model(kind, max_position_embeddings=2**24, **sizes)
     path = Path(model).expanduser()
     try:
+        if model in NAMED:
+            kind, sizes = NAMED[model]
+            return AutoConfig.for_model(kind, max_position_embeddings=2**24, **sizes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return AutoConfig.from_pretrained(

@@ -128,11 +128,9 @@ class Built:
     Attributes:
         model: on the meta device or a real one, with adapters, checkpoints and tiles.
         blocks: its position-wise blocks, tiled or not.
-        left: what was left alone.
         notes: what the plan says of them, in sentences.
     """
 
     model: nn.Module
     blocks: tuple[Any, ...] = ()
-    left: tuple[Any, ...] = ()
     notes: list[str] = field(default_factory=list)
