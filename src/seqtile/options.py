@@ -99,7 +99,7 @@ class TilingOptions:
         words={"tiled": "tiled", "full": None},
     )  # fmt: skip
     loss_tile: int | str = option(
-        "auto", "Tokens per tile of the head", commands=("probe",), metavar="N", least=1, flag=int
+        "auto", "Tokens per tile of the head", commands=("plan", "probe"), metavar="N", least=1, flag=int
     )
     loss_impl: str = option("torch", "Kernel of the loss", commands=(), recipe=False, plan=False, choices=LOSS_KERNELS)
     checkpoint: str | None = option(

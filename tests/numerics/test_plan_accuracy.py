@@ -13,6 +13,11 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 import plan_published
+from seqtile.cli.option_flags import options_of
+from seqtile.planner.accelerators import Device
+from seqtile.planner.memory_plan import Planner
+from seqtile.planner.request import Request
+from seqtile.planner.sharding_terms import CONTEXT
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "plan_accuracy.py"
 
@@ -59,6 +64,25 @@ def test_predicted_is_measured(cell: Any) -> None:
     assert -0.005 * bound <= row["error"] <= 0.01 * bound
     assert row["tokens"] not in row["fake_lengths"]
     assert row["layers"] not in row["fake_layers"]
+
+
+@pytest.mark.parametrize("flags", [{"loss": "full"}, {"loss": "tiled", "loss_tile": 128}, {"loss": "tiled"}], ids=str)
+def test_the_loss_that_is_asked_for_is_planned(flags: dict[str, Any]) -> None:
+    """Whole fp32 logits, those of chunks and those of the tiles that are chosen, against a real step."""
+    config = plan_accuracy.Cell("llama", 1024, "none", False).config()
+    config.vocab_size = 8192  # so that logits are the peak
+    options = options_of({"tile": "none", "checkpoint": "layer", **flags})
+    planner = Planner(
+        Request(
+            "llama", config, Device("cpu", 2**34, None, "made up"), precision="float32", attention="sdpa",
+            device_type="cpu", options=options,
+        )
+    )  # fmt: skip
+    setup = planner.resolved(1024)
+    assert setup.options.loss is None or "loss_tile" not in flags or setup.loss_tile == flags["loss_tile"]
+    terms = planner.estimate(1024).terms
+    planned = sum(value for name, value in terms.items() if name != CONTEXT)
+    assert planned == pytest.approx(plan_accuracy.measure(config, setup, 1024), rel=0.005)
 
 
 @pytest.mark.parametrize(

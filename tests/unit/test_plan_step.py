@@ -83,6 +83,15 @@ def test_the_heads_blocks_in_the_middle_hold_what_the_second_does(
     }
 
 
+@pytest.mark.parametrize(("attention", "square"), [("sdpa", False), ("eager", True)])
+def test_hidden_states_as_wide_as_the_step_is_long_are_no_mask(attention: str, square: bool) -> None:
+    config = config_of("llama")
+    how, width = setup(**UNTILED, attention=attention), config.hidden_size
+    assert fake_step(config, how, width).square  # which cannot tell
+    depths = find_depths(config, build_bare(config, how, "meta"))
+    assert fit_lines(config, how, depths, (width, width + 8), None).square == square
+
+
 def test_a_step_whose_last_token_is_not_trained_holds_no_more_than_planned() -> None:
     """But for which tokens are trained, some 8-byte numbers for each, and a copy of one tile's hidden states."""
     config = config_of("llama")

@@ -94,13 +94,13 @@ def _weights(points: Sequence[int], at: float) -> list[float]:
 def fit_lines(config: Any, setup: Setup, depths: Depths, lengths: Sequence[int], workspace: Workspace | None) -> Lines:
     """Run the step on fake tensors at the given lengths, with the layers of each sample."""
     runs: dict[tuple[int, int], Mapping[str, Terms]] = {}
-    square = False
+    square: dict[bool, bool] = {}  # by whether a length cannot tell
     for length in lengths:
         for number, sample in enumerate(depths.samples):
             run = fake_step(config, setup, length, workspace, sample)
-            square |= run.square
+            square[run.as_wide] = square.get(run.as_wide, False) or run.square
             runs[length, number] = by_place(run, sample.layers, depths)
-    return Lines(depths, runs, square)
+    return Lines(depths, runs, square.get(False, True) and any(square.values()))
 
 
 def fit_for(

@@ -24,6 +24,7 @@ from seqtile.ops.attention.head_groups import HeadGroupsPlan as HeadWiseCall
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.linear import Layer
+from seqtile.ops.lm_loss.cross_entropy import LossPlan as HeadCall
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS, HeadRows
 from seqtile.ops.mlp import MlpPlan as MlpCall
 from seqtile.planner.flash_shapes import register_flash_shapes as register_flash
@@ -56,6 +57,7 @@ class StepRun:
         peaks: the peak of each phase of the step, by its name, such as ``"attention#0, backward"``.
         operators: names of all operators of the step in order.
         square: whether a tensor of ``[tokens, tokens]`` was seen at a peak.
+        as_wide: whether a weight is as wide as a row is long, so that its hidden states look ``square`` too.
     """
 
     layers: int
@@ -63,6 +65,7 @@ class StepRun:
     peaks: Mapping[str, PartPeak]
     operators: tuple[str, ...]
     square: bool
+    as_wide: bool = False
 
     @property
     def peak(self) -> int:
@@ -248,7 +251,8 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         live.watching = False
         for handle in handles:
             handle.remove()
-    return StepRun(len(layers), tokens * setup.batch, dict(live.peaks), tuple(live.operators), live.square)
+    as_wide = any(tokens in weight.shape for weight in model.parameters())
+    return StepRun(len(layers), tokens * setup.batch, dict(live.peaks), tuple(live.operators), live.square, as_wide)
 
 
 def prepare_optimizer(optimizer: Any, weights: Sequence[Tensor]) -> None:
@@ -310,15 +314,15 @@ def count_generator_states(live: Tracker) -> Iterator[None]:
 def _sized_for(device_type: str, keep: float | str) -> Iterator[None]:
     """The head's blocks of rows as large as on ``device_type``, and weight gradients summed as there.
 
-    Of a tile's blocks of logits, of a product's pieces, of the tiles around head-wise attention, and of those of an MLP
-    unless they ``keep`` gate and up, only the first two and the last are run.
+    Of the head's tiles, of a tile's blocks of logits, of a product's pieces, of the tiles around head-wise attention,
+    and of those of an MLP unless they ``keep`` gate and up, only the first two and the last are run.
     """
     if device_type == "cpu":
         yield
         return
     before = BLOCK_ELEMENTS["cpu"]
-    looped: list[tuple[type, str]] = [(HeadRows, "blocks"), (Layer, "pieces"), (HeadWiseCall, "tiles")]
-    looped += [] if keep else [(MlpCall, "tiles")]
+    looped: list[tuple[type, str]] = [(HeadCall, "parts"), (HeadRows, "blocks"), (Layer, "pieces")]
+    looped += [(HeadWiseCall, "tiles")] if keep else [(HeadWiseCall, "tiles"), (MlpCall, "tiles")]
     whole = [getattr(owner, name) for owner, name in looped]
     BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
     for (owner, name), parts in zip(looped, whole, strict=True):

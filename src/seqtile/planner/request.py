@@ -156,6 +156,8 @@ def check_request(request: Request, max_length: int | None) -> None:
         raise UserError("qlora trains adapters; give their rank too, such as --lora r=16")
     if request.qlora and request.sharded:
         raise UserError(f"4-bit weights under {request.engine} are not modelled; use --engine ddp or one GPU")
+    if options.loss is None and options.loss_tile != "auto":
+        raise UserError(f"loss tile {options.loss_tile} with loss full: whole logits have no tiles; drop one of them")
     positions = max_positions(request.config)
     if max_length is not None and max_length < 2:
         raise UserError(f"got max length {max_length}, expected at least 2 tokens")

@@ -158,7 +158,8 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
     found[WEIGHTS] = master + (0.0 if "weights" in moved else copies)
     # ZeRO-3 has one buffer of all gradients from set-up on (stage3.py, grad_partitions_flat_buffer).
     # A rank's part of ZeRO-2's is a stretch of the weights in order, whose gradients may all be there early.
-    share = 1.0 if not whole or request.accumulation > 1 else min(1.0, ranks * gradient_share)
+    # With accumulation that of the batches before stands beside it (independent_gradient_partition_epilogue).
+    share = 1.0 if not whole else 2.0 if request.accumulation > 1 else min(1.0, ranks * gradient_share)
     found[GRADIENTS] = 0.0 if "optimizer" in moved else size * share * trained / ranks
     # ZeRO-2 has its bucket during the backward (stage_1_and_2.py, setup_buckets), ZeRO-3 from set-up on.
     bucket = size * ZERO_BUCKET if backward or not whole else 0.0
