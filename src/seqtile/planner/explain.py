@@ -79,9 +79,6 @@ class NextSetting:
     why: str
 
 
-ABOUT = 0.25
-"""How far the tiles of the fake runs behind a proposal may be from its own, as for the length that surely fits."""
-
 FLASH_ATTENTION = Technique(
     "flash attention", {"attention": "flash"}, "no mask, no repeated keys and values", "--attention flash"
 )
@@ -114,7 +111,7 @@ def next_step(planner: Planner, longest: int) -> NextSetting | None:
             continue
         if candidate.at_least(1) > request.device.memory:
             continue
-        length, _ = candidate.longest(within=ABOUT)
+        length, _ = candidate.longest()
         if length > longest and (best is None or length > best.length):
             best = NextSetting(technique.flags_for(request), length, technique.why)
             if length >= 2 * longest:

@@ -242,12 +242,9 @@ class Planner:
         """The longest sequence that fits at the high estimate too, 0 if none does; faster after :meth:`longest`."""
         return self._reach(self.fits_at_the_high_estimate, 0.25, self._near)[0]
 
-    def longest(self, near: int | None = None, within: float = 0.05) -> tuple[int, str]:
-        """The longest sequence that fits (0 if none does), and what limits it; the search begins at ``near``.
-
-        Its tiles are those of the fake runs to ``within``.
-        """
-        found, lines, self._near = self._reach(self.fits, within, near)
+    def longest(self, near: int | None = None) -> tuple[int, str]:
+        """The longest sequence that fits (0 if none does), and what limits it; the search begins at ``near``."""
+        found, lines, self._near = self._reach(self.fits, 0.05, near)
         if not found:
             return 0, self._limit(self.estimate(self.request.split, lines))
         positions = max_positions(self.request.config)
