@@ -286,6 +286,20 @@ def test_a_trainer_that_splits_sequences_is_refused() -> None:
         refuse_in_trainer(trainer, model_of("lfm2_moe"))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear"])
+def test_tiles_with_a_state_are_planned(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What stands for a kernel takes a state and hands one on, as the kernel does."""
+    known(family)
+    config, tokens = tiny_config(family), 2048
+    options = TilingOptions(tile=64, checkpoint="full")
+    whole, tiled = (
+        fake_step(config, Setup(options=replace(options, state=state), scans="kernels"), tokens)
+        for state in (None, 256)
+    )
+    assert "runs whole" not in caplog.text
+    assert tiled.peak < 0.9 * whole.peak
+
+
 @pytest.mark.parametrize("padding_free", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2_moe"])
 def test_packed_documents_do_not_read_each_others_state(family: str, padding_free: bool) -> None:

@@ -33,11 +33,14 @@ SOURCES: dict[str, str] = {
 class _DeltaRule(torch.autograd.Function):
     """``ChunkGatedDeltaRuleFunction`` (``g`` per head) and ``ChunkKDAFunction`` (``g`` per channel).
 
-    Shapes: q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV] or [B, T, HV, K]; beta [B, T, HV].
+    Shapes: q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV] or [B, T, HV, K]; beta [B, T, HV]; the state before the
+    sequence, if there is one, and the one after it, if it is asked for, [B, HV, K, V] in fp32.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, has_final: bool
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.like = [(one.shape, one.dtype) for one in (q, k, v, g, beta)]
         inputs = [one.contiguous() for one in (q, k, v, g, beta)]
         q, k, v, g, beta = inputs
@@ -50,14 +53,16 @@ class _DeltaRule(torch.autograd.Function):
         w, u = k.new_empty(*rows, channels), torch.empty_like(v)
         gated = k.new_empty(*rows, channels) if per_channel else None
         states, v_new = _states(k, rows, channels, width), torch.empty_like(u)
+        final = torch.empty(rows[0], rows[2], channels, width, dtype=torch.float32) if has_final else None
         output = torch.empty_like(v)
         del w, u, states, v_new, inverse, gated, inputs
-        ctx.save_for_backward(q, k, *norms, v, g_sum, *([g] if per_channel else []), beta, *scores)
-        ctx.per_channel = per_channel
-        return output
+        given = [] if state is None else [state]
+        ctx.save_for_backward(q, k, *norms, v, g_sum, *([g] if per_channel else []), beta, *scores, *given)
+        ctx.per_channel, ctx.state = per_channel, None if state is None else (state.shape, state.dtype)
+        return output, final
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, _, _, v, g, *rest = ctx.saved_tensors
         rows, width, channels = v.shape[:-1], v.shape[-1], k.shape[-1]
         sums = torch.float32 if ctx.per_channel else k.dtype
@@ -82,7 +87,8 @@ class _DeltaRule(torch.autograd.Function):
             del dw, dk2
         del w, u, gated, states, v_new, d_scores, d_states, dv2, rest
         dq, dk = torch.empty_like(q), torch.empty_like(k)
-        return dq, dk, dv, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.like[3:])
+        d_state = None if ctx.state is None else torch.empty(ctx.state[0], dtype=ctx.state[1])
+        return dq, dk, dv, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.like[3:]), d_state, None
 
 
 def _states(k: Tensor, rows: Any, channels: int, width: int) -> Tensor:
@@ -203,8 +209,12 @@ class _Convolution(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight), bias
 
 
-def _delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, None]:
-    return _DeltaRule.apply(query, key, value, g, beta), None  # type: ignore[no-untyped-call]
+def _delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+    output_final_state: bool = False, **_: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    output, final = _DeltaRule.apply(query, key, value, g, beta, initial_state, output_final_state)  # type: ignore[no-untyped-call]
+    return output, final
 
 
 def _mamba2(
