@@ -77,7 +77,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
             device, requires_grad = Elsewhere, call.hidden.requires_grad
 
         class Call:
-            cut, bias, weight, hidden = call.plan, call.bias, call.weight, Hidden
+            plan, bias, weight, hidden = call.plan, call.bias, call.weight, Hidden
 
         return why_not(name, Call, **words)  # type: ignore[arg-type]
 
