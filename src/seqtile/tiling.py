@@ -300,7 +300,7 @@ def parse_keep(keep: float | str, blocks: int) -> KeepRule:
             return KeepRule("memory", budget / max(1, blocks), max(1, blocks))
         raise ValueError(f"keep={keep!r} is not a rule; {expected}")
     if not 0.0 <= keep <= 1.0:
-        raise ValueError(f"keep={keep}: got a share outside 0.0 to 1.0; {expected}")
+        raise ValueError(f"keep={keep}: got a fraction outside 0.0 to 1.0; {expected}")
     return KeepRule("share", float(keep))
 
 

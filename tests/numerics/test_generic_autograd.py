@@ -48,7 +48,7 @@ def test_saved_input_may_live_on_the_host() -> None:
 
 
 def test_one_edge_of_the_graph_per_parameter() -> None:
-    """What waits for a parameter's gradient, as DDP's reducer does, hears of it once, whatever the number of tiles."""
+    """What waits for a parameter's gradient, as DDP's reducer does, is told once, whatever the number of tiles."""
     model, x = block(), random(2, 5, HIDDEN)
     nodes, seen, edges = [Tiled(model, TILE)(x).grad_fn], set(), Counter()
     while nodes:

@@ -370,7 +370,7 @@ def test_torch_compile_of_a_tiled_mlp_in_one_graph() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keep": 1.5}, "got a share outside 0.0 to 1.0"),
+        ({"keep": 1.5}, "got a fraction outside 0.0 to 1.0"),
         ({"keep": "some"}, "is not a rule"),
         ({"keep": True}, "got bool"),
         ({"path": "fast"}, "expected one of 'auto', 'fused', 'generic'"),

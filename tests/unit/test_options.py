@@ -243,7 +243,7 @@ def test_flags_become_a_request_whose_recipe_is_planned_the_same(flags: str, pla
     [
         ("plan --tile wide", "tile='wide' is not a tile rule"),
         ("plan --tile 0", "expected at least 1"),
-        ("plan --keep 2", "got a share outside 0.0 to 1.0"),
+        ("plan --keep 2", "got a fraction outside 0.0 to 1.0"),
         ("plan --keep much", "keep='much' is not a rule"),
         (
             "plan --checkpoint some",

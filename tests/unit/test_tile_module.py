@@ -207,7 +207,7 @@ class Mixing(nn.Module):
         (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), {}, "its forward writes into 0.1.num_batches"),
         (lambda: nn.Linear(8, 8), {"dim": "1"}, "got str, expected an int"),
         (lambda: nn.Linear(8, 8), {"tile": "fast"}, "is not a tile rule"),
-        (lambda: nn.Linear(8, 8), {"keep": 2.0}, "got a share outside"),
+        (lambda: nn.Linear(8, 8), {"keep": 2.0}, "got a fraction outside"),
         (Scaled, {"path": "fused"}, "path='fused' does not apply to Scaled"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

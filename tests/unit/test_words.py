@@ -21,13 +21,13 @@ INSTEAD = {
     r"\bstands on\b": "is installed on",
     r"something listens to": "has hooks",
     r"by its caller's word": "not verified",
-    r"\bshare of the tiles\b": "fraction of the tiles",
-    r"\bmatrix-product units\b": "GEMM units",
+    r"\bshares? of the tiles\b": "fraction of the tiles",
+    r"\bmatrix-product units?\b": "GEMM units",
     r"\bother people's kernels\b": "third-party kernels",
     r"\bone voice\b": "only rank 0 reports",
     r"\bhears what\b": "is called with what",
     r"\bpushes nothing\b": "zero gradient",
-    r"\bthe dial\b": "automatic settings",
+    r"\bdials?\b": "automatic settings",
     r"\blean\b": "minimal memory",
 }
 

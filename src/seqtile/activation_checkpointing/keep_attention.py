@@ -50,7 +50,7 @@ class AttentionSaved:
         self.saved_bytes = 0
         self.operators: set[str] = set()
         self.told: Callable[[Tensor], object] | None = None
-        """Hears of every tensor that is kept."""
+        """Called with every tensor that is kept."""
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         kept = Kept()

@@ -36,7 +36,7 @@ TILE_STEP = 4
 """A smaller tile is a quarter: every try that fails costs a step, on several ranks a restart."""
 
 KEEPS = (1.0, 0.5)
-"""Shares of the tiles that keep gate and up, where memory is left."""
+"""Fractions of the tiles that keep gate and up, where memory is left."""
 
 
 CHOSEN = ("tile", "loss_tile", "keep", "checkpoint", "offload", "blocks", "heads", "state")

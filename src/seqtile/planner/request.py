@@ -175,7 +175,7 @@ def check_keep(options: TilingOptions) -> None:
         UserError: with what to give instead.
     """
     if options.keep_rule(1).kind == "auto":
-        raise UserError("keep 'auto' asks a device what is free, and a plan has none; give a share or 'memory:4GiB'")
+        raise UserError("keep 'auto' asks a device what is free, and a plan has none; give a fraction or 'memory:4GiB'")
     if options.keep and not options.tiled:
         raise UserError("keep says what tiles keep, and without tiling there are none; drop --keep or --tile none")
 

@@ -515,7 +515,7 @@ class Facts:
         raise _Unseen(kind.__name__)
 
     def _asks_for_log(self, value: Any) -> bool:
-        """Whether strange code reads how a logger or a file is set, or it is a stranger's."""
+        """Whether code of unknown packages reads how a logger or a file is set, or made the value."""
         return _is_users(type(value)) or not self._code.strangers.isdisjoint(_LOG_STATES)
 
     def _know(self, value: Any) -> None:

@@ -198,7 +198,7 @@ class Code:
             self.refused = self.refused or f"{called} failed on a tensor without memory"
 
     def _hear(self, frame: types.FrameType) -> None:
-        """See what a stranger asks PyTorch: a function that is given nothing tells how the process is set."""
+        """Note what unknown code asks PyTorch: a function without arguments returns a setting of the process."""
         code, caller = frame.f_code, frame.f_back
         if code.co_name in _SEEDS and _kind_of(caller) == "user":
             self._refuse(f"it sets a random generator with {code.co_name}, so that tiles would draw the same")
