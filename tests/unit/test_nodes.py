@@ -212,6 +212,7 @@ def test_the_others_hear_of_a_lost_node(gone: int, how: str, tmp_path: Path, mon
 
 
 def test_all_that_has_to_be_the_same_is_compared(tmp_path: Path) -> None:
+    pytest.importorskip("xxhash", reason="xxhash is not installed: it comes with seqtile[train]")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     values = {"engine": "zero3", "nproc": 2, "model": "demo", "dataset": str(tmp_path / "rows.jsonl")}
     nodes = Nodes(2, 0, "a", 1)
@@ -225,6 +226,7 @@ def test_all_that_has_to_be_the_same_is_compared(tmp_path: Path) -> None:
 
 
 def test_a_digest_sees_names_sizes_and_content(tmp_path: Path) -> None:
+    pytest.importorskip("xxhash", reason="xxhash is not installed: it comes with seqtile[train]")
     (tmp_path / "a").write_bytes(b"x" * 10)
     found = {digest_files(str(tmp_path))}
     (tmp_path / "a").write_bytes(b"x" * 11)
