@@ -142,6 +142,21 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert all(name in shown for name in COMMANDS)
 
 
+@pytest.mark.parametrize("words", [[], ["bench"]])
+def test_lists_of_commands_are_not_cut_off(words: list[str], monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*words, "--help"]) == 0
+    listed = capsys.readouterr().out.partition("Commands:")[2].splitlines()
+    assert len(listed) > 3 and not [line for line in listed if line.endswith("...")]
+
+
+@pytest.mark.parametrize("words", [["plan", "--device", "h200"], ["probe"]])
+def test_a_model_that_the_hub_cannot_be_asked_for(words: list[str], monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("seqtile.train.check_early.can_connect", lambda endpoint: False)
+    assert main([*words, "--model", "nobody/nothing"]) == 2
+    assert "neither a local path nor in the Hub's cache" in capsys.readouterr().err
+
+
 def test_doctor_shows_versions_devices_and_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch):
     import torch
 

@@ -9,12 +9,12 @@ import typer
 from seqtile._errors import UserError
 from seqtile._log import process_rank
 
-app = typer.Typer(help="Measure time, memory and gradient error, tiled and untiled, with others beside.")
+app = typer.Typer(help="Measure time, memory and gradient error. Tiled and untiled, with others beside.")
 
 
 @app.callback(invoke_without_command=True)
 def bench(context: typer.Context) -> None:
-    """Measure time, memory and gradient error, tiled and untiled, with others beside."""
+    """Measure time, memory and gradient error. Tiled and untiled, with others beside."""
     if context.invoked_subcommand is None:
         raise UserError("seqtile bench: say what to measure: mlp, step or ladder; see seqtile bench --help")
 
@@ -39,7 +39,7 @@ def mlp(
     keep: str = typer.Option("0", help="Memory to spare for the fused operator: 0.0 to 1.0, memory:4GiB, auto."),
     out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
 ) -> None:  # fmt: skip
-    """One MLP block, forward and backward: methods x tokens x tile rules, every cell in a process of its own."""
+    """One MLP block, forward and backward. Methods x tokens x tile rules, every cell in a process of its own."""
     from seqtile.bench.grid import build_grid, grid_summary, look_around, resolve_grid, run_grid
     from seqtile.bench.plots import plot_grid
     from seqtile.cli import bench_show as show
@@ -70,7 +70,7 @@ def step(
     repeats: int = typer.Option(5, help="Timed steps, at least 5.", metavar="N"),
     out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
 ) -> None:
-    """A whole training step of a model; under accelerate launch or torchrun on that engine."""
+    """A whole training step of a model. Under accelerate launch or torchrun on that engine."""
 
     from seqtile.bench import training_step as steps
     from seqtile.bench.cell import DTYPES, METHODS
@@ -114,7 +114,7 @@ def ladder(
     json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
     out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
 ) -> None:  # fmt: skip
-    """What each technique buys in length and costs in time, one on top of the other, by the plan; needs no GPU."""
+    """The longest sequence, technique by technique. What each costs in time too, by the plan; needs no GPU."""
     import json as text
     import logging
 

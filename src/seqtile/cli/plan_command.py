@@ -56,12 +56,12 @@ def command(
     recipe: str = typer.Option(None, help="Write the recipe that seqtile train takes.", metavar="FILE"),
     plot: str = typer.Option(None, help="Write a plot, length against memory.", metavar="FILE.png"),
 ) -> None:
-    """Will it fit? Memory of a training step, term by term, before anything is rented; needs no GPU and no weights."""
+    """Will it fit? The memory of a training step, by its terms. Needs no GPU and no weights."""
     import logging
     from pathlib import Path
 
     from seqtile.planner.accelerators import find_device
-    from seqtile.planner.model_shapes import read_config, refuse_missing
+    from seqtile.planner.model_shapes import read_config
     from seqtile.planner.names import check_names, split_offload
 
     # All that names, numbers and paths can have wrong comes first: what runs the step takes seconds to import.
@@ -104,7 +104,7 @@ def command(
         cp_size=cp_size,
     )  # fmt: skip
     target, of_the_host = find_device(device), host_bytes(host_memory)
-    refuse_missing(model)
+    refuse_unreachable(model)
     with status(json, "reading the model's configuration") as progress:
         adapters = parse_adapters(lora) if lora is not None else parse_adapters("16") if qlora else None
         from seqtile.planner.grpo import Grpo
@@ -219,6 +219,22 @@ def parse_adapters(text: str) -> Lora:
     from seqtile.planner.step_config import Lora
 
     return Lora(found.r, found.target_modules, found.alpha, found.dropout)
+
+
+def refuse_unreachable(model: str) -> None:
+    """Refuse a model that is not here and that the Hub cannot be asked for, before it is tried many times over.
+
+    Raises:
+        UserError: with what would do.
+    """
+    from pathlib import Path
+
+    from seqtile.planner.model_shapes import NAMED, refuse_missing
+    from seqtile.train.check_early import check_hub_name
+
+    refuse_missing(model)
+    if model not in NAMED and not Path(model).expanduser().exists():
+        check_hub_name(model, "model")
 
 
 def read_adapters(*, full: bool, lora: str | None) -> Lora | None:

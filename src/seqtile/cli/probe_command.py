@@ -24,12 +24,12 @@ def command(
     out: str = typer.Option("runs/probe", help="Directory of the plot and of the snapshot.", metavar="DIR"),
     json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
 ) -> None:
-    """One real training step on this machine: peaks per phase beside what the plan says, and a timeline."""
+    """One real training step here, beside its plan. Peaks per phase, and a timeline."""
     import json as writer
     import logging
     from pathlib import Path
 
-    from seqtile.cli.plan_command import read_adapters
+    from seqtile.cli.plan_command import read_adapters, refuse_unreachable
     from seqtile.planner.accelerators import this_device
     from seqtile.planner.model_shapes import read_config
     from seqtile.planner.request import Request, check_request
@@ -44,6 +44,7 @@ def command(
         raise UserError("a probe runs tiled and untiled; give the tile rule of the tiled side")
     if max_length < 64:
         raise UserError(f"got --max-length {max_length}, expected at least 64 tokens")
+    refuse_unreachable(model)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     config = read_config(model)
     here = this_device()

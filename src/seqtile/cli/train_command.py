@@ -80,7 +80,7 @@ def command(
         None, help="Changes nothing: tiles run the model's own MLP.", metavar="BOOL"
     ),
 ) -> None:
-    """Train a causal language model with every position-wise block tiled."""
+    """Train a causal language model on long sequences. Every position-wise block runs in tiles."""
     from seqtile.cli import show
     from seqtile.train import recipe as recipes
     from seqtile.train.check_early import check_early
