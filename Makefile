@@ -15,8 +15,9 @@ ARGS ?=
 PYTEST_ARGS ?=
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 2))')
 
-# Tests of one process run side by side, a file in one worker; what starts several processes has the machine to itself.
-PYTEST_SIDE_BY_SIDE = -m pytest -n $(JOBS) --dist loadfile
+# Tests of one process run side by side, a file in one worker; what starts several processes or takes many gigabytes has
+# the machine to itself. A worker that is killed (memory) ends the run: another in its place would meet the same.
+PYTEST_SIDE_BY_SIDE = -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
 
 # Without the slow tests.
 ONE_PROCESS = "not slow and not distributed and not frameworks"
@@ -56,8 +57,8 @@ test: $(VENV)/.ready $(VENV_LOWEST)/.ready  ## all but the slow tests, 25 minute
 test-all: test-highest test-lowest  ## every test, then the core tests with the lowest supported versions: what CI runs
 
 test-highest: $(VENV)/.ready  ## every test, with the highest supported versions
-	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not distributed and not frameworks" $(PYTEST_ARGS)
-	$(VENV)/bin/python -m pytest -m distributed $(PYTEST_ARGS)
+	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not distributed and not alone and not frameworks" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "distributed or alone" $(PYTEST_ARGS)
 
 test-lowest: $(VENV_LOWEST)/.ready  ## the core tests, with the lowest supported versions
 	$(VENV_LOWEST)/bin/python $(PYTEST_SIDE_BY_SIDE) $(CORE) $(PYTEST_ARGS)

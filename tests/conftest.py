@@ -7,6 +7,8 @@ offline switches keep clients in.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import ipaddress
 import json
 import os
@@ -98,6 +100,16 @@ def _seeds_and_threads() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_memory_given_back() -> Iterator[None]:
+    """After each file the C library gives the memory that it keeps back to the system, where it can (glibc)."""
+    yield
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @pytest.fixture(scope="session")
