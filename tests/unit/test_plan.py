@@ -536,6 +536,17 @@ def test_ranks_that_share_a_sequence_hold_a_part_of_it(sharded: Planner) -> None
     together = on_device(sharded.request, counts, {}, "attention#0, backward")["engine buffers"]
     # query and output of 4 heads, keys and values of 4 (two of them repeated), of 64 each, bf16
     assert apart - together == 2 * (2 * 4 + 2 * 4) * 64 * 8192
+    apart, together = (
+        on_device(one, counts, {"tokens": 8192.0}, "attention#0, recompute")["engine buffers"]
+        for one in (request, sharded.request)
+    )
+    assert apart - together == 2 * (3 * 4 + 2 * 4) * 64 * 8192  # the output twice more
+    # Behind attention its output stands as the product after it saved it, too.
+    for part, more in (("rest of the model, backward", 1), ("MLP#0, recompute", 1), ("head and loss, backward", 0)):
+        apart, together = (
+            on_device(one, counts, {"tokens": 8192.0}, part)["engine buffers"] for one in (request, sharded.request)
+        )
+        assert apart - together == more * 2 * 4 * 64 * 8192, part
 
 
 def test_four_bit_weights_are_a_quarter_of_sixteen(folder: Path) -> None:

@@ -14,7 +14,7 @@ from seqtile.planner.accelerators import GIB
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS
 from seqtile.planner.names import DEEPSPEED, STATE_BYTES
-from seqtile.planner.phases import ATTENTION, OPTIMIZER_STEP, Phase
+from seqtile.planner.phases import ATTENTION, HEAD, OPTIMIZER_STEP, Phase
 from seqtile.planner.request import Request
 
 BUFFERS = "engine buffers"
@@ -111,17 +111,36 @@ def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phas
     if request.qlora:
         found[WEIGHTS] = found.get(WEIGHTS, 0.0) - counts.matrices * (2 - NF4_BYTES)
         found[BUFFERS] = found.get(BUFFERS, 0.0) + 2.0 * counts.largest  # the matrix that is multiplied, in bf16
-    if request.sp_size > 1 and Phase.read(phase).part == ATTENTION:
-        # Heads are scattered and the sequence gathered: query, keys, values and output once more beside themselves.
-        keys = max(counts.key_heads, request.sp_size)
-        width = 2 * counts.heads + 2 * keys
-        found[BUFFERS] = found.get(BUFFERS, 0.0) + 2.0 * width * counts.head_width * found.pop("tokens", 0.0)
+    if request.sp_size > 1:
+        found[BUFFERS] = found.get(BUFFERS, 0.0) + _ulysses(request, counts, found.get("tokens", 0.0), phase)
     if request.cp_size > 1 and Phase.read(phase).part == ATTENTION:
         of_queries, of_keys = RING_BACKWARD if Phase.read(phase).direction == "backward" else RING_FORWARD
         of_token = (of_queries * counts.heads + of_keys * counts.key_heads) * counts.head_width
         found[BUFFERS] = found.get(BUFFERS, 0.0) + of_token * found.pop("tokens", 0.0)
     found.pop("tokens", None)
     return found
+
+
+def _ulysses(request: Request, counts: Counts, tokens: float, phase: str) -> float:
+    """What scattered heads and gathered sequences hold beside a rank's own ``tokens``, in bytes.
+
+    Source: deepspeed/runtime/sequence_parallel/ulysses_sp.py, DeepSpeed 0.19.8.
+    """
+    now = Phase.read(phase)
+    of_head = 2.0 * counts.head_width * tokens  # one head of a rank's tokens, in bf16
+    keys = max(counts.key_heads, request.sp_size)
+    if now.part == ATTENTION:
+        # Query, keys, values and output once more beside themselves; in the forward the output a third time, as it
+        # arrives and then in the order of its heads (_partition_global_sequence).
+        outputs = 1 if now.direction == "backward" else 2
+        return ((1 + outputs) * counts.heads + 2 * keys) * of_head
+    if now.part in (OPTIMIZER, OPTIMIZER_STEP):
+        return 0.0
+    # The backward has the output as attention saved it and as the product behind it did, with other heads and tokens.
+    output = counts.heads * of_head
+    if request.options.checkpoint is None:
+        return counts.attentions * output
+    return output if now.part != HEAD and now.direction in ("recompute", "backward") else 0.0
 
 
 def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str) -> None:
