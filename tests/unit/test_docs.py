@@ -145,3 +145,20 @@ def test_no_page_fetches_from_elsewhere() -> None:
     assert (DOCS / "javascripts" / "worker.js").exists()
     with pytest.raises(ValueError, match="put a copy beside"):
         site_hooks.without_the_network('<img alt="a" src="https://example.com/a.png">')
+
+
+def test_tables_of_words_have_their_columns_beside_each_cell() -> None:
+    """For the style, which stacks them on a phone; a table of numbers or of two columns stays."""
+    head = '<table>\n<thead>\n<tr>\n<th>a</th>\n<th>b "c"</th>\n<th>d</th>\n</tr>\n</thead>\n<tbody>\n<tr>\n'
+    words = site_hooks.with_labels(f"{head}<td>x</td>\n<td>y</td>\n<td><code>z</code></td>\n</tr>\n</tbody>\n</table>")
+    assert words.startswith("<table data-stack>")
+    cells = re.findall(r"<td[^>]*>", words)
+    assert cells == ['<td data-label="a">', '<td data-label="b &quot;c&quot;">', '<td data-label="d">']
+    numbers = f"{head}<td>x</td>\n<td>1,024</td>\n<td>9.5</td>\n</tr>\n</tbody>\n</table>"
+    assert site_hooks.with_labels(numbers) == numbers
+    two = (
+        "<table>\n<thead>\n<tr>\n<th>a</th>\n<th>b</th>\n</tr>\n</thead>\n<tr>\n<td>x</td>\n<td>y</td>\n</tr>\n</table>"
+    )
+    assert site_hooks.with_labels(two) == two
+    style = (DOCS / "stylesheets" / "site.css").read_text(encoding="utf-8")
+    assert "table[data-stack]" in style and "content: attr(data-label)" in style
