@@ -65,7 +65,7 @@ def as_text(markdown: str) -> str:
 
 
 def described(target: str) -> str:
-    """Signature and docstring of a class or function of the package, by its dotted name; of a class, its methods' too."""
+    """Signature and docstring of a class or function of the package, by its dotted name; a class's methods' too."""
     module, _, name = target.rpartition(".")
     file = ROOT.joinpath("src", *module.split(".")).with_suffix(".py")
     body = ast.parse(file.read_text(encoding="utf-8")).body
