@@ -17,7 +17,10 @@ NAMES = "<!-- names -->"
 GLOSSARY = "glossary"
 UNLINKED = {"architectures.html", "names.html", "tree.html", "changes.html"}
 """Pages of tables and lists."""
-EVERYDAY = {"block", "head", "keep", "peak", "unit", "untiled"}
+EVERYDAY = {
+    "block", "expected", "head", "keep", "kernel", "low", "mask", "node", "peak", "row", "sequence", "state", "trace",
+    "unit", "untiled",
+}  # fmt: skip
 """Words of the glossary that a page also uses in their everyday sense, or in every line."""
 NUMBER = re.compile(r"[(-]?\d[\d,. %x()+-]*$")
 """What a cell of a table of numbers holds."""
