@@ -137,6 +137,8 @@ def test_help_of_the_installed_command() -> None:
 
 def test_the_walk_throughs_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration that the page gives, and its command, with fewer tokens."""
+    if not (ROOT / "docs").exists():
+        pytest.skip("no docs here: the tests run from an installed package")
     page = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
     [config] = re.findall(r"^```json\n(.*?)^```", page, re.M | re.S)
     [command] = re.findall(r"^\$ seqtile (verify .*)$", page, re.M)
