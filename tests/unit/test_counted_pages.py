@@ -7,6 +7,7 @@ transformers, whose operators and layers they are of: the tables say which, and 
 from __future__ import annotations
 
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import cache
@@ -225,3 +226,17 @@ def test_lengths_and_bytes_of_many_machines(way: str, gpus: int) -> None:
     lengths, moved = planned(way, gpus)
     text = page("many-nodes")
     assert lengths in text and moved in text
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="counted with Python 3.11; 3.12 inlines comprehensions")
+@pytest.mark.parametrize(
+    ("way", "walk"), [("fused", "MLP and its norm, fused"), ("head-wise", "head-wise attention and its norm")]
+)
+def test_calls_before_the_first_product(way: str, walk: str) -> None:
+    """Today's row below the walk's first."""
+    table = rows_of("performance", "The code between a layer and its first product")
+    first = next(number for number, row in enumerate(table) if row[0] == walk)
+    today = next(row for row in table[first:] if row[1].startswith("today"))
+    with torch.random.fork_rng():
+        found = script("walk").count(way, rounds=0)
+    assert today[2:5] == [str(found[key]) for key in ("calls", "files", "switches")]
