@@ -50,6 +50,24 @@ WAYS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def made(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """States ``[tokens, hidden]``, weight ``[vocabulary, hidden]`` and labels ``[tokens]``."""
+    torch.manual_seed(0)
+    states = torch.randn(tokens, hidden).to(dtype).requires_grad_()
+    weight = (torch.randn(vocabulary, hidden) / hidden**0.5).to(dtype).requires_grad_()
+    return states, weight, torch.randint(0, vocabulary, (tokens,))
+
+
+def count(
+    way: Callable[..., Tensor], given: tuple[Tensor, Tensor, Tensor], tile: int
+) -> tuple[float, float, tuple[Tensor, ...]]:
+    """Products in units of ``2 * tokens * hidden * vocabulary``, MiB of live tensors at the peak, and the gradients."""
+    hidden, weight, labels = given
+    with count_products() as products, count_live_bytes() as live:
+        gradients = torch.autograd.grad(way(hidden, weight, labels, tile), (hidden, weight))
+    return products.flops / (2 * hidden.numel() * len(weight)), live.peak / 2**20, gradients
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("tokens", 4096), ("hidden", 256), ("vocabulary", 32768), ("tile", 512)):
@@ -59,21 +77,16 @@ def main() -> None:
           f"{torch.__version__}, trl {version('trl')}, {datetime.date.today()}")  # fmt: skip
     print("| dtype | head and loss | matrix products | peak MiB | gradient error |\n|---|---|---|---|---|")
     for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(0)
-        hidden = torch.randn(asked.tokens, asked.hidden).to(dtype).requires_grad_()
-        weight = (torch.randn(asked.vocabulary, asked.hidden) / asked.hidden**0.5).to(dtype).requires_grad_()
-        labels = torch.randint(0, asked.vocabulary, (asked.tokens,))
+        given = hidden, weight, labels = made(asked.tokens, asked.hidden, asked.vocabulary, dtype)
         wide = hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
         expected = torch.autograd.grad(plain(*wide, labels, asked.tile), wide)
         for name, way in WAYS.items():
-            with count_products() as products, count_live_bytes() as live:
-                gradients = torch.autograd.grad(way(hidden, weight, labels, asked.tile), (hidden, weight))
+            units, peak, gradients = count(way, given, asked.tile)
             worst = max(
                 float((got.float() - true).norm() / true.norm()) for got, true in zip(gradients, expected, strict=True)
             )
-            units = products.flops / (2 * asked.tokens * asked.hidden * asked.vocabulary)
             kind = str(dtype).removeprefix("torch.")
-            print(f"| {kind} | {name} | {units:g} | {live.peak / 2**20:.0f} | {worst:.1e} |", flush=True)
+            print(f"| {kind} | {name} | {units:g} | {peak:.0f} | {worst:.1e} |", flush=True)
 
 
 if __name__ == "__main__":

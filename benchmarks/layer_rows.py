@@ -34,24 +34,35 @@ TRAIN = {
 }
 
 
+def count_parts(train: str, blocks: str, tokens: int) -> dict[str, float]:
+    """Hidden-state tensors at the peak of each part of a step of Llama-8B, by phase.
+
+    Args:
+        train: a key of :data:`TRAIN`.
+        blocks: what is tiled, as in :func:`seqtile.apply`.
+        tokens: of one row.
+    """
+    config = read_config("llama-8b")
+    row = 2 * config.hidden_size * tokens
+    asked = changed(TRAIN[train], blocks=blocks)
+    head = head_tile(build(first_layers(config, 1), asked, "meta"), asked, tokens, "cuda")
+    asked = changed(asked, loss_tile=head)
+    found = predict(config, asked, tokens, workspace=flash2_workspace, device_type="cuda")
+    return {
+        phase: sum(value for name, value in terms.items() if name not in STANDING) / row
+        for phase, terms in found.parts.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=131072)
     tokens = parser.parse_args().tokens
-    config = read_config("llama-8b")
-    row = 2 * config.hidden_size * tokens
     print(f"Fake tensors, torch {torch.__version__}, transformers {transformers.__version__}, {datetime.date.today()}; "
           f"{tokens:,} tokens")  # fmt: skip
-    for train, setup in TRAIN.items():
+    for train in TRAIN:
         for blocks in BLOCKS:
-            asked = changed(setup, blocks=blocks)
-            head = head_tile(build(first_layers(config, 1), asked, "meta"), asked, tokens, "cuda")
-            asked = changed(asked, loss_tile=head)
-            found = predict(config, asked, tokens, workspace=flash2_workspace, device_type="cuda")
-            parts = {
-                phase: sum(value for name, value in terms.items() if name not in STANDING) / row
-                for phase, terms in found.parts.items()
-            }
+            parts = count_parts(train, blocks, tokens)
             told = ", ".join(f"{phase} {rows:.2f}" for phase, rows in sorted(parts.items(), key=lambda p: -p[1])
                              if rows > 1 and "forward" not in phase and "#0" not in phase)  # fmt: skip
             print(f"{train}, {blocks}: {told}", flush=True)

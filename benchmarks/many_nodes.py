@@ -44,6 +44,25 @@ def planner(way: str, gpus: int, like: Planner | None) -> Planner:
     return Planner(request, like=like)
 
 
+def table_rows(way: str, one: Planner) -> tuple[str, str]:
+    """A line of each table: what a device and a node's host hold, and what leaves each node."""
+    gpus, split = one.request.gpus, one.request.split
+    name = f"`--engine fsdp2 --cp-size {split}`" if way == "ring" else f"`--engine zero3 --sp-size {split}`"
+    cells, between = [], []
+    for million in MILLIONS:
+        tokens = million * 2**20
+        estimate = one.estimate(tokens)
+        host = estimate.host.expected / GIB
+        told = f"{estimate.device.expected / GIB:,.0f} + {host:,.0f}"
+        cells.append(told if one.fits(estimate) else f"({told})")
+        bytes_out = sum(bytes_between_nodes(one.request, one.counts, tokens).values())
+        between.append(f"{bytes_out / GIB:,.0f}" if one.request.nodes > 1 else "0")
+    longest, limit = one.longest()
+    cells.append(f"{longest / 2**20:.1f}M, {limit.split(':')[0]}")
+    moved = f"| {name} | {gpus} | {one.request.nodes} | {' | '.join(between)} |"
+    return f"| {name} | {gpus} | {' | '.join(cells)} |", moved
+
+
 def main() -> None:
     lengths = [f"| {' | '.join(['way', 'devices', *(f'{m}M tokens' for m in MILLIONS), 'longest'])} |"]
     lengths += ["|---" * (len(MILLIONS) + 3) + "|"]
@@ -54,21 +73,9 @@ def main() -> None:
         for gpus in GPUS:
             one = planner(way, gpus, like)
             like = like or one
-            split = one.request.split
-            name = f"`--engine fsdp2 --cp-size {split}`" if way == "ring" else f"`--engine zero3 --sp-size {split}`"
-            cells, between = [], []
-            for million in MILLIONS:
-                tokens = million * 2**20
-                estimate = one.estimate(tokens)
-                host = estimate.host.expected / GIB
-                told = f"{estimate.device.expected / GIB:,.0f} + {host:,.0f}"
-                cells.append(told if one.fits(estimate) else f"({told})")
-                bytes_out = sum(bytes_between_nodes(one.request, one.counts, tokens).values())
-                between.append(f"{bytes_out / GIB:,.0f}" if one.request.nodes > 1 else "0")
-            longest, limit = one.longest()
-            cells.append(f"{longest / 2**20:.1f}M, {limit.split(':')[0]}")
-            lengths.append(f"| {name} | {gpus} | {' | '.join(cells)} |")
-            moved.append(f"| {name} | {gpus} | {one.request.nodes} | {' | '.join(between)} |")
+            fits, leaves = table_rows(way, one)
+            lengths.append(fits)
+            moved.append(leaves)
             print(lengths[-1], moved[-1], sep="\n", flush=True)
     versions = ", ".join(f"{package} {package_version(package)}" for package in ("torch", "transformers"))
     said = f"Written by `python benchmarks/many_nodes.py` on {date.today()} ({versions}); planned, not measured."

@@ -18,6 +18,7 @@ import datetime
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -135,30 +136,42 @@ def runs(model: Any, tile: int) -> dict[str, Callable[[Tensor], Tensor]]:
     return {"checkpointed": checkpointed, "mixer in tiles": mixer_in_tiles, "layer in tiles": layer_in_tiles}
 
 
+def count_layer(name: str, tile: int, tokens: int) -> tuple[float, float, int]:
+    """What one layer holds at real shapes, and FLOPs of its products.
+
+    Args:
+        name: a key of :func:`runs`.
+        tile: tokens of a tile.
+        tokens: of the row.
+
+    Returns:
+        hidden-state tensors at the peak of the backward, those kept from forward to backward, and FLOPs.
+    """
+    model: Any = layer_of(SHAPE, torch.bfloat16, "meta")
+    with fake_tensors(), patch.object(modeling, "torch_chunk_gated_delta_rule", kernel):
+        make_fake(model)
+        run = runs(model, tile)[name]
+        for weight in model.model.layers[0].parameters():
+            weight.grad = torch.empty_like(weight)  # of an earlier micro-step; counted with the weights
+        x = torch.empty(1, tokens, SHAPE["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
+        with seqtile.count_live_bytes() as live:
+            y = run(x)
+            kept = live.now
+            y.backward(torch.empty_like(y))
+        with FlopCounterMode(display=False) as products:  # which holds tensors of its own
+            y = run(x)
+            y.backward(torch.empty_like(y))
+    unit = x.numel() * 2
+    return live.peak / unit, kept / unit, products.get_total_flops()
+
+
 def count(tile: int, lengths: list[int]) -> None:
     """Bytes and products at real shapes."""
-    modeling.torch_chunk_gated_delta_rule = kernel
     row: dict[str, list[str]] = {}
     for tokens in lengths:
         for name in ("checkpointed", "mixer in tiles", "layer in tiles"):
-            model: Any = layer_of(SHAPE, torch.bfloat16, "meta")
-            with fake_tensors():
-                make_fake(model)
-                run = runs(model, tile)[name]
-                for weight in model.model.layers[0].parameters():
-                    weight.grad = torch.empty_like(weight)  # of an earlier micro-step; counted with the weights
-                x = torch.empty(1, tokens, SHAPE["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
-                with seqtile.count_live_bytes() as live:
-                    y = run(x)
-                    kept = live.now
-                    y.backward(torch.empty_like(y))
-                with FlopCounterMode(display=False) as products:  # which holds tensors of its own
-                    y = run(x)
-                    y.backward(torch.empty_like(y))
-            unit = x.numel() * 2
-            row.setdefault(name, []).append(
-                f"{live.peak / unit:.2f} live, {kept / unit:.2f} kept, {products.get_total_flops():.6g} products"
-            )
+            live, kept, flops = count_layer(name, tile, tokens)
+            row.setdefault(name, []).append(f"{live:.2f} live, {kept:.2f} kept, {flops:.6g} products")
     print(f"Fake tensors, {VERSIONS}; tiles of {tile:,}; in hidden-state tensors")
     for name, found in row.items():
         for tokens, words in zip(lengths, found, strict=True):

@@ -26,6 +26,7 @@ from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.ops.tile_checkpoint import run_with_state
 
 LENGTHS, TILE = (32768, 131072), 2048
+HOW = ("under a checkpoint", "MLP and heads in tiles", "the layer in tiles")
 SHAPES: dict[str, dict[str, Any]] = {
     "Mistral-7B-v0.1": dict(
         model_type="mistral", hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
@@ -91,27 +92,31 @@ def _runs(model: Any, angles: tuple[Tensor, Tensor], window: int) -> dict[str, C
     return {"under a checkpoint": untiled, "MLP and heads in tiles": today, "the layer in tiles": in_tiles}
 
 
+def count_layer(shape: Mapping[str, Any], how: str, tokens: int) -> tuple[float, float]:
+    """What one layer holds, in hidden-state tensors: at the peak of its backward, and kept from forward to backward."""
+    model = _layer_of(shape)
+    with fake_tensors():
+        make_fake(model)
+        for weight in model.model.layers[0].parameters():
+            weight.grad = torch.empty_like(weight)
+        x = torch.empty(1, tokens, shape["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
+        angles = (torch.empty(1, tokens, shape["head_dim"], dtype=torch.bfloat16),) * 2
+        run = _runs(model, angles, shape["sliding_window"])[how]
+        with seqtile.count_live_bytes() as live:
+            y = run(x)
+            kept = live.now
+            y.backward(torch.empty_like(y))
+    unit = x.numel() * 2
+    return live.peak / unit, kept / unit
+
+
 def main() -> None:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {datetime.date.today()}"
     print(f"Fake tensors, {versions}; tiles of {TILE:,}; in hidden-state tensors: live in the backward, kept before it")
     for name, shape in SHAPES.items():
         for tokens in LENGTHS:
-            found = []
-            for how in ("under a checkpoint", "MLP and heads in tiles", "the layer in tiles"):
-                model = _layer_of(shape)
-                with fake_tensors():
-                    make_fake(model)
-                    for weight in model.model.layers[0].parameters():
-                        weight.grad = torch.empty_like(weight)
-                    x = torch.empty(1, tokens, shape["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
-                    angles = (torch.empty(1, tokens, shape["head_dim"], dtype=torch.bfloat16),) * 2
-                    run = _runs(model, angles, shape["sliding_window"])[how]
-                    with seqtile.count_live_bytes() as live:
-                        y = run(x)
-                        kept = live.now
-                        y.backward(torch.empty_like(y))
-                unit = x.numel() * 2
-                found.append(f"{how} {live.peak / unit:.2f}, {kept / unit:.2f}")
+            counted = {how: count_layer(shape, how, tokens) for how in HOW}
+            found = [f"{how} {live:.2f}, {kept:.2f}" for how, (live, kept) in counted.items()]
             print(f"{name}, window {shape['sliding_window']:,}, {tokens:,} tokens: {'; '.join(found)}")
 
 

@@ -17,8 +17,13 @@ NAMES = "<!-- names -->"
 GLOSSARY = "glossary"
 UNLINKED = {"architectures.html", "names.html", "tree.html", "changes.html"}
 """Pages of tables and lists."""
-EVERYDAY = {"block", "head", "keep", "peak", "unit", "untiled"}
+EVERYDAY = {
+    "block", "expected", "head", "keep", "kernel", "low", "mask", "node", "peak", "row", "sequence", "state", "trace",
+    "unit", "untiled",
+}  # fmt: skip
 """Words of the glossary that a page also uses in their everyday sense, or in every line."""
+NUMBER = re.compile(r"[(-]?\d[\d,. %x()+-]*$")
+"""What a cell of a table of numbers holds."""
 SHORT = 28
 """Code of at most this many characters stays on one line."""
 
@@ -33,7 +38,7 @@ def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
         if marker in markdown:
             markdown = markdown.replace(marker, content(package))
     if page is not None:
-        _texts[page.url] = page.title, markdown
+        _texts[page.url] = page.title, as_text(markdown)
     return markdown
 
 
@@ -47,6 +52,42 @@ def on_post_build(config: Any, **_: Any) -> None:
     (site / "llms-full.txt").write_text(f"{text}\n", encoding="utf-8")
     for page in site.rglob("*.html"):
         page.write_text(without_the_network(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def as_text(markdown: str) -> str:
+    """A page with the files that it includes, and with signature and docstring of each name that it documents."""
+    parts: list[str] = []
+    for line in markdown.splitlines():
+        if included := re.match(r'\s*--8<-- "(.+)"$', line):
+            parts.append((ROOT / included[1]).read_text(encoding="utf-8").rstrip())
+        elif documented := re.match(r"::: (\S+)$", line):
+            parts.append(described(documented[1]))
+        else:
+            parts.append(line)
+    return "\n".join(parts)
+
+
+def described(target: str) -> str:
+    """Signature and docstring of a class or function of the package, by its dotted name; a class's methods' too."""
+    module, _, name = target.rpartition(".")
+    file = ROOT.joinpath("src", *module.split(".")).with_suffix(".py")
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    [node] = [node for node in body if _is_definition(node) and node.name == name]
+    parts = [f"### {target}", "", "```python", _signature(node), "```", "", ast.get_docstring(node) or ""]
+    for method in node.body if isinstance(node, ast.ClassDef) else []:
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_") and ast.get_docstring(method):
+            parts += ["", f"#### {name}.{method.name}", "", "```python", _signature(method), "```"]
+            parts += ["", ast.get_docstring(method) or ""]
+    return "\n".join(parts)
+
+
+def _signature(node: ast.ClassDef | ast.FunctionDef) -> str:
+    if isinstance(node, ast.FunctionDef):
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        return f"def {node.name}({ast.unparse(node.args)}){returns}"
+    fields = [f"    {ast.unparse(line)}" for line in node.body if isinstance(line, ast.AnnAssign)]
+    bases = f"({', '.join(map(ast.unparse, node.bases))})" if node.bases else ""
+    return "\n".join([f"class {node.name}{bases}:", *fields])
 
 
 def without_the_network(html: str) -> str:
@@ -65,7 +106,31 @@ def on_page_content(html: str, page: Any = None, **_: Any) -> str:
         html = re.sub(r"<tr>\n<td>([^<,]+)", lambda row: f'<tr id="{_anchor(row[1])}">\n<td>{row[1]}', html)
     elif page is not None and page.url not in UNLINKED:
         html = with_glossary_links(html, glossary(ROOT / "docs" / f"{GLOSSARY}.md"))
-    return re.sub(r"(?<!</span>)<code>([^<]+)</code>", _with_whole_flags, html)
+    html = re.sub(r"(?<!</span>)<code>([^<]+)</code>", _with_whole_flags, html)
+    return re.sub(r"<table>\n<thead>.*?</table>", lambda table: with_labels(table[0]), html, flags=re.S)
+
+
+def with_labels(table: str) -> str:
+    """A table of words with each cell's column name beside it: on a phone the style stacks it, row by row.
+
+    A table of numbers stays as it is, and so does one of two columns, which fits.
+    """
+    labels = [re.sub(r"<[^>]+>", "", label).strip() for label in re.findall(r"<th[^>]*>(.*?)</th>", table, re.S)]
+    cells = [re.sub(r"<[^>]+>", "", cell).strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", table, re.S)]
+    numbers = sum(bool(NUMBER.match(cell)) for cell in cells)
+    if len(labels) < 3 or 3 * numbers > len(cells):
+        return table
+
+    def labelled(row: re.Match[str]) -> str:
+        names = iter(labels)
+
+        def cell(opening: re.Match[str]) -> str:
+            label = next(names, "").replace('"', "&quot;")
+            return f'<td data-label="{label}"{opening[1]}>' if label else opening[0]
+
+        return re.sub(r"<td([^>]*)>", cell, row[0])
+
+    return re.sub(r"<tr.*?</tr>", labelled, table.replace("<table>", "<table data-stack>", 1), flags=re.S)
 
 
 def glossary(page: Path) -> dict[str, str]:

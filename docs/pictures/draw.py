@@ -18,11 +18,13 @@ from xml.sax.saxutils import escape
 HERE = Path(__file__).parent
 LADDER = HERE.parents[1] / "benchmarks" / "results" / "ladder-h100.jsonl"
 MIB = 2**20
+WIDTH = 440
+"""Of every picture, in pixels: on a phone, 368 pixels for the page's text, the smallest letters are 10 pixels high."""
 
 STYLE = """
 svg { background: #ffffff; }
-text { font: 13px system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; fill: #1f2328; }
-.small { font-size: 11px; } .big { font-size: 15px; font-weight: 600; } .bold { font-weight: 600; }
+text { font: 14px system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif; fill: #1f2328; }
+.small { font-size: 12.5px; } .big { font-size: 16px; font-weight: 600; } .bold { font-weight: 600; }
 .faint { fill: #59636e; } .line { stroke: #59636e; fill: none; stroke-width: 1.3; } .grid { stroke: #d1d9e0; }
 .box { fill: #f6f8fa; stroke: #818b98; } .red { fill: #d1495b; } .blue { fill: #30638e; } .gold { fill: #d9982b; }
 .grey { fill: #9aa5ab; } .soft-red { fill: #f4d5d9; stroke: #d1495b; } .soft-blue { fill: #d3e0ea; stroke: #30638e; }
@@ -40,13 +42,13 @@ class Picture:
     """Shapes on a page, from left to right and top to bottom.
 
     Args:
-        width, height: of the page, in pixels.
+        height: of the page, in pixels; its width is :data:`WIDTH`.
         title: what the picture shows, in a sentence: read out where it cannot be seen.
     """
 
-    def __init__(self, width: int, height: int, title: str) -> None:
+    def __init__(self, height: int, title: str) -> None:
         self.shapes = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
             f' role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">',
             f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>",
             '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7"'
@@ -57,10 +59,15 @@ class Picture:
         """One line, its base line at ``y``."""
         self.shapes.append(f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>')
 
+    def lines(self, x: float, y: float, words: str, kind: str = "small faint", anchor: str = "start") -> None:
+        """Several lines, the first one's base line at ``y``."""
+        for number, line in enumerate(words.split("\n")):
+            self.text(x, y + 17 * number, line, kind, anchor)
+
     def box(
         self, x: float, y: float, width: float, height: float, words: str = "", kind: str = "box", small: str = ""
     ) -> None:
-        """A rectangle with up to two lines in its middle."""
+        """A rectangle with lines in its middle."""
         self.shapes.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" class="{kind}"/>')
         on = " on" if kind in ("red", "blue", "gold", "grey") else ""
         lines = [(words, f"{small}{on}") for words in words.split("\n") if words]
@@ -98,17 +105,16 @@ def memory() -> Picture:
     peaks = {side: found[side]["peak_bytes"] / MIB for side in ("untiled", "tiled")}
     share = peaks["tiled"] / peaks["untiled"]
     picture = Picture(
-        760, 400, f"Memory over one training step of {found['tokens']:,} tokens, above the weights: untiled it "
+        432, f"Memory over one training step of {found['tokens']:,} tokens, above the weights: untiled it "
         f"peaks at {peaks['untiled']:.0f} MiB in the MLP, with seqtile at {peaks['tiled']:.0f} MiB",
     )  # fmt: skip
     picture.text(14, 26, f"Memory over one training step of {found['tokens']:,} tokens", "big")
-    picture.text(746, 26, f"peak with seqtile: {share:.0%} of untiled", "bold", "end")
-    left, width, height = 70, 676, 120
+    picture.text(14, 48, f"peak with seqtile: {share:.0%} of untiled", "bold")
+    left, width, height = 72, 354, 120
     scale = height / (1.1 * peaks["untiled"])
     for row, side in enumerate(("untiled", "tiled")):
-        base = 180 + 160 * row
-        name = "untiled" if side == "untiled" else "seqtile"
-        picture.text(left, base - height + 6, name, "bold")
+        base = 204 + 160 * row
+        picture.text(left, base - height + 4, "untiled" if side == "untiled" else "seqtile", "bold")
         for mib in (100, 200, 300):
             picture.line([(left, base - mib * scale), (left + width, base - mib * scale)], "grid", "")
             picture.text(left - 6, base - mib * scale + 4, f"{mib} MiB", "small faint", "end")
@@ -122,11 +128,11 @@ def memory() -> Picture:
         x, live, _ = max(columns, key=lambda column: column[1])
         picture.text(x, base - live * scale - 6, f"{peaks[side]:.0f} MiB", "bold", "start")
         picture.line([(left, base), (left + width, base)], "", "")
-    picture.text(left, 360, "forward", "small faint")
-    picture.text(left + width, 360, "backward", "small faint", "end")
-    for number, (part, kind) in enumerate([*PARTS.items(), ("rest", "grey")]):
-        picture.box(84 + 130 * number, 376, 12, 12, kind=kind)
-        picture.text(102 + 130 * number, 387, part, "small")
+    picture.text(left, 386, "forward", "small faint")
+    picture.text(left + width, 386, "backward", "small faint", "end")
+    for at, (part, kind) in zip((72, 134, 226, 342), [*PARTS.items(), ("rest", "grey")], strict=True):
+        picture.box(at, 404, 12, 12, kind=kind)
+        picture.text(at + 17, 415, part, "small")
     return picture
 
 
@@ -136,170 +142,171 @@ def ladder() -> Picture:
     rungs = [(row["rung"], row["max_length"], row["common"]["device_us_per_token"]) for row in map(json.loads, lines)]
     longest, first = max(length for _, length, _ in rungs), rungs[0][1]
     picture = Picture(
-        760, 62 + 32 * len(rungs), f"Longest sequence on one 80 GB H100 by the plan, Llama-8B with LoRA: "
+        100 + 46 * len(rungs), f"Longest sequence on one 80 GB H100 by the plan, Llama-8B with LoRA: "
         f"{first:,} tokens untiled, {longest:,} with every technique",
     )  # fmt: skip
-    picture.text(14, 24, "Longest sequence on one 80 GB H100, Llama-8B with LoRA, by the plan", "big")
+    picture.text(14, 24, "Longest sequence on one 80 GB H100", "big")
+    picture.text(14, 44, "Llama-8B with LoRA, by the plan", "small")
     before = rungs[0]
     for number, rung in enumerate(rungs):
         name, length, time = rung
-        y, end = 42 + 32 * number, 214 + 380 * length / longest
+        y, end = 56 + 46 * number, 14 + 270 * length / longest
         for_time = length < before[1] and time < before[2]
-        picture.text(206, y + 15, name, "small", "end")
-        picture.box(214, y, end - 214, 22, kind="gold" if for_time else "blue")
+        picture.text(14, y + 13, name, "small")
+        picture.box(14, y + 19, end - 14, 18, kind="gold" if for_time else "blue")
         more = f"  ({length / first:.1f}x)" if number else ""
-        picture.text(end + 6, y + 15, f"{length:,}{more}", "small bold")
+        picture.text(end + 6, y + 33, f"{length:,}{more}", "small bold")
         if for_time:
-            picture.text(746, y + 15, f"{1 - time / before[2]:.0%} less time a token", "small faint", "end")
+            picture.text(426, y + 13, f"{1 - time / before[2]:.0%} less time a token", "small faint", "end")
         before = rung
-    note = "Each rung adds one setting, the last takes one away; yellow buys time, not length."
-    picture.text(14, 54 + 32 * len(rungs), note, "small faint")
+    picture.lines(14, 74 + 46 * len(rungs), "Each rung adds one setting, the last takes one away;\n"
+                  "yellow buys time, not length.")  # fmt: skip
     return picture
 
 
 def tiles() -> Picture:
     """What exists at once in one MLP, untiled and in tiles."""
     picture = Picture(
-        760, 306, "An untiled MLP holds gate, up and their product for all tokens at once; in tiles only one slice "
+        380, "An untiled MLP holds gate, up and their product for all tokens at once; in tiles only one slice "
         "of them exists at any time, while input and output are whole",
     )  # fmt: skip
     for row, (name, parts) in enumerate((("untiled", 1), ("in tiles", 4))):
-        y = 36 + 138 * row
+        y = 34 + 160 * row
         picture.text(14, y - 12, name, "bold")
-        picture.box(60, y, 46, 80, kind="soft-blue")
-        picture.text(83, y + 96, "input [T, D]", "small", "middle")
-        for column, label in enumerate(("gate [T, F]", "up [T, F]", "product [T, F]")):
-            x = 190 + 148 * column
+        picture.box(16, y, 42, 80, kind="soft-blue")
+        picture.lines(37, y + 96, "input\n[T, D]", "small", "middle")
+        for column, label in enumerate(("gate", "up", "product")):
+            x = 94 + 92 * column
             if parts == 1:
-                picture.box(x, y, 110, 80, kind="soft-red")
+                picture.box(x, y, 66, 80, kind="soft-red")
             else:
-                picture.box(x, y, 110, 80, kind="line dashed")
-                picture.box(x, y + 20, 110, 20, kind="soft-red")
-            picture.text(x + 55, y + 96, label if parts == 1 else label.replace("T", "tile"), "small", "middle")
-        picture.box(640, y, 46, 80, kind="soft-blue")
-        picture.text(663, y + 96, "output [T, D]", "small", "middle")
+                picture.box(x, y, 66, 80, kind="line dashed")
+                picture.box(x, y + 20, 66, 20, kind="soft-red")
+            picture.lines(x + 33, y + 96, f"{label}\n[{'T' if parts == 1 else 'tile'}, F]", "small", "middle")
+        picture.box(378, y, 42, 80, kind="soft-blue")
+        picture.lines(399, y + 96, "output\n[T, D]", "small", "middle")
         middle = y + (40 if parts == 1 else 30)
-        for start, end in ((110, 184), (304, 332), (452, 480), (600, 634)):
+        for start, end in ((60, 90), (162, 182), (254, 274), (346, 374)):
             picture.line([(start, middle), (end, middle)])
         if parts > 1:
             for edge in range(1, parts):
                 at = y + 80 * edge / parts
-                picture.line([(60, at), (106, at)], "dashed", "")
-                picture.line([(640, at), (686, at)], "dashed", "")
-    picture.text(14, 296, "T tokens, D hidden size, F intermediate size: F is 3 to 4 times D. Every tile uses the same "
-                 "memory again.", "small faint")  # fmt: skip
+                picture.line([(16, at), (58, at)], "dashed", "")
+                picture.line([(378, at), (420, at)], "dashed", "")
+    picture.lines(14, 338, "T tokens, D hidden size, F intermediate size: 3 to 4 times D.\n"
+                  "Every tile uses the same memory again.")  # fmt: skip
     return picture
 
 
 def graphs() -> Picture:
     """What autograd records of one MLP, untiled and tiled."""
     picture = Picture(
-        760, 262, "Untiled, autograd saves the intermediates of the whole MLP; with seqtile it saves the input alone, "
+        346, "Untiled, autograd saves the intermediates of the whole MLP; with seqtile it saves the input alone, "
         "and each tile is computed again in backward, one after another",
     )  # fmt: skip
-    picture.text(14, 24, "Untiled: one node for each operation, each keeps what its backward needs", "bold")
+    picture.text(14, 24, "Untiled: one node for each operation,", "bold")
+    picture.text(14, 42, "each keeps what its backward needs", "bold")
     for number, words in enumerate(("gate, up", "activation", "multiply", "down")):
-        x = 130 + 150 * number
-        picture.box(x, 40, 104, 34, words)
-        picture.box(x + 10, 78, 84, 20, "keeps [T, F]" if number else "keeps x", "soft-red", "small")
-        picture.line([(x + 104, 57), (x + 146, 57)])
-    picture.text(60, 61, "x", "bold")
-    picture.line([(76, 57), (126, 57)])
-    picture.text(734, 61, "y", "bold")
-    picture.text(14, 136, "Tiled: one node keeps the input, tiles follow one another", "bold")
-    picture.text(14, 173, "x", "bold")
-    picture.line([(28, 169), (58, 169)])
-    picture.box(62, 152, 84, 34, "save")
-    picture.box(66, 190, 76, 20, "keeps x", "soft-blue", "small")
+        x = 34 + 98 * number
+        picture.box(x, 58, 76, 34, words, small="small")
+        picture.box(x - 4, 96, 84, 22, "keeps [T, F]" if number else "keeps x", "soft-red", "small")
+        picture.line([(x + 76, 75), (x + 94, 75)])
+    picture.text(8, 79, "x", "bold")
+    picture.line([(18, 75), (30, 75)])
+    picture.text(428, 79, "y", "bold")
+    picture.text(14, 158, "Tiled: one node keeps the input,", "bold")
+    picture.text(14, 176, "tiles follow one another", "bold")
+    picture.text(8, 218, "x", "bold")
+    picture.line([(18, 214), (30, 214)])
+    picture.box(34, 192, 54, 44, "save", small="small")
+    picture.box(34, 240, 54, 22, "keeps x", "soft-blue", "small")
     for number in range(3):
-        x = 190 + 172 * number
-        picture.line([(x - 42 if number == 0 else x - 40, 169), (x - 4, 169)])
-        picture.box(x, 152, 128, 34, f"tile {number}: the MLP")
-        picture.box(x + 22, 190, 84, 20, "keeps nothing", "box", "small")
-    picture.line([(662, 169), (682, 169)])
-    picture.box(686, 152, 44, 34, "join")
-    picture.line([(732, 169), (748, 169)])
-    picture.line([(650, 228), (190, 228)], "dashed")
-    picture.text(420, 246, "backward: one tile at a time is computed again from its rows of x, its weights' gradients "
-                 "are added to one sum", "small faint", "middle")  # fmt: skip
+        x = 106 + 92 * number
+        picture.line([(x - 18, 214), (x - 4, 214)])
+        picture.box(x, 192, 74, 44, f"tile {number}:\nthe MLP", small="small")
+        picture.box(x + 4, 240, 66, 38, "keeps\nnothing", "box", "small")
+    picture.line([(364, 214), (378, 214)])
+    picture.box(382, 192, 44, 44, "join", small="small")
+    picture.line([(426, 214), (438, 214)])
+    picture.line([(364, 294), (106, 294)], "dashed")
+    picture.lines(220, 314, "backward: one tile at a time is computed again from its\n"
+                  "rows of x, its weights' gradients are added to one sum", anchor="middle")  # fmt: skip
     return picture
 
 
 def loss() -> Picture:
     """Head and loss in tiles."""
     picture = Picture(
-        760, 210, "The head's logits for all tokens would be [tokens, vocabulary]; in tiles one slice becomes "
+        262, "The head's logits for all tokens would be [tokens, vocabulary]; in tiles one slice becomes "
         "losses and gradients at once and is gone",
     )  # fmt: skip
     picture.text(14, 24, "Tiled loss: no logits are ever whole", "bold")
-    picture.box(40, 44, 60, 120, kind="soft-blue")
-    picture.text(70, 182, "hidden [T, D]", "small", "middle")
-    picture.box(220, 44, 260, 120, kind="line dashed")
-    picture.box(220, 74, 260, 30, "logits of one tile [tile, V]", "soft-gold", "small")
-    picture.text(350, 182, "logits [T, V]: never made", "small", "middle")
-    picture.line([(104, 89), (214, 89)])
-    picture.text(158, 82, "head", "small faint", "middle")
-    picture.line([(484, 89), (556, 76)])
-    picture.box(560, 56, 178, 34, "sum of losses", "box", "small")
-    picture.line([(484, 96), (556, 116)])
-    picture.box(560, 100, 178, 34, "gradient of hidden rows", "soft-blue", "small")
-    picture.line([(484, 100), (556, 158)])
-    picture.box(560, 144, 178, 34, "one fp32 sum for the head", "box", "small")
-    picture.text(14, 202, "V is 128 to 260 thousand: at 131,072 tokens the logits of Llama-3 are 31 GiB in bf16.",
-                 "small faint")  # fmt: skip
+    picture.box(20, 44, 40, 130, kind="soft-blue")
+    picture.lines(40, 192, "hidden\n[T, D]", "small", "middle")
+    picture.box(112, 44, 140, 130, kind="line dashed")
+    picture.box(112, 70, 140, 44, "logits of one tile\n[tile, V]", "soft-gold", "small")
+    picture.lines(182, 192, "logits [T, V]:\nnever made", "small", "middle")
+    picture.line([(62, 92), (108, 92)])
+    picture.text(85, 85, "head", "small faint", "middle")
+    for y, words, kind in (
+        (44, "sum of losses", "box"), (90, "gradient of\nhidden rows", "soft-blue"),
+        (136, "one fp32 sum\nfor the head", "box"),
+    ):  # fmt: skip
+        picture.line([(254, 92), (304, y + 19)])
+        picture.box(308, y, 118, 38, words, kind, "small")
+    picture.lines(14, 236, "V is 128 to 260 thousand: at 131,072 tokens the logits\n"
+                  "of Llama-3 are 31 GiB in bf16.")  # fmt: skip
     return picture
 
 
 def heads() -> Picture:
     """Attention for a few heads at a time."""
     picture = Picture(
-        760, 232, "Head-wise attention projects, attends and adds into the output for one group of key-value heads "
+        246, "Head-wise attention projects, attends and adds into the output for one group of key-value heads "
         "after another, so that queries, keys and values exist for one group only",
     )  # fmt: skip
-    picture.text(14, 24, "Head-wise attention: one group of key-value heads at a time", "bold")
-    picture.box(30, 76, 70, 80, "input\n[T, D]", "soft-blue", "small")
+    picture.text(14, 24, "Head-wise attention: one group of key-value", "bold")
+    picture.text(14, 42, "heads at a time", "bold")
+    picture.box(10, 92, 56, 76, "input\n[T, D]", "soft-blue", "small")
     for number in range(3):
-        y = 44 + 56 * number
+        y = 54 + 54 * number
         now = number == 1
         kind = "soft-blue" if now else "line dashed"
-        picture.box(180, y, 150, 42, f"q, k, v of group {number}", kind, "small")
-        picture.box(372, y, 110, 42, "attention", kind, "small")
-        picture.box(524, y, 90, 42, "its part of\no_proj", kind, "small")
+        picture.box(90, y, 84, 42, f"q, k, v\nof group {number}", kind, "small")
+        picture.box(194, y, 72, 42, "attention", kind, "small")
+        picture.box(286, y, 72, 42, "its part\nof o_proj", kind, "small")
         if now:
-            picture.line([(104, 116), (176, 121)])
-            for start, end in ((334, 368), (486, 520), (618, 652)):
+            for start, end in ((68, 86), (176, 190), (268, 282), (360, 374)):
                 picture.line([(start, y + 21), (end, y + 21)])
-    picture.box(656, 76, 76, 80, "output\n[T, D], sum", "soft-blue", "small")
-    picture.text(14, 224, "Solid: in memory now. Dashed: done and freed, or still to come.", "small faint")
+    picture.box(378, 92, 56, 76, "output\n[T, D],\nsum", "soft-blue", "small")
+    picture.text(14, 234, "Solid: in memory now. Dashed: freed, or still to come.", "small faint")
     return picture
 
 
 def offload() -> Picture:
     """Copies to the host while the device computes."""
     picture = Picture(
-        760, 190, "Layer inputs are copied to the host while the next layer runs, and come back one layer ahead in "
+        316, "Layer inputs are copied to the host while the next layer runs, and come back one layer ahead in "
         "backward, so that the device waits for no copy",
     )  # fmt: skip
     picture.text(14, 24, "Offload: copies run beside the layers", "bold")
-    picture.text(14, 66, "device", "small")
-    picture.text(14, 116, "copies", "small")
+    for y, name in ((44, "forward"), (162, "backward")):
+        picture.text(14, y + 12, name, "bold")
+        picture.text(14, y + 38, "device", "small")
+        picture.text(14, y + 84, "copies", "small")
     for number in range(3):
-        x = 90 + 92 * number
-        picture.box(x, 46, 84, 32, f"layer {number}", "soft-blue", "small")
-        picture.box(x + 46, 96, 84, 32, f"input {number} out", "soft-gold", "small")
-        picture.line([(x + 20, 78), (x + 46, 104)])
-    for number in range(3):
-        x = 440 + 104 * number
+        x = 74 + 108 * number
+        picture.box(x, 62, 96, 30, f"layer {number}", "soft-blue", "small")
+        picture.box(x + 50, 108, 90, 30, f"input {number} out", "soft-gold", "small")
+        picture.line([(x + 24, 92), (x + 48, 114)])
         layer = 2 - number
-        picture.box(x, 46, 96, 32, f"backward {layer}", "soft-blue", "small")
+        picture.box(x, 180, 96, 30, f"layer {layer}", "soft-blue", "small")
         if layer:
-            picture.box(x - 6, 96, 84, 32, f"input {layer - 1} back", "soft-gold", "small")
-            picture.line([(x + 78, 112), (x + 108, 82)])
-    picture.line([(90, 150), (744, 150)])
-    picture.text(744, 166, "time", "small faint", "end")
-    picture.text(
-        14, 184, "Schematic: how far copies and layers overlap depends on the link to the host.", "small faint"
-    )
+            picture.box(x, 226, 90, 30, f"input {layer - 1} back", "soft-gold", "small")
+            picture.line([(x + 92, 236), (x + 116, 214)])
+    picture.line([(74, 272), (426, 272)])
+    picture.text(426, 288, "time", "small faint", "end")
+    picture.text(14, 306, "Schematic: the overlap depends on the link to the host.", "small faint")
     return picture
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,3 +26,11 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     tiling = "seqtile.integrations.callback.TilingCallback"
     assert (tmp_path / "api.html").read_text(encoding="utf-8").count(f'id="{tiling}"') == 1
+    core = re.sub(r"<[^>]+>", "", (tmp_path / "core.html").read_text(encoding="utf-8"))
+    last = (ROOT / "docs" / "core.py").read_text(encoding="utf-8").splitlines()[-1].strip()
+    assert html.unescape(core).count(last) == 1, "docs/core.md does not include docs/core.py"
+    text = (tmp_path / "llms-full.txt").read_text(encoding="utf-8")
+    assert last in text and "8<" not in text and not re.search(r"^::: ", text, re.M)
+    for file in ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"):
+        assert (ROOT / file).read_text(encoding="utf-8").strip() in text, f"{file} is not in llms-full.txt"
+    assert "### seqtile.models.apply.apply" in text and "def apply(model" in text

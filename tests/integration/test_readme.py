@@ -133,3 +133,19 @@ def test_help_of_the_installed_command() -> None:
     command = Path(sys.executable).parent / "seqtile"
     done = subprocess.run([str(command), "train", "--help"], capture_output=True, text=True, check=True)
     assert "--max-length" in done.stdout
+
+
+def test_the_walk_throughs_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration that the page gives, and its command, with fewer tokens."""
+    if not (ROOT / "docs").exists():
+        pytest.skip("no docs here: the tests run from an installed package")
+    page = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+    [config] = re.findall(r"^```json\n(.*?)^```", page, re.M | re.S)
+    [command] = re.findall(r"^\$ seqtile (verify .*)$", page, re.M)
+    words = command.split()
+    name, tokens_at = words[words.index("--model") + 1], words.index("--tokens") + 1
+    assert f"`{name}`" in page
+    (tmp_path / name).write_text(config, encoding="utf-8")
+    words[tokens_at] = "256"
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0

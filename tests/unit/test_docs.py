@@ -145,3 +145,43 @@ def test_no_page_fetches_from_elsewhere() -> None:
     assert (DOCS / "javascripts" / "worker.js").exists()
     with pytest.raises(ValueError, match="put a copy beside"):
         site_hooks.without_the_network('<img alt="a" src="https://example.com/a.png">')
+
+
+def test_tables_of_words_have_their_columns_beside_each_cell() -> None:
+    """For the style, which stacks them on a phone; a table of numbers or of two columns stays."""
+    head = '<table>\n<thead>\n<tr>\n<th>a</th>\n<th>b "c"</th>\n<th>d</th>\n</tr>\n</thead>\n<tbody>\n<tr>\n'
+    words = site_hooks.with_labels(f"{head}<td>x</td>\n<td>y</td>\n<td><code>z</code></td>\n</tr>\n</tbody>\n</table>")
+    assert words.startswith("<table data-stack>")
+    cells = re.findall(r"<td[^>]*>", words)
+    assert cells == ['<td data-label="a">', '<td data-label="b &quot;c&quot;">', '<td data-label="d">']
+    numbers = f"{head}<td>x</td>\n<td>1,024</td>\n<td>9.5</td>\n</tr>\n</tbody>\n</table>"
+    assert site_hooks.with_labels(numbers) == numbers
+    two = (
+        "<table>\n<thead>\n<tr>\n<th>a</th>\n<th>b</th>\n</tr>\n</thead>\n<tr>\n<td>x</td>\n<td>y</td>\n</tr>\n</table>"
+    )
+    assert site_hooks.with_labels(two) == two
+    style = (DOCS / "stylesheets" / "site.css").read_text(encoding="utf-8")
+    assert "table[data-stack]" in style and "content: attr(data-label)" in style
+
+
+TERMS = (
+    "autocast", "hidden state", "logits", "micro-batch", "reduce-scatter", "fake tensor", "meta device",
+    "live bytes", "SDPA", "FlashAttention", "key-value head", "key-value cache", "log-sum-exp", "pinned",
+    "collective", "rank", "hook", "trace", "quantised", "DoRA", "PEFT", "MoE", "router", "rotary", "sliding window",
+    "rollout", "completion", "teacher", "reference model", "entropy", "GRPO", "DPO", "JSD", "KL", "soft-cap",
+    "z-loss", "label smoothing", "optimiser state", "gradient accumulation", "launch", "Triton",
+    "upstream gradient", "high estimate", "working set", "rung", "hybrid", "fragmentation", "padding",
+    "ignore_index", "autograd", "intermediate size", "bf16", "FSDP2", "ZeRO-3", "DDP",
+)  # fmt: skip
+"""Standard terms that more than one kind of reader will not know."""
+
+
+def test_terms_of_the_pages_are_in_the_glossary() -> None:
+    glossary = page("glossary")
+    texts = "\n".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md") if path.stem != "glossary")
+    assert [term for term in TERMS if term not in texts] == [], "terms that no page uses"
+    assert [term for term in TERMS if term not in glossary] == []
+    rows = re.findall(r"^\| ([^|]+?) \| ", glossary, re.M)[1:]
+    words = [word.strip("`") for row in rows for word in row.split(", ")]
+    assert len(words) == len(set(words)), "a word stands in the glossary twice"
+    assert rows == sorted(rows, key=lambda row: row.lower().lstrip("`"))

@@ -40,6 +40,27 @@ def test_a_picture_is_what_the_script_draws(name: str) -> None:
         assert 0 <= y and y + float(shape.attrib.get("height", 0)) <= height, shape.attrib
 
 
+PHONE = 368
+"""Pixels for the page's text on a phone of 400."""
+
+
+@pytest.mark.parametrize("name", draw.PICTURES)
+def test_a_picture_can_be_read_on_a_phone(name: str) -> None:
+    """Letters of at least 10 pixels, and no line that runs off the picture: a letter is about half as wide as high."""
+    picture = ElementTree.fromstring(str(draw.PICTURES[name]()))
+    sizes = {kind: float(size) for kind, size in re.findall(r"\.(\w+) \{ font-size: ([\d.]+)px", draw.STYLE)}
+    [usual] = re.findall(r"text \{ font: ([\d.]+)px", draw.STYLE)
+    width = float(picture.attrib["width"])
+    for text in picture.iter("{http://www.w3.org/2000/svg}text"):
+        kinds = text.attrib["class"].split()
+        size = next((sizes[kind] for kind in kinds if kind in sizes), float(usual))
+        assert size * PHONE / width >= 10, text.text
+        length = len(text.text or "") * size * (0.55 if {"bold", "big"} & set(kinds) else 0.52)
+        anchor, x = text.attrib["text-anchor"], float(text.attrib["x"])
+        left = x - {"start": 0.0, "middle": length / 2, "end": length}[anchor]
+        assert left >= 0 and left + length <= width, f"{text.text} is {length:.0f} wide"
+
+
 def test_every_picture_is_shown_with_words_for_those_who_cannot_see_it() -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
     for name in draw.PICTURES:
