@@ -66,6 +66,14 @@ EARLY: dict[str, tuple[list[str], str]] = {
     "an output that cannot be written": (["--output", "{model}/config.json/out"], "cannot write to output"),
     "an output that is in use": (["--output", "{model}"], "which this run reads"),
     "no such tracker": (["--recipe", "{recipe}"], "is not a tracker"),
+    "no such schedule": (["--lr-scheduler-type", "cosin"], "did you mean 'cosine'"),
+    "a schedule without its arguments": (["--lr-scheduler-type", "cosine_with_min_lr"], "needs min_lr or min_lr_rate"),
+    "a schedule without an evaluation": (["--lr-scheduler-type", "greedy"], "give --eval-dataset too"),
+    "warm-up": (["--warmup-steps", "-3"], "got warmup_steps -3, expected"),
+    "no such argument of the trainer": (["--recipe", "{typo}"], "did you mean 'weight_decay'"),
+    "no number": (["--recipe", "{text}"], "trainer.weight_decay"),
+    "no such optimizer": (["--recipe", "{optimizer}"], "did you mean 'adamw_torch'"),
+    "no package of an optimizer": (["--recipe", "{package}"], "needs grokadamw; install it with: pip install"),
     "a count": (["--engine", "ddp", "--nproc", "1"], "at least 2 processes"),
     "both of two": (["--steps", "3", "--recipe", "{epochs}"], "keep one"),
 }
@@ -75,6 +83,11 @@ def test_what_is_wrong_by_itself_is_refused_before_the_heavy_imports(model: Path
     (tmp_path / "r.yaml").write_text("trainer: {report_to: [wandbb]}\n")
     (tmp_path / "e.yaml").write_text("epochs: 2\n")
     names = {"model": model, "recipe": tmp_path / "r.yaml", "epochs": tmp_path / "e.yaml"}
+    sections = {"typo": "weight_decayy: 1", "text": "weight_decay: much", "optimizer": "optim: adamw_torc",
+                "package": "optim: grokadamw"}  # fmt: skip
+    for name, line in sections.items():
+        names[name] = tmp_path / f"{name}.yaml"
+        names[name].write_text(f"trainer: {{{line}}}\n")
     given = {"--model": str(model), "--dataset": str(dataset), "--output": str(tmp_path / "out")}
     commands = [
         [
@@ -238,7 +251,8 @@ def test_bad_flags(model: Path, dataset: Path, tmp_path: Path, flags: list[str],
     [
         ("stepz: 3", "did you mean 'steps'"),
         ("trainer: {warmup_stepz: 3}", "did you mean 'warmup_steps'"),
-        ("trainer: {optim: sgdd}", "fix 'trainer:'"),
+        ("trainer: {optim: sgdd}", "did you mean 'sgd'"),
+        ("trainer: {fp16: true, bf16: true}", "fix 'trainer:'"),
         ("only: ['*.nothing']", "matches no block"),
         ("rope_scaling: {rope_type: yarn}", "at least rope_type and factor"),
     ],
@@ -276,6 +290,17 @@ def test_bad_datasets(model: Path, tmp_path: Path, name: str, content: str | byt
                         str(tmp_path / "out")], capsys)  # fmt: skip
     assert words in sentence
     assert not (tmp_path / "out").exists()
+
+
+def test_arguments_that_only_the_schedule_knows(model: Path, dataset: Path, tmp_path: Path, capsys):
+    (tmp_path / "r.yaml").write_text(
+        "trainer: {lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1, x: 2}}\n"
+    )
+    arguments = ["--model", str(model), "--dataset", str(dataset), "--output", str(tmp_path / "out")]
+    assert main(["train", *arguments, "--max-length", "64", "--recipe", str(tmp_path / "r.yaml")]) == 2
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert sentence.startswith("seqtile: the schedule 'cosine_with_min_lr' cannot be made (")
+    assert "argument 'x'" in sentence and sentence.endswith("; fix --lr-scheduler-type or trainer.lr_scheduler_kwargs")
 
 
 def test_packages_that_are_missing_are_named_together(monkeypatch: pytest.MonkeyPatch, capsys):

@@ -126,7 +126,7 @@ def _show(found: object, plot: str) -> None:
     if len(found.sides) == 2:
         untiled = found.sides[1].peak
         console.print(f"Tiled peak {first.peak / 2**20:,.1f} MiB, {first.peak / untiled:.0%} of untiled.")
-    console.print(f"Blocks {first.ran}.")
+    console.print(f"Blocks: {first.ran}.")
     measured, planned = first.terms[first.worst]
     off = f"furthest off there: {first.worst}, {(planned - measured) / 2**20:+,.2f} MiB"
     if abs(planned - measured) < 2**13:
