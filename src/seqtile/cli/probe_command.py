@@ -30,9 +30,7 @@ def command(
     from pathlib import Path
 
     from seqtile.cli.plan_command import read_adapters, refuse_unreachable
-    from seqtile.planner.accelerators import this_device
-    from seqtile.planner.model_shapes import read_config
-    from seqtile.planner.request import Request, check_request
+    from seqtile.planner.names import check_names
 
     adapters = read_adapters(full=full, lora=lora)
     asked = options_of(options)
@@ -44,7 +42,15 @@ def command(
         raise UserError("a probe runs tiled and untiled; give the tile rule of the tiled side")
     if max_length < 64:
         raise UserError(f"got --max-length {max_length}, expected at least 64 tokens")
+    check_names(
+        engine="single", attention=attention, precision=precision, optimizer=optimizer, engine_offload=(), gpus=1,
+        sp_size=1, batch=batch_size, accumulation=1, nodes=1, scans="installed",
+    )  # fmt: skip
     refuse_unreachable(model)
+    from seqtile.planner.accelerators import this_device
+    from seqtile.planner.model_shapes import read_config
+    from seqtile.planner.request import Request, check_request
+
     logging.getLogger("transformers").setLevel(logging.ERROR)
     config = read_config(model)
     here = this_device()
