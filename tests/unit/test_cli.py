@@ -174,8 +174,8 @@ def test_trackers_are_those_of_transformers_and_need_their_package(monkeypatch: 
         ),
         (
             "train --weight-decay 0.1",
-            "seqtile train has no flag --weight-decay; it is the trainer's: write 'trainer: {weight_decay: VALUE}' into "
-            "a file, and give it with --recipe FILE",
+            "seqtile train has no flag --weight-decay; it is the trainer's: write 'trainer: {weight_decay: VALUE}' "
+            "into a file, and give it with --recipe FILE",
         ),
         ("plan", "seqtile plan needs --model; give it, see seqtile plan --help"),
         ("--foo", "seqtile has no flag --foo; see seqtile --help"),

@@ -101,7 +101,8 @@ def _unknown(flag: str, path: str, context: Any) -> str:
         own = own if own.startswith("--") else f"--{own}"
         return f"{said}; here it is called {own}" if own in flags else f"{said}; it is the recipe's {own[2:]!r}"
     if path == "seqtile train" and name in (read_fields() or ()):
-        return f"{said}; it is the trainer's: write 'trainer: {{{name}: VALUE}}' into a file, and give it with --recipe FILE"
+        key = f"trainer: {{{name}: VALUE}}"
+        return f"{said}; it is the trainer's: write '{key}' into a file, and give it with --recipe FILE"
     close = difflib.get_close_matches(flag, flags, n=2, cutoff=0.6)
     return f"{said}; did you mean {' or '.join(close)}?" if close else f"{said}; see {path} --help"
 
