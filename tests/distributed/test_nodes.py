@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 import node_fronts
+import tiny_run
 from seqtile.planner.accelerators import Device
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request
@@ -53,6 +55,18 @@ def test_context_and_data_parallel_over_two_nodes_train_as_one_process(folder: P
     for rank in range(2):
         assert sum(f"--num_processes 4 --num_machines 2 --machine_rank {rank}" in text for text in commands) == 1
     assert sum("which all share" in text for text in shown) == 2
+
+
+def test_a_resumed_run_under_context_parallelism_is_the_same_bit_for_bit(folder: Path) -> None:
+    """Two ranks share each sequence; stopped in the middle of the epoch."""
+    values = node_fronts.CASES["FSDP2 + context parallel"]
+    whole, stopped = folder / "whole", folder / "stopped"
+    assert node_fronts.train_on_nodes(folder, whole, nodes=1, **values) == {0: 0}
+    assert node_fronts.train_on_nodes(folder, stopped, nodes=1, **{**values, "steps": 2}) == {0: 0}
+    assert node_fronts.train_on_nodes(folder, stopped, nodes=1, resume=True, **values) == {0: 0}
+    assert node_fronts.losses(stopped) == node_fronts.losses(whole) and len(node_fronts.losses(whole)) > 2
+    mine, theirs = tiny_run.load_weights(stopped), tiny_run.load_weights(whole)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_what_a_step_moves_is_what_the_plan_counts(folder: Path) -> None:

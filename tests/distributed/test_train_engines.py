@@ -128,6 +128,7 @@ def test_trains_as_one_process_and_resumes(
             assert look.pop("held") == pytest.approx(seen["held"], abs=0.01)  # shards are padded
             assert look == {"type": seen["type"], "world": 2, "stage": seen["stage"]}
     assert (launch.CONFIGS / f"{engine}.yaml").read_text() in shown.err
+    assert "no progress bar under an engine" in shown.err
     assert f"accelerate launch --config_file {launch.CONFIGS / engine}.yaml --num_processes 2" in shown.err
     # Only rank 0 reports: each thing is said once, though two processes run.
     assert shown.err.count("tiled 2 of 2 MLPs") == 2 and shown.out.count("step 1/2") == 1

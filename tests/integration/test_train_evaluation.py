@@ -54,7 +54,7 @@ def test_evaluation_is_tiled_and_the_best_checkpoint_stays(folder: Path, tmp_pat
     }  # fmt: skip
     watch = Watch()
     outcome = train(build_recipe(values, {})[0], callbacks=[watch])
-    assert watch.ran == ["ran in up to 4 tiles of 64 tokens"] * 5
+    assert watch.ran == ["batches of up to 64 tokens were cut into up to 4 tiles"] * 5
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = {one["step"]: one["eval_loss"] for one in records if "eval_loss" in one}
     best = min(losses, key=lambda step: losses[step])
@@ -103,7 +103,7 @@ def test_everyday_flags_reach_the_trainer(
         (["--eval-dataset", "{rows}", "--eval-steps", "5", "--save-steps", "2"], "no multiple of save_steps 2"),
         (["--packing", "some"], "packing"),
         (["--report-to", "none,wandbb"], "'wandbb' is not a tracker"),
-        (["--lr-scheduler-type", "sideways"], "fix 'trainer:'"),
+        (["--lr-scheduler-type", "sideways"], "got lr_scheduler_type 'sideways', expected one of linear, cosine, "),
         (["--batch-size", "0"], "batch_size"),
     ],
 )

@@ -307,7 +307,7 @@ def test_tiles_are_counted_where_they_run() -> None:
     """And not by the sizes of products: here attention's scores have those of a block's weights."""
     model = zoo.causal_lm("llama", hidden_size=64, intermediate_size=256, head_dim=16, vocab_size=256)
     result = verify(model, tokens(1, 256), tile=64)
-    assert result.ok and str(result.ran) == "ran in up to 4 tiles of 256 tokens"
+    assert result.ok and str(result.ran) == "batches of up to 256 tokens were cut into up to 4 tiles"
     with seqtile.applied(model, tile=64):
         model(**tokens(1, 256))
         short = verify(model, tokens(1, 32))  # what ran before is not what this ran

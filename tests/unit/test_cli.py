@@ -66,15 +66,40 @@ EARLY: dict[str, tuple[list[str], str]] = {
     "an output that cannot be written": (["--output", "{model}/config.json/out"], "cannot write to output"),
     "an output that is in use": (["--output", "{model}"], "which this run reads"),
     "no such tracker": (["--recipe", "{recipe}"], "is not a tracker"),
+    "no such schedule": (["--lr-scheduler-type", "cosin"], "did you mean 'cosine'"),
+    "a schedule without its arguments": (["--lr-scheduler-type", "cosine_with_min_lr"], "needs min_lr or min_lr_rate"),
+    "a schedule without an evaluation": (["--lr-scheduler-type", "greedy"], "give --eval-dataset too"),
+    "warm-up": (["--warmup-steps", "-3"], "got warmup_steps -3, expected"),
+    "no such argument of the trainer": (["--recipe", "{typo}"], "did you mean 'weight_decay'"),
+    "no number": (["--recipe", "{text}"], "trainer.weight_decay"),
+    "no such optimizer": (["--recipe", "{optimizer}"], "did you mean 'adamw_torch'"),
+    "no package of an optimizer": (["--recipe", "{package}"], "needs grokadamw; install it with: pip install"),
     "a count": (["--engine", "ddp", "--nproc", "1"], "at least 2 processes"),
     "both of two": (["--steps", "3", "--recipe", "{epochs}"], "keep one"),
 }
+
+
+NAMES = {
+    "plan --model llama-8b --max-length 0": "got --max-length 0, expected at least 2",
+    "plan --model llama-8b --optimizer foo": "optimizer 'foo' is not known here",
+    "probe --model {model} --optimizer foo": "optimizer 'foo' is not known here",
+    "probe --model {model} --batch-size 0": "got batch size 0, expected at least 1",
+    "bench ladder --model llama-8b --attention foo": "attention 'foo' is not known here",
+    "verify --model {model} --dtype foo": "'dtype': got 'foo'",
+    "verify --model {model} --tile foo": "is not a tile rule",
+}
+"""Commands, with what each says."""
 
 
 def test_what_is_wrong_by_itself_is_refused_before_the_heavy_imports(model: Path, dataset: Path, tmp_path: Path):
     (tmp_path / "r.yaml").write_text("trainer: {report_to: [wandbb]}\n")
     (tmp_path / "e.yaml").write_text("epochs: 2\n")
     names = {"model": model, "recipe": tmp_path / "r.yaml", "epochs": tmp_path / "e.yaml"}
+    sections = {"typo": "weight_decayy: 1", "text": "weight_decay: much", "optimizer": "optim: adamw_torc",
+                "package": "optim: grokadamw"}  # fmt: skip
+    for name, line in sections.items():
+        names[name] = tmp_path / f"{name}.yaml"
+        names[name].write_text(f"trainer: {{{line}}}\n")
     given = {"--model": str(model), "--dataset": str(dataset), "--output": str(tmp_path / "out")}
     commands = [
         [
@@ -83,6 +108,7 @@ def test_what_is_wrong_by_itself_is_refused_before_the_heavy_imports(model: Path
         ]
         for flags, _ in EARLY.values()
     ]
+    commands += [words.format(**names).split() for words in NAMES]
     commands.append(["verify", "--model", "nobody/such-model"])
     code = (
         "import sys\nfrom seqtile.cli import main\n"
@@ -92,7 +118,7 @@ def test_what_is_wrong_by_itself_is_refused_before_the_heavy_imports(model: Path
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr
-    expected = [*(words for _, words in EARLY.values()), "HF_HUB_OFFLINE is set"]
+    expected = [*(words for _, words in EARLY.values()), *NAMES.values(), "HF_HUB_OFFLINE is set"]
     lines = result.stderr.splitlines()
     assert len(lines) == len(expected)
     for line, words in zip(lines, expected, strict=True):
@@ -129,6 +155,46 @@ def test_trackers_are_those_of_transformers_and_need_their_package(monkeypatch: 
     check_early.check_trackers(["tensorboard", "mlflow"])
     with pytest.raises(seqtile.UserError, match="needs wandb; install it with: pip install wandb"):
         check_early.check_trackers(["mlflow", "wandb"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("train --nproc x", "got --nproc 'x', expected a whole number; see seqtile train --help"),
+        ("train --max_length=a", "got --max-length 'a', expected a whole number; see seqtile train --help"),
+        ("train --learning-rate a", "got --learning-rate 'a', expected a number; see seqtile train --help"),
+        ("train --tile", "--tile needs a value; see seqtile train --help"),
+        ("train --overwrite=3", "--overwrite takes no value, got '3'; see seqtile train --help"),
+        ("train --max-lenght 3", "seqtile train has no flag --max-lenght; did you mean --max-length?"),
+        ("train --output_dir x", "seqtile train has no flag --output-dir; here it is called --output"),
+        (
+            "train --checkpoint full",
+            "seqtile train has no flag --checkpoint; it is a key of the recipe: write 'checkpoint: VALUE' into a file, "
+            "and give it with --recipe FILE",
+        ),
+        (
+            "train --weight-decay 0.1",
+            "seqtile train has no flag --weight-decay; it is the trainer's: write 'trainer: {weight_decay: VALUE}' "
+            "into a file, and give it with --recipe FILE",
+        ),
+        ("plan", "seqtile plan needs --model; give it, see seqtile plan --help"),
+        ("--foo", "seqtile has no flag --foo; see seqtile --help"),
+        ("bench step --tokens x", "got --tokens 'x', expected a whole number; see seqtile bench step --help"),
+    ],
+)
+def test_what_the_parser_refuses_is_one_sentence(words: str, expected: str, capsys: pytest.CaptureFixture[str]):
+    assert main(words.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err == f"seqtile: {expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "part"), [("trai", "no such command 'trai'"), ("train extra", "unexpected extra arg")]
+)
+def test_words_that_are_no_command_are_one_sentence(words: str, part: str, capsys: pytest.CaptureFixture[str]):
+    assert main(words.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("seqtile: ") and shown.err.count("\n") == 1 and part in shown.err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):
@@ -238,7 +304,8 @@ def test_bad_flags(model: Path, dataset: Path, tmp_path: Path, flags: list[str],
     [
         ("stepz: 3", "did you mean 'steps'"),
         ("trainer: {warmup_stepz: 3}", "did you mean 'warmup_steps'"),
-        ("trainer: {optim: sgdd}", "fix 'trainer:'"),
+        ("trainer: {optim: sgdd}", "did you mean 'sgd'"),
+        ("trainer: {fp16: true, bf16: true}", "fix 'trainer:'"),
         ("only: ['*.nothing']", "matches no block"),
         ("rope_scaling: {rope_type: yarn}", "at least rope_type and factor"),
     ],
@@ -276,6 +343,17 @@ def test_bad_datasets(model: Path, tmp_path: Path, name: str, content: str | byt
                         str(tmp_path / "out")], capsys)  # fmt: skip
     assert words in sentence
     assert not (tmp_path / "out").exists()
+
+
+def test_arguments_that_only_the_schedule_knows(model: Path, dataset: Path, tmp_path: Path, capsys):
+    (tmp_path / "r.yaml").write_text(
+        "trainer: {lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1, x: 2}}\n"
+    )
+    arguments = ["--model", str(model), "--dataset", str(dataset), "--output", str(tmp_path / "out")]
+    assert main(["train", *arguments, "--max-length", "64", "--recipe", str(tmp_path / "r.yaml")]) == 2
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert sentence.startswith("seqtile: the schedule 'cosine_with_min_lr' cannot be made (")
+    assert "argument 'x'" in sentence and sentence.endswith("; fix --lr-scheduler-type or trainer.lr_scheduler_kwargs")
 
 
 def test_packages_that_are_missing_are_named_together(monkeypatch: pytest.MonkeyPatch, capsys):

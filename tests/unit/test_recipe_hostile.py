@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from seqtile import UserError
-from seqtile.train.arguments import checked_trainer_values
 from seqtile.train.recipe import LoraRecipe, Recipe, build_recipe, read_recipe, recipe_keys, resolve, save_recipe
+from seqtile.train.trainer_fields import (
+    NEEDS_ARGUMENTS,
+    NEEDS_EVALUATION,
+    OPTIMIZER_PACKAGES,
+    read_fields,
+    typed_values,
+)
 
 # Nine lines that stand for 2 * 9**8 values.
 BOMB = "a: &a [x, x]\n" + "".join(
@@ -144,11 +151,54 @@ def test_values_for_the_trainer_have_its_types(values: dict[str, Any], words: st
     SFTConfig = pytest.importorskip("trl", reason="trl is not installed: it comes with seqtile[train]").SFTConfig
 
     with pytest.raises(UserError, match=words):
-        checked_trainer_values(values, SFTConfig)
+        typed_values(values, get_type_hints(SFTConfig))
 
 
 def test_numbers_that_yaml_reads_as_text_are_numbers_for_the_trainer():
     SFTConfig = pytest.importorskip("trl", reason="trl is not installed: it comes with seqtile[train]").SFTConfig
 
     given = {"weight_decay": "1e-2", "adam_beta1": 1, "logging_steps": 5, "lr_scheduler_type": "cosine"}
-    assert checked_trainer_values(given, SFTConfig) == {**given, "weight_decay": 0.01, "adam_beta1": 1.0}
+    assert typed_values(given, get_type_hints(SFTConfig)) == {**given, "weight_decay": 0.01, "adam_beta1": 1.0}
+
+
+def test_what_is_read_from_the_trainers_source_is_what_it_is():
+    """Names, types and choices as the imported class has them: one that moved would be refused late, or wrongly."""
+    pytest.importorskip("trl", reason="trl is not installed: it comes with seqtile[train]")
+    from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+    from transformers.training_args import OptimizerNames
+    from trl import SFTConfig
+
+    found, hints = read_fields(), get_type_hints(SFTConfig)
+    assert found is not None and found.keys() == SFTConfig.__dataclass_fields__.keys()
+    plain = {name: kind for name, kind in found.items() if kind is not None and not isinstance(kind, tuple)}
+    assert len(plain) > 60 and plain == {name: hints[name] for name in plain}
+    kinds = {"lr_scheduler_type": SchedulerType, "optim": OptimizerNames, "save_strategy": SaveStrategy,
+             "eval_strategy": IntervalStrategy, "logging_strategy": IntervalStrategy}  # fmt: skip
+    for name, kind in kinds.items():
+        assert found[name] == tuple(one.value for one in kind)
+
+
+def test_schedules_that_need_arguments_are_those_that_transformers_refuses():
+    torch = pytest.importorskip("torch")
+    from transformers import get_scheduler
+    from transformers.trainer_utils import SchedulerType
+
+    refused = set()
+    for one in SchedulerType:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        try:
+            get_scheduler(one, optimizer, num_warmup_steps=1, num_training_steps=4)
+        except (ValueError, TypeError):
+            refused.add(one.value)
+    assert refused == NEEDS_ARGUMENTS.keys()
+    assert set(NEEDS_EVALUATION) <= {one.value for one in SchedulerType}
+
+
+def test_optimizers_of_other_packages_are_known():
+    from transformers.training_args import OptimizerNames
+
+    names = [one.value for one in OptimizerNames]
+    assert all(any(re.fullmatch(pattern, name) for name in names) for pattern, _, _ in OPTIMIZER_PACKAGES)
+    own = {name for name in names if not any(re.fullmatch(pattern, name) for pattern, _, _ in OPTIMIZER_PACKAGES)}
+    torchs = {"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"}
+    assert own == torchs | {"adafactor", "sgd", "adagrad", "rmsprop"}

@@ -17,6 +17,7 @@ import yaml
 
 import tiny_run
 from seqtile.cli import main, show
+from seqtile.models.runs import Runs
 from seqtile.train.data_summary import DataSummary
 from seqtile.train.metrics import METRICS_FILE, Metrics, Silent
 from seqtile.train.recipe import build_recipe
@@ -145,7 +146,10 @@ def test_each_step_is_shown_and_kept_and_a_resumed_run_goes_on_in_the_same_file(
         assert one["grad_norm"] > 0 and one["tokens_per_s"] > 0 and one["learning_rate"] > 0
         assert 0.05 < one.get("peak_resident_gib", one.get("peak_allocated_gib")) < 1000
     assert found[-1]["seconds_left"] == 0 and found[0]["seconds"] <= found[-1]["seconds"]
-    assert isinstance(run.data["train"], DataSummary) and run.ran == "ran in up to 4 tiles of 64 tokens"
+    assert (
+        isinstance(run.data["train"], DataSummary)
+        and run.ran == "batches of up to 64 tokens were cut into up to 4 tiles"
+    )
 
     with (folder / "out" / METRICS_FILE).open("a") as file:
         file.write('{"step": 5, "lo')  # a killed run's last line
@@ -172,6 +176,13 @@ def test_the_first_lines_say_what_is_done_and_the_last_what_was_tiled(
     )
     assert words in shown.out
     assert "data     12 rows, " in shown.out
+
+
+def test_each_number_of_what_ran_stands_beside_what_it_counts() -> None:
+    """The tokens are a batch's: "8 tiles of 4,096 tokens" would read as 4,096 tokens a tile."""
+    assert str(Runs(4, 4, 8, 4096, "512")) == "batches of up to 4,096 tokens were cut into up to 8 tiles"
+    assert str(Runs(4, 2, 8, 4096, "512")) == "2 of 4 blocks cut batches of up to 4,096 tokens into up to 8 tiles"
+    assert str(Runs(4, 0, 1, 0, "512")) == "left untiled: no sequence reached a second tile (tile 512)"
 
 
 def test_a_record_in_words() -> None:

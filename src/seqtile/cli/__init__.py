@@ -15,6 +15,7 @@ import typer
 from seqtile import __version__
 from seqtile._errors import RUN_ERROR, USER_ERROR, RunError, UserError
 from seqtile._log import process_rank
+from seqtile.cli.usage_errors import OneSentence
 from seqtile.train.ranks import check_launch
 
 EXAMPLES = {
@@ -38,6 +39,7 @@ def build_app() -> typer.Typer:
     """The command line, with every command registered."""
     app = typer.Typer(
         name="seqtile",
+        cls=OneSentence,
         help="Train language models on sequences that do not fit otherwise, with the same gradients.",
         no_args_is_help=True,
         add_completion=False,

@@ -118,20 +118,26 @@ def ladder(
     import json as text
     import logging
 
-    from seqtile.bench import technique_ladder as ladders
-    from seqtile.bench.environment import environment, stamp
-    from seqtile.cli import bench_show as show
-    from seqtile.cli.plan_command import host_bytes, read_adapters
+    from seqtile.cli.plan_command import host_bytes, read_adapters, refuse_unreachable
     from seqtile.planner.accelerators import find_device
-    from seqtile.planner.model_shapes import read_config
-    from seqtile.planner.names import split_offload
-    from seqtile.planner.request import Request
+    from seqtile.planner.names import SCANS, check_names, split_offload
 
     adapters = read_adapters(full=full, lora=lora)
     if not 0 < efficiency <= 1:
         raise UserError(f"got --efficiency {efficiency}, expected a share above 0 and at most 1")
     on_host, moved = split_offload(offload)
+    check_names(
+        engine=engine, attention=attention, precision=precision, optimizer=optimizer, engine_offload=moved, gpus=gpus,
+        sp_size=sp_size, batch=1, accumulation=1, nodes=1, scans=SCANS[0],
+    )  # fmt: skip
     target = find_device(device)
+    refuse_unreachable(model)
+    from seqtile.bench import technique_ladder as ladders
+    from seqtile.bench.environment import environment, stamp
+    from seqtile.cli import bench_show as show
+    from seqtile.planner.model_shapes import read_config
+    from seqtile.planner.request import Request
+
     logging.getLogger("transformers").setLevel(logging.ERROR)
     request = Request(
         model=model, config=read_config(model), device=target, gpus=gpus, host_memory=host_bytes(host_memory),

@@ -68,6 +68,8 @@ def command(
     if full and (lora is not None or qlora):
         raise UserError("--full trains every weight and --lora and --qlora do not; give one of them")
     _check_trains(engine, gpus, sp_size, max_length)
+    if max_length is not None and max_length < 2:
+        raise UserError(f"got --max-length {max_length}, expected at least 2 tokens")
     if node_link is not None and not (node_link > 0 and nodes > 1):
         raise UserError(f"got --node-link {node_link:g} on {nodes} nodes, expected a speed above 0 and --nodes above 1")
     if device_link is not None and not (device_link > 0 and gpus > nodes):

@@ -30,9 +30,7 @@ def command(
     from pathlib import Path
 
     from seqtile.cli.plan_command import read_adapters, refuse_unreachable
-    from seqtile.planner.accelerators import this_device
-    from seqtile.planner.model_shapes import read_config
-    from seqtile.planner.request import Request, check_request
+    from seqtile.planner.names import check_names
 
     adapters = read_adapters(full=full, lora=lora)
     asked = options_of(options)
@@ -44,7 +42,15 @@ def command(
         raise UserError("a probe runs tiled and untiled; give the tile rule of the tiled side")
     if max_length < 64:
         raise UserError(f"got --max-length {max_length}, expected at least 64 tokens")
+    check_names(
+        engine="single", attention=attention, precision=precision, optimizer=optimizer, engine_offload=(), gpus=1,
+        sp_size=1, batch=batch_size, accumulation=1, nodes=1, scans="installed",
+    )  # fmt: skip
     refuse_unreachable(model)
+    from seqtile.planner.accelerators import this_device
+    from seqtile.planner.model_shapes import read_config
+    from seqtile.planner.request import Request, check_request
+
     logging.getLogger("transformers").setLevel(logging.ERROR)
     config = read_config(model)
     here = this_device()
@@ -126,7 +132,7 @@ def _show(found: object, plot: str) -> None:
     if len(found.sides) == 2:
         untiled = found.sides[1].peak
         console.print(f"Tiled peak {first.peak / 2**20:,.1f} MiB, {first.peak / untiled:.0%} of untiled.")
-    console.print(f"Blocks {first.ran}.")
+    console.print(f"Blocks: {first.ran}.")
     measured, planned = first.terms[first.worst]
     off = f"furthest off there: {first.worst}, {(planned - measured) / 2**20:+,.2f} MiB"
     if abs(planned - measured) < 2**13:

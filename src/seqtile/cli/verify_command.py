@@ -68,10 +68,11 @@ def command(
 
     if not (model.endswith(".json") and Path(model).expanduser().is_file()):
         check_model(model)
-    from seqtile.cli import worker
     from seqtile.train.verify_model import check, check_recipe
 
     recipe = check_recipe({key: value for key, value in given.items() if value is not None})
+    from seqtile.cli import worker  # imports torch
+
     only_errors()
     try:
         result = check(recipe, worker.MODULE)

@@ -32,8 +32,11 @@ class Runs:
         if not self.cut:
             longest = f"at most {self.tokens:,} tokens ran, " if self.tokens else ""
             return f"left untiled: no sequence reached a second tile ({longest}tile {self.rule})"
-        some = "" if self.cut == self.blocks else f"{self.cut} of {self.blocks} blocks "
-        return f"{some}ran in up to {self.tiles:,} tiles of {self.tokens:,} tokens"
+        # The tokens are those of a whole batch and not of a tile: each number stands beside what it counts.
+        batches, tiles = f"batches of up to {self.tokens:,} tokens", f"into up to {self.tiles:,} tiles"
+        if self.cut == self.blocks:
+            return f"{batches} were cut {tiles}"
+        return f"{self.cut} of {self.blocks} blocks cut {batches} {tiles}"
 
 
 def forget_runs(model: nn.Module) -> None:

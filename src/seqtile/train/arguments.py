@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-import math
-import types
 import typing
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.models.adapters import lora_config, without_adapters
 from seqtile.train.check_rows import processes_for
-from seqtile.train.recipe import LoraRecipe, Recipe, alternatives, shown
+from seqtile.train.recipe import LoraRecipe, Recipe
+from seqtile.train.trainer_fields import refuse_unknown_fields, typed_values
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -26,7 +22,6 @@ if TYPE_CHECKING:
 logger = first_rank_logger(__name__)
 
 KEPT_CHECKPOINTS = 2
-_SCALARS = {int, float, bool, str, types.NoneType}
 
 
 def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: int = 0) -> SFTConfig:
@@ -45,11 +40,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
     from trl import SFTConfig  # type: ignore[attr-defined]
 
     known = SFTConfig.__dataclass_fields__
-    for key in recipe.trainer:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-            hint = f"did you mean {close[0]!r}?" if close else "it passes on the arguments of TRL's SFTConfig"
-            raise UserError(f"unknown recipe key 'trainer.{key}'; {hint}")
+    refuse_unknown_fields(recipe.trainer, known)
     values: dict[str, Any] = {
         "output_dir": str(output),
         "max_length": recipe.max_length,
@@ -75,7 +66,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
         values |= _evaluation(recipe)
     if recipe.is_demo:
         values |= {"warmup_steps": 3, "lr_scheduler_type": "cosine"}
-    values |= checked_trainer_values(recipe.trainer, SFTConfig)
+    values |= typed_values(recipe.trainer, typing.get_type_hints(SFTConfig))
     values |= _checkpointing(recipe, known)
     try:
         with warnings.catch_warnings():
@@ -85,33 +76,6 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
     except (ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"the trainer refuses these settings ({reason}); fix 'trainer:' in the recipe") from None
-
-
-def checked_trainer_values(values: dict[str, Any], schema: type) -> dict[str, Any]:
-    """The values passed on to the trainer, as the types that its arguments declare.
-
-    YAML reads ``1e-3`` as text, and the trainer would find out in the middle of a run.
-
-    Raises:
-        UserError: a value that is not of its argument's type.
-    """
-    hints = typing.get_type_hints(schema)
-    checked = dict(values)
-    for key, value in values.items():
-        kinds = alternatives(hints.get(key))
-        if not kinds <= _SCALARS or (bool not in kinds and isinstance(value, bool)):
-            if isinstance(value, bool) and kinds <= _SCALARS:
-                raise UserError(f"recipe key 'trainer.{key}' does not take {str(value).lower()}")
-            continue
-        try:
-            checked[key] = TypeAdapter(hints[key]).validate_python(value)
-        except ValidationError as error:
-            problem = error.errors(include_url=False)[0]["msg"]
-            expected = problem[0].lower() + problem[1:]
-            raise UserError(f"recipe key 'trainer.{key}': got {shown(value)}; {expected}") from None
-        if isinstance(checked[key], float) and not math.isfinite(checked[key]):
-            raise UserError(f"recipe key 'trainer.{key}': got {shown(value)}, expected a finite number")
-    return checked
 
 
 def adapter_config(lora: LoraRecipe | None, model: nn.Module) -> LoraConfig | None:

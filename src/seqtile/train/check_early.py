@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from seqtile._errors import UserError
 from seqtile.train.data import check_path
 from seqtile.train.recipe import DEMO, Recipe
+from seqtile.train.trainer_fields import check_trainer_section
 
 TRACKERS = {
     "azure_ml": ("azureml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",), "comet_ml": ("comet_ml",),
@@ -26,11 +27,12 @@ CONNECT_SECONDS = 2.0
 
 
 def check_early(recipe: Recipe) -> None:
-    """Refuse names that lead nowhere and trackers that are not installed.
+    """Refuse names that lead nowhere, trackers that are not installed, and what the trainer would not take.
 
     Raises:
-        UserError: the model, the dataset or a tracker is not there.
+        UserError: the model, the dataset or a tracker is not there, or a key or value of ``trainer:`` is none.
     """
+    check_trainer_section(recipe)
     check_trackers(recipe.trainer.get("report_to", "none"))
     for dataset in (recipe.dataset, recipe.eval_dataset):
         if dataset is not None and dataset != DEMO:

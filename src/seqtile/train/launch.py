@@ -154,6 +154,7 @@ def _launch(
         recipe = fitted(recipe, start, say)
     say(f"engine {recipe.engine}, {recipe.nproc} processes, by accelerate with {config_of(recipe.engine)}:")
     say(configuration(recipe).rstrip())
+    say("no progress bar under an engine: the first process prints about 30 of its steps, metrics.jsonl has them all")
     retries: list[dict[str, Any]] = []
     while True:
         with tempfile.TemporaryDirectory(prefix="seqtile-") as name:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +26,7 @@ from seqtile.train.model_card import write_card
 from seqtile.train.split_rows import SplitRows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from seqtile.train.retry import StepWatch
 
@@ -156,6 +156,26 @@ class Trainer(SFTTrainer, _SplitLoss):
             tiling, model = self.step.tiling, cast("torch.nn.Module", self.model)
             told = "none" if tiling is None else f"{tiling}; {what_ran(model)}"
             write_card(Path(str(self.args.output_dir)), self.step.recipe, self.state, self.data, told)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by Transformers before the first step.
+
+        Raises:
+            UserError: its package is missing, or it does not take its arguments.
+        """
+        name = getattr(self.args.optim, "value", self.args.optim)
+        with _refused(f"optimizer {name!r}", "trainer.optim or trainer.optim_args"):
+            return super().create_optimizer(*args, **kwargs)
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by Transformers before the first step.
+
+        Raises:
+            UserError: the schedule does not take its arguments.
+        """
+        name = getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)
+        with _refused(f"schedule {name!r}", "--lr-scheduler-type or trainer.lr_scheduler_kwargs"):
+            return super().create_scheduler(*args, **kwargs)
 
     def train_all(self, checkpoint: Path | None) -> None:
         """Train, from ``checkpoint`` on if there is one."""
@@ -307,6 +327,18 @@ class Trainer(SFTTrainer, _SplitLoss):
                 f"or start a new run {start if is_model else 'with a lower --learning-rate'}",
             ]
         return "\n".join(lines)
+
+
+@contextmanager
+def _refused(what: str, key: str) -> Iterator[None]:
+    """Say in one sentence that ``what`` cannot be made of the settings, and which of them to look at."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ImportError, ValueError, TypeError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"the {what} cannot be made ({reason}); fix {key}") from error
 
 
 def _is_finite(norm: Any) -> bool:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile._log import process_rank
-from seqtile.train.arguments import adapter_config
-from seqtile.train.load import load_bare
 from seqtile.train.recipe import DEMO, Recipe, build_recipe
 
 if TYPE_CHECKING:
@@ -103,6 +101,9 @@ def build_model(recipe: Recipe) -> nn.Module:
     The adapters' second factor is random and not zero, else their first factor would have no gradient to compare.
     """
     import torch
+
+    from seqtile.train.arguments import adapter_config  # they import torch, which refusing a flag does not need
+    from seqtile.train.load import load_bare
 
     model: Any = load_bare(recipe)
     adapters = adapter_config(recipe.lora, model)
