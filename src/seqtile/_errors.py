@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 RUN_ERROR = 1
@@ -46,13 +46,14 @@ def expect_tensors(**given: Any) -> None:
             raise ValueError(f"{name} is {_described(value)}, expected a tensor")
 
 
-def expect_number(name: str, value: Any, least: float, most: float, expected: str) -> None:
-    """Refuse what is no number from ``least`` to ``most``.
+def expect_number(name: str, value: Any, least: float, most: float, expected: str, *, whole: bool = False) -> None:
+    """Refuse what is no number from ``least`` to ``most``, and where ``whole`` no integer.
 
     Raises:
         ValueError: with the argument's name, what it is and ``expected``.
     """
-    if not isinstance(value, Real) or not least <= float(value) <= most:
+    right = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    if not right or not least <= float(value) <= most:
         raise ValueError(f"{name}={value!r}: expected {expected}")
 
 

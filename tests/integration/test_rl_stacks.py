@@ -140,6 +140,20 @@ def test_the_scaling_of_deferred_logits() -> None:
         torch.testing.assert_close(made.real("a test").log_softmax(-1), expected)
 
 
+def test_several_tokens_of_each_position_under_an_adapter_on_the_head() -> None:
+    """Such a head runs as a module and scores the targets alone; a distillation gathers several tokens."""
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    model = get_peft_model(causal_lm("llama", vocab_size=VOCABULARY), adapters).eval()
+    ids = tokens(2, 11) % VOCABULARY
+    index = torch.stack([ids, ids.roll(1, -1)], -1)
+    expected = model(ids).logits.log_softmax(-1).gather(-1, index)
+    seqtile.apply(model, loss="tiled")
+    with seqtile.deferred_logits(model):
+        torch.testing.assert_close(model(ids).logits.log_softmax(-1).gather(-1, index), expected)
+
+
 def test_refusals() -> None:
     hidden, weight, labels = torch.randn(5, 4), torch.randn(7, 4), torch.zeros(5, dtype=torch.long)
     with pytest.raises(ValueError, match="reduction='mean': expected 'none'"):
@@ -149,6 +163,14 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="rollout_top_p"):
         deferred = logits_of(HeadInput(hidden, weight))
         slime.calculate_log_probs_and_entropy(deferred, labels, None, log_prob_keep_mask=torch.ones(5, 7))
+    for logits in (hidden @ weight.t(), logits_of(HeadInput(hidden, weight))):
+        with pytest.raises(ValueError, match="temperature=0.0: expected a number above 0"):
+            openrlhf.log_probs_from_logits(logits, labels, 0.0)
+        with pytest.raises(ValueError, match="expected one per token"):
+            openrlhf.log_probs_from_logits(logits, labels[:3])
+        with pytest.raises(ValueError, match="labels from 7 to 7, expected 0 to 6"):
+            openrlhf.log_probs_from_logits(logits, labels + 7)
+        assert not openrlhf.log_probs_from_logits(logits, labels - 100).any()  # none of them counts
     with pytest.raises(ValueError, match="expected labels and temperatures"):
         prime_rl.FusedOutputLinear(4, 7, 8)(hidden.view(1, 5, 4))
     deferred = logits_of(HeadInput(hidden, weight))

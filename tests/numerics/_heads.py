@@ -110,7 +110,7 @@ def bias_skipped(monkeypatch: MonkeyPatch) -> None:
 def ignored_tokens_count(monkeypatch: MonkeyPatch) -> None:
     """Ignored tokens are trained like any other, towards token 0."""
 
-    def mutated(labels: Tensor, ignore_index: int, vocabulary: int) -> KeptTokens:
+    def mutated(labels: Tensor, ignore_index: int, vocabulary: int, conditions: Any = ()) -> KeptTokens:
         return KeptTokens(labels.numel(), torch.where(labels == ignore_index, 0, labels), None)
 
     monkeypatch.setattr(KeptTokens, "of", mutated)
@@ -120,7 +120,7 @@ def kept_tokens_shifted(monkeypatch: MonkeyPatch) -> None:
     """The states of other tokens than those that count are read."""
     of = KeptTokens.of
 
-    def mutated(labels: Tensor, ignore_index: int, vocabulary: int) -> KeptTokens:
+    def mutated(labels: Tensor, ignore_index: int, vocabulary: int, conditions: Any = ()) -> KeptTokens:
         kept = of(labels, ignore_index, vocabulary)
         return KeptTokens(kept.total, kept.targets, None if kept.index is None else (kept.index + 1) % kept.total)
 

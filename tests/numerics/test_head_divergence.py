@@ -302,6 +302,30 @@ def test_a_teacher_known_by_its_most_likely_tokens(reduction: str, beta: float) 
     assert_same(run(linear_divergence, given, known, tile=10, **options), run(plain, given, known))
 
 
+def top_k(log_probs: list[float], tokens: list[int]) -> TeacherTopK:
+    """The same of every position."""
+    return TeacherTopK(*(torch.tensor(values).expand(TOKENS, len(values)) for values in (log_probs, tokens)))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_teachers_token_of_no_probability_counts_as_none(beta: float) -> None:
+    """A server that cuts its distribution off (top-k, top-p sampling) says minus infinity."""
+    never = top_k([-0.5, -torch.inf], [1, 2])
+    found = run(linear_divergence, inputs(dtype=torch.float64), never, beta=beta)
+    assert all(value.isfinite().all() for value in found.values())
+    nearly = run(linear_divergence, inputs(dtype=torch.float64), top_k([-0.5, -700.0], [1, 2]), beta=beta)
+    assert_same(found, nearly)
+
+
+def test_a_teacher_is_not_asked_about_tokens_that_do_not_count() -> None:
+    given, sure = inputs(dtype=torch.float64), top_k([-1.0, -2.0], [3, 4])
+    masked = given["labels"] == -100
+    assert masked.any()
+    broken = TeacherTopK(sure.log_probs.clone(), sure.tokens.clone())
+    broken.log_probs[masked], broken.tokens[masked] = torch.nan, -1
+    assert_same(run(linear_divergence, given, broken), run(linear_divergence, inputs(dtype=torch.float64), sure))
+
+
 def test_a_top_k_of_the_whole_probability_stays_finite() -> None:
     given = inputs(dtype=torch.float32)
     sure = TeacherTopK(torch.tensor([[0.0, -torch.inf]]).expand(TOKENS, 2), torch.tensor([[1, 2]]).expand(TOKENS, 2))
@@ -328,6 +352,17 @@ def test_a_top_k_of_the_whole_probability_stays_finite() -> None:
         ({"labels": torch.full((TOKENS,), 99)}, "labels from 99 to 99, expected 0 to 18"),
         ({"teacher": TeacherTopK(torch.zeros(TOKENS, 2), torch.zeros(TOKENS, 3).long())}, "that of its tokens"),
         ({"teacher": TeacherTopK(torch.zeros(TOKENS, 2), torch.zeros(TOKENS, 2))}, "expected integers of"),
+        ({"teacher": HeadInput(torch.zeros(TOKENS, 5), None)}, "the teacher's weight is None, expected a tensor"),
+        ({"teacher": HeadInput(torch.zeros(TOKENS, 5).long(), torch.zeros(VOCABULARY, 5))}, "teacher.s hidden is of"),
+        ({"teacher": TeacherTopK(None, None)}, "the teacher's log_probs is None, expected a tensor"),
+        ({"teacher": top_k([-1.0, -2.0], [3, 3])}, r"tokens \[3, 3\] of one position: expected different ones"),
+        ({"teacher": top_k([-1.0, -2.0], [3, VOCABULARY])}, r"candidates \[3, 19\] of a token that counts"),
+        ({"teacher": top_k([0.5, -2.0], [3, 4])}, r"log_probs \[0.5, -2.0\] of one position: expected logarithms"),
+        ({"teacher": top_k([-0.1, -0.1], [3, 4])}, "at most 1 in sum"),
+        ({"teacher": top_k([float("nan"), -2.0], [3, 4])}, r"log_probs \[nan, -2.0\] of one position"),
+        ({"num_items": "3"}, "num_items='3': expected a number of tokens"),
+        ({"temperature": float("inf")}, "temperature=inf: expected a number above 0"),
+        ({"beta": True}, "beta=True: expected a number"),
     ],
 )  # fmt: skip
 def test_refusals(change: dict[str, Any], words: str) -> None:

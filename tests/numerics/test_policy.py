@@ -86,9 +86,36 @@ def test_gradcheck(level: str) -> None:
         ({"old_log_probs": torch.ones(3)}, r"old_log_probs have shape \(3,\)"),
         ({"mask": None}, "mask is None, expected a tensor"),
         ({"cu_seqlens": CUTS}, "expected one packed row"),
+        ({"old_log_probs": None}, "old_log_probs is None, expected a tensor"),
+        ({"log_probs": torch.zeros(3).long()}, "log_probs are torch.int64"),
+        ({"log_probs": torch.tensor(0.5)}, r"log_probs are torch.float32 of shape \(\)"),
     ],
 )
 def test_refusals(change: dict[str, Any], words: str) -> None:
     log_probs, old, mask = given()
     with pytest.raises(ValueError, match=words):
         importance_ratios(**{"log_probs": log_probs, "old_log_probs": old, "mask": mask, **change})
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "words"),
+    [
+        ([0, 2, 4], "cu_seqlens is of type list, expected a tensor"),
+        (torch.tensor([0.0, 4.0]), "expected int32 or int64"),
+        (torch.tensor([[0, 2, 4]]), "expected int32 or int64"),
+        (torch.tensor([0]), "expected int32 or int64"),
+        (torch.tensor([0, 3, 2, 4]), r"cu_seqlens are \[0, 3, 2, 4\], expected ascending places from 0 to 4"),
+        (torch.tensor([0, 2, 9]), "expected ascending places from 0 to 4"),
+        (torch.tensor([0, 2, 3]), "every token that counts lies"),
+        (torch.tensor([1, 2, 4]), "every token that counts lies"),
+    ],
+)
+def test_places_that_are_none_are_refused(cu_seqlens: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        sequence_logprobs(torch.zeros(4), torch.ones(4), cu_seqlens=cu_seqlens)
+
+
+def test_padding_may_lie_outside_all_sequences() -> None:
+    log_probs, mask = torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([1, 1, 1, 0])
+    found = sequence_logprobs(log_probs, mask, cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32))
+    assert found.tolist() == [-3.0, -3.0]

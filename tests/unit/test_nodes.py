@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from node_fronts import on_each
-from seqtile._errors import RunError, UserError
+from seqtile._errors import USER_ERROR, RunError, UserError
+from seqtile.cli import main
 from seqtile.train import nodes as module
 from seqtile.train.launch import launch_command
 from seqtile.train.nodes import Meeting, Nodes, digest_files, facts_of, find_nodes, first_host, free_port, saving
@@ -22,6 +23,8 @@ SRUN = {
     "SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "2",
     "SLURM_STEP_NODELIST": "gpu[03-05,09]", "SLURM_JOB_NUM_NODES": "4",
 }  # fmt: skip
+
+IN_TWO = ["--nodes", "2", "--node-rank", "0", "--rendezvous", "127.0.0.1:29500"]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,12 @@ SRUN = {
             {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a"},
             Nodes(2, 1, "a", 29500),
         ),
+        (
+            (None, None, None),
+            {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "fe80::1"},
+            Nodes(2, 1, "fe80::1", 29500),
+        ),
+        ((None, None, None), {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, None),
     ],
 )
 def test_nodes_are_those_of_the_flags_or_of_the_environment(
@@ -63,6 +72,16 @@ def test_nodes_are_those_of_the_flags_or_of_the_environment(
         ((2, 2, "a:1"), {}, "--node-rank 2 of 2 nodes"),
         ((2, 0, "a"), {}, "expected HOST:PORT"),
         ((2, 0, "a:99999"), {}, "expected HOST:PORT"),
+        ((2, 0, "a:²"), {}, "expected HOST:PORT"),
+        ((2, 0, "::1"), {}, "IPv6 in brackets"),
+        ((2, 0, "fe80::1:29500"), {}, "IPv6 in brackets"),
+        ((2, 0, "[]:5"), {}, "expected HOST:PORT"),
+        ((2, 0, "tcp://a:1"), {}, "expected HOST:PORT"),
+        ((2, 0, " a:1"), {}, "expected HOST:PORT"),
+        ((0, 0, "a:1"), {}, "--nodes 0, expected at least 1"),
+        ((1, -1, None), {}, "--node-rank -1 of one node"),
+        ((None, None, None), {"PET_NNODES": "1", "PET_NODE_RANK": "1"}, "--node-rank 1 of one node"),
+        ((None, None, None), {**SRUN, "SLURM_STEP_NODELIST": ""}, "need --rendezvous too"),
         ((None, None, None), {"PET_NNODES": "1:4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a"}, "fixed at the start"),
         ((None, None, None), {**SRUN, "SLURM_STEP_NUM_TASKS": "32"}, "--ntasks-per-node=1"),
     ],
@@ -251,3 +270,21 @@ def test_each_node_saves_where_directories_are_its_own() -> None:
         assert saving(recipe.changed(engine=engine), shared=True).engine == engine
         with pytest.raises(UserError, match="give --output a directory that all nodes share"):
             saving(recipe.changed(engine=engine), shared=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--wait-nodes", "5"], "got --wait-nodes 5 of one node, which waits for none"),
+        ([*IN_TWO, "--engine", "ddp", "--wait-nodes", "0"], "got --wait-nodes 0, expected a number of seconds above 0"),
+        ([*IN_TWO, "--engine", "ddp", "--wait-nodes", "nan"], "got --wait-nodes nan, expected a number of seconds"),
+        (IN_TWO, "engine 'single' is one process, got 2 nodes"),
+    ],
+)
+def test_the_command_refuses_before_it_waits(
+    flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LOCAL_RANK", "WORLD_SIZE", *SRUN):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["train", *flags]) == USER_ERROR
+    assert told in " ".join(capsys.readouterr().err.split())

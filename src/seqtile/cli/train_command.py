@@ -145,6 +145,8 @@ def command(
         if nodes is not None:
             raise UserError("a launcher started this process, and says itself how many nodes there are; drop --nodes")
         of_nodes = None
+    if wait_nodes is not None:
+        _check_wait(wait_nodes, alone=of_nodes is None)
     if of_nodes is not None and chosen.engine == "single":
         raise UserError(
             f"engine 'single' is one process, got {of_nodes.count} nodes; give --engine ddp, fsdp2, zero2 or zero3"
@@ -203,6 +205,14 @@ def run(recipe: Any, **how: Any) -> None:
         raise typer.Exit(exit_code(outcome.stopped_by))
     if is_first():
         show.print_outcome(outcome)
+
+
+def _check_wait(seconds: float, *, alone: bool) -> None:
+    """Refuse a time limit of ``--wait-nodes`` that would be ignored, or never be over."""
+    if alone:
+        raise UserError(f"got --wait-nodes {seconds:g} of one node, which waits for none; drop it")
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"got --wait-nodes {seconds:g}, expected a number of seconds above 0")
 
 
 def _packing(word: str) -> Any:

@@ -65,7 +65,7 @@ class Nodes:
     @property
     def rendezvous(self) -> str:
         """Where they meet, as ``--rendezvous`` takes it."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{_bracketed(self.host)}:{self.port}"
 
 
 def find_nodes(
@@ -83,8 +83,9 @@ def find_nodes(
     said = _torchrun(environment) or _slurm(environment)
     given = {"--nodes": count, "--node-rank": rank, "--rendezvous": rendezvous}
     if count == 1 or (count is None and said.get("--nodes") == "1"):
-        if (rank or 0) > 0:
-            raise UserError(f"got --node-rank {rank} of one node; give --nodes too")
+        own = rank if rank is not None or count is not None else _torchrun(environment).get("--node-rank")
+        if str(own or 0) != "0":
+            raise UserError(f"got --node-rank {own} of one node; give --nodes too")
         return None
     said |= {flag: str(value) for flag, value in given.items() if value is not None}
     if not said:
@@ -96,19 +97,21 @@ def find_nodes(
                 "HOST:PORT on each node, where HOST is node 0"
             )
     numbers = [_whole(said[flag], flag) for flag in ("--nodes", "--node-rank")]
+    if not numbers[0]:
+        raise UserError("got --nodes 0, expected at least 1")
     if numbers[1] >= numbers[0]:
         raise UserError(f"got --node-rank {numbers[1]} of {numbers[0]} nodes; they are numbered from 0")
-    host, separator, port = said["--rendezvous"].rpartition(":")
-    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    place = re.fullmatch(r"(?:\[([0-9A-Za-z:.%]+)\]|([^\s/:\[\]]+)):([0-9]{1,5})", said["--rendezvous"], re.ASCII)
+    if place is None or not 0 < int(place[3]) < 65536:
         raise UserError(
-            f"got --rendezvous {said['--rendezvous']!r}, expected HOST:PORT, an address of node 0 that all reach, and "
-            "a port that is free there"
+            f"got --rendezvous {said['--rendezvous']!r}, expected HOST:PORT, an address of node 0 that all reach (of "
+            "IPv6 in brackets), and a port that is free there"
         )
-    return Nodes(numbers[0], numbers[1], host.strip("[]"), int(port))
+    return Nodes(numbers[0], numbers[1], place[1] or place[2], int(place[3]))
 
 
 def _whole(text: str, flag: str) -> int:
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         raise UserError(f"got {flag} {text!r}, expected a whole number; how many nodes train is fixed at the start")
     return int(text)
 
@@ -120,7 +123,7 @@ def _torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     found = {"--nodes": environment["PET_NNODES"], "--node-rank": environment.get("PET_NODE_RANK", "")}
     place = environment.get("PET_RDZV_ENDPOINT", "")
     if not place and "PET_MASTER_ADDR" in environment:
-        place = f"{environment['PET_MASTER_ADDR']}:{environment.get('PET_MASTER_PORT', '29500')}"
+        place = f"{_bracketed(environment['PET_MASTER_ADDR'])}:{environment.get('PET_MASTER_PORT', '29500')}"
     return {flag: value for flag, value in {**found, "--rendezvous": place}.items() if value}
 
 
@@ -143,7 +146,13 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
     port = environment.get("MASTER_PORT") or str(first + int(environment.get("SLURM_JOB_ID", "0")) % span)
     host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", ""))
     found = {"--nodes": count, "--node-rank": environment.get("SLURM_NODEID", "")}
-    return {flag: value for flag, value in {**found, "--rendezvous": f"{host}:{port}"}.items() if value}
+    place = f"{_bracketed(host)}:{port}" if host else ""
+    return {flag: value for flag, value in {**found, "--rendezvous": place}.items() if value}
+
+
+def _bracketed(host: str) -> str:
+    """A host as a rendezvous names it; an address of IPv6 has colons of its own."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def first_host(hosts: str) -> str:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from seqtile._errors import expect_tensors
 from seqtile.models.lm_loss.deferred_logits import LaterLogits
+from seqtile.ops.lm_loss.kept_tokens import KeptTokens
 from seqtile.ops.lm_loss.logits_tile import LogitScaling
 from seqtile.ops.lm_loss.token_logprobs import HeadInput, TokenScores, token_logprobs
 
@@ -57,15 +59,28 @@ class _Plain:
 def scores_of(
     logits: Tensor | LaterLogits, targets: Tensor, temperature: float = 1.0, entropy: bool = False
 ) -> TokenScores:
-    """Log-probabilities, and entropies, of deferred logits in tiles and of real ones as they are, ``[...]``."""
+    """Log-probabilities, and entropies, of deferred logits in tiles and of real ones as they are, ``[...]``.
+
+    Raises:
+        ValueError: shapes that do not fit, targets outside the vocabulary, or a temperature that is not above 0.
+    """
+    LogitScaling(temperature=temperature)  # refuses what is not above 0
     if isinstance(logits, LaterLogits):
         if logits.written is None:
             return logits.scores(targets, temperature=temperature, entropy=entropy)
         logits = logits.written
+    expect_tensors(logits=logits, targets=targets)
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"targets have shape {tuple(targets.shape)}, expected one per token, {tuple(logits.shape[:-1])}"
+        )
+    KeptTokens.of(targets.reshape(-1).to(logits.device), -100, logits.shape[-1])  # refuses targets outside
+    kept = targets != -100
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_p = wide.log_softmax(-1)
-    log_probs = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return TokenScores(log_probs, -(log_p.exp() * log_p).sum(-1) if entropy else None)
+    log_probs = log_p.gather(-1, torch.where(kept, targets, 0).long().unsqueeze(-1)).squeeze(-1)
+    entropies = torch.where(kept, -(log_p.exp() * log_p).sum(-1), 0) if entropy else None
+    return TokenScores(torch.where(kept, log_probs, 0), entropies)
 
 
 def entropy_of(logits: Tensor | LaterLogits) -> Tensor:

@@ -16,6 +16,7 @@ Source: gradients in the forward as in Liger's fused linear cross-entropy, arXiv
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,9 +26,9 @@ import torch
 from torch import Tensor
 
 from seqtile._compat import keeps_graph
-from seqtile._errors import expect_tensors
+from seqtile._errors import expect_number, expect_tensors
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows, write_rows
+from seqtile.ops.lm_loss.kept_tokens import Condition, KeptTokens, empty_gradient, read_rows, write_rows
 from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective, TileTargets, Wanted
 from seqtile.ops.lm_loss.loss_kernels import choose_kernel, kernel_sum
 from seqtile.ops.mlp import SaveAhead
@@ -101,7 +102,7 @@ def linear_cross_entropy(
         reduction: ``"mean"`` over the tokens that count (weighted: over the weights of tokens and of their targets),
             ``"sum"`` or ``"none"``.
         num_items: divides the sum instead of this batch's own count: the tokens of a whole optimiser step, over all
-            micro-batches and ranks. With ``"mean"`` only.
+            micro-batches and ranks. With ``"mean"`` only. A tensor of one element is not read on the host.
         return_z_loss: return the part of the loss that is z-loss too, reduced as the loss is, without a gradient.
         tile: tokens per tile, or a rule of :func:`seqtile.apply`; tiles are of equal work, in tokens that count.
         impl: ``"torch"``: what is described here; ``"native"``: PyTorch's own chunked operator, fp32 and float64, where
@@ -119,18 +120,19 @@ def linear_cross_entropy(
         synchronisation with the host, for ``n``.
 
     Raises:
-        ValueError: shapes that do not fit, labels outside the vocabulary, an unknown reduction, weights that need a
-            gradient (use ``"none"``), or another operator that cannot compute this.
+        ValueError: what is no tensor, no number or of no floating-point dtype where one is expected, shapes that do not
+            fit, labels outside the vocabulary, an unknown reduction, weights that need a gradient (use ``"none"``), or
+            another operator that cannot compute this.
         NotImplementedError: ``create_graph=True``.
     """
     aim = Objective(scaling or LogitScaling(), ignore_index, label_smoothing, z_loss, class_weights)
     call = HeadCall(hidden, weight, bias, labels, aim, parse_tile(tile))
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: expected one of {', '.join(map(repr, REDUCTIONS))}")
-    if num_items is not None and reduction != "mean":
-        raise ValueError(f"num_items goes with reduction='mean', got reduction={reduction!r}")
+    check_num_items(num_items, reduction)
     factors = None
     if token_weights is not None:
+        expect_tensors(token_weights=token_weights)
         if token_weights.shape != labels.shape:
             raise ValueError(
                 f"token_weights have shape {tuple(token_weights.shape)}, expected that of the labels, "
@@ -153,6 +155,47 @@ def linear_cross_entropy(
         return (loss, z_loss * squares) if return_z_loss else loss
     total = kernel_sum(kernel, call)
     return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
+
+
+def check_num_items(num_items: Tensor | int | float | None, reduction: str) -> None:
+    """Refuse a divisor that is none, or that another reduction would ignore.
+
+    Raises:
+        ValueError: with what it is.
+    """
+    if num_items is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f"num_items goes with reduction='mean', got reduction={reduction!r}")
+    if not isinstance(num_items, Tensor):
+        expect_number("num_items", num_items, 0, sys.float_info.max, "a number of tokens, or a tensor of one element")
+    elif num_items.numel() != 1:
+        raise ValueError(f"num_items has shape {tuple(num_items.shape)}, expected a number or a tensor of one element")
+
+
+def expect_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, whose: str = "") -> None:
+    """Refuse hidden states and a head that cannot be multiplied.
+
+    Args:
+        hidden, weight, bias: as :func:`linear_cross_entropy` takes them.
+        whose: begins the sentence, such as ``"the teacher's "``.
+
+    Raises:
+        ValueError: what is no floating-point tensor, or shapes that do not fit.
+    """
+    given = {f"{whose}hidden": hidden, f"{whose}weight": weight}
+    given |= {} if bias is None else {f"{whose}bias": bias}
+    expect_tensors(**given)
+    for name, tensor in given.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} is of dtype {tensor.dtype}, expected a floating-point one")
+    if weight.dim() != 2 or not hidden.dim() or hidden.shape[-1] != weight.shape[1] or not weight.shape[1]:
+        raise ValueError(
+            f"{whose}hidden states {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit, expected "
+            "[..., D] and [V, D]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{whose}bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}")
 
 
 @dataclass
@@ -192,34 +235,35 @@ class HeadCall:
         rule: of the tiles.
         kept: what is known of the labels already, from another call with the same ones.
         vocabulary: ``V``, where ``weight`` has some of its rows.
+        conditions: as :meth:`KeptTokens.of` takes them.
 
     Raises:
-        ValueError: shapes that do not fit, labels outside the vocabulary.
+        ValueError: shapes that do not fit, labels outside the vocabulary, or a condition that does not hold.
     """
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, aim: Objective, rule: TileRule,
-        kept: KeptTokens | None = None, vocabulary: int | None = None,
+        kept: KeptTokens | None = None, vocabulary: int | None = None, conditions: Sequence[Condition] = (),
     ) -> None:  # fmt: skip
-        expect_tensors(hidden=hidden, weight=weight, labels=labels)
-        if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
-            raise ValueError(
-                f"hidden states {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit, expected [..., D] "
-                "and [V, D]"
-            )
+        expect_head(hidden, weight, bias)
+        expect_tensors(labels=labels)
         if labels.shape != hidden.shape[:-1]:
             raise ValueError(
                 f"labels have shape {tuple(labels.shape)}, expected one per token, {tuple(hidden.shape[:-1])}"
             )
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}")
-        if aim.class_weights is not None and aim.class_weights.shape != weight.shape[:1]:
-            raise ValueError(
-                f"class_weights have shape {tuple(aim.class_weights.shape)}, expected {tuple(weight.shape[:1])}"
-            )
-        self.hidden, self.weight, self.bias = hidden.reshape(-1, hidden.shape[-1]), weight, bias
+        if aim.class_weights is not None:
+            expect_tensors(class_weights=aim.class_weights)
+            if aim.class_weights.shape != weight.shape[:1]:
+                raise ValueError(
+                    f"class_weights have shape {tuple(aim.class_weights.shape)}, expected {tuple(weight.shape[:1])}"
+                )
+            if aim.class_weights.requires_grad:
+                raise ValueError("class_weights need a gradient, expected constants; pass class_weights.detach()")
+        self.hidden, self.weight, self.bias = hidden.reshape(-1, weight.shape[1]), weight, bias
         if kept is None:
-            kept = KeptTokens.of(labels.reshape(-1).to(hidden.device), aim.ignore_index, vocabulary or weight.shape[0])
+            kept = KeptTokens.of(
+                labels.reshape(-1).to(hidden.device), aim.ignore_index, vocabulary or weight.shape[0], conditions
+            )
         self.kept = kept
         casts = Autocast.of(hidden)
         trains = weight.requires_grad

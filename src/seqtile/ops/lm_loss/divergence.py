@@ -17,12 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqtile._errors import expect_number
+from seqtile._errors import expect_number, expect_tensors
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.lm_loss.cross_entropy import REDUCTIONS, REFUSED, HeadCall, LossPlan, add_gradients, hand_out
-from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows
+from seqtile.ops.lm_loss.cross_entropy import (
+    REDUCTIONS,
+    REFUSED,
+    HeadCall,
+    LossPlan,
+    add_gradients,
+    check_num_items,
+    expect_head,
+    hand_out,
+)  # fmt: skip
+from seqtile.ops.lm_loss.kept_tokens import Condition, KeptTokens, empty_gradient, read_rows
 from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective
-from seqtile.ops.lm_loss.token_logprobs import HeadInput, token_logprobs
+from seqtile.ops.lm_loss.token_logprobs import HeadInput, check_candidates, check_head_input
 from seqtile.ops.mlp import SaveAhead
 from seqtile.ops.token_tiles import refuse_second_derivative
 from seqtile.tiling import TileRule, parse_tile
@@ -33,7 +42,8 @@ class TeacherTopK:
     """What a teacher elsewhere says of its most likely tokens.
 
     Attributes:
-        log_probs: ``[..., k]``, under the temperature of the divergence; below 0 and summing to less than 1.
+        log_probs: ``[..., k]``, under the temperature of the divergence; at most 0, their probabilities summing to 1 at
+            most.
         tokens: ``[..., k]``, all different.
     """
 
@@ -87,36 +97,42 @@ def linear_divergence(
         with the host, for ``n``.
 
     Raises:
-        ValueError: shapes that do not fit, another vocabulary, labels outside it, ``beta`` outside 0 to 1, a
-            temperature that is not above 0, or an unknown reduction.
+        ValueError: what is no tensor or of no floating-point dtype where one is expected, shapes that do not fit,
+            another vocabulary, labels or a teacher's tokens outside it, the same token twice, log-probabilities that
+            are none, ``beta`` outside 0 to 1, a temperature that is not above 0, or an unknown reduction.
         NotImplementedError: ``create_graph=True``.
     """
     expect_number("beta", beta, 0.0, 1.0, "a number from 0.0 (KL(teacher || student)) to 1.0 (the reverse)")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: expected one of {', '.join(map(repr, REDUCTIONS))}")
-    if num_items is not None and reduction != "mean":
-        raise ValueError(f"num_items goes with reduction='mean', got reduction={reduction!r}")
+    check_num_items(num_items, reduction)
     LogitScaling(temperature=temperature)  # refuses what is not above 0
     scaling, rule = scaling or LogitScaling(), parse_tile(tile)
     if isinstance(teacher, TeacherTopK):
-        scored = token_logprobs(
-            hidden, weight, labels, bias=bias, scaling=scaling, temperature=temperature, ignore_index=ignore_index,
-            candidates=teacher.tokens, tile=rule,
-        )  # fmt: skip
-        assert scored.candidates is not None
+        expect_tensors(weight=weight, labels=labels)
+        expect_head(hidden, weight, bias)
+        conditions = _check_top_k(teacher, hidden, weight, labels)
+        both = temperature * scaling.temperature
+        aim = Objective(LogitScaling(scaling.scale, scaling.softcap, both), ignore_index)
+        call = HeadCall(hidden, weight, bias, labels, aim, rule, conditions=conditions)
+        tokens = teacher.tokens.reshape(-1, teacher.tokens.shape[-1]).to(hidden.device).long()
+        scored = call.per_token(candidates=call.kept.take(tokens)).candidates
+        assert scored is not None
         valid = labels.to(hidden.device) != ignore_index
-        of_top_k = torch.where(valid, _of_top_k(scored.candidates, teacher, valid, beta), 0)
+        of_top_k = torch.where(valid, _of_top_k(scored.view(teacher.tokens.shape), teacher, valid, beta), 0)
         if reduction == "none":
             return of_top_k
         return of_top_k.sum() / divided_by(reduction, num_items, valid.sum(), of_top_k)
-    call = HeadCall(hidden, weight, bias, labels, Objective(scaling, ignore_index), rule)
     if not isinstance(teacher, HeadInput):
         raise ValueError(f"teacher is of type {type(teacher).__name__}, expected a HeadInput or a TeacherTopK")
+    expect_head(hidden, weight, bias)
+    check_head_input(teacher, hidden, "the teacher's ")
     if teacher.weight.shape[0] != weight.shape[0]:
         raise ValueError(
             f"the teacher's head has {teacher.weight.shape[0]} rows, expected the student's vocabulary, "
             f"{weight.shape[0]}; distillation across vocabularies is not computed here"
         )
+    call = HeadCall(hidden, weight, bias, labels, Objective(scaling, ignore_index), rule)
     aim = Objective(teacher.scaling, ignore_index)
     other = HeadCall(teacher.hidden, teacher.weight, teacher.bias, labels, aim, rule, call.kept)
     pair, constants = _Pair(call.plan, other.plan, beta, temperature), _tensors(other)
@@ -148,22 +164,48 @@ def divided_by(
     return divisor.to(like.device) if isinstance(divisor, Tensor) else divisor
 
 
+def _check_top_k(teacher: TeacherTopK, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Condition]:
+    """What has to hold of what the teacher says of each token that counts."""
+    log_probs, tokens = teacher.log_probs, teacher.tokens
+    expect_tensors(**{"the teacher's log_probs": log_probs, "the teacher's tokens": tokens})
+    conditions = check_candidates(tokens, hidden, labels, weight.shape[0])
+    if log_probs.shape != tokens.shape or not log_probs.is_floating_point():
+        raise ValueError(
+            f"the teacher's log_probs are {log_probs.dtype} of shape {tuple(log_probs.shape)}, expected floating-point "
+            f"numbers of that of its tokens, {tuple(tokens.shape)}"
+        )
+    given = log_probs.detach().reshape(-1, log_probs.shape[-1]).to(hidden.device)
+    ordered = conditions[0].values.sort(-1).values
+    return [
+        *conditions,
+        Condition(
+            (ordered[:, 1:] != ordered[:, :-1]).all(-1), conditions[0].values,
+            "the teacher's tokens {value} of one position: expected different ones",
+        ),
+        Condition(
+            (given <= 0).all(-1) & (given.float().logsumexp(-1) < _ROUNDING), given,
+            "the teacher's log_probs {value} of one position: expected logarithms of probabilities, at most 1 in sum",
+        ),
+    ]  # fmt: skip
+
+
+_ROUNDING = 0.1
+"""Above 0 by which the logarithm of a teacher's summed probabilities may be through rounding (bf16, 1,000 tokens)."""
+
+
 def _of_top_k(student: Tensor, teacher: TeacherTopK, valid: Tensor, beta: float) -> Tensor:
     """Divergence of ``k + 1`` classes, ``[...]``, from the student's log-probabilities ``[..., k]``."""
-    if teacher.log_probs.shape != teacher.tokens.shape:
-        raise ValueError(
-            f"the teacher's log_probs have shape {tuple(teacher.log_probs.shape)}, expected that of its tokens, "
-            f"{tuple(teacher.tokens.shape)}"
-        )
     given = teacher.log_probs.detach().to(student.device, student.dtype)
     aside = -math.log(2 * student.shape[-1])  # any distribution, for tokens that do not count
     log_s, log_t = (_with_rest(torch.where(valid.unsqueeze(-1), each, aside)) for each in (student, given))
+    t = log_t.exp()
     if beta == 0.0:
-        return (log_t.exp() * (log_t - log_s)).sum(-1)
+        return torch.where(t == 0, 0, t * (log_t - log_s)).sum(-1)
     if beta == 1.0:
         return (log_s.exp() * (log_s - log_t)).sum(-1)
     log_m = torch.logaddexp(log_s + math.log1p(-beta), log_t + math.log(beta))
-    return (beta * log_t.exp() * (log_t - log_m) + (1 - beta) * log_s.exp() * (log_s - log_m)).sum(-1)
+    of_teacher = torch.where(t == 0, 0, t * (log_t - log_m))
+    return (beta * of_teacher + (1 - beta) * log_s.exp() * (log_s - log_m)).sum(-1)
 
 
 def _with_rest(log_p: Tensor) -> Tensor:

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from seqtile._compat import FakeTensor
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What has to hold for each token that counts.
+
+    Attributes:
+        holds: ``[N]`` booleans.
+        values: ``[N, ...]``, what is looked at.
+        sentence: said where it does not hold; ``{value}`` is that of the first such token.
+    """
+
+    holds: Tensor
+    values: Tensor
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -25,15 +41,21 @@ class KeptTokens:
     index: Tensor | None
 
     @classmethod
-    def of(cls, labels: Tensor, ignore_index: int, vocabulary: int) -> KeptTokens:
+    def of(cls, labels: Tensor, ignore_index: int, vocabulary: int, conditions: Sequence[Condition] = ()) -> KeptTokens:
         """Find them among ``labels`` ``[N]``.
+
+        Args:
+            labels: ``[N]``.
+            ignore_index: of those that do not count.
+            vocabulary: ``V``.
+            conditions: read with the count, and not on fake tensors.
 
         Cost:
             One synchronisation with the host, for the number of tokens that a shape depends on. Fake tensors have no
             values to count: for them every token is kept and looked up by its position, the upper bound.
 
         Raises:
-            ValueError: labels that are no integers, or outside the vocabulary.
+            ValueError: labels that are no integers, or outside the vocabulary; or a condition that does not hold.
         """
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise ValueError(f"labels are of dtype {labels.dtype}, expected the integers of a vocabulary; pass .long()")
@@ -45,12 +67,17 @@ class KeptTokens:
             index = valid.to(torch.uint8).argsort(descending=True, stable=True)
             return cls(total, labels.index_select(0, index), index)
         inside = torch.where(valid, labels, 0)
-        count, low, high = torch.stack([valid.sum(), inside.amin(), inside.amax()]).cpu().tolist()
-        if low < 0 or high >= vocabulary:
+        hold = [(condition.holds | ~valid).all().long() for condition in conditions]
+        count, low, high, *held = torch.stack([valid.sum(), inside.amin(), inside.amax(), *hold]).cpu().tolist()
+        if count and (low < 0 or high >= vocabulary):
             raise ValueError(
                 f"labels from {low} to {high}, expected 0 to {vocabulary - 1}, the rows of the head's weight; give "
                 f"tokens that do not count ignore_index={ignore_index}"
             )
+        for condition, holds in zip(conditions, held, strict=True):
+            if not holds:
+                first = condition.values[valid & ~condition.holds][0].tolist()
+                raise ValueError(condition.sentence.format(value=first))
         if count == total:
             return cls(total, labels, None)
         # Positions of those that count first, in their order; unlike nonzero it does not ask the device how many.

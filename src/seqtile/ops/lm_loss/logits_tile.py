@@ -7,6 +7,7 @@ logits in the compute dtype and not two or three fp32 copies of them.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -34,10 +35,11 @@ class LogitScaling:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        expect_number("scale", self.scale, -math.inf, math.inf, "a number")
-        expect_number("temperature", self.temperature, math.ulp(0.0), math.inf, "a number above 0")
+        least, most = math.ulp(0.0), sys.float_info.max
+        expect_number("scale", self.scale, -most, most, "a number")
+        expect_number("temperature", self.temperature, least, most, "a number above 0")
         if self.softcap is not None:
-            expect_number("softcap", self.softcap, math.ulp(0.0), math.inf, "a number above 0, or None for no cap")
+            expect_number("softcap", self.softcap, least, most, "a number above 0, or None for no cap")
 
     @property
     def before(self) -> float:
@@ -77,7 +79,11 @@ class Objective:
 
     def __post_init__(self) -> None:
         expect_number("label_smoothing", self.label_smoothing, 0.0, 1.0, "a share from 0.0 to 1.0")
-        expect_number("z_loss", self.z_loss, 0.0, math.inf, "a weight of at least 0.0")
+        expect_number("z_loss", self.z_loss, 0.0, sys.float_info.max, "a weight of at least 0.0")
+        if not isinstance(self.scaling, LogitScaling):
+            raise ValueError(f"scaling is of type {type(self.scaling).__name__}, expected a LogitScaling or None")
+        least, most = -(2**63), 2**63 - 1
+        expect_number("ignore_index", self.ignore_index, least, most, "an integer, as the labels are", whole=True)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqtile._compat import FakeTensor
 from seqtile._errors import expect_tensors
 
 LEVELS = ("token", "sequence", "sequence_token")
@@ -18,18 +19,19 @@ def sequence_logprobs(
     Args:
         log_probs: ``[..., T]``, one sequence a row; or packed, ``[T]`` or ``[1, T]``.
         mask: of the same shape, the tokens that count.
-        cu_seqlens: ``[sequences + 1]``, where each packed sequence begins, the last one ends; None where not packed.
+        cu_seqlens: ``[sequences + 1]`` integers, where each packed sequence begins, the last one ends; None where not
+            packed. What lies outside, as padding, must not count. They are read on the host, once.
         average: divide by the sequence's tokens that count, 1 at least (IPO, SimPO, ORPO).
 
     Returns:
         ``[...]``, or ``[sequences]`` where packed.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: what is no tensor, shapes that do not fit, or ``cu_seqlens`` that descend or leave out a token that
+            counts.
     """
     _check(log_probs, mask, cu_seqlens)
-    sums = _sums(torch.where(mask.bool(), log_probs, 0), cu_seqlens)
-    return sums / _sums(mask.bool().to(sums.dtype), cu_seqlens).clamp(min=1) if average else sums
+    return _of_sequences(log_probs, mask, cu_seqlens, average)
 
 
 def importance_ratios(
@@ -47,11 +49,12 @@ def importance_ratios(
         cu_seqlens: as in :func:`sequence_logprobs`.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown level.
+        ValueError: what :func:`sequence_logprobs` refuses, or an unknown level.
     """
     if level not in LEVELS:
         raise ValueError(f"level={level!r}: expected one of {', '.join(map(repr, LEVELS))}")
     _check(log_probs, mask, cu_seqlens)
+    expect_tensors(old_log_probs=old_log_probs)
     if old_log_probs.shape != log_probs.shape:
         raise ValueError(
             f"old_log_probs have shape {tuple(old_log_probs.shape)}, expected that of the log_probs, "
@@ -60,11 +63,12 @@ def importance_ratios(
     difference = torch.where(mask.bool(), log_probs - old_log_probs.detach(), 0)
     if level == "token":
         return difference.exp()
-    means = sequence_logprobs(difference, mask, cu_seqlens=cu_seqlens, average=True)
+    means = _of_sequences(difference, mask, cu_seqlens, average=True)
     if cu_seqlens is None:
         spread = means.unsqueeze(-1).expand(log_probs.shape)
     else:
-        spread = means.index_select(0, _sequence_of(log_probs.shape[-1], cu_seqlens)).view(log_probs.shape)
+        numbers = _sequence_of(log_probs.shape[-1], cu_seqlens.to(log_probs.device))
+        spread = means.index_select(0, numbers).view(log_probs.shape)
     if level == "sequence_token":
         spread = spread.detach() + log_probs - log_probs.detach()
     return torch.where(mask.bool(), spread, 0).exp()
@@ -72,13 +76,37 @@ def importance_ratios(
 
 def _check(log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:
     expect_tensors(log_probs=log_probs, mask=mask)
+    if not log_probs.is_floating_point() or not log_probs.dim():
+        raise ValueError(
+            f"log_probs are {log_probs.dtype} of shape {tuple(log_probs.shape)}, expected floating-point numbers of "
+            "[..., T]"
+        )
     if mask.shape != log_probs.shape:
         raise ValueError(
             f"mask has shape {tuple(mask.shape)}, expected that of the log_probs, {tuple(log_probs.shape)}"
         )
-    if cu_seqlens is not None and log_probs.numel() != log_probs.shape[-1]:
+    if cu_seqlens is None:
+        return
+    expect_tensors(cu_seqlens=cu_seqlens)
+    if log_probs.numel() != log_probs.shape[-1]:
         raise ValueError(
             f"log_probs have shape {tuple(log_probs.shape)}, expected one packed row with cu_seqlens, [T] or [1, T]"
+        )
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(
+            f"cu_seqlens are {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}, expected int32 or int64 of "
+            "[sequences + 1]"
+        )
+    if cu_seqlens.is_meta or isinstance(cu_seqlens, FakeTensor):
+        return
+    places = torch.arange(log_probs.shape[-1], device=cu_seqlens.device)
+    outside = (places < cu_seqlens[0]) | (places >= cu_seqlens[-1])
+    in_order = (cu_seqlens[1:] >= cu_seqlens[:-1]).all() & (cu_seqlens[0] >= 0) & (cu_seqlens[-1] <= len(places))
+    left_out = (outside & mask.reshape(-1).bool().to(outside.device)).any()
+    if not (in_order & ~left_out):
+        raise ValueError(
+            f"cu_seqlens are {cu_seqlens.tolist()}, expected ascending places from 0 to {len(places)} between which "
+            "every token that counts lies"
         )
 
 
@@ -86,6 +114,11 @@ def _sequence_of(tokens: int, cu_seqlens: Tensor) -> Tensor:
     """Number of the sequence that each packed token is in."""
     places = torch.arange(tokens, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True).clamp(max=len(cu_seqlens) - 2)
+
+
+def _of_sequences(log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor | None, average: bool) -> Tensor:
+    sums = _sums(torch.where(mask.bool(), log_probs, 0), cu_seqlens)
+    return sums / _sums(mask.bool().to(sums.dtype), cu_seqlens).clamp(min=1) if average else sums
 
 
 def _sums(values: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqtile._compat import FakeTensor
 from seqtile._errors import expect_number, expect_tensors
-from seqtile.ops.lm_loss.cross_entropy import HeadCall
+from seqtile.ops.lm_loss.cross_entropy import HeadCall, expect_head
+from seqtile.ops.lm_loss.kept_tokens import Condition
 from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective, Wanted
 from seqtile.ops.lm_loss.vocabulary_shards import own_rows, sharded_scores
 from seqtile.tiling import TileRule, parse_tile
@@ -118,11 +118,13 @@ def token_logprobs(
         synchronisation with the host, for ``n``.
 
     Raises:
-        ValueError: shapes that do not fit, targets outside the vocabulary, a temperature that is not above 0 (one for
-            each token: where it is on a CPU, elsewhere the result is not finite), or a number of tokens below 1 or
-            above the vocabulary.
+        ValueError: what is no tensor or of no floating-point dtype where one is expected, shapes that do not fit,
+            targets or candidates outside the vocabulary, a temperature of a token that counts that is not above 0, or a
+            number of tokens below 1 or above the vocabulary.
     """
-    expect_tensors(hidden=hidden, weight=weight, targets=targets)
+    expect_tensors(weight=weight, targets=targets)
+    if vocabulary_group is not None and not isinstance(vocabulary_group, dist.ProcessGroup):
+        raise ValueError(f"vocabulary_group is of type {type(vocabulary_group).__name__}, expected a process group")
     weight, shard = own_rows(weight, vocabulary_group)
     vocabulary = weight.shape[0]
     if shard is not None:
@@ -138,21 +140,22 @@ def token_logprobs(
             )
     for name, asked in (("top_k", top_k), ("top_log_probs", top_log_probs)):
         if asked is not None:
-            expect_number(name, asked, 1, vocabulary, f"at least 1 and at most the vocabulary, {vocabulary}")
+            most = f"at least 1 and at most the vocabulary, {vocabulary}, an integer"
+            expect_number(name, asked, 1, vocabulary, most, whole=True)
     rule, aim = parse_tile(tile), Objective(scaling or LogitScaling(), ignore_index)
-    call = HeadCall(hidden, weight, bias, targets, aim, rule, vocabulary=vocabulary)
+    conditions = _check_temperature(temperature, hidden, targets)
+    if candidates is not None:
+        conditions += check_candidates(candidates, hidden, targets, vocabulary)
+    if reference is not None:
+        reference = _check_reference(reference, hidden, weight, bias, aim.scaling)
+    call = HeadCall(hidden, weight, bias, targets, aim, rule, vocabulary=vocabulary, conditions=conditions)
     kept, shape = call.kept, targets.shape
     wide = torch.promote_types(call.plan.dtype, torch.float32)
-    divisors = _temperatures(temperature, call, shape, wide)
+    divisors = _temperatures(temperature, call, wide)
     if shard is not None:
         log_probs, entropies = sharded_scores(call, shard, divisors)
         return TokenScores(log_probs.view(shape), entropies.view(shape) if entropy else None)
     if candidates is not None:
-        if candidates.shape[:-1] != shape or candidates.is_floating_point():
-            raise ValueError(
-                f"candidates are {candidates.dtype} of shape {tuple(candidates.shape)}, expected integers of "
-                f"{(*shape, 'k')}".replace("'", "")
-            )
         candidates = kept.take(candidates.reshape(-1, candidates.shape[-1]).to(call.hidden.device).long())
 
     def empty(dtype: torch.dtype, *rest: int) -> Tensor:
@@ -173,39 +176,95 @@ def token_logprobs(
     }
     found |= {"log_probs": -scores.loss, "entropy": scores.entropy, "candidates": scores.candidates}
     if reference is not None:
-        found["reference"] = _reference(reference, call, targets, divisors, rule)
+        found["reference"] = _log_probs_under(reference, call, targets, divisors, rule)
     return TokenScores(
         **{name: value.view(*shape, *value.shape[1:]) for name, value in found.items() if value is not None}
     )
 
 
-def _temperatures(temperature: Tensor | float, call: HeadCall, shape: torch.Size, wide: torch.dtype) -> Tensor | None:
-    """The temperature of each token that counts, or None where it is 1."""
+def _check_temperature(temperature: Tensor | float, hidden: Tensor, targets: Tensor) -> list[Condition]:
     if not isinstance(temperature, Tensor):
         LogitScaling(temperature=temperature)  # refuses what is not above 0
-        return None if temperature == 1.0 else call.hidden.new_full((len(call.kept),), temperature, dtype=wide)
-    if temperature.shape != shape:
+        return []
+    if temperature.shape != targets.shape:
         raise ValueError(
             f"temperature has shape {tuple(temperature.shape)}, expected a number or that of the targets, "
-            f"{tuple(shape)}"
+            f"{tuple(targets.shape)}"
         )
-    divisors = call.kept.take(temperature.detach().reshape(-1).to(call.hidden.device, wide))
-    if divisors.device.type == "cpu" and not isinstance(divisors, FakeTensor) and not (divisors > 0).all():
-        raise ValueError(f"temperature={float(divisors.min())} of a token that counts: expected numbers above 0")
-    return divisors
+    if temperature.is_complex():
+        raise ValueError(f"temperature is of dtype {temperature.dtype}, expected numbers above 0")
+    values = temperature.detach().reshape(-1).to(hidden.device)
+    sentence = "temperature={value} of a token that counts: expected numbers above 0"
+    return [Condition((values > 0) & values.isfinite(), values, sentence)]
 
 
-def _reference(
-    reference: Tensor | HeadInput, call: HeadCall, targets: Tensor, divisors: Tensor | None, rule: TileRule
-) -> Tensor:
-    """Log-probability of each target that counts under a frozen model."""
+def check_candidates(candidates: Tensor, hidden: Tensor, targets: Tensor, vocabulary: int) -> list[Condition]:
+    """What has to hold of the candidates of each token that counts.
+
+    Args:
+        candidates: ``[..., k]``.
+        hidden: ``[..., D]``.
+        targets: ``[...]``.
+        vocabulary: ``V``.
+
+    Raises:
+        ValueError: no integers, or of another shape.
+    """
+    expect_tensors(candidates=candidates)
+    odd = candidates.is_floating_point() or candidates.is_complex() or candidates.dtype == torch.bool
+    if odd or candidates.shape[:-1] != targets.shape or not candidates.dim() or not candidates.shape[-1]:
+        raise ValueError(
+            f"candidates are {candidates.dtype} of shape {tuple(candidates.shape)}, expected integers of "
+            f"{(*targets.shape, 'k')}".replace("'", "")
+        )
+    values = candidates.reshape(-1, candidates.shape[-1]).to(hidden.device)
+    sentence = f"candidates {{value}} of a token that counts: expected 0 to {vocabulary - 1}, the vocabulary"
+    return [Condition(((values >= 0) & (values < vocabulary)).all(-1), values, sentence)]
+
+
+def _temperatures(temperature: Tensor | float, call: HeadCall, wide: torch.dtype) -> Tensor | None:
+    """The temperature of each token that counts, or None where it is 1."""
+    if isinstance(temperature, Tensor):
+        return call.kept.take(temperature.detach().reshape(-1).to(call.hidden.device, wide))
+    return None if temperature == 1.0 else call.hidden.new_full((len(call.kept),), temperature, dtype=wide)
+
+
+def _check_reference(
+    reference: Tensor | HeadInput, hidden: Tensor, weight: Tensor, bias: Tensor | None, scaling: LogitScaling
+) -> HeadInput:
     if isinstance(reference, Tensor):
-        reference = HeadInput(reference, call.weight, call.bias, call.plan.objective.scaling)
-    if reference.weight.shape[0] != call.weight.shape[0]:
+        reference = HeadInput(reference, weight, bias, scaling)
+    if not isinstance(reference, HeadInput):
+        raise ValueError(
+            f"reference is of type {type(reference).__name__}, expected hidden states (a tensor) or a HeadInput"
+        )
+    check_head_input(reference, hidden, "the reference's ")
+    if reference.weight.shape[0] != weight.shape[0]:
         raise ValueError(
             f"the reference's head has {reference.weight.shape[0]} rows, expected the same vocabulary, "
-            f"{call.weight.shape[0]}"
+            f"{weight.shape[0]}"
         )
+    return reference
+
+
+def check_head_input(given: HeadInput, hidden: Tensor, whose: str) -> None:
+    """Refuse another model's states and head that are not of the same tokens as ``hidden`` ``[..., D]``.
+
+    Raises:
+        ValueError: a sentence that begins with ``whose``, such as ``"the teacher's "``.
+    """
+    expect_head(given.hidden, given.weight, given.bias, whose)
+    if given.hidden.shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(
+            f"{whose}hidden states have shape {tuple(given.hidden.shape)}, expected one per token, "
+            f"{(*hidden.shape[:-1], 'D')}".replace("'D'", "D")
+        )
+
+
+def _log_probs_under(
+    reference: HeadInput, call: HeadCall, targets: Tensor, divisors: Tensor | None, rule: TileRule
+) -> Tensor:
+    """Log-probability of each target that counts under a frozen model."""
     aim = Objective(reference.scaling, call.plan.objective.ignore_index)
     with torch.no_grad():
         other = HeadCall(reference.hidden, reference.weight, reference.bias, targets, aim, rule, call.kept)
