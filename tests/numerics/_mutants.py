@@ -23,7 +23,7 @@ def last_tile_dropped(monkeypatch: MonkeyPatch) -> None:
         tensors = write(self, index, result)
         if index == len(self.cuts) - 1:
             for buffer in self.buffers:
-                buffer.view(-1, buffer.shape[-1])[self.cuts.starts[index] :] = 0
+                buffer.view(-1, buffer.shape[-1])[self.cuts.ranges[index][0] :] = 0
         return tensors
 
     monkeypatch.setattr(Outputs, "write", mutated)

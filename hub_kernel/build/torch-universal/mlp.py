@@ -21,7 +21,6 @@ from .pointwise import Activation
 from typing import Any
 from .rng import Autocast
 from collections.abc import Callable
-from collections.abc import Iterator
 from .linear import Kind
 from .normed_linears import NormKind
 from .mlp_tile import Pass
@@ -30,14 +29,13 @@ from .rng import RandomState
 from .rng import RowWise
 from collections.abc import Sequence
 from torch import Tensor
-from itertools import accumulate
-from itertools import count
 from dataclasses import dataclass
 import math
 from contextlib import nullcontext
 from .token_tiles import refuse_second_derivative
 from .token_tiles import refuse_trace
 from .normed_linears import sums_for
+from .tiling import tile_ranges
 import torch
 
 
@@ -111,10 +109,6 @@ class MlpPlan:
     autocast: Autocast
     random: RandomState | None
     check: Callable[[], None] | None = None
-
-    def tiles(self) -> Iterator[tuple[int, int, int]]:
-        """The number of each tile, its first row, and its rows."""
-        return zip(count(), accumulate(self.sizes, initial=0), self.sizes, strict=False)
 
 
 def fused_mlp(
@@ -213,13 +207,13 @@ def _one_row_stride(x: Tensor) -> Tensor:
 
 
 def _forward(plan: MlpPlan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
-    tiles = plan.tiles()
+    tiles = tile_ranges(plan.sizes)
     with plan.autocast.off():
         work = Pass(plan, x.device, tensors, [None] * len(tensors))
-        rows = x.view(-1, x.shape[-1])
+        rows = x.view(-1, x.shape[-1])  # [..., D] -> [N, D]
         output = torch.empty(*x.shape[:-1], work.output_width, dtype=work.output_dtype(rows), device=x.device)
-        flat = output.view(-1, output.shape[-1])
-        for index, start, size in tiles:
+        flat = output.view(-1, output.shape[-1])  # [..., D] -> [N, D]
+        for index, (start, size) in enumerate(tiles):
             values = work.forward(rows.narrow(0, start, size), flat.narrow(0, start, size), keep=index < plan.keep)
             if values:
                 kept[index] = values
@@ -261,12 +255,12 @@ class _Fused(torch.autograd.Function):
         needs_x, *needs = ctx.needs_input_grad[3:]
         # Unpacked once, and before anything else: under a layer checkpoint this is what runs the layer again.
         x, *tensors = ctx.save.saved_tensors
-        dy = dy.reshape(-1, dy.shape[-1])
+        dy = dy.reshape(-1, dy.shape[-1])  # [..., D] -> [N, D]
         with plan.autocast.off(), plan.random.replayed() if plan.random else nullcontext():
             work = Pass(plan, x.device, tensors, sums_for(tensors, needs))
-            rows = x.view(-1, x.shape[-1])
+            rows = x.view(-1, x.shape[-1])  # [N, D]
             dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-            for index, start, size in plan.tiles():
+            for index, (start, size) in enumerate(tile_ranges(plan.sizes)):
                 work.backward(
                     rows.narrow(0, start, size),
                     dy.narrow(0, start, size),

@@ -147,7 +147,7 @@ def _without_state(run: Run) -> RunWithState:
 def _run_without_gradient(
     run: RunWithState, tensors: Sequence[Tensor], cuts: Cuts, begins: Collection[int] = ()
 ) -> Any:
-    rows = cuts.rows(tensors)
+    rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     output = Outputs(cuts)
     state: State = ()
     for index in range(len(cuts)):
@@ -165,7 +165,7 @@ def _run_with_gradient(
     check: Callable[[], None] | None,
     begins: Collection[int] = (),
 ) -> Any:
-    rows = cuts.rows(tensors)
+    rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     trained = {name: weight for name, weight in live.items() if weight.requires_grad}
     names, same = tuple(trained), SameWeights(live)
     gradients = _Gradients(cuts, [(name, weight.dtype) for name, weight in trained.items()])
@@ -314,7 +314,7 @@ class _Gradients:
 
     def write_input(self, number: int, index: int, gradient: Tensor) -> None:
         """Write one tile's input gradient into its slice."""
-        rows = self.cuts.of_tile(gradient)
+        rows = self.cuts.of_tile(gradient)  # [t, D_i]; along a sequence [B, t, ...]
         whole = self._inputs.get(number)
         if whole is None:
             whole = self._inputs[number] = self.cuts.empty_for(rows)
