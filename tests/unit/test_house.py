@@ -507,6 +507,30 @@ def loaded(code: str, names: tuple[str, ...]) -> tuple[subprocess.CompletedProce
     return done, set(line.split()) & set(names)
 
 
+def modules_named_in(cell: str) -> list[str]:
+    """The paths that a cell of a table names; a name without a folder is in the folder of the one before it."""
+    paths: list[str] = []
+    for name in re.findall(r"`([\w./]+)`", cell):
+        inherits = "/" not in name and "." not in name and paths
+        paths.append(f"{paths[-1].rpartition('/')[0]}/{name}" if inherits else name)
+    return paths
+
+
+def test_the_page_of_the_move_names_modules_that_are_there() -> None:
+    page = (ROOT / "docs" / "tree.md").read_text(encoding="utf-8").partition("## Before and after")[2]
+    table = page.partition("| module before | module now |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if "`" in line]
+    assert len(rows) > 10
+    before, now = ([path for row in rows for path in modules_named_in(row[side])] for side in (0, 1))
+    assert [path for path in now if not (SOURCE / path).exists() and not (SOURCE / f"{path}.py").exists()] == []
+    assert [path for path in before if (SOURCE / f"{path}.py").exists()] == []
+    assert modules_named_in("`ops/mlp`, `linear` and `models/discover/`") == [
+        "ops/mlp",
+        "ops/linear",
+        "models/discover/",
+    ]
+
+
 def test_importing_the_package_loads_nothing_heavy() -> None:
     done, heavy = loaded("import seqtile", NOT_FOR_THE_LIBRARY)
     assert done.returncode == 0, done.stderr
