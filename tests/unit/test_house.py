@@ -507,6 +507,37 @@ def loaded(code: str, names: tuple[str, ...]) -> tuple[subprocess.CompletedProce
     return done, set(line.split()) & set(names)
 
 
+PRIVATE_CLASS = re.compile("_[A-Z]+[a-z]")
+
+
+def private_classes_in_tests(root: Path) -> list[str]:
+    """Private classes of this package that tests import, or read from one of its modules: to patch them, say."""
+    found = []
+    for file, tree in modules(root):
+        ours: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "seqtile":
+                ours.update(alias.asname or alias.name for alias in node.names)
+                found += [
+                    f"{file}:{node.lineno}: {one.name}" for one in node.names if re.match("_[A-Z]+[a-z]", one.name)
+                ]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and PRIVATE_CLASS.match(node.attr):
+                if isinstance(node.value, ast.Name) and node.value.id in ours:
+                    found.append(f"{file}:{node.lineno}: {node.attr}")
+    return found
+
+
+def test_tests_use_no_private_class() -> None:
+    assert private_classes_in_tests(ROOT / "tests") == []
+
+
+@pytest.mark.parametrize("text", ["from seqtile.a import _Put", "from seqtile import a\nx = a._Put.forward"])
+def test_a_private_class_in_a_test_is_caught(text: str, tmp_path: Path) -> None:
+    (tmp_path / "test_bad.py").write_text(text, encoding="utf-8")
+    assert len(private_classes_in_tests(tmp_path)) == 1
+
+
 def modules_named_in(cell: str) -> list[str]:
     """The paths that a cell of a table names; a name without a folder is in the folder of the one before it."""
     paths: list[str] = []
