@@ -21,6 +21,7 @@ from .pointwise import Activation
 from typing import Any
 from .rng import Autocast
 from collections.abc import Callable
+from collections.abc import Iterator
 from .linear import Kind
 from .normed_linears import NormKind
 from .mlp_tile import Pass
@@ -29,6 +30,7 @@ from .rng import RandomState
 from .rng import RowWise
 from collections.abc import Sequence
 from torch import Tensor
+from operator import attrgetter
 from dataclasses import dataclass
 import math
 from contextlib import nullcontext
@@ -110,6 +112,12 @@ class MlpPlan:
     random: RandomState | None
     check: Callable[[], None] | None = None
 
+    def tiles(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """The number of each tile, and its first token and tokens; a plan of memory has only some of them run."""
+        return enumerate(tile_ranges(self.sizes))
+
+_requires_grad = attrgetter("requires_grad")
+
 
 def fused_mlp(
     x: Tensor,
@@ -175,7 +183,7 @@ def fused_mlp(
             )
     plan = _plan(x, mlp, kinds, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense, check)
     x = _one_row_stride(x)
-    if not torch.is_grad_enabled() or not any([t.requires_grad for t in (x, *tensors)]):
+    if not torch.is_grad_enabled() or not any(map(_requires_grad, (x, *tensors))):
         return _forward(plan, x.detach(), [t.detach() for t in tensors], {})
     token = SaveAhead.apply(x, *tensors)  # type: ignore[no-untyped-call]
     return _Fused.apply(plan, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]
@@ -207,13 +215,13 @@ def _one_row_stride(x: Tensor) -> Tensor:
 
 
 def _forward(plan: MlpPlan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
-    tiles = tile_ranges(plan.sizes)
+    tiles = plan.tiles()
     with plan.autocast.off():
         work = Pass(plan, x.device, tensors, [None] * len(tensors))
         rows = x.view(-1, x.shape[-1])  # [..., D] -> [N, D]
         output = torch.empty(*x.shape[:-1], work.output_width, dtype=work.output_dtype(rows), device=x.device)
         flat = output.view(-1, output.shape[-1])  # [..., D] -> [N, D]
-        for index, (start, size) in enumerate(tiles):
+        for index, (start, size) in tiles:
             values = work.forward(rows.narrow(0, start, size), flat.narrow(0, start, size), keep=index < plan.keep)
             if values:
                 kept[index] = values
@@ -260,7 +268,7 @@ class _Fused(torch.autograd.Function):
             work = Pass(plan, x.device, tensors, sums_for(tensors, needs))
             rows = x.view(-1, x.shape[-1])  # [N, D]
             dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-            for index, (start, size) in enumerate(tile_ranges(plan.sizes)):
+            for index, (start, size) in plan.tiles():
                 work.backward(
                     rows.narrow(0, start, size),
                     dy.narrow(0, start, size),

@@ -19,7 +19,7 @@ recomputation, arXiv 2205.05198.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +74,10 @@ class HeadGroupsPlan:
     sizes: tuple[int, ...]
     autocast: Autocast
     random: RandomState | None
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """First token and tokens of each tile; a plan of memory has only some of them run."""
+        return tile_ranges(self.sizes)
 
 
 def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence[int]) -> tuple[Tensor, Any]:
@@ -152,7 +156,7 @@ class _PositionWise:
         parts = []
         for layer in self.first.layers:
             parts.append(rows.new_empty(rows.shape[0], layer.width, dtype=self.dtype))  # [N, heads * E]
-        for start, size in tile_ranges(self.plan.sizes):
+        for start, size in self.plan.tiles():
             masks = self.first.draw(size)
             normed = self.first.normed(rows.narrow(0, start, size))  # [t, D]
             for layer, part, mask in zip(self.first.layers, parts, masks, strict=True):
@@ -161,7 +165,7 @@ class _PositionWise:
 
     def skip(self, x: Tensor) -> Tensor | None:
         """Draw what :meth:`project` and the output projection draw; returns the latter's mask."""
-        for size in self.plan.sizes:
+        for _, size in self.plan.tiles():
             self.first.draw(size)
         return self.out.draw(x.shape[:-1].numel())
 
@@ -169,7 +173,7 @@ class _PositionWise:
         """Add the gradients of the projections and the norm; returns the input's."""
         rows = x.reshape(-1, x.shape[-1])  # [N, D]
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-        for start, size in tile_ranges(self.plan.sizes):
+        for start, size in self.plan.tiles():
             masks = self.first.draw(size)
             mine = rows.narrow(0, start, size)  # [t, D]
             grads = [part.view(-1, part.shape[-1]).narrow(0, start, size) for part in parts]  # [t, heads * E] each
