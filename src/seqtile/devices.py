@@ -162,7 +162,7 @@ def device_bytes(device: torch.device) -> tuple[int, int]:
 
     if not is_accelerator(device):
         return 0, 0
-    read: Any = getattr(torch.accelerator, "get_memory_info", None)  # from torch 2.12
+    read: Any = getattr(torch.accelerator, "get_memory_info", None)  # from torch 2.12 on, torch/accelerator/memory.py
     try:
         free, total = (read or torch.get_device_module(device).mem_get_info)(device)
     except (AttributeError, RuntimeError):  # this backend does not say

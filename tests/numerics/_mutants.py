@@ -9,7 +9,7 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.tile_checkpoint import _Gradients, _Source
+from seqtile.ops.tile_checkpoint import TileGradients, TileSource
 from seqtile.ops.token_tiles import Cuts, Outputs
 
 Mutant = Callable[[MonkeyPatch], None]
@@ -23,7 +23,7 @@ def last_tile_dropped(monkeypatch: MonkeyPatch) -> None:
         tensors = write(self, index, result)
         if index == len(self.cuts) - 1:
             for buffer in self.buffers:
-                buffer.view(-1, buffer.shape[-1])[self.cuts.starts[index] :] = 0
+                buffer.view(-1, buffer.shape[-1])[self.cuts.ranges[index][0] :] = 0
         return tensors
 
     monkeypatch.setattr(Outputs, "write", mutated)
@@ -31,35 +31,35 @@ def last_tile_dropped(monkeypatch: MonkeyPatch) -> None:
 
 def last_tile_without_gradient(monkeypatch: MonkeyPatch) -> None:
     """The last tile's gradients never reach the weights and the input."""
-    of_output = _Gradients.of_output
+    of_output = TileGradients.of_output
 
-    def mutated(self: _Gradients, index: int) -> Iterator[Tensor | None]:
+    def mutated(self: TileGradients, index: int) -> Iterator[Tensor | None]:
         for gradient in of_output(self, index):
             last = index == len(self.cuts) - 1
             yield torch.zeros_like(gradient) if last and gradient is not None else gradient
 
-    monkeypatch.setattr(_Gradients, "of_output", mutated)
+    monkeypatch.setattr(TileGradients, "of_output", mutated)
 
 
 def upstream_ignored(monkeypatch: MonkeyPatch) -> None:
     """Every gradient of an output counts as ones."""
-    begin = _Gradients.begin
+    begin = TileGradients.begin
 
-    def mutated(self: _Gradients, outputs: tuple[Tensor | None, ...]) -> None:
+    def mutated(self: TileGradients, outputs: tuple[Tensor | None, ...]) -> None:
         begin(self, tuple(None if grad is None else torch.ones_like(grad) for grad in outputs))
 
-    monkeypatch.setattr(_Gradients, "begin", mutated)
+    monkeypatch.setattr(TileGradients, "begin", mutated)
 
 
 def bias_skipped(monkeypatch: MonkeyPatch) -> None:
     """Biases get no gradient from any tile but the first."""
-    sum_of = _Gradients.sum_of
+    sum_of = TileGradients.sum_of
 
-    def mutated(self: _Gradients, name: str, weight: Tensor) -> Sum:
-        forgotten = name.endswith("bias") and name in self._sums
+    def mutated(self: TileGradients, name: str, weight: Tensor) -> Sum:
+        forgotten = name.endswith("bias") and name in self.sums
         return Sum(weight) if forgotten else sum_of(self, name, weight)
 
-    monkeypatch.setattr(_Gradients, "sum_of", mutated)
+    monkeypatch.setattr(TileGradients, "sum_of", mutated)
 
 
 def low_precision_sums(monkeypatch: MonkeyPatch) -> None:
@@ -75,12 +75,12 @@ def low_precision_sums(monkeypatch: MonkeyPatch) -> None:
 
 def shifted_by_a_row(monkeypatch: MonkeyPatch) -> None:
     """Every input gradient lands one row off."""
-    write_input = _Gradients.write_input
+    write_input = TileGradients.write_input
 
-    def mutated(self: _Gradients, number: int, index: int, gradient: Tensor) -> None:
+    def mutated(self: TileGradients, number: int, index: int, gradient: Tensor) -> None:
         write_input(self, number, index, gradient.roll(1, dims=-2))
 
-    monkeypatch.setattr(_Gradients, "write_input", mutated)
+    monkeypatch.setattr(TileGradients, "write_input", mutated)
 
 
 def cut_along_the_length(monkeypatch: MonkeyPatch) -> None:
@@ -95,15 +95,15 @@ def cut_along_the_length(monkeypatch: MonkeyPatch) -> None:
 
 def inputs_kept(monkeypatch: MonkeyPatch) -> None:
     """The recompute's closure keeps the inputs alive after the forward."""
-    end_forward = _Source.end_forward
+    end_forward = TileSource.end_forward
 
-    def mutated(self: _Source) -> Tensor:
+    def mutated(self: TileSource) -> Tensor:
         live = self._live
         last = end_forward(self)
         self._live = live
         return last
 
-    monkeypatch.setattr(_Source, "end_forward", mutated)
+    monkeypatch.setattr(TileSource, "end_forward", mutated)
 
 
 COARSE: dict[str, Mutant] = {

@@ -16,7 +16,7 @@ from numerics._births import Births, births
 from numerics._blocks import HIDDEN, Gated, Tiled, block, random
 from numerics._layers import HOW, Layer
 from numerics._mutants import inputs_kept
-from seqtile.ops.tile_checkpoint import _Gradients, run_in_tiles
+from seqtile.ops.tile_checkpoint import TileGradients, run_in_tiles
 
 TILE = 4
 
@@ -102,13 +102,13 @@ def test_kept_inputs_are_noticed(how: dict[str, Any], monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("how", [HOW["none"], HOW["checkpoint"]], ids=str)
 def test_kept_sums_are_noticed(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    add_weight = _Gradients.add_weight
+    add_weight = TileGradients.add_weight
 
-    def mutated(self: _Gradients, name: str, gradient: Tensor) -> None:
+    def mutated(self: TileGradients, name: str, gradient: Tensor) -> None:
         add_weight(self, name, gradient)
         self.__dict__.setdefault("kept", []).append(gradient)
 
-    monkeypatch.setattr(_Gradients, "add_weight", mutated)
+    monkeypatch.setattr(TileGradients, "add_weight", mutated)
     with pytest.raises(AssertionError):
         check_backward(how)
 

@@ -286,10 +286,10 @@ def test_the_choice_is_made_once_before_the_processes_start(
     read: list[dict[str, Any]] = []
 
     def wait(self: Any) -> int:
-        read.append(read_recipe(self._folder / "recipe.yaml"))
+        read.append(read_recipe(self.folder / "recipe.yaml"))
         return 0
 
-    monkeypatch.setattr(launch._Launch, "wait", wait)
+    monkeypatch.setattr(launch.Launch, "wait", wait)
     words = ["train", "--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--max-length", "64",
              "--output", str(tmp_path / "out"), "--engine", "ddp", "--nproc", "2", "--fit-memory", "4GiB"]  # fmt: skip
     assert main(words) == 0

@@ -44,14 +44,14 @@ def test_a_lost_tile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above fails for an operator that drops the last tile's input gradient."""
     from seqtile.ops import tile_checkpoint
 
-    write = tile_checkpoint._Gradients.write_input
+    write = tile_checkpoint.TileGradients.write_input
 
     def lossy(self, number, index, gradient):
         write(self, number, index, gradient if index < len(self.cuts) - 1 else torch.zeros_like(gradient))
 
     model, ids = causal_lm("llama", torch.float64), tokens()
     _, expected = gradients(model, ids)
-    monkeypatch.setattr(tile_checkpoint._Gradients, "write_input", lossy)
+    monkeypatch.setattr(tile_checkpoint.TileGradients, "write_input", lossy)
     with seqtile.applied(model, tile=5, path="generic"):
         _, got = gradients(model, ids)
     with pytest.raises(AssertionError):

@@ -56,19 +56,118 @@ def top_level_name(file: Path) -> str:
     return file.parts[0].removesuffix(".py")
 
 
-def imports_of_ours(file: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and top-level name of everything that ``file`` imports from this package, wherever in the file.
+UNKNOWN = "\0"
+"""Stands for a part of a string that the source alone does not tell."""
 
-    A module's name in a string is an import too, by whoever gets it; in a docstring it is not.
+IMPORTERS = frozenset({"import_module", "__import__", "find_spec", "run_module", "resolve_name"})
+
+
+def package_of(file: Path) -> str:
+    return ".".join(("seqtile", *file.parent.parts))
+
+
+def constants_of(file: Path, tree: ast.Module) -> dict[str, ast.expr]:
+    """What the names at the top of a module stand for, where they are assigned once."""
+    given = [node for node in tree.body if isinstance(node, ast.Assign) and len(node.targets) == 1]
+    found = {node.targets[0].id: node.value for node in given if isinstance(node.targets[0], ast.Name)}
+    times = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    once = {name: value for name, value in found.items() if times.count(name) == 1}
+    name = package_of(file) if file.stem == "__init__" else f"{package_of(file)}.{file.stem}"
+    return once | {"__package__": ast.Constant(package_of(file)), "__name__": ast.Constant(name)}
+
+
+def text_of(node: ast.AST | None, constants: dict[str, ast.expr], depth: int = 0) -> str | None:
+    """The string that an expression makes, with :data:`UNKNOWN` for what cannot be told; None for no string at all."""
+    if depth > 9:
+        return None
+
+    def part(value: ast.AST) -> str:
+        text = text_of(value, constants, depth + 1)
+        return UNKNOWN if text is None else text
+
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part(value) for value in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return part(node.value)
+    if isinstance(node, ast.Name):
+        return text_of(constants.get(node.id), constants, depth + 1)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        sides = [text_of(side, constants, depth + 1) for side in (node.left, node.right)]
+        return None if sides == [None, None] else "".join(UNKNOWN if side is None else side for side in sides)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        given = [part(value) for value in (node.right.elts if isinstance(node.right, ast.Tuple) else [node.right])]
+        pattern = text_of(node.left, constants, depth + 1)
+        return None if pattern is None else _filled(r"%[-+ #0-9.]*[a-zA-Z]", pattern, given)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        pattern, first = text_of(node.func.value, constants, depth + 1), node.args[0] if node.args else None
+        if pattern is None:
+            return None
+        if node.func.attr == "join" and isinstance(first, (ast.List, ast.Tuple)):
+            return pattern.join(part(value) for value in first.elts)
+        if node.func.attr == "format":
+            return _filled(r"\{[^{}]*\}", pattern, [part(value) for value in node.args])
+    return None
+
+
+def _filled(field: str, pattern: str, given: list[str]) -> str:
+    values = iter(given)
+    return re.sub(field, lambda _: next(values, UNKNOWN), pattern)
+
+
+def names_in_strings(file: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and top-level name of every module of ours that a string names, written out or put together.
+
+    Seen through: f-strings, ``+``, ``%``, ``.format``, ``.join`` of a display, names assigned once at the top of the
+    module, ``__name__`` and ``__package__``; relative names given to what imports. ``"?"`` is what is imported, or run
+    by ``-m``, from ``seqtile`` under a name that cannot be told. A docstring names no module, by whoever gets it.
     """
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    packages = frozenset().union(*ORDER)
+    constants, packages, seen = constants_of(file, tree), frozenset().union(*ORDER), set(prose)
+    loaded = set(map(id, _loaded(tree)))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
-            for name in re.findall(r"\bseqtile\.(\w+)", node.value):
-                if name in packages:  # else it is a public name, in a message
-                    yield node.lineno, name
+        if isinstance(node, ast.Call) and (text := _relative(node, file, constants)):
+            seen.update(map(id, ast.walk(node)))
+        elif id(node) in seen or isinstance(node, ast.Name) or (text := text_of(node, constants)) is None:
             continue
+        else:
+            seen.update(id(child) for child in ast.walk(node))
+        for name in re.findall(rf"\bseqtile\.(\w+|{UNKNOWN})", text):
+            if name in packages or (name == UNKNOWN and id(node) in loaded):  # else it is a public name, in a message
+                yield node.lineno, name.replace(UNKNOWN, "?")  # type: ignore[attr-defined]
+
+
+def _loaded(tree: ast.Module) -> Iterator[ast.expr]:
+    """Expressions that are handed to what imports, or follow ``"-m"`` in a command."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _called(node) in IMPORTERS:
+            yield from node.args[:1]
+        elif isinstance(node, (ast.List, ast.Tuple)):
+            for option, module in zip(node.elts, node.elts[1:], strict=False):
+                if isinstance(option, ast.Constant) and option.value == "-m":
+                    yield module
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _relative(call: ast.Call, file: Path, constants: dict[str, ast.expr]) -> str:
+    """The whole name behind a relative one that ``import_module`` and its like are given, else ""."""
+    name = text_of(call.args[0], constants) if _called(call) in IMPORTERS and call.args else None
+    if name is None or not name.startswith("."):
+        return ""
+    given = call.args[1:2] or [word.value for word in call.keywords if word.arg == "package"]
+    base = (text_of(given[0], constants) if given else None) or package_of(file)
+    level = len(name) - len(name.lstrip("."))
+    return ".".join([*base.split(".")[: len(base.split(".")) - level + 1], name.lstrip(".")])
+
+
+def imports_of_ours(file: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and top-level name of everything that ``file`` imports from this package, wherever in the file."""
+    yield from names_in_strings(file, tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
@@ -356,6 +455,16 @@ def test_our_own_names_may_be_private(line: str, tmp_path: Path) -> None:
         ("train/launch.py", 'WORKER = "seqtile.cli.worker"'),
         ("train/launch.py", 'command = ["-m", f"seqtile.cli.{name}"]'),
         ("train/launch.py", 'import_module("seqtile.cli.worker", "seqtile")'),
+        ("train/launch.py", 'name = "seqtile" + ".cli." + "worker"'),
+        ("train/launch.py", 'name = "seqtile.%s.worker" % "cli"'),
+        ("train/launch.py", 'name = "{}.cli.{}".format("seqtile", worker)'),
+        ("train/launch.py", 'name = ".".join(["seqtile", "cli", worker])'),
+        ("train/launch.py", 'PACKAGE, NOTE = "seqtile", 1\nOURS = "seqtile"\nname = f"{OURS}.cli.{worker}"'),
+        ("train/launch.py", 'command = ["-m", f"seqtile.{name}"]'),
+        ("train/launch.py", 'import_module(f"seqtile.{name}")'),
+        ("train/launch.py", 'import_module(".cli.worker", "seqtile")'),
+        ("train/launch.py", 'import_module("..cli", __package__)'),
+        ("train/launch.py", 'import_module("..cli", package="seqtile.train")'),
         ("somewhere.py", "x = 1"),
     ],
 )
@@ -375,6 +484,11 @@ def test_every_way_of_importing_upwards_is_caught(file: str, line: str, tmp_path
         ("train/run.py", "from .._errors import UserError"),
         ("train/run.py", "from seqtile import __version__"),
         ("train/run.py", '"""As :func:`seqtile.cli.main` does."""'),
+        ("train/run.py", "logger = getLogger(__name__)"),
+        ("train/run.py", 'import_module(".recipe", __package__)'),
+        ("train/run.py", 'name = f"{base}.cli"'),
+        ("train/run.py", 'key = f"seqtile.{name}"'),
+        ("train/run.py", 'name = f"seqtile {version}. The command line"'),
         ("train/run.py", 'logger = getLogger("seqtile.models")'),
         ("train/run.py", 'raise ValueError("call seqtile.apply first")'),
     ],
@@ -391,6 +505,61 @@ def loaded(code: str, names: tuple[str, ...]) -> tuple[subprocess.CompletedProce
     done = subprocess.run([sys.executable, "-c", report + code], capture_output=True, text=True, timeout=500)
     line = next(line for line in reversed(done.stderr.splitlines()) if line.startswith("LOADED"))
     return done, set(line.split()) & set(names)
+
+
+PRIVATE_CLASS = re.compile("_[A-Z]+[a-z]")
+
+
+def private_classes_in_tests(root: Path) -> list[str]:
+    """Private classes of this package that tests import, or read from one of its modules: to patch them, say."""
+    found = []
+    for file, tree in modules(root):
+        ours: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "seqtile":
+                ours.update(alias.asname or alias.name for alias in node.names)
+                found += [
+                    f"{file}:{node.lineno}: {one.name}" for one in node.names if re.match("_[A-Z]+[a-z]", one.name)
+                ]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and PRIVATE_CLASS.match(node.attr):
+                if isinstance(node.value, ast.Name) and node.value.id in ours:
+                    found.append(f"{file}:{node.lineno}: {node.attr}")
+    return found
+
+
+def test_tests_use_no_private_class() -> None:
+    assert private_classes_in_tests(ROOT / "tests") == []
+
+
+@pytest.mark.parametrize("text", ["from seqtile.a import _Put", "from seqtile import a\nx = a._Put.forward"])
+def test_a_private_class_in_a_test_is_caught(text: str, tmp_path: Path) -> None:
+    (tmp_path / "test_bad.py").write_text(text, encoding="utf-8")
+    assert len(private_classes_in_tests(tmp_path)) == 1
+
+
+def modules_named_in(cell: str) -> list[str]:
+    """The paths that a cell of a table names; a name without a folder is in the folder of the one before it."""
+    paths: list[str] = []
+    for name in re.findall(r"`([\w./]+)`", cell):
+        inherits = "/" not in name and "." not in name and paths
+        paths.append(f"{paths[-1].rpartition('/')[0]}/{name}" if inherits else name)
+    return paths
+
+
+def test_the_page_of_the_move_names_modules_that_are_there() -> None:
+    page = (ROOT / "docs" / "tree.md").read_text(encoding="utf-8").partition("## Before and after")[2]
+    table = page.partition("| module before | module now |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if "`" in line]
+    assert len(rows) > 10
+    before, now = ([path for row in rows for path in modules_named_in(row[side])] for side in (0, 1))
+    assert [path for path in now if not (SOURCE / path).exists() and not (SOURCE / f"{path}.py").exists()] == []
+    assert [path for path in before if (SOURCE / f"{path}.py").exists()] == []
+    assert modules_named_in("`ops/mlp`, `linear` and `models/discover/`") == [
+        "ops/mlp",
+        "ops/linear",
+        "models/discover/",
+    ]
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:

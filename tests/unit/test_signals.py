@@ -99,9 +99,9 @@ Path(sys.argv[3]).write_text(json.dumps([blocked, came, os.getppid()]))
 """
 
 
-def launched(folder: Path, script: str, *arguments: str) -> launch._Launch:
+def launched(folder: Path, script: str, *arguments: str) -> launch.Launch:
     recipe = build_recipe({"engine": "ddp", "nproc": 1, "model": "m", "dataset": "d"}, {})[0]
-    return launch._Launch(recipe, [sys.executable, "-c", script, *arguments], folder)
+    return launch.Launch(recipe, [sys.executable, "-c", script, *arguments], folder)
 
 
 def test_sigterm_to_every_process_twice_is_one_request(tmp_path: Path):

@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import pytest
 
-from seqtile.tiling import FUSED_WIDTHS, BlockShape, parse_keep, parse_tile
+from seqtile.tiling import FUSED_WIDTHS, BlockShape, even_sizes, parse_keep, parse_tile, tile_ranges
 
 D, F = 4096, 14336
 LENGTHS = range(500, 200_000, 1_237)
@@ -54,3 +54,19 @@ def test_kept_bytes_never_exceed_the_budget() -> None:
                 assert 2 * 256 * 2 * rows <= budget + 1, (tokens, tile, budget)
                 kept.append(share)
     assert 0.0 in kept and 1.0 in kept
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (7,), (5, 1, 8), (3, 0, 2)], ids=str)
+def test_ranges_follow_one_another_and_hold_every_token_once(sizes: tuple[int, ...]) -> None:
+    ranges = list(tile_ranges(sizes))
+    assert [size for _, size in ranges] == list(sizes)
+    assert [token for start, size in ranges for token in range(start, start + size)] == list(range(sum(sizes)))
+
+
+def test_even_sizes_differ_by_one_at_most_and_the_larger_come_first() -> None:
+    for total in range(1, 40):
+        for count in range(1, total + 1):
+            sizes = even_sizes(total, count)
+            assert (len(sizes), sum(sizes)) == (count, total)
+            assert list(sizes) == sorted(sizes, reverse=True)
+            assert sizes[0] - sizes[-1] <= 1

@@ -102,7 +102,7 @@ def test_heads_that_do_not_divide(
     config: dict[str, int], flags: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     model = tiny_run.save_model(tmp_path / "model", hidden_size=48, head_dim=8, **config)
-    monkeypatch.setattr(launch, "_Launch", None)  # nothing is started
+    monkeypatch.setattr(launch, "Launch", None)  # nothing is started
     given = ["--model", str(model), "--dataset", __file__, "--max-length", "64", "--output", str(tmp_path / "out")]
     assert main(["train", *given, "--engine", "zero3", "--nproc", "2", *flags]) == 2
     assert words in capsys.readouterr().err
@@ -158,7 +158,7 @@ def test_processes_and_accelerators(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerators > 0)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: accelerators)
     monkeypatch.setattr(launch, "find_spec", lambda name: name)
-    monkeypatch.setattr(launch, "_Launch", None)
+    monkeypatch.setattr(launch, "Launch", None)
     assert main(["train", *flags]) == 2
     assert words in capsys.readouterr().err
 

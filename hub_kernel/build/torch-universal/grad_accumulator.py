@@ -93,6 +93,7 @@ class Sum:
             step = tokens_at_once(left, right)
             for start in range(0, max(1, right.shape[0]), step):
                 piece = slice(start, start + step)
+                # [M, step] @ [step, N]; no names, which would keep one piece while the next one is made
                 torch.addmm(self._total, left[:, piece].to(wide), right[piece].to(wide), beta=beta, out=self._total)
                 beta = 1
 

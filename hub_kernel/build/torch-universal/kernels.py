@@ -71,7 +71,7 @@ class Kernels:
             self._kernels[variant] = _compile(build(), len(self._kernels))
         try:
             self._kernels[variant](*buffers)
-        except _RanEagerlyError:
+        except RanEagerlyError:
             del self._kernels[variant]  # what the compiler has skipped once it skips for good
             self._say(_CALL, "torch.compile is switched off or has skipped them")
         except Exception as error:  # noqa: BLE001  # whatever a compiler raises; nothing was written
@@ -97,14 +97,14 @@ _CALL = "%s kernels run eagerly for this call: %s"
 _FAILED = "%s kernels run eagerly: torch.compile failed (%s)"
 
 
-class _RanEagerlyError(RuntimeError):
+class RanEagerlyError(RuntimeError):
     """A kernel's body was called as Python; it would hold a dozen fp32 buffers."""
 
 
 def only_compiled() -> None:
     """Raise where the body of a kernel is called as Python."""
     if not torch.compiler.is_dynamo_compiling():
-        raise _RanEagerlyError
+        raise RanEagerlyError
 
 
 def _compile(kernel: Kernel, number: int) -> Kernel:

@@ -30,14 +30,14 @@ from .rng import RandomState
 from .rng import RowWise
 from collections.abc import Sequence
 from torch import Tensor
-from itertools import accumulate
-from itertools import count
+from operator import attrgetter
 from dataclasses import dataclass
 import math
 from contextlib import nullcontext
 from .token_tiles import refuse_second_derivative
 from .token_tiles import refuse_trace
 from .normed_linears import sums_for
+from .tiling import tile_ranges
 import torch
 
 
@@ -112,9 +112,11 @@ class MlpPlan:
     random: RandomState | None
     check: Callable[[], None] | None = None
 
-    def tiles(self) -> Iterator[tuple[int, int, int]]:
-        """The number of each tile, its first row, and its rows."""
-        return zip(count(), accumulate(self.sizes, initial=0), self.sizes, strict=False)
+    def tiles(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """The number of each tile, and its first token and tokens; a plan of memory has only some of them run."""
+        return enumerate(tile_ranges(self.sizes))
+
+_requires_grad = attrgetter("requires_grad")
 
 
 def fused_mlp(
@@ -181,7 +183,7 @@ def fused_mlp(
             )
     plan = _plan(x, mlp, kinds, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense, check)
     x = _one_row_stride(x)
-    if not torch.is_grad_enabled() or not any([t.requires_grad for t in (x, *tensors)]):
+    if not torch.is_grad_enabled() or not any(map(_requires_grad, (x, *tensors))):
         return _forward(plan, x.detach(), [t.detach() for t in tensors], {})
     token = SaveAhead.apply(x, *tensors)  # type: ignore[no-untyped-call]
     return _Fused.apply(plan, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]
@@ -216,10 +218,10 @@ def _forward(plan: MlpPlan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int
     tiles = plan.tiles()
     with plan.autocast.off():
         work = Pass(plan, x.device, tensors, [None] * len(tensors))
-        rows = x.view(-1, x.shape[-1])
+        rows = x.view(-1, x.shape[-1])  # [..., D] -> [N, D]
         output = torch.empty(*x.shape[:-1], work.output_width, dtype=work.output_dtype(rows), device=x.device)
-        flat = output.view(-1, output.shape[-1])
-        for index, start, size in tiles:
+        flat = output.view(-1, output.shape[-1])  # [..., D] -> [N, D]
+        for index, (start, size) in tiles:
             values = work.forward(rows.narrow(0, start, size), flat.narrow(0, start, size), keep=index < plan.keep)
             if values:
                 kept[index] = values
@@ -261,12 +263,12 @@ class _Fused(torch.autograd.Function):
         needs_x, *needs = ctx.needs_input_grad[3:]
         # Unpacked once, and before anything else: under a layer checkpoint this is what runs the layer again.
         x, *tensors = ctx.save.saved_tensors
-        dy = dy.reshape(-1, dy.shape[-1])
+        dy = dy.reshape(-1, dy.shape[-1])  # [..., D] -> [N, D]
         with plan.autocast.off(), plan.random.replayed() if plan.random else nullcontext():
             work = Pass(plan, x.device, tensors, sums_for(tensors, needs))
-            rows = x.view(-1, x.shape[-1])
+            rows = x.view(-1, x.shape[-1])  # [N, D]
             dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-            for index, start, size in plan.tiles():
+            for index, (start, size) in plan.tiles():
                 work.backward(
                     rows.narrow(0, start, size),
                     dy.narrow(0, start, size),

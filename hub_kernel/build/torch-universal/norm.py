@@ -128,12 +128,12 @@ def _backward_kernel(norm: NormFormula, width: int) -> Kernel:
         n, inverse = _normalised(norm, x)
         upstream = wide(dy)
         if weight_sum is not None:
-            weight_sum.add_((upstream * n).sum(0))
+            weight_sum.add_((upstream * n).sum(0))  # [t, D] -> [D]
         if bias_sum is not None:
-            bias_sum.add_(upstream.sum(0))
+            bias_sum.add_(upstream.sum(0))  # [t, D] -> [D]
         if dx is None:
             return
-        dn = _scaled(norm, upstream, weight)
+        dn = _scaled(norm, upstream, weight)  # [t, D]
         change = dn - n * (dn * n).mean(-1, keepdim=True)
         dx.copy_(inverse * (change - dn.mean(-1, keepdim=True) if norm.centred else change))
 

@@ -7,6 +7,9 @@ Tokens here are rows: ``batch * sequence`` of the block's input, flattened.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import accumulate
 from dataclasses import dataclass
 import math
 
@@ -122,12 +125,23 @@ def equal_sizes(tokens: int, count: int) -> tuple[int, ...]:
     """``count`` sizes that sum to ``tokens``: equal multiples of 128 with the remainder last, if there are enough."""
     if math.ceil(tokens / MULTIPLE) >= 8 * count:
         return _whole_units(tokens, count)
-    return tuple([tokens // count + (i < tokens % count) for i in range(count)])
+    return even_sizes(tokens, count)
+
+
+def even_sizes(total: int, count: int) -> tuple[int, ...]:
+    """``count`` sizes that sum to ``total``, no two of them further apart than 1, the larger ones first."""
+    size, larger = divmod(total, count)
+    return (size + 1,) * larger + (size,) * (count - larger)
+
+
+def tile_ranges(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first token and the number of tokens of each tile, in order: what ``Tensor.narrow`` takes."""
+    return zip(accumulate(sizes, initial=0), sizes, strict=False)  # the last sum, all tokens, begins no tile
 
 
 def _whole_units(tokens: int, count: int) -> tuple[int, ...]:
     units = math.ceil(tokens / MULTIPLE)
-    sizes = [MULTIPLE * (units // count + (i < units % count)) for i in range(count)]
+    sizes = [MULTIPLE * size for size in even_sizes(units, count)]
     sizes[-1] -= sum(sizes) - tokens
     return tuple(sizes)
 
@@ -137,7 +151,7 @@ def sizes_within(tokens: int, limit: int) -> tuple[int, ...]:
     count = math.ceil(tokens / limit)
     sizes = _whole_units(tokens, count) if limit % MULTIPLE == 0 else equal_sizes(tokens, count)
     if max(sizes) > limit:
-        return tuple([tokens // count + (i < tokens % count) for i in range(count)])
+        return even_sizes(tokens, count)
     return sizes
 
 

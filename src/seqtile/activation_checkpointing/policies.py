@@ -262,7 +262,10 @@ def _ours(function: Any) -> bool:
 
 
 def _is_on(module: Any) -> bool:
-    """Whether checkpointing is on; the property has another name since Transformers 5, and the old one warns."""
+    """Whether checkpointing is on; Transformers 5.0 has the old name alone, 5.23 a new one too, and the old one warns:
+
+    https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py
+    """
     new = getattr(module, "is_activation_checkpointing", None)
     return bool(getattr(module, "is_gradient_checkpointing", False) if new is None else new)
 

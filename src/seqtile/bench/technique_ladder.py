@@ -49,7 +49,7 @@ RUNGS = (
 last rung drops it again: the longest sequences."""
 
 
-SETTINGS = ("tile", "blocks", "loss", "offload", "checkpoint", "heads")
+SETTINGS = ("tile", *dict.fromkeys(name for rung in RUNGS for name in rung.changes))
 """The options that a row shows."""
 
 

@@ -35,7 +35,8 @@ def call_with_weights(module: nn.Module, weights: Mapping[str, Tensor], argument
     """``torch.func.functional_call``, which also replaces weights that are attributes of the instance.
 
     A module that several names lead to is visited once. ``functional_call`` would visit it once per name and put its
-    own stand-in back as what it had found: the parameter would be gone (seen in torch 2.13).
+    own stand-in back as what it had found: the parameter would be gone. Seen in torch 2.13:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/stateless.py
     """
     hidden: list[tuple[dict[str, Any], str, Tensor]] = []  # attributes that hide a parameter, or stand for one
     try:

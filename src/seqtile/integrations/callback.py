@@ -18,7 +18,7 @@ from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.apply import apply, carries, tiled_names
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.models.report import Report
-from seqtile.options import TilingOptions
+from seqtile.options import OF_BLOCKS, TilingOptions
 
 logger = first_rank_logger(__name__)
 
@@ -142,7 +142,7 @@ class TilingCallback(TrainerCallback):
             return []
         if trainer.is_deepspeed_enabled:
             return ["the reference model is not tiled: DeepSpeed holds it already"]
-        only_blocks = {name: self._settings[name] for name in _OF_BLOCKS if name in self._settings}
+        only_blocks = {name: self._settings[name] for name in _OF_REFERENCE if name in self._settings}
         if only_blocks.get("blocks") == "none":
             return []
         try:
@@ -172,7 +172,8 @@ class TilingCallback(TrainerCallback):
             )
 
 
-_OF_BLOCKS = ("tile", "only", "trust", "blocks", "path")
+_OF_REFERENCE = ("blocks", *(name for name in OF_BLOCKS if name != "keep"))
+"""What the reference model is tiled with as the model is: without a backward nothing is kept for one."""
 
 
 def _refuse_split_states(trainer: Trainer | None, model: nn.Module) -> None:

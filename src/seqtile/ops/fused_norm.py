@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from seqtile.ops.norm import BY_DEVICE, COMPILED
 from seqtile.ops.normed_linears import Norm, NormKind, sums_for
 from seqtile.ops.rng import Autocast, RowWise
 from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
+from seqtile.tiling import tile_ranges
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,6 @@ class _NormPlan:
     sizes: tuple[int, ...]
     autocast: Autocast
     check: Callable[[], None] | None
-
-    @property
-    def tiles(self) -> Iterator[tuple[int, int]]:
-        """(first row, rows) of each tile of tokens."""
-        return zip(accumulate(self.sizes, initial=0), self.sizes, strict=False)
 
 
 def fused_norm(
@@ -72,11 +67,11 @@ class _FusedNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights)
         norm = Norm(plan.autocast, plan.norm, zip(weights, [None] * len(weights), strict=True))
-        rows = x.reshape(-1, x.shape[-1]).contiguous()  # as the kernels need it
+        rows = x.reshape(-1, x.shape[-1]).contiguous()  # [N, D], as the kernels need it
         if len(plan.sizes) == 1:
             return norm.forward(rows, plan.dtype).view(x.shape)
         out = torch.empty(rows.shape, dtype=plan.dtype, device=x.device)
-        for start, size in plan.tiles:
+        for start, size in tile_ranges(plan.sizes):
             out.narrow(0, start, size).copy_(norm.forward(rows.narrow(0, start, size), plan.dtype))
         return out.view(x.shape)
 
@@ -92,9 +87,9 @@ class _FusedNorm(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         sums = sums_for(weights, needs)
         norm = Norm(plan.autocast, plan.norm, zip(weights, sums, strict=True))
-        rows, upstream = (one.reshape(-1, one.shape[-1]).contiguous() for one in (x, dy))
+        rows, upstream = (one.reshape(-1, one.shape[-1]).contiguous() for one in (x, dy))  # [N, D] each
         dx = torch.empty(rows.shape, dtype=x.dtype, device=x.device) if needs_x else None
-        for start, size in plan.tiles:
+        for start, size in tile_ranges(plan.sizes):
             out = None if dx is None else dx.narrow(0, start, size)
             mine = rows.narrow(0, start, size)  # [t, D]
             found = norm.gradient(mine, upstream.narrow(0, start, size), needs_rows=needs_x, out=out)

@@ -2,6 +2,8 @@
 
 ``y = x W^T + b + scaling * dropout(x) A^T B^T``, where the low-rank part is there with a LoRA adapter (arXiv
 2106.09685). Frozen weights cost no weight-gradient product.
+
+Shapes: ``t`` tokens of the tile, ``in`` and ``out`` features of the projection, ``rank`` of its adapter.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ def plain_projection(x: Tensor, projection: Projection) -> Tensor:
     """The projection in plain operators: ``[..., in] -> [..., out]``."""
     weight, adapter = projection.weight, projection.adapter
     dense = weight if isinstance(weight, Tensor) else weight.dense()
-    y = F.linear(x, dense.t() if projection.transposed else dense, projection.bias)
+    y = F.linear(x, dense.t() if projection.transposed else dense, projection.bias)  # [..., out]
     if adapter is None:
         return y
     dropped = F.dropout(x.to(adapter.down.dtype), adapter.dropout) if adapter.dropout else x.to(adapter.down.dtype)
@@ -142,7 +144,7 @@ class Layer:
         if kind.packed is None:
             weight, self.weight_sum = next(pairs)
             matrix = weight.detach().to(dtype)
-            self._matrix = matrix.t() if kind.transposed else matrix
+            self._matrix = matrix.t() if kind.transposed else matrix  # [out, in]
             self.width, self.inputs = self._matrix.shape
         else:
             self.width, self.inputs = kind.packed.shape
@@ -157,7 +159,8 @@ class Layer:
             up, self.up_sum = next(pairs)
             if not autocast.enabled:
                 self.low_dtype = torch.promote_types(dtype, down.dtype)
-            self.down, self.up = down.detach().to(self.low_dtype), up.detach().to(self.low_dtype)
+            self.down = down.detach().to(self.low_dtype)  # [rank, in]
+            self.up = up.detach().to(self.low_dtype)  # [out, rank]
         self.scaling = kind.scaling / (1 - kind.dropout) if kind.dropout < 1 else 0.0
         self.narrow = self.low_dtype == dtype
         self.draws = kind.has_adapter and kind.dropout > 0
@@ -182,14 +185,14 @@ class Layer:
         return part
 
     def draw(self, rows: int) -> Tensor | None:
-        """The adapter's dropout mask for one tile, one byte per element; draws from the global generator."""
+        """The adapter's dropout mask for one tile, ``[t, in]``, a byte each; draws from the global generator."""
         if not self.draws or self.down is None:
             return None
         mask = torch.empty(rows, self.inputs, dtype=torch.bool, device=self.down.device)
         return mask.bernoulli_(1 - self.dropout)
 
     def forward(self, x: Tensor, out: Tensor, mask: Tensor | None) -> None:
-        """Write the projection of ``x`` into ``out``."""
+        """Write the projection of ``x`` ``[t, in]`` into ``out`` ``[t, out]``; ``mask`` is what :meth:`draw` drew."""
         matrix = self.matrix if self._matrix is None else self._matrix
         if self.bias is None:
             torch.mm(x, matrix.t(), out=out)
@@ -199,20 +202,20 @@ class Layer:
             return
         for xs, place, kept in self.pieces(x, out, mask):
             assert xs is not None and place is not None
-            low = torch.mm(self._dropped(xs, kept), self.down.t())
+            low = torch.mm(self._dropped(xs, kept), self.down.t())  # [t, in] @ [in, rank]
             if self.narrow:
-                torch.addmm(place, low, self.up.t(), alpha=self.scaling, out=place)
+                torch.addmm(place, low, self.up.t(), alpha=self.scaling, out=place)  # [t, rank] @ [rank, out]
             else:
                 place.add_(torch.mm(low, self.up.t()), alpha=self.scaling)
 
     def low_rank_gradient(self, dy: Tensor) -> Tensor | None:
-        """Gradient of the adapter's ``[t, rank]`` tensor; None without an adapter."""
+        """Gradient of the adapter's ``[t, rank]`` tensor, from that of the output ``[t, out]``; None without one."""
         if self.down is None:
             return None
         result = dy.new_empty(dy.shape[0], self.up.shape[1], dtype=self.low_dtype)
         for dys, place in self.pieces(dy, result):
             assert dys is not None and place is not None
-            torch.mm(dys.to(self.low_dtype), self.up, out=place).mul_(self.scaling)
+            torch.mm(dys.to(self.low_dtype), self.up, out=place).mul_(self.scaling)  # [t, out] @ [out, rank]
         return result
 
     def add_gradients(
@@ -221,38 +224,38 @@ class Layer:
         """Add this tile's gradients of everything that trains to their sums.
 
         Args:
-            x: the projection's input; may be None unless :attr:`needs_input`.
-            dy: gradient of its output.
-            low: what :meth:`low_rank_gradient` returned.
-            mask: the adapter's dropout mask.
+            x: the projection's input, ``[t, in]``; may be None unless :attr:`needs_input`.
+            dy: gradient of its output, ``[t, out]``.
+            low: what :meth:`low_rank_gradient` returned, ``[t, rank]``.
+            mask: the adapter's dropout mask, ``[t, in]``.
             overwrite: ``x`` is dead afterwards, so the mask may be applied in place.
         """
         if self.bias_sum is not None:
             self.bias_sum.add(dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)))
         if self.weight_sum is not None:
             assert x is not None
-            self.weight_sum.add_product(*((x.t(), dy) if self.transposed else (dy.t(), x)))
+            self.weight_sum.add_product(*((x.t(), dy) if self.transposed else (dy.t(), x)))  # [in, out] or [out, in]
         if self.down_sum is None and self.up_sum is None:
             return
         for xs, dys, lows, kept in self.pieces(x, dy, low, mask):
             assert xs is not None and dys is not None and lows is not None and self.down is not None
             xs = self._dropped(xs, kept, overwrite=overwrite)
             if self.down_sum is not None:
-                self.down_sum.add_product(lows.t(), xs)
+                self.down_sum.add_product(lows.t(), xs)  # [rank, t] @ [t, in]
             if self.up_sum is not None:
-                scaled = torch.mm(xs, self.down.t()).mul_(self.scaling)
-                self.up_sum.add_product(dys.to(self.low_dtype).t(), scaled)
+                scaled = torch.mm(xs, self.down.t()).mul_(self.scaling)  # [t, rank]
+                self.up_sum.add_product(dys.to(self.low_dtype).t(), scaled)  # [out, t] @ [t, rank]
 
     def input_gradient(
         self, dy: Tensor, out: Tensor, low: Tensor | None, mask: Tensor | None, *, add: bool = False
     ) -> None:
-        """Write the gradient of the input into ``out``, or add it to what stands there."""
+        """Write the gradient of the input, ``[t, in]``, into ``out``, or add it to what stands there."""
         if low is not None and mask is not None and self.narrow and not add:
             assert self.down is not None
             torch.mm(low, self.down, out=out).mul_(mask)  # the dropped part first, in place: no buffer of its own
             torch.addmm(out, dy, self.matrix, out=out)
             return
-        torch.addmm(out, dy, self.matrix, beta=int(add), out=out)
+        torch.addmm(out, dy, self.matrix, beta=int(add), out=out)  # [t, out] @ [out, in]
         if low is None or self.down is None:
             return
         if self.narrow and mask is None:
@@ -260,7 +263,7 @@ class Layer:
             return
         for lows, place, kept in self.pieces(low, out, mask):
             assert lows is not None and place is not None
-            part = torch.mm(lows, self.down)
+            part = torch.mm(lows, self.down)  # [t, rank] @ [rank, in]
             place.add_(part if kept is None else part.mul_(kept))
 
     def _dropped(self, x: Tensor, mask: Tensor | None, *, overwrite: bool = False) -> Tensor:

@@ -1,4 +1,7 @@
-"""The arithmetic of the fused operator: one tile forward, one tile backward, in buffers that all tiles share."""
+"""The arithmetic of the fused operator: one tile forward, one tile backward, in buffers that all tiles share.
+
+Shapes: ``t`` tokens of the tile, ``D`` features of the block's input and output, ``F`` of its inner tensors.
+"""
 
 from __future__ import annotations
 
@@ -58,17 +61,17 @@ class Pass:
         return [None if total is None else total.result() for total in self._sums]
 
     def forward(self, x: Tensor, out: Tensor, *, keep: bool) -> tuple[Tensor, ...]:
-        """Write one tile's output; returns its pre-activations if they are to be kept."""
-        n, masks, drop = self._start(x)
+        """Write one tile's output, ``[t, D] -> [t, D]``; returns its pre-activations if they are to be kept."""
+        n, masks, drop = self._start(x)  # [t, D], adapters' masks [t, in], [t, D]
         values = self._pre_activations(n, masks, fresh=keep)
-        gate, up = self._split(values)
-        hidden = self._buffer("hidden", x.shape[0], gate.shape[1]) if keep else gate
+        gate, up = self._split(values)  # [t, F] each
+        hidden = self._buffer("hidden", x.shape[0], gate.shape[1]) if keep else gate  # [t, F]
         self._pointwise.forward(self.plan.activation, gate, up, hidden)
         del n, gate, up
         if not keep:
             values = ()
         plain = self.after is None and out.dtype == self.dtype
-        y = out if plain else torch.empty(out.shape, dtype=self.dtype, device=self.device)
+        y = out if plain else torch.empty(out.shape, dtype=self.dtype, device=self.device)  # [t, D]
         self.down.forward(hidden, y, masks[-1])
         if drop is not None:
             y.mul_(drop).mul_(self._drop_scale)
@@ -79,17 +82,17 @@ class Pass:
         return values
 
     def backward(self, x: Tensor, dy: Tensor, dx: Tensor | None, kept: tuple[Tensor, ...] | None) -> None:
-        """Add one tile's gradients to the sums and write its ``dx``."""
+        """Add one tile's gradients to the sums and write its ``dx``; ``x``, ``dy`` and ``dx`` are ``[t, D]``."""
         n, masks, drop = self._start(x)
         inner = self.first.trains or self.first.needs_normed(dx is not None)
         values = self._pre_activations(n, masks, fresh=False) if kept is None else kept
-        gate, up = self._split(values)
+        gate, up = self._split(values)  # [t, F] each; overwritten by their gradients below
 
         def spare(number: int) -> Tensor:
             return self._buffer(number, x.shape[0], gate.shape[1])
 
-        dy = self._output_gradient(dy, drop, masks, spare, gate, up)
-        low = self.down.low_rank_gradient(dy)
+        dy = self._output_gradient(dy, drop, masks, spare, gate, up)  # [t, D]
+        low = self.down.low_rank_gradient(dy)  # [t, rank]
 
         def use_hidden(hidden: Tensor) -> None:
             self.down.add_gradients(hidden, dy, low, masks[-1], overwrite=True)
@@ -105,14 +108,14 @@ class Pass:
         )  # fmt: skip
         if not inner:
             return
-        self.first.backward(x, n, values, masks, dx)
+        self.first.backward(x, n, values, masks, dx)  # values hold the gradients of gate and up
 
     def _start(self, x: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
         """The normed input in the compute dtype, and every mask of the tile, drawn in one fixed order."""
         masks = [*self.first.draw(x.shape[0]), self.down.draw(x.shape[0]) if self.down.draws else None]
         drop = None
         if self.plan.dropout > 0:
-            drop = torch.empty(x.shape[0], self.output_width, dtype=torch.bool, device=self.device)
+            drop = torch.empty(x.shape[0], self.output_width, dtype=torch.bool, device=self.device)  # [t, D]
             drop.bernoulli_(1 - self.plan.dropout)
         return self.first.normed(x), masks, drop
 
@@ -121,6 +124,7 @@ class Pass:
         return 1 / (1 - self.plan.dropout) if self.plan.dropout < 1 else 0.0
 
     def _pre_activations(self, n: Tensor, masks: Sequence[Tensor | None], *, fresh: bool) -> tuple[Tensor, ...]:
+        """``[t, D] ->`` gate and up, ``[t, F]`` each, or ``[t, 2 F]`` of a fused projection."""
         values = []
         for number, (layer, mask) in enumerate(zip(self.first.layers, masks, strict=False)):
             if fresh:
@@ -132,12 +136,12 @@ class Pass:
         return tuple(values)
 
     def _split(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Gate and up; up is None in a plain MLP."""
+        """Gate and up, ``[t, F]`` each; up is None in a plain MLP."""
         if not self.plan.gated:
             return values[0], None
         if len(values) == 2:
             return values[0], values[1]
-        one, other = values[0].chunk(2, dim=-1)
+        one, other = values[0].chunk(2, dim=-1)  # [t, 2 F] -> two views [t, F]
         return (other, one) if self.plan.up_first else (one, other)
 
     def _output_gradient(
@@ -146,9 +150,9 @@ class Pass:
     ) -> Tensor:  # fmt: skip
         """Gradient of the down projection's output, from that of the block's; a norm after it costs one product."""
         if self.after is not None:
-            hidden = spare(0)
+            hidden = spare(0)  # [t, F]
             self._pointwise.forward(self.plan.activation, gate, up, hidden)
-            y = torch.empty(dy.shape, dtype=self.dtype, device=self.device)
+            y = torch.empty(dy.shape, dtype=self.dtype, device=self.device)  # [t, D]
             self.down.forward(hidden, y, masks[-1])
             if drop is not None:
                 y.mul_(drop).mul_(self._drop_scale)
@@ -159,7 +163,7 @@ class Pass:
         return dy if drop is None else (dy * drop).mul_(self._drop_scale)
 
     def _buffer(self, key: Any, rows: int, width: int) -> Tensor:
-        """A buffer for up to the longest tile, made on first use; the same for every tile."""
+        """A buffer ``[rows, width]``: the first rows of one for the longest tile, made once, that all tiles share."""
         buffer = self._buffers.get(key)
         if buffer is None:
             buffer = self._buffers[key] = torch.empty(self._longest, width, dtype=self.dtype, device=self.device)

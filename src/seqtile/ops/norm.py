@@ -71,7 +71,7 @@ def _layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float
 
 def _layer_in_python(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     h = x.to(torch.float32)
-    mean = h.mean(-1, keepdim=True)
+    mean = h.mean(-1, keepdim=True)  # [..., 1]
     variance = (h - mean).pow(2).mean(-1, keepdim=True)
     h = (h - mean) * torch.rsqrt(variance + epsilon)
     h = h if weight is None else weight.to(torch.float32) * h
@@ -178,12 +178,12 @@ def _backward_kernel(norm: NormFormula, width: int) -> Kernel:
         n, inverse = _normalised(norm, x)
         upstream = wide(dy)
         if weight_sum is not None:
-            weight_sum.add_((upstream * n).sum(0))
+            weight_sum.add_((upstream * n).sum(0))  # [t, D] -> [D]
         if bias_sum is not None:
-            bias_sum.add_(upstream.sum(0))
+            bias_sum.add_(upstream.sum(0))  # [t, D] -> [D]
         if dx is None:
             return
-        dn = _scaled(norm, upstream, weight)
+        dn = _scaled(norm, upstream, weight)  # [t, D]
         change = dn - n * (dn * n).mean(-1, keepdim=True)
         dx.copy_(inverse * (change - dn.mean(-1, keepdim=True) if norm.centred else change))
 

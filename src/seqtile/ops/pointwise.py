@@ -2,7 +2,8 @@
 
 Two ways to compute the same numbers stand behind one switch, :func:`pointwise_on`: eager ATen calls that write into
 given buffers, and one kernel forward and one backward built by ``torch.compile`` on accelerators. The order of the
-products around them differs, so the backward takes them as functions.
+products around them differs, so the backward takes them as functions. Every tensor here is ``[t, F]``: ``t`` tokens of
+a tile, ``F`` features of the MLP's inner tensors.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def _without_state(run: Run) -> RunWithState:
 def _run_without_gradient(
     run: RunWithState, tensors: Sequence[Tensor], cuts: Cuts, begins: Collection[int] = ()
 ) -> Any:
-    rows = cuts.rows(tensors)
+    rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     output = Outputs(cuts)
     state: State = ()
     for index in range(len(cuts)):
@@ -165,12 +165,12 @@ def _run_with_gradient(
     check: Callable[[], None] | None,
     begins: Collection[int] = (),
 ) -> Any:
-    rows = cuts.rows(tensors)
+    rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     trained = {name: weight for name, weight in live.items() if weight.requires_grad}
     names, same = tuple(trained), SameWeights(live)
-    gradients = _Gradients(cuts, [(name, weight.dtype) for name, weight in trained.items()])
+    gradients = TileGradients(cuts, [(name, weight.dtype) for name, weight in trained.items()])
     saved: list[Tensor] = []
-    source = _Source(cuts, _Save.apply(gradients, saved, len(rows), *rows, *trained.values()), rows, saved)  # type: ignore[no-untyped-call]
+    source = TileSource(cuts, _Save.apply(gradients, saved, len(rows), *rows, *trained.values()), rows, saved)  # type: ignore[no-untyped-call]
     del trained, live
     output = Outputs(cuts)
     anchor = rows[0].new_empty(0)
@@ -225,7 +225,7 @@ def _stopping_early() -> AbstractContextManager[None]:
     return set_checkpoint_early_stop(True) if off else nullcontext()
 
 
-class _Source:
+class TileSource:
     """Where a tile's rows come from: the live inputs during the forward, the saved ones during a recompute.
 
     Attributes:
@@ -271,8 +271,14 @@ class _Source:
             self._pass, self._left = current, len(self.cuts)
 
 
-class _Gradients:
-    """What the tiles of one backward pass produce, until ``_Save`` hands it over."""
+class TileGradients:
+    """What the tiles of one backward pass produce, until ``_Save`` hands it over.
+
+    Attributes:
+        cuts: the tiles.
+        weights: name and dtype of each weight that trains.
+        sums: the sum of each weight's gradient, by name, as far as tiles have added to it.
+    """
 
     def __init__(self, cuts: Cuts, weights: Sequence[tuple[str, torch.dtype]]) -> None:
         self.cuts = cuts
@@ -281,7 +287,7 @@ class _Gradients:
         self._clear()
 
     def _clear(self) -> None:
-        self._sums: dict[str, Sum] = {}
+        self.sums: dict[str, Sum] = {}
         self._inputs: dict[int, Tensor] = {}
         self._written: dict[int, set[int]] = {}
         self._outputs: Sequence[Tensor | None] = ()
@@ -304,9 +310,9 @@ class _Gradients:
 
     def sum_of(self, name: str, weight: Tensor) -> Sum:
         """The sum of a weight's gradient over the tiles of this pass."""
-        if name not in self._sums:
-            self._sums[name] = Sum(weight)
-        return self._sums[name]
+        if name not in self.sums:
+            self.sums[name] = Sum(weight)
+        return self.sums[name]
 
     def add_weight(self, name: str, gradient: Tensor) -> None:
         """Add one tile's weight gradient to the sum: fp32 for weights of lower precision."""
@@ -314,7 +320,7 @@ class _Gradients:
 
     def write_input(self, number: int, index: int, gradient: Tensor) -> None:
         """Write one tile's input gradient into its slice."""
-        rows = self.cuts.of_tile(gradient)
+        rows = self.cuts.of_tile(gradient)  # [t, D_i]; along a sequence [B, t, ...]
         whole = self._inputs.get(number)
         if whole is None:
             whole = self._inputs[number] = self.cuts.empty_for(rows)
@@ -331,7 +337,7 @@ class _Gradients:
                     self.cuts.part(whole, index).zero_()
             result.append(whole)
         for name, dtype in self.weights:
-            total = self._sums.pop(name, None)
+            total = self.sums.pop(name, None)
             result.append(None if total is None else total.result().to(dtype))
         self._clear()
         return result
@@ -341,7 +347,7 @@ class _Save(torch.autograd.Function):
     """Save the inputs ahead of the tiles; run last in backward and return every gradient."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: _Gradients, saved: list[Tensor], inputs: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: TileGradients, saved: list[Tensor], inputs: int, *tensors: Tensor) -> Tensor:
         ctx.gradients, ctx.saved, ctx.inputs = gradients, saved, inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[:inputs])
@@ -364,7 +370,7 @@ class _Enter(torch.autograd.Function):
     def forward(
         ctx: Any,
         token: Tensor,
-        gradients: _Gradients,
+        gradients: TileGradients,
         index: int,
         inputs: Sequence[int],
         names: Sequence[str],
@@ -392,7 +398,7 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gradients: _Gradients, source: _Source, index: int, token: Tensor, *outputs: Tensor
+        ctx: Any, gradients: TileGradients, source: TileSource, index: int, token: Tensor, *outputs: Tensor
     ) -> Tensor:
         ctx.gradients, ctx.source, ctx.index = gradients, source, index
         ctx.shapes = [output.shape if is_differentiable(output) else None for output in outputs]
@@ -416,7 +422,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gradients: _Gradients, output: Outputs, token: Tensor, check: Callable[[], None] | None
+        ctx: Any, gradients: TileGradients, output: Outputs, token: Tensor, check: Callable[[], None] | None
     ) -> Any:
         ctx.gradients, ctx.check = gradients, check
         ctx.set_materialize_grads(False)

@@ -103,8 +103,8 @@ class _Linear(torch.autograd.Function):
         rows = dy.reshape(-1, dy.shape[-1])  # [tokens, out]
         with Autocast.of(dy).off():  # as in the forward
             if weight_name is not None:
-                ctx.sum_of(weight_name, weight).add_product(rows.t(), x.reshape(-1, x.shape[-1]))
+                ctx.sum_of(weight_name, weight).add_product(rows.t(), x.reshape(-1, x.shape[-1]))  # [out, in]
             if bias_name is not None:
-                ctx.sum_of(bias_name, bias).add(rows.sum(0, dtype=torch.float32))
-            dx = torch.mm(rows, weight).view(ctx.shape) if ctx.needs_input_grad[4] else None
+                ctx.sum_of(bias_name, bias).add(rows.sum(0, dtype=torch.float32))  # [out]
+            dx = torch.mm(rows, weight).view(ctx.shape) if ctx.needs_input_grad[4] else None  # [..., in]
         return None, None, None, None, dx, None, None

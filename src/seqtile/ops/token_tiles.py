@@ -6,13 +6,13 @@ Offsets are PyTorch's own 64-bit ones: tiles are cut by ``narrow`` and ``view``,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from seqtile._compat import tree_flatten, tree_unflatten
+from seqtile.tiling import tile_ranges
 
 
 def is_differentiable(tensor: Tensor) -> bool:
@@ -53,7 +53,7 @@ class Cuts:
         refuse_trace()
         self.leading = tensors[0].shape[:-1]
         self.sizes = tuple(sizes) or (0,)  # no rows at all are one empty tile
-        self.starts = tuple(accumulate(self.sizes, initial=0))
+        self.ranges = tuple(tile_ranges(self.sizes))
         self.ndims = [tensor.dim() for tensor in tensors]
         tokens = self.leading.numel()
         for number, tensor in enumerate(tensors):
@@ -62,8 +62,8 @@ class Cuts:
                     f"cannot tile: input {number} has shape {tuple(tensor.shape)}, expected [..., D] with "
                     f"{tokens:,} rows in at least two dimensions; pass it as a keyword that is not split"
                 )
-        if self.starts[-1] != tokens:
-            raise ValueError(f"cannot tile: sizes sum to {self.starts[-1]:,}, expected {tokens:,} rows")
+        if sum(self.sizes) != tokens:
+            raise ValueError(f"cannot tile: sizes sum to {sum(self.sizes):,}, expected {tokens:,} rows")
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -74,7 +74,8 @@ class Cuts:
         return [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
 
     def tiles(self, rows: Sequence[Tensor], index: int) -> list[Tensor]:
-        start, size = self.starts[index], self.sizes[index]
+        """One tile of each input, ``[N, D_i] -> [1, ..., t, D_i]``, as many dimensions as the input has."""
+        start, size = self.ranges[index]
         return [
             row.narrow(0, start, size).view((1,) * (ndim - 2) + (size, row.shape[-1]))
             for row, ndim in zip(rows, self.ndims, strict=True)
@@ -91,7 +92,7 @@ class Cuts:
 
     def part(self, whole: Tensor, index: int) -> Tensor:
         """One tile's slice."""
-        return whole.narrow(0, self.starts[index], self.sizes[index])
+        return whole.narrow(0, *self.ranges[index])
 
     def empty_for(self, part: Tensor) -> Tensor:
         """A whole tensor for such slices."""
@@ -126,14 +127,14 @@ class SequenceCuts(Cuts):
         refuse_trace()
         self.leading = tensors[0].shape[:2]
         self.sizes = tuple(sizes)
-        self.starts = tuple(accumulate(self.sizes, initial=0))
+        self.ranges = tuple(tile_ranges(self.sizes))
         tokens = self.leading[1]
         for number, tensor in enumerate(tensors):
             if tensor.dim() < 2 or tensor.shape[1] != tokens:
                 raise ValueError(
                     f"cannot tile: input {number} has shape {tuple(tensor.shape)}, expected [B, {tokens:,}, ...]"
                 )
-        if self.starts[-1] != tokens or min(self.sizes, default=0) < 1:
+        if sum(self.sizes) != tokens or min(self.sizes, default=0) < 1:
             raise ValueError(f"cannot tile: sizes are {self.sizes}, expected positive ones that sum to {tokens:,}")
 
     @staticmethod
@@ -141,7 +142,8 @@ class SequenceCuts(Cuts):
         return list(tensors)
 
     def tiles(self, rows: Sequence[Tensor], index: int) -> list[Tensor]:
-        start, size = self.starts[index], self.sizes[index]
+        """One tile of each input, ``[B, T, ...] -> [B, t, ...]``."""
+        start, size = self.ranges[index]
         return [row.narrow(1, start, size) for row in rows]
 
     def of_whole(self, whole: Tensor) -> Tensor:
@@ -151,7 +153,7 @@ class SequenceCuts(Cuts):
         return tile
 
     def part(self, whole: Tensor, index: int) -> Tensor:
-        return whole.narrow(1, self.starts[index], self.sizes[index])
+        return whole.narrow(1, *self.ranges[index])
 
     def empty_for(self, part: Tensor) -> Tensor:
         return part.new_empty(part.shape[0], self.leading[1], *part.shape[2:])

@@ -87,7 +87,9 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
     options, blocks = setup.options, tuple[Any, ...]()
     if options.checkpoint is not None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # its name changes in Transformers 5
+            # Transformers 5.23 has another name for it, and warns; 5.0 has this one alone:
+            # https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py
+            warnings.simplefilter("ignore", FutureWarning)
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if setup.liger:
         use_liger_shapes(model, tiled=options.tiled)
@@ -138,7 +140,9 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
         with torch.device(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(config, dtype=setup.dtype, attn_implementation=attention).train()
-        model.tie_weights()  # Transformers 5.0 leaves weights on the meta device untied
+        # Transformers 5.0 leaves weights on the meta device untied:
+        # https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/modeling_utils.py
+        model.tie_weights()
         if sample is not None and sample.layers != tuple(range(config.get_text_config().num_hidden_layers)):
             sample.place(model, whole)
     except (ValueError, TypeError, ImportError, KeyError) as error:

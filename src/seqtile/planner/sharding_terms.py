@@ -89,7 +89,8 @@ and of its key-value heads.
 Forward: fp32 outputs (the block's, what it is merged into, their difference and the sum: 4 x 4); keys and values
 joined to be sent and as they arrive (2 x 2 x 2). Backward: the query's fp32 gradient and the block's (4 + 2); of keys
 and values the same (2 x 6), themselves to be sent and arriving (8) and their fp32 gradients too (16).
-(torch/distributed/tensor/experimental/_context_parallel/_attention.py, torch 2.13.)
+Read in torch 2.13:
+https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/tensor/experimental/_context_parallel/_attention.py
 """
 
 

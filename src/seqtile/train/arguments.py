@@ -150,7 +150,8 @@ def _sequence_split(recipe: Recipe) -> dict[str, Any]:
         dp_shard_size=(recipe.nproc or recipe.sp_size) // recipe.sp_size,
         sp_handler=handler,
     )
-    # DeepSpeed 0.19 gathers the rows of a group, of whatever lengths; gloo gathers only what has one length.
+    # DeepSpeed 0.19 gathers the rows of a group, of whatever lengths; gloo gathers only what has one length:
+    # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/sequence_parallel/ulysses_sp.py
     multiple = recipe.sp_size if torch.accelerator.is_available() else recipe.max_length
     return {"parallelism_config": split, "pad_to_multiple_of": multiple}
 

@@ -163,7 +163,7 @@ def _launch(
                    "checked": start is not None}  # fmt: skip
             command = _write_orders(recipe, folder, {**how, "retries": retries}, worker, nodes, port)
             say(shlex.join(["accelerate", "launch", *command[3:]]))
-            run = _Launch(recipe, command, folder, meeting)
+            run = Launch(recipe, command, folder, meeting)
             try:
                 return run.wait()
             except RunError as error:
@@ -194,7 +194,7 @@ def launch_check(recipe: Recipe, worker: str) -> VerifyResult:
     with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
         folder = Path(name)
         command = _write_orders(recipe, folder, {"check": True}, worker)
-        code = _Launch(recipe, command, folder).wait()
+        code = Launch(recipe, command, folder).wait()
         if code > 128:
             raise StoppedAtOnce(code - 128)
         if code or not (folder / RESULT_FILE).is_file():
@@ -311,11 +311,18 @@ def _go_on(output: Path) -> str:
     return f"the last whole checkpoint is {checkpoint}: go on from it with --resume on each node"
 
 
-class _Launch:
-    """The launcher's process and, through files in ``folder``, the workers': ``RANK.pid`` and ``RANK.end``."""
+class Launch:
+    """The launcher's process and, through files in ``folder``, the workers': ``RANK.pid`` and ``RANK.end``.
+
+    Args:
+        recipe: the run.
+        command: starts the launcher.
+        folder: of the orders and of what the workers write.
+        meeting: with the other nodes, or None.
+    """
 
     def __init__(self, recipe: Recipe, command: list[str], folder: Path, meeting: Meeting | None = None) -> None:
-        self._command, self._folder, self._meeting = command, folder, meeting
+        self._command, self.folder, self._meeting = command, folder, meeting
         self._count = (recipe.nproc or 1) // (meeting.nodes.count if meeting else 1)
         self._output, self._environment = recipe.output, _environment(self._count)
         self._request, self._urgent = new_request(), 0
@@ -330,7 +337,7 @@ class _Launch:
                     self._command,
                     stdin=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
-                    cwd=self._folder,  # accelerate puts its current folder on the path of modules: not the user's
+                    cwd=self.folder,  # accelerate puts its current folder on the path of modules: not the user's
                     env=self._environment,
                     start_new_session=True,  # a terminal's Ctrl-C reaches this process alone, which passes it on
                 )
@@ -349,9 +356,9 @@ class _Launch:
     def _handle(self, number: int, _: FrameType | None) -> None:
         """Tell every worker; before there are any, or at the second request to stop at once, end everything."""
         self._urgent += self._request.is_urgent(number)
-        for pid in living(self._folder):
+        for pid in living(self.folder):
             _send(pid, number)
-        if not any(self._folder.glob("*.pid")) or self._urgent > 1:
+        if not any(self.folder.glob("*.pid")) or self._urgent > 1:
             self._end_by(0.0)
         elif self._urgent:
             self._end_by(GRACE_SECONDS)
@@ -368,11 +375,11 @@ class _Launch:
         return time.monotonic() >= self._deadline
 
     def _failed(self) -> bool:
-        return any(not end["together"] for end in _ends(self._folder).values())
+        return any(not end["together"] for end in _ends(self.folder).values())
 
     def _kill(self, launcher: subprocess.Popen[bytes]) -> None:
         """End what is left."""
-        kill_workers(self._folder)
+        kill_workers(self.folder)
         if launcher.poll() is None:
             _send(launcher.pid, signal.SIGKILL, group=True)
             launcher.wait()
@@ -393,13 +400,13 @@ class _Launch:
 
     def retry(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         """After an out-of-memory: what the first rank that had it would go on with, and what was before."""
-        for _, end in sorted(_ends(self._folder).items()):
+        for _, end in sorted(_ends(self.folder).items()):
             if end.get("retry"):
                 return end["retry"], end.get("done", [])
         return None, []
 
     def _result(self, launcher_code: int) -> int:
-        ends = _ends(self._folder)
+        ends = _ends(self.folder)
         for rank in sorted(ends):
             if ends[rank]["message"]:
                 raise (UserError if ends[rank]["code"] == 2 else RunError)(ends[rank]["message"])

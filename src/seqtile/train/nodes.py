@@ -474,7 +474,8 @@ def _join(nodes: Nodes, seconds: float) -> TCPStore:
                 TCPStore(nodes.host, nodes.port, None, False, timedelta(seconds=LOST_SECONDS), wait_for_workers=False)
             )
 
-    # Whatever else listens there is asked for an answer without a time limit (torch 2.13).
+    # Whatever else listens there is asked for an answer without a time limit. Seen in torch 2.13:
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/distributed/c10d/TCPStore.cpp
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(max(_READ_SECONDS, deadline - time.monotonic()))

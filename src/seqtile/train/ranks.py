@@ -92,7 +92,8 @@ def prepare_on_cpu(recipe: Recipe) -> None:
 
     ``AcceleratorState`` turns several processes into FSDP on accelerators, and on the CPU trains plain DDP without a
     word: so the type that it finds is set to one that it turns. ``PartialState`` starts DeepSpeed's own communication
-    there, which Ulysses needs. (Read in accelerate 1.12 to 1.15.) Nothing changes where there is an accelerator.
+    there, which Ulysses needs. Nothing changes where there is an accelerator. Read in accelerate 1.12 to 1.15:
+    https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/state.py
     """
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType

@@ -522,7 +522,8 @@ def _check_engine(recipe: Recipe) -> None:
     if recipe.trainer.get("pad_to_multiple_of", sp_size) % sp_size:
         raise UserError(f"trainer.pad_to_multiple_of has to be a multiple of sp_size {sp_size}; drop it")
     # Ulysses drops attention masks; where flash attention would read the documents' ends beside it, DeepSpeed 0.19 asks
-    # cu_seq_lens for a second dimension, which TRL's have not, and crashes.
+    # cu_seq_lens for a second dimension, which TRL's have not, and crashes:
+    # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/sequence_parallel/ulysses_sp.py
     if recipe.packing not in (None, False, "wrapped") or recipe.trainer.get("padding_free"):
         raise UserError(
             f"packing (or padding_free) with sp_size {sp_size} would let packed documents see each other, and crashes "

@@ -61,7 +61,9 @@ class _Parts(Dataset[Any]):
         rows, parts = divmod(number, self._size)
         # Every process of the group skips as much, so that they gather the same rows.
         left = skip_first_batches(self._rows, rows) if rows else self._rows
-        if hasattr(left, "set_epoch"):  # accelerate 1.12 begins what it has cut off at epoch 0
+        # accelerate 1.12 begins what it has cut off at epoch 0:
+        # https://github.com/huggingface/accelerate/blob/v1.12.0/src/accelerate/data_loader.py
+        if hasattr(left, "set_epoch"):
             left.set_epoch(self.epoch)
         iterator: Iterator[Any] = iter(self._split(left))
         for _ in range(parts):

@@ -500,7 +500,8 @@ def _is_known_call(function: Any) -> bool:
         names = [module or "builtins", getattr(owner, "__name__", "")]
     else:
         kind = owner if isinstance(owner, type) else type(owner)
-        of_torch = (Tensor, nn.Module, torch.autograd.Function)  # whose apply is a method in C from torch 2.15 on
+        # A function's apply is a method in C from torch 2.15 on (torch/autograd/function.py), so its class is named.
+        of_torch = (Tensor, nn.Module, torch.autograd.Function)
         names = ["torch"] if issubclass(kind, of_torch) else [kind.__module__]
     return any(name in _KNOWN_CALLS or name.partition(".")[0] == "torch" for name in names)
 

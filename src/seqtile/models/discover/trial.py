@@ -22,6 +22,7 @@ from seqtile.models.discover.recorder import unwatched
 from seqtile.models.discover.sizes import NotPerToken, Untraceable
 from seqtile.models.discover.views import Views
 from seqtile.models.discover.widths import experts_widths
+from seqtile.tiling import tile_ranges
 
 LENGTHS = ((2, 7, (5, 1, 8)), (1, 37, (11, 26)))
 """(batch, tokens, tiles) of the two trials."""
@@ -74,7 +75,7 @@ def _run(
     outputs: list[list[Tensor]] = []
     gradients: list[Tensor | None] = []
     rows: list[list[Tensor]] = [[] for _ in given]
-    for start, size in zip(_starts(tiles), tiles, strict=True):
+    for start, size in tile_ranges(tiles):
         lead = leading if len(tiles) == 1 else (1,) * (len(leading) - 1) + (size,)
         inputs = [part[start : start + size].reshape(*lead, part.shape[-1]) for part in given]
         leaves = [part.detach().requires_grad_(part.is_floating_point()) for part in inputs]
@@ -101,10 +102,6 @@ def _run(
                                                for one, two in zip(gradients, now, strict=True)]  # fmt: skip
     joined = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
     return joined + [torch.cat(parts) for parts in rows if parts] + [grad for grad in gradients if grad is not None]
-
-
-def _starts(tiles: Sequence[int]) -> list[int]:
-    return [sum(tiles[:number]) for number in range(len(tiles))]
 
 
 def _upstream(leaf: Tensor, start: int) -> Tensor:

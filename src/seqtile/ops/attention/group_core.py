@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.normed_linears import sums_for
 from seqtile.ops.rng import Autocast, RandomState
 from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
+from seqtile.tiling import even_sizes, tile_ranges
 
 Between = Callable[["HeadGroup", Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Any]]
 """What stands between the projections: (cut, its ``(q, k, v)``, other weights) -> its output, and what the model's
@@ -46,15 +47,11 @@ class HeadGroup:
         return tensor.narrow(dim, self.start * width, self.size * width)
 
 
+@cache
 def cut_heads(total: int, per_pass: int) -> tuple[HeadGroup, ...]:
     """``total`` key-value heads, ``per_pass`` at a time, as equal as they come."""
-    count = -(-total // min(max(per_pass, 1), total))
-    cuts, start = [], 0
-    for number in range(count):
-        size = total // count + (number < total % count)
-        cuts.append(HeadGroup(start, size, total))
-        start += size
-    return tuple(cuts)
+    sizes = even_sizes(total, -(-total // min(max(per_pass, 1), total)))
+    return tuple([HeadGroup(start, size, total) for start, size in tile_ranges(sizes)])
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ class Groups:
             tensors += extra
             if whole is None:
                 shape = list(output.shape)
-                shape[self.output_dim] = shape[self.output_dim] // cut.size * cut.total
+                shape[self.output_dim] = shape[self.output_dim] // cut.size * cut.total  # all heads
                 whole = output if cut.size == cut.total else output.new_empty(shape)
             if whole is not output:
                 cut.of(whole, self.output_dim).copy_(output)

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from seqtile.ops.linear import Kind, Layer, Projection
 from seqtile.ops.normed_linears import Norm, NormedLinears, NormKind, sums_for
 from seqtile.ops.rng import Autocast, RandomState, RowWise
 from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
+from seqtile.tiling import tile_ranges
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class HeadGroupsPlan:
     random: RandomState | None
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """(first row, rows) of each tile of tokens."""
-        return zip(accumulate(self.sizes, initial=0), self.sizes, strict=False)
+        """First token and tokens of each tile; a plan of memory has only some of them run."""
+        return tile_ranges(self.sizes)
 
 
 def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence[int]) -> tuple[Tensor, Any]:
@@ -105,7 +105,8 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
         What :func:`seqtile.ops.mlp.fused_mlp` does, autocast as there. Dropout inside attention is drawn per pass, so
         a seed gives other masks than the untiled layer; the backward draws the same ones.
     """
-    refuse_trace()
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        refuse_trace()
     tensors = attention.tensors()
     kinds = []
     drops = False
@@ -151,16 +152,16 @@ class _PositionWise:
 
     def project(self, x: Tensor) -> list[Tensor]:
         """Queries, keys and values, ``[B, T, heads * E]`` each."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])  # [B, T, D] -> [N, D]
         parts = []
         for layer in self.first.layers:
-            parts.append(rows.new_empty(rows.shape[0], layer.width, dtype=self.dtype))
+            parts.append(rows.new_empty(rows.shape[0], layer.width, dtype=self.dtype))  # [N, heads * E]
         for start, size in self.plan.tiles():
             masks = self.first.draw(size)
-            normed = self.first.normed(rows.narrow(0, start, size))
+            normed = self.first.normed(rows.narrow(0, start, size))  # [t, D]
             for layer, part, mask in zip(self.first.layers, parts, masks, strict=True):
                 layer.forward(normed, part.narrow(0, start, size), mask)
-        return [part.view(*x.shape[:-1], -1) for part in parts]
+        return [part.view(*x.shape[:-1], -1) for part in parts]  # [N, heads * E] -> [B, T, heads * E]
 
     def skip(self, x: Tensor) -> Tensor | None:
         """Draw what :meth:`project` and the output projection draw; returns the latter's mask."""
@@ -170,12 +171,12 @@ class _PositionWise:
 
     def project_gradients(self, x: Tensor, parts: Sequence[Tensor], needs_x: bool) -> Tensor | None:
         """Add the gradients of the projections and the norm; returns the input's."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])  # [N, D]
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
         for start, size in self.plan.tiles():
             masks = self.first.draw(size)
             mine = rows.narrow(0, start, size)  # [t, D]
-            grads = [part.view(-1, part.shape[-1]).narrow(0, start, size) for part in parts]
+            grads = [part.view(-1, part.shape[-1]).narrow(0, start, size) for part in parts]  # [t, heads * E] each
             out = None if dx is None else dx.view(-1, x.shape[-1]).narrow(0, start, size)
             self.first.backward(mine, self.first.normed(mine), grads, masks, out)
         return dx
@@ -204,9 +205,9 @@ def _forward(plan: HeadGroupsPlan, x: Tensor, tensors: Sequence[Tensor]) -> tupl
                 parts = []
                 if not kept.replaying:
                     kept.outputs.append(done)
-        flat = done.whole.view(-1, done.whole.shape[-1])
+        flat = done.whole.view(-1, done.whole.shape[-1])  # [B, T, H * E] -> [N, H * E]
         y = torch.empty(*x.shape[:-1], work.out.width, dtype=work.dtype, device=x.device)
-        work.out.forward(flat, y.view(flat.shape[0], -1), mask)
+        work.out.forward(flat, y.view(flat.shape[0], -1), mask)  # [N, H * E] -> [N, D]
     return y, done, parts
 
 
@@ -243,7 +244,7 @@ class _HeadGroups(torch.autograd.Function):
                     mask = work.skip(x)
                     if keeps_graph():
                         parts = [part.clone() for part in parts]  # another backward will want them
-            rows = dy.reshape(-1, dy.shape[-1]).to(work.dtype)
+            rows = dy.reshape(-1, dy.shape[-1]).to(work.dtype)  # [N, D]
             low = work.out.low_rank_gradient(rows)
             if work.out.trains:
                 work.out.add_gradients(done.whole.view(rows.shape[0], -1), rows, low, mask)
@@ -253,7 +254,7 @@ class _HeadGroups(torch.autograd.Function):
 
                 def gradient_of(cut: HeadGroup) -> Tensor:
                     layer = work.out.reading(cut.of)
-                    out = rows.new_empty(rows.shape[0], layer.inputs)
+                    out = rows.new_empty(rows.shape[0], layer.inputs)  # [N, heads of the group * E]
                     layer.input_gradient(rows, out, low, None if mask is None else cut.of(mask, 1))
                     return out
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -34,7 +33,7 @@ from seqtile.ops.lm_loss.loss_kernels import choose_kernel, kernel_sum
 from seqtile.ops.mlp import SaveAhead
 from seqtile.ops.rng import Autocast
 from seqtile.ops.token_tiles import refuse_second_derivative
-from seqtile.tiling import BlockShape, TileRule, head_sizes, parse_tile
+from seqtile.tiling import BlockShape, TileRule, head_sizes, parse_tile, tile_ranges
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -219,7 +218,7 @@ class LossPlan:
 
     def parts(self) -> Iterator[slice]:
         """The tiles, as slices of the tokens that count."""
-        for start, size in zip(accumulate(self.sizes, initial=0), self.sizes, strict=False):
+        for start, size in tile_ranges(self.sizes):
             yield slice(start, start + size)
 
     def work(self, weight: Tensor, bias: Tensor | None) -> HeadPass:
@@ -333,7 +332,7 @@ def _score(
         if targets.candidates is not None:
             extra.candidates = loss.new_empty(targets.candidates.shape)
         for part in plan.parts():
-            y = work.product(read_rows(hidden, index, part))
+            y = work.product(read_rows(hidden, index, part))  # [t, D] -> [t, V]
             work.losses(y, targets[part], loss[part], lse[part], extra.narrow(part))
         found = loss, lse, extra.entropy, extra.candidates
         extra.entropy = extra.candidates = None
@@ -361,8 +360,8 @@ class _Total(torch.autograd.Function):
             dx = empty_gradient(hidden, index) if needs_x else None
             totals = [Sum(weight) if needs_weight else None, Sum(bias) if bias is not None and needs_bias else None]
             for part in plan.parts():
-                x = read_rows(hidden, index, part)
-                y = work.product(x)
+                x = read_rows(hidden, index, part)  # [t, D]
+                y = work.product(x)  # [t, V]
                 of_tile = None if factor is None else factor[part]
                 work.losses_and_gradient(y, targets[part], of_tile, loss[part], lse[part])
                 add_gradients(work, y, x, index, part, dx, totals)
@@ -422,8 +421,8 @@ class _PerToken(torch.autograd.Function):
             dx = empty_gradient(hidden, index) if needs[0] else None
             totals = [Sum(tensor) if need else None for tensor, need in zip((weight, *rest), needs[1:], strict=True)]
             for part in plan.parts():
-                x = read_rows(hidden, index, part)
-                y = work.product(x)
+                x = read_rows(hidden, index, part)  # [t, D]
+                y = work.product(x)  # [t, V]
                 others = [None if t is None else t[part] for t in (ctx.entropy, entropy_upstream, candidates_upstream)]
                 work.gradient(y, targets[part], factor[part], ctx.lse[part], *others)
                 add_gradients(work, y, x, index, part, dx, totals)
@@ -437,13 +436,13 @@ def add_gradients(
     """The two products of one tile's gradient, and the bias's sum; ``x`` ``[t, D]`` are the tile's states."""
     if dx is not None:
         if index is None and dx.dtype == work.dtype:
-            torch.mm(dy, work.matrix, out=dx[part])
+            torch.mm(dy, work.matrix, out=dx[part])  # [t, V] @ [V, D]
         else:
             write_rows(dx, index, part, torch.mm(dy, work.matrix))
     if totals[0] is not None:
-        totals[0].add_product(dy.t(), x.to(work.dtype))
+        totals[0].add_product(dy.t(), x.to(work.dtype))  # [V, t] @ [t, D]
     if len(totals) > 1 and totals[1] is not None:
-        totals[1].add(dy.sum(0, dtype=work.wide))
+        totals[1].add(dy.sum(0, dtype=work.wide))  # [t, V] -> [V]
 
 
 def hand_out(ctx: Any, upstream: Tensor) -> list[Tensor | None]:

@@ -237,7 +237,7 @@ class _Pair:
             passes = self.passes(given, constants)
             found: Tensor = given[0].new_empty(len(kept), dtype=passes[0].wide)
             for part in self.student.parts():
-                y, y_teacher = (
+                y, y_teacher = (  # [t, V] each
                     work.product(read_rows(x[0], kept.index, part))
                     for work, x in zip(passes, (given, constants), strict=True)
                 )
@@ -291,7 +291,7 @@ class _Pair:
             needed = zip((weight, bias), needs[1:], strict=True)
             totals = [Sum(each) if each is not None and need else None for each, need in needed]
             for part in self.student.parts():
-                x = read_rows(hidden, kept.index, part)
+                x = read_rows(hidden, kept.index, part)  # [t, D]
                 y, y_teacher = student.product(x), teacher.product(read_rows(constants[0], kept.index, part))
                 of_tile = None if factor is None else factor[part]
                 self.of_rows(student, teacher, y, y_teacher, found[part], of_tile, gradient=True)

@@ -2,6 +2,8 @@
 
 Everything after the product runs in fp32 (float64 for float64 states), over blocks of rows, so that a tile costs its
 logits in the compute dtype and not two or three fp32 copies of them.
+
+Shapes: ``t`` tokens of the tile, ``b`` of one block of rows, ``D`` features of a hidden state, ``V`` the vocabulary.
 """
 
 from __future__ import annotations
@@ -165,9 +167,9 @@ class HeadRows:
             yield slice(start, min(start + step, rows))
 
     def logits(self, y: Tensor, temperature: Tensor | None = None) -> Tensor:
-        """One block's logits in fp32, a new tensor."""
+        """One block's logits in fp32, ``[b, V]``, a new tensor; ``temperature`` is ``[b]``."""
         scaling = self.objective.scaling
-        z = y.to(self.wide, copy=True)
+        z = y.to(self.wide, copy=True)  # [b, V]
         if scaling.before != 1.0:
             z.mul_(scaling.before)
         if scaling.softcap:
@@ -175,7 +177,7 @@ class HeadRows:
         return z if temperature is None else z.div_(temperature.unsqueeze(-1))
 
     def losses(self, y: Tensor, targets: TileTargets, loss: Tensor, lse: Tensor, wanted: Wanted) -> None:
-        """Write each row's loss, log-normaliser and whatever else is wanted; ``y`` stays."""
+        """Write each row's loss, log-normaliser ``[t]`` and whatever else is wanted; ``y`` ``[t, V]`` stays."""
         for part in self.blocks(y.shape[0]):
             z = self.logits(y[part], targets[part].temperature)
             found = wanted.narrow(part)
@@ -191,7 +193,7 @@ class HeadRows:
             z = self.logits(y[part], targets[part].temperature)
             self._loss(z, targets[part], loss[part], lse[part], Wanted())
             z.sub_(lse[part].unsqueeze(-1)).exp_()
-            self._gradient(z, y[part], targets[part], _part(factor, part, lse), lse[part])
+            self._gradient(z, y[part], targets[part], _part(factor, part, lse), lse[part])  # z: probabilities, [b, V]
 
     def gradient(
         self, y: Tensor, targets: TileTargets, factor: Tensor, lse: Tensor, entropy: Tensor | None = None,
@@ -208,14 +210,14 @@ class HeadRows:
             self._gradient(z, y[part], targets[part], factor[part], lse[part], extra, of_candidates)
 
     def _loss(self, z: Tensor, targets: TileTargets, loss: Tensor, lse: Tensor, found: Wanted) -> None:
-        """Write loss and log-normaliser of one block of logits."""
+        """Write loss and log-normaliser, ``[b]``, of one block of logits, ``[b, V]``."""
         aim = self.objective
-        top, best = z.max(-1) if found.argmax is not None else (z.amax(-1), None)
-        at_target = z.gather(-1, targets.ids.unsqueeze(-1)).squeeze(-1)
+        top, best = z.max(-1) if found.argmax is not None else (z.amax(-1), None)  # [b]
+        at_target = z.gather(-1, targets.ids.unsqueeze(-1)).squeeze(-1)  # [b, V] -> [b]
         lse.copy_((z - top.unsqueeze(-1)).exp_().sum(-1).log_().add_(top))
         value = (lse - at_target).mul_(self._own(targets.ids))
         if aim.label_smoothing:
-            mean = z.sum(-1) if self.class_weights is None else torch.mv(z, self.class_weights)
+            mean = z.sum(-1) if self.class_weights is None else torch.mv(z, self.class_weights)  # [b, V] -> [b]
             value += (self.weight_sum * lse - mean) * (aim.label_smoothing / self.vocabulary)
         if aim.z_loss:
             value += aim.z_loss * lse.square()
@@ -227,9 +229,9 @@ class HeadRows:
         if found.mean_logit is not None:
             found.mean_logit.copy_(z.mean(-1))
         if found.candidates is not None and targets.candidates is not None:
-            found.candidates.copy_(z.gather(-1, targets.candidates) - lse.unsqueeze(-1))
+            found.candidates.copy_(z.gather(-1, targets.candidates) - lse.unsqueeze(-1))  # [b, k]
         if found.top_log_probs is not None and found.top_tokens is not None:
-            values, tokens = z.topk(found.top_tokens.shape[-1], -1)
+            values, tokens = z.topk(found.top_tokens.shape[-1], -1)  # [b, k] each
             found.top_log_probs.copy_(values - lse.unsqueeze(-1))
             found.top_tokens.copy_(tokens)
 
@@ -245,17 +247,17 @@ class HeadRows:
         """Turn probabilities into the gradient of the products, times ``factor``, and write it over ``y``."""
         aim = self.objective
         smoothing = aim.label_smoothing / self.vocabulary
-        own = factor * self._own(targets.ids)
+        own = factor * self._own(targets.ids)  # [b]
         every = own if not smoothing else own + factor * (smoothing * self.weight_sum)
         if aim.z_loss:
             every = every + factor * (2 * aim.z_loss * lse)
         if of_candidates is not None:
             every = every - of_candidates.sum(-1)
-        p.mul_(every.unsqueeze(-1))
+        p.mul_(every.unsqueeze(-1))  # [b, V]
         if smoothing:
             weights = p.new_ones(self.vocabulary) if self.class_weights is None else self.class_weights
             p.addr_(factor, weights, alpha=-smoothing)
-        at_target = own if targets.here is None else own * targets.here
+        at_target = own if targets.here is None else own * targets.here  # [b]
         p.scatter_add_(-1, targets.ids.unsqueeze(-1), -at_target.unsqueeze(-1))
         if of_candidates is not None and targets.candidates is not None:
             p.scatter_add_(-1, targets.candidates, of_candidates)
@@ -265,7 +267,7 @@ class HeadRows:
         y.copy_(p)
 
     def through_scaling(self, dz: Tensor, y: Tensor, temperature: Tensor | None = None) -> None:
-        """Turn the gradient of logits into that of the products ``y`` they were made of, in place."""
+        """Turn the gradient of logits into that of the products ``y`` they were made of, ``[b, V]``, in place."""
         scaling = self.objective.scaling
         if scaling.softcap:
             bent = y.to(self.wide, copy=True).mul_(scaling.before).tanh_().square_()
@@ -301,7 +303,7 @@ class HeadPass(HeadRows):
         self._buffer = torch.empty(tile, self.vocabulary, dtype=dtype, device=weight.device)
 
     def product(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias`` of one tile, in the shared buffer."""
+        """``x @ weight.T + bias`` of one tile, ``[t, D] -> [t, V]``, in the shared buffer."""
         y = self._buffer[: x.shape[0]]
         if self.bias is None:
             return torch.mm(x.to(self.dtype), self.matrix.t(), out=y)
@@ -309,7 +311,7 @@ class HeadPass(HeadRows):
 
 
 def _spread(z: Tensor, lse: Tensor, found: Wanted) -> None:
-    """Entropy and the log of the summed squares of the probabilities."""
+    """Entropy and the log of the summed squares of the probabilities, ``[b]``, of logits ``[b, V]``."""
     p = (z - lse.unsqueeze(-1)).exp_()
     if found.log_sum_squares is not None:
         found.log_sum_squares.copy_(p.square().sum(-1).log_())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from seqtile.ops.lm_loss.logits_tile import HeadRows, Objective, TileTargets, Wa
 from seqtile.ops.lm_loss.token_logprobs import TokenScores
 from seqtile.ops.tile_checkpoint import run_in_tiles
 from seqtile.ops.token_tiles import refuse_second_derivative
+from seqtile.tiling import tile_ranges
 
 Run = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """The head on one tile, with other weights in the place of its own: ``(x [t, D], {name: weight}) -> [t, V]``."""
@@ -74,15 +74,15 @@ def module_logprobs(
     def score(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         y, target = run(tiles[0], aliases), tiles[1]
         wide = torch.promote_types(y.dtype, torch.float32)
-        z = aim.scaling.on(y.to(wide))
+        z = aim.scaling.on(y.to(wide))  # [t, V]
         log_p = z.log_softmax(-1)
-        log_probs = log_p.gather(-1, target).squeeze(-1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
+        log_probs = log_p.gather(-1, target).squeeze(-1)  # [t]
+        entropy = -(log_p.exp() * log_p).sum(-1)  # [t]
         fixed = log_p.detach()
         found = (log_probs, entropy, fixed.argmax(-1), (2 * fixed).logsumexp(-1), z.detach().mean(-1))
-        return tuple(value.unsqueeze(-1) for value in found)
+        return tuple(value.unsqueeze(-1) for value in found)  # [t, 1] each: one row per token
 
-    rows = kept.take(hidden.reshape(-1, hidden.shape[-1]))
+    rows = kept.take(hidden.reshape(-1, hidden.shape[-1]))  # [..., D] -> [N, D] -> [n, D]
     parts = run_in_tiles(score, (rows, kept.targets.unsqueeze(-1)), sizes(len(kept)), weights)
     log_probs, entropy, argmax, squares, mean = (kept.spread(part.squeeze(-1)).view(targets.shape) for part in parts)
     return TokenScores(log_probs, entropy, argmax=argmax, log_sum_squares=squares, mean_logit=mean)
@@ -130,9 +130,9 @@ class _HeadTotal(torch.autograd.Function):
         dx = empty_gradient(hidden, kept.index) if needs[0] else None
         sums = [Sum(weight) if need else None for weight, need in zip(weights, needs[1:], strict=True)]
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for start, size in zip(accumulate(plan.sizes, initial=0), plan.sizes, strict=False):
+        for start, size in tile_ranges(plan.sizes):
             part = slice(start, start + size)
-            y, leaves = plan.tile(read_rows(hidden, kept.index, part), weights, needs)
+            y, leaves = plan.tile(read_rows(hidden, kept.index, part), weights, needs)  # [t, D] -> [t, V]
             dy = y.detach()  # the gradient replaces the logits where they are; PyTorch notices a head that needs them
             rows, targets = HeadRows(plan.aim, y.shape[-1], y.dtype, y.device), TileTargets(kept.targets[part])
             loss, lse = (dy.new_empty(size, dtype=rows.wide) for _ in range(2))

@@ -96,10 +96,10 @@ class _Sharded(torch.autograd.Function):
             lse = hidden.new_empty(len(kept), dtype=work.wide)
             found = hidden.new_empty(len(kept), 3, dtype=work.wide)  # weight of this rank, target's logit, mean logit
             for part in plan.parts():
-                y = work.product(read_rows(hidden, kept.index, part))
+                y = work.product(read_rows(hidden, kept.index, part))  # [t, rows of this rank]
                 for block in work.blocks(y.shape[0]):
                     rows, own = slice(part.start + block.start, part.start + block.stop), targets[part][block]
-                    z = work.logits(y[block], own.temperature)
+                    z = work.logits(y[block], own.temperature)  # [b, rows of this rank]
                     lse[rows] = z.logsumexp(-1)
                     found[rows, 1] = z.gather(-1, own.ids.unsqueeze(-1)).squeeze(-1).mul_(here[rows])
                     found[rows, 2] = ((z - lse[rows].unsqueeze(-1)).exp_() * z).sum(-1)
@@ -108,7 +108,7 @@ class _Sharded(torch.autograd.Function):
             found[:, 0] = (lse - top).exp_()
             found[:, 2] *= found[:, 0]
             dist.all_reduce(found, group=group)
-            total, at_target, weighted = found.unbind(-1)
+            total, at_target, weighted = found.unbind(-1)  # [n] each
             lse = total.log().add_(top)
             entropy = lse - weighted / total
         ctx.plan, ctx.save, ctx.group, ctx.lse, ctx.entropy = plan, save, group, lse, entropy
