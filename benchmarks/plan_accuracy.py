@@ -228,7 +228,7 @@ def _without_operators() -> Iterator[None]:
 
     A profile of every operator of a Mamba loop over 768 tokens takes 20 GB.
     """
-    enable = profiler._enable_profiler
+    enable: Any = vars(profiler)["_enable_profiler"]
     vars(profiler)["_enable_profiler"] = partial(enable, scopes={RecordScope.USER_SCOPE})
     try:
         yield

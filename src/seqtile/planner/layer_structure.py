@@ -60,8 +60,8 @@ class Depths:
     Attributes:
         kinds: the kind of each decoder layer of the whole model, as a number.
         samples: the layers of each fake run: first those at the ends, the first and the last layer of each kind; then
-            the same with one more of a kind, once or twice for each. A single one with all layers where the model is too
-            shallow to leave layers out, or its layers share weights.
+            the same with one more of a kind, once or twice for each kind. A single one with all layers where the model
+            is too shallow to leave layers out, or its layers share weights.
     """
 
     kinds: tuple[int, ...]
@@ -104,7 +104,7 @@ class Depths:
         found: list[tuple[int, int | None, float]] = [(0, layer, 1.0)]
         for runs, alike in self.more():
             if layer is None:
-                sides = [(runs[0][0], layer, alike)]
+                sides: list[tuple[int, int | None, list[int]]] = [(runs[0][0], None, alike)]
             else:
                 before = [n for n in alike if n < layer]
                 behind = alike[len(before) :]
