@@ -105,7 +105,7 @@ def test_layers_with_a_state_are_predicted(model: str) -> None:
 
 
 TOO_HIGH = {"jamba", "kimi_linear"}
-"""Planned above what they take, as docs/planning-reference.md says: under a dispatch mode gradients are summed into new tensors."""
+"""Planned above what they take; docs/planning-reference.md says why."""
 
 
 def test_the_rows_of_hybrid_models_are_within_what_is_aimed_at() -> None:
