@@ -4,9 +4,9 @@
 
 Each family of the installed transformers is built tiny, without a network. One training step with everything in tiles,
 offloaded and with "attention-saved" checkpoints, all weights and adapters alone, is compared with the untiled model's
-(``--grid``: each technique by itself too). What tiles buy (``--buys``, a minute a family) is a fake step of 16,384
-tokens at the default widths with one layer of each kind: the most that activations hold, untiled and tiled, both with
-activation checkpoints.
+(``--grid``: each technique by itself too). What tiles buy (``--buys``, a table of its own) is a fake step of 16,384
+tokens at the default widths with the first and last layer of each kind: the most that activations hold in the backward
+of one layer, untiled and tiled, both with activation checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,8 +37,10 @@ from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.adapters import lora_config
 from seqtile.models.discover.decoder_layers import decoder_layers, states_of
 from seqtile.options import TilingOptions
-from seqtile.planner.fake_step import fake_step
-from seqtile.planner.live_at_peaks import GRADIENTS, OPTIMIZER, WEIGHTS
+from seqtile.planner.fake_step import build_bare, fake_step
+from seqtile.planner.layer_structure import LayerSample, find_depths
+from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS
+from seqtile.planner.phases import Phase
 from seqtile.planner.step_config import Setup
 from seqtile.train.packing import check_packing
 from tiny_models import build, tiny_config
@@ -75,6 +77,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 TOKENS = 19
 PLANNED = 16384
 PAGE = Path(__file__).parents[1] / "docs" / "hybrid.md"
+BUYS_BEGIN, BUYS_END = "<!-- buys: written by benchmarks/hybrid.py -->", "<!-- buys: end -->"
 BEGIN, END = "<!-- families: written by benchmarks/hybrid.py -->", "<!-- families: end -->"
 
 
@@ -161,13 +164,12 @@ class Family:
     name: str
     layers: str
     in_tiles: str
-    buys: str
     adapters: str
     refused: str
 
 
-def describe(family: str, *, planned: bool = False) -> Family:
-    """What becomes of a family, but for its gradients; what tiles buy only where ``planned``."""
+def describe(family: str) -> Family:
+    """What becomes of a family, but for its gradients."""
     model = model_of(family)
     kinds = Counter(layer.kind for layer in decoder_layers(model))
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -179,32 +181,49 @@ def describe(family: str, *, planned: bool = False) -> Family:
     blocks = ", ".join(dict.fromkeys(block.class_name for block in report.blocks)) or "no MLP"
     heads = "attention by heads" if "head-wise attention in" in str(report) else "attention whole"
     excluded = lora_config(model_of(family), r=4, alpha=None, dropout=0.0, target_modules="all-linear").exclude_modules
-    return Family(
-        family, layers, f"{blocks}; {heads}", _buys(family) if planned else "", _words(excluded), _refused(family)
-    )
+    return Family(family, layers, f"{blocks}; {heads}", _words(excluded), _refused(family))
 
 
 def _words(excluded: Any) -> str:
     return f"not on {', '.join(sorted(excluded))}" if excluded else "on all linear layers"
 
 
-def _buys(family: str) -> str:
-    config = tiny_config(family, narrow=False, random=False)
-    config.get_text_config().max_position_embeddings = 2 * PLANNED
+def buys(family: str) -> str:
+    """What tiles buy: the most activations of one layer's backward, by kind of layer, untiled to tiled."""
+    config = transformers.CONFIG_MAPPING[family]()
     options = TilingOptions(tile=2048, loss="tiled", loss_tile=2048, checkpoint="full")
-    try:
-        tile, untiled = (_activations(config, one) for one in (options, options.without_blocks()))
-    except (UserError, RuntimeError):  # the default sizes do not fit each other, with fewer layers or heads
-        return "not run"
-    return f"{untiled / 2**30:.1f} to {tile / 2**30:.1f} GiB"
-
-
-def _activations(config: Any, options: TilingOptions) -> int:
-    """Most bytes of activations of a fake step."""
+    options = options.without_blocks() if family in WITHOUT_MLP else options
     setup = Setup(options=options, attention="flash", device_type="cuda", scans="kernels", optimizer="sgd")
-    run = fake_step(config, setup, PLANNED)
-    standing = (WEIGHTS, GRADIENTS, OPTIMIZER)
-    return max(part.total - sum(part.terms.get(name, 0) for name in standing) for part in run.peaks.values())
+    try:
+        model = build_bare(config, setup, "meta")
+        sample = find_depths(config, model).samples[0]
+        kinds = [decoder_layers(model)[number].kind for number in sample.layers]
+        untiled, tile = (
+            _backward(config, replace(setup, options=one), sample, kinds) for one in (options.without_blocks(), options)
+        )
+    except (UserError, RuntimeError, ValueError) as error:
+        return f"not run: {str(error).splitlines()[0]}"
+    return ", ".join(f"{kind} {untiled[kind]:.1f} to {tile[kind]:.1f}" for kind in untiled)
+
+
+def _experts(family: str) -> int:
+    """The number of experts of a family's default configuration, by which its fake step takes long."""
+    config = transformers.CONFIG_MAPPING[family]()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return max(int(getattr(config, name, None) or 0) for name in names)
+
+
+def _backward(config: Any, setup: Setup, sample: LayerSample, kinds: list[str]) -> dict[str, float]:
+    """Most activations in the backward of a layer of each kind, in hidden-state tensors per token."""
+    found: dict[str, float] = {}
+    without = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS)
+    for name, part in fake_step(config, setup, PLANNED, sample=sample).peaks.items():
+        phase = Phase.read(name)
+        if phase.layer is not None and phase.direction != "forward":
+            held = part.total - sum(part.terms.get(term, 0) for term in without)
+            kind = kinds[phase.layer]
+            found[kind] = max(found.get(kind, 0.0), held / (2 * PLANNED * config.get_text_config().hidden_size))
+    return found
 
 
 def _refused(family: str) -> str:
@@ -223,8 +242,7 @@ def _refused(family: str) -> str:
 
 def row(found: Family, equal: str) -> str:
     """A line of the table."""
-    buys = [found.buys] if found.buys else []
-    cells = (found.name, found.layers, found.in_tiles, *buys, found.adapters, found.refused, equal)
+    cells = (found.name, found.layers, found.in_tiles, found.adapters, found.refused, equal)
     return f"| {' | '.join(cells)} |"
 
 
@@ -232,14 +250,16 @@ HEAD = (
     "family (tiny: one layer of each kind)", "layers", "in tiles", "adapters", "refused",
     "error of gradients: untiled, tiled; adapters: untiled, tiled",
 )  # fmt: skip
-BUYS = "activations at 16,384 tokens, untiled to tiled MLPs"
+BUYS = (
+    "family (default widths)",
+    "activations of one layer's backward, in hidden-state tensors: untiled to tiled MLPs",
+)
 
 
-def page(rows: list[str], about: dict[str, Any], *, buys: bool) -> str:
+def page(rows: list[str], about: dict[str, Any], head: tuple[str, ...]) -> str:
     """The table, with what it was made with."""
     versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "transformers", "peft"))
     made = f"{about['date'][:10]}, {about['device_name']}, {versions}; `{about['command']}`."
-    head = [*HEAD[:3], BUYS, *HEAD[3:]] if buys else HEAD
     return "\n".join([made, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows])
 
 
@@ -248,7 +268,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="these families")
     parser.add_argument("--grid", action="store_true", help="each technique by itself too")
-    parser.add_argument("--buys", action="store_true", help="plan what tiles buy at the default widths")
+    parser.add_argument("--buys", action="store_true", help="what tiles buy at the default widths, instead")
     parser.add_argument("--write", action="store_true", help="write the table into docs/hybrid.md")
     options = parser.parse_args()
     if options.write and options.only:
@@ -258,14 +278,22 @@ def main() -> int:
     warnings.simplefilter("ignore")
     names = tuple(SETTINGS) if options.grid else ("all",)
     rows = []
+    about = stamp(environment(), ["python", *sys.argv])
+    if options.buys:
+        for family in options.only or sorted(KINDS, key=_experts):
+            rows.append(f"| {family} | {buys(family)} |")
+            print(rows[-1], flush=True)
+            if options.write:
+                some = f"{len(rows)} of {len(KINDS)} families, mixtures of experts last"
+                write_between(PAGE, BUYS_BEGIN, BUYS_END, [page([*rows, "", f"{some}."], about, BUYS)])
+        return 0
     for family in options.only or KINDS:
         full, lora = errors(family, model_of, names), errors(family, adapted, names)
         equal = f"{full[0]:.0e}, {full[1]:.0e}; {lora[0]:.0e}, {lora[1]:.0e}"
-        rows.append(row(describe(family, planned=options.buys), equal))
+        rows.append(row(describe(family), equal))
         print(rows[-1], flush=True)
     if options.write:
-        table = page(rows, stamp(environment(), ["python", *sys.argv]), buys=options.buys)
-        write_between(PAGE, BEGIN, END, [table])
+        write_between(PAGE, BEGIN, END, [page(rows, about, HEAD)])
     return 0
 
 

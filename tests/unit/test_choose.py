@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import tiny_run
 from seqtile import UserError
@@ -25,6 +26,7 @@ from seqtile.train import launch, run
 from seqtile.train.output import resumed_recipe
 from seqtile.train.ranks import check_same_recipe
 from seqtile.train.recipe import Recipe, build_recipe, read_recipe, resolve
+from tiny_models import build, tiny_config
 
 GIB = 2**30
 TAKES = {(None, False): 100, ("attention-saved", False): 60, ("full", False): 40, ("attention-saved", True): 30,
@@ -216,6 +218,30 @@ def test_train_fit_says_why_saves_what_it_chose_and_a_resume_does_not_choose_aga
         "fit chooses for a new run; --resume goes on with the settings that this one has"
     ]
     assert not resumed.activation_checkpointing
+
+
+def test_train_fit_of_a_hybrid_model_runs_its_state_in_tiles(folder: Path, tmp_path: Path, capfd: Any):
+    """Gated DeltaNet and attention: the plan runs, the choice trains, and the saved recipe holds it."""
+    if "qwen3_5_text" not in CONFIG_MAPPING:
+        pytest.skip("transformers has no qwen3_5_text")
+    model = tmp_path / "model"
+    config = tiny_config("qwen3_5_text")
+    config.vocab_size, config.max_position_embeddings = tiny_run.save_tokenizer(model), 4096
+    build(AutoModelForCausalLM, config).save_pretrained(model)
+    words = ["train", "--model", str(model), "--dataset", str(folder / "rows.jsonl"), "--max-length", "64", "--steps",
+             "1", "--output", str(tmp_path / "out"), "--fit-memory", "1.5GiB"]  # fmt: skip
+    assert main(words) == 0
+    errors = capfd.readouterr().err
+    for line in ("fit: rows of 64 tokens on the memory given with 1.50 GiB: ", "fit: checkpoint none: ",
+                 "fit: state auto: layers with a state hold one tile at a time",
+                 "layers with a state in tiles of about 2,048 tokens: 1 of 1"):  # fmt: skip
+        assert line in errors, errors
+    saved = read_recipe(tmp_path / "out" / "recipe.yaml")
+    assert {key: saved[key] for key in ("fit", "state", "activation_checkpointing", "loss_tile")} == {
+        "fit": False, "state": "auto", "activation_checkpointing": False, "loss_tile": 64
+    }  # fmt: skip
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "layers with a state in tiles" in card and "left untiled: no sequence reached a second tile" in card
 
 
 def test_fit_refuses_before_anything_is_written(folder: Path, capsys: Any):

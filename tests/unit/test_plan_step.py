@@ -19,7 +19,7 @@ from seqtile.options import changed
 from seqtile.planner import fake_step as planner_step
 from seqtile.planner.extrapolate import by_place, fit_lines
 from seqtile.planner.fake_step import build, build_bare, fake_step, real_step
-from seqtile.planner.layer_structure import count_layers, count_weights, find_depths, first_layers
+from seqtile.planner.layer_structure import _further, count_layers, count_weights, find_depths, first_layers
 from seqtile.planner.step_config import Lora, Setup
 
 LENGTH = 256
@@ -131,14 +131,18 @@ HYBRID: dict[str, dict[str, Any]] = {
         "attn_layer_indices": [2, 4], "num_hidden_layers": 7, "mamba_n_heads": 8, "mamba_d_head": "auto",
         "mamba_d_state": 16, "mamba_n_groups": 1,
     },
+    "nemotron_h": {  # the last Mamba-2 layer has MLPs before it and behind it
+        "layers_block_type": ["mamba", "mlp", "attention", "mlp"] * 2, "mamba_num_heads": 8, "mamba_head_dim": 16,
+        "ssm_state_size": 16, "n_groups": 1, "num_hidden_layers": 8,
+    },
 }  # fmt: skip
-"""Models whose layers of two kinds follow no pattern."""
+"""Models whose layers of several kinds follow no pattern."""
 
 
 @pytest.mark.parametrize(
     ("architecture", "how"),
-    [("lfm2", {}), ("bamba", {"checkpoint": None, "lora": Lora(4)})],
-    ids=["lfm2", "bamba, adapters"],
+    [("lfm2", {}), ("bamba", {"checkpoint": None, "lora": Lora(4)}), ("nemotron_h", {})],
+    ids=["lfm2", "bamba, adapters", "nemotron_h"],
 )
 def test_one_layer_of_each_kind_stands_for_all_of_them(architecture: str, how: dict[str, Any]) -> None:
     """Each followed part of the step, term by term and to the byte, against a fake run of the whole model."""
@@ -162,6 +166,20 @@ def test_one_layer_of_each_kind_stands_for_all_of_them(architecture: str, how: d
         depths, [count_weights(config, build(config, asked, "meta", s).model) for s in depths.samples]
     )
     assert counts == count_weights(config, build(config, asked, "meta").model)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "ends", "between", "picked"),
+    [
+        ("ABBBA", (0, 1, 3, 4), (2,), [2]),
+        ("ABCBABCB", (0, 1, 2, 4, 6, 7), (3, 5), [3]),  # 5 stands behind every A
+        ("BBCBB", (0, 2, 4), (1, 3), [1, 3]),  # there is one C alone, with a B on either side
+    ],
+)
+def test_a_layer_more_is_run_on_each_side_where_one_is_missing(
+    kinds: str, ends: tuple[int, ...], between: tuple[int, ...], picked: list[int]
+) -> None:
+    assert _further(kinds, ends, between) == picked
 
 
 def test_a_cut_model_keeps_the_first_layers() -> None:

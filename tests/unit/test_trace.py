@@ -564,6 +564,26 @@ def test_matrices_that_are_parameters_of_their_module_are_named() -> None:
     assert (left.name, "parameters of its own" in left.why, left.unproven) == ("own", True, False)
 
 
+class ScaledHeads(nn.LayerNorm):
+    """A norm of each head with a scale and a shift of its own, as Chameleon has."""
+
+    def __init__(self) -> None:
+        super().__init__(D)
+        self.weight, self.bias = nn.Parameter(torch.ones(3, D)), nn.Parameter(torch.zeros(3, D))
+
+
+class Affine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.log_scale = nn.Parameter(torch.zeros(D, 1)), nn.Parameter(torch.zeros(D, 1))
+
+
+@pytest.mark.parametrize("other", [nn.LSTM(D, D, 2), nn.GRUCell(D, D), ScaledHeads(), Affine()])
+def test_recurrent_layers_norms_and_scales_are_not_taken_for_mlps(other: nn.Module) -> None:
+    report = seqtile.apply(nn.ModuleDict({"mlp": Gated(GATED["plain"][0]), "other": other}), tile=3)
+    assert report.tiled == 1 and report.left == ()
+
+
 def _attend_to_heads(h: Tensor) -> Tensor:
     heads = h.unflatten(-1, (3, 4))
     return F.scaled_dot_product_attention(heads, heads, heads).flatten(-2)

@@ -60,8 +60,8 @@ class Depths:
     Attributes:
         kinds: the kind of each decoder layer of the whole model, as a number.
         samples: the layers of each fake run: first those at the ends, the first and the last layer of each kind; then
-            the same with one more of a kind. A single one with all layers where the model is too shallow to leave
-            layers out, or its layers share weights.
+            the same with one more of a kind, once or twice for each kind. A single one with all layers where the model
+            is too shallow to leave layers out, or its layers share weights.
     """
 
     kinds: tuple[int, ...]
@@ -82,34 +82,71 @@ class Depths:
         """Layers of the shortest model that begins as this one and has a layer of each kind."""
         return max(self.kinds.index(kind) for kind in self.kinds) + 1
 
-    def more(self) -> Iterator[tuple[int, int, list[int]]]:
-        """Each further run: its number, the layer that it has more, and the layers of that kind beside the ends."""
+    def more(self) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
+        """For each kind with further runs: these, each with the layer that it has more, and what it stands for.
+
+        That is the layers of the kind beside the ends.
+        """
+        runs: dict[int, list[tuple[int, int]]] = {}
         for run, sample in enumerate(self.samples[1:], 1):
             (layer,) = set(sample.layers) - set(self.ends)
-            alike = [n for n, kind in enumerate(self.kinds) if kind == self.kinds[layer] and n not in self.ends]
-            yield run, layer, alike
+            runs.setdefault(self.kinds[layer], []).append((run, layer))
+        for kind, known in runs.items():
+            yield known, [n for n, one in enumerate(self.kinds) if one == kind and n not in self.ends]
 
     def terms_of(self, layer: int | None) -> list[tuple[int, int | None, float]]:
         """How a part of the step in ``layer`` (None: in none) is summed up: run, layer in it, and weight.
 
         A layer holds one thing before another layer and one behind it (what it saved, its gradients). The run with one
-        more of its kind tells which of the two, and the layer of the same kind at the other end tells the other.
+        more of its kind tells which of the two; a run with another one, or the layer of the same kind at the other end,
+        tells the other.
         """
         found: list[tuple[int, int | None, float]] = [(0, layer, 1.0)]
-        for run, extra, alike in self.more():
-            sides = [(layer, alike)]
-            if layer is not None:
+        for runs, alike in self.more():
+            if layer is None:
+                sides: list[tuple[int, int | None, list[int]]] = [(runs[0][0], None, alike)]
+            else:
                 before = [n for n in alike if n < layer]
                 behind = alike[len(before) :]
-                sides = [(self._beside(layer, extra, True), before), (self._beside(layer, extra, False), behind)]
-            for where, missing in sides:
+                sides = [
+                    (*one, missing)
+                    for is_before, missing in ((True, before), (False, behind))
+                    if missing and (one := _beside(self.kinds, self.ends, layer, runs, is_before)) is not None
+                ]
+            for run, where, missing in sides:
                 found += [(run, where, float(len(missing))), (0, where, -float(len(missing)))]
         return found
 
-    def _beside(self, layer: int, extra: int, before: bool) -> int:
-        """An end of the kind of ``layer`` that has ``extra`` before it, or behind it; ``layer`` where there is none."""
-        alike = [layer, *(end for end in self.ends if self.kinds[end] == self.kinds[layer])]
-        return next((end for end in alike if (extra < end) == before), layer)
+
+def _beside(
+    kinds: Sequence[Any], ends: Sequence[int], layer: int, runs: Sequence[tuple[int, int]], before: bool
+) -> tuple[int, int] | None:
+    """A run and an end of the kind of ``layer``, itself if possible, that has the run's further layer on that side."""
+    alike = [layer, *(end for end in ends if kinds[end] == kinds[layer])]
+    return next(((run, end) for end in alike for run, extra in runs if (extra < end) == before), None)
+
+
+def _further(kinds: Sequence[Any], ends: Sequence[int], between: Sequence[int]) -> list[int]:
+    """Layers of one kind, one or two of those ``between`` the ends, that tell what such a layer adds on either side.
+
+    Of each end there must be one of its kind that has one of them before it, where it has such layers before it in the
+    whole model, and likewise behind it.
+    """
+
+    def tells_all(picked: Sequence[int]) -> bool:
+        runs = list(enumerate(picked))
+        return all(
+            _beside(kinds, ends, end, runs, before) is not None
+            for end in ends
+            for before in (True, False)
+            if any((one < end) == before for one in between)
+        )
+
+    middle = len(between) // 2  # it stands behind the first layers and before the last ones, most often
+    for one in sorted(between, key=lambda number: abs(between.index(number) - middle)):
+        if tells_all([one]):
+            return [one]
+    return [between[0], between[-1]]
 
 
 def find_depths(config: Any, model: nn.Module) -> Depths:
@@ -139,8 +176,7 @@ def find_depths(config: Any, model: nn.Module) -> Depths:
     samples = [ends]
     for sign, beginning in first.items():
         between = [n for n in range(beginning, last[sign]) if signs[n] == sign and n not in ends]
-        if between:  # its middle, so that it stands behind the first layers and before the last ones
-            samples.append(tuple(sorted((*ends, between[len(between) // 2]))))
+        samples += [tuple(sorted((*ends, one))) for one in _further(kinds, ends, between)] if between else []
     total = len(signs)
     own = [{id(weight) for weight in module.parameters()} for module in modules]
     shared = sum(map(len, own)) != len(set().union(*own))
@@ -188,7 +224,7 @@ def count_layers(depths: Depths, counts: Sequence[Counts]) -> Counts:
     ends = counts[0]
     return replace(ends, layers=depths.layers, **{
         name: getattr(ends, name)
-        + sum(len(alike) * (getattr(counts[run], name) - getattr(ends, name)) for run, _, alike in depths.more())
+        + sum(len(alike) * (getattr(counts[runs[0][0]], name) - getattr(ends, name)) for runs, alike in depths.more())
         for name in ("weights", "trained", "matrices", "active", "attentions")
     })  # fmt: skip
 

@@ -273,7 +273,7 @@ def _called_in_a_row(name: str, module: nn.Module, traces: LayerTraces) -> Candi
 def _unread(name: str, module: nn.Module) -> str:
     """Why a layer with linear layers like an MLP's is none; "" where nothing resembles one."""
     if not children_of(module):
-        own = [tuple(p.shape) for p in parameters_of(module).values() if p is not None and p.dim() == 2]
+        own = _matrices(module)
         wide = [shape for shape in own if shape[0] != shape[1] and (own.count(shape) > 1 or shape[::-1] in own)]
         if not wide or looks_like_attention(name, module) or linear_widths(module) is not None:
             return ""
@@ -286,3 +286,19 @@ def _unread(name: str, module: nn.Module) -> str:
         if two := looks_inline({child: width(part) for child, part in module.named_children()}):
             return f"its forward does not call {two[0]} and {two[1]} plainly one after another"
     return ""
+
+
+def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
+    """Shapes of a module's own parameters that may be the matrices of an MLP.
+
+    Not of a recurrent layer, and not scales and shifts: a vector, or a parameter with another one that is called its
+    bias and is as large.
+    """
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return []
+    shapes = {name: tuple(one.shape) for name, one in parameters_of(module).items() if one is not None}
+    shifts = {name for name in shapes if name.endswith("bias")}
+    scaled = {name for name in shapes if shapes[name] == shapes.get(name.removesuffix("weight") + "bias")}
+    return [
+        shape for name, shape in shapes.items() if len(shape) == 2 and 1 not in shape and name not in shifts | scaled
+    ]
