@@ -232,6 +232,19 @@ def test_under_a_torchrun_of_ones_own_nothing_is_a_crash(folder: Path) -> None:
     assert_saved(output, errors)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+def test_sigterm_to_every_process_under_a_torchrun_that_leaves_it_to_them(folder: Path) -> None:
+    """``--signals-to-handle`` keeps torchrun itself from a traceback: SIGTERM just ends it, and the ranks save."""
+    output = folder / "torchrun-left"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    command += ["--signals-to-handle", "SIGUSR1", "-m"]
+    command += ["seqtile.cli", *arguments(folder, output, "--engine", "ddp", "--steps", "100000")]
+    errors, code = stop_when_it_steps(command, lambda front: [job(front)] * 2)
+    assert code == -signal.SIGTERM, errors
+    assert_saved(output, errors)
+
+
 def stop_when_it_steps(command: list[str], whom: Callable[[int], list[list[psutil.Process]]]) -> tuple[str, int]:
     """Start it, send SIGTERM to each group of processes after the first step; what it said, and its exit code."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
