@@ -110,7 +110,7 @@ WAYS: dict[str, Callable[[Given], Tensor]] = {
 def as_planned(trained: int) -> Iterator[None]:
     """Fake labels of which so many count, and sums and blocks as on an accelerator."""
 
-    def of(labels: Tensor, ignore_index: int, vocabulary: int) -> KeptTokens:
+    def of(labels: Tensor, *_: Any) -> KeptTokens:
         return KeptTokens(labels.numel(), labels[:trained].clone(), torch.empty(trained, dtype=torch.long))
 
     rows = {"cpu": 2**25}
