@@ -60,7 +60,7 @@ def test_context_and_data_parallel_over_two_nodes_train_as_one_process(folder: P
 def test_a_resumed_run_under_context_parallelism_is_the_same_bit_for_bit(folder: Path) -> None:
     """Two ranks share each sequence; stopped in the middle of the epoch."""
     values = node_fronts.CASES["FSDP2 + context parallel"]
-    whole, stopped = folder / "whole", folder / "stopped"
+    whole, stopped = folder / "through", folder / "interrupted"
     assert node_fronts.train_on_nodes(folder, whole, nodes=1, **values) == {0: 0}
     assert node_fronts.train_on_nodes(folder, stopped, nodes=1, **{**values, "steps": 2}) == {0: 0}
     assert node_fronts.train_on_nodes(folder, stopped, nodes=1, resume=True, **values) == {0: 0}

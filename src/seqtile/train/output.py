@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -94,7 +95,7 @@ def _check_own(output: Path) -> None:
 
 
 def check_writable(output: Path, advice: str = "give another --output") -> None:
-    """Try to write there, and leave nothing behind.
+    """Try to write there, and leave nothing behind; other nodes that share the disk may be doing the same.
 
     Args:
         output: the directory.
@@ -103,20 +104,34 @@ def check_writable(output: Path, advice: str = "give another --output") -> None:
     Raises:
         UserError: it cannot be created or written.
     """
+    try:
+        for attempts_left in reversed(range(10)):
+            try:
+                _write_and_remove(output)
+                return
+            except FileNotFoundError:  # another node has just removed what it made for its own attempt
+                if not attempts_left:
+                    raise
+    except OSError as error:
+        where = f", {disk_of(output)}" if error.errno in PROBLEMS else ""
+        raise UserError(f"cannot write to output {str(output)!r} ({error.strerror}{where}); {advice}") from None
+
+
+def _write_and_remove(output: Path) -> None:
+    """Make a file in ``output``, and the directories that are missing; remove what was made and is not used since."""
     created: list[Path] = []
     try:
         missing = [path for path in (output, *output.parents) if not path.exists()]
         for path in reversed(missing):
-            path.mkdir()
-            created.append(path)
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                created.append(path)
         with tempfile.TemporaryFile(dir=output):
             pass
-    except OSError as error:
-        where = f", {disk_of(output)}" if error.errno in PROBLEMS else ""
-        raise UserError(f"cannot write to output {str(output)!r} ({error.strerror}{where}); {advice}") from None
     finally:
         for path in reversed(created):
-            path.rmdir()
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def clear_output(output: Path) -> None:
