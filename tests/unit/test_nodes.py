@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,7 @@ def test_each_node_saves_where_directories_are_its_own() -> None:
             saving(recipe.changed(engine=engine), shared=False)
 
 
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed: it comes with seqtile[train]")
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

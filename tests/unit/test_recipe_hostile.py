@@ -191,7 +191,8 @@ def test_schedules_that_need_arguments_are_those_that_transformers_refuses():
         except (ValueError, TypeError):
             refused.add(one.value)
     assert refused == NEEDS_ARGUMENTS.keys()
-    assert set(NEEDS_EVALUATION) <= {one.value for one in SchedulerType}
+    # "greedy" is newer than the lowest Transformers tested.
+    assert set(NEEDS_EVALUATION) <= {one.value for one in SchedulerType} | {"greedy"}
 
 
 def test_optimizers_of_other_packages_are_known():
@@ -201,4 +202,5 @@ def test_optimizers_of_other_packages_are_known():
     assert all(any(re.fullmatch(pattern, name) for name in names) for pattern, _, _ in OPTIMIZER_PACKAGES)
     own = {name for name in names if not any(re.fullmatch(pattern, name) for pattern, _, _ in OPTIMIZER_PACKAGES)}
     torchs = {"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"}
-    assert own == torchs | {"adafactor", "sgd", "adagrad", "rmsprop"}
+    # apex's is in the lowest Transformers tested alone.
+    assert own - {"adamw_apex_fused"} == torchs | {"adafactor", "sgd", "adagrad", "rmsprop"}

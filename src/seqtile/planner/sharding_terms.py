@@ -165,10 +165,14 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
             # Between updates nothing is reduced: every rank keeps every gradient whole, in the type that is gathered
             # (accelerate's no_sync; torch/distributed/fsdp/_fully_shard/_fsdp_param.py, unsharded_accumulated_grad).
             found[GRADIENTS] = size * trained
-        # The outermost unit's gradients are reduced last, so that they are whole until the backward ends.
-        root_gradients = size * counts.root if backward and request.lora is None else 0.0
+        # The outermost unit's gradients are reduced last, so that they are whole until the backward ends: the head's
+        # from its beginning, the embedding's at its end.
+        head = min(counts.root, counts.vocabulary * counts.hidden) if now.layer is not None else counts.root
+        root_gradients = size * head if backward and request.lora is None else 0.0
         gathered = 0.0 if update else size * (2 * counts.layer + counts.root)
-        reduction = 0.0 if update else size * counts.layer
+        # Only what trains is reduced: of adapters a layer's part, in fp32.
+        reduced = size * counts.layer if request.lora is None else 4.0 * trained / max(1, counts.layers)
+        reduction = 0.0 if update else reduced
         found[BUFFERS] = gathered + reduction + layer_gradients + root_gradients
         return
     # DeepSpeed's fp32 weights are copies, of whatever type the others are, and go to the host with the optimiser.
@@ -188,7 +192,10 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
         # stage_1_and_2.py, temp_grad_buffer_for_gpu_offload: the largest weight's gradient on its way to the host.
         found[BUFFERS] += size * max(counts.largest, counts.vocabulary * counts.hidden)
     if not whole and not update:
-        live = max(2 * counts.layer + counts.root, min(ZERO3_LIVE, counts.weights))
+        # Measured (benchmarks/plan_engines.py): a layer beside the head is all that is gathered at once. Where every
+        # weight trains as much again is taken for the gradients on their way, which were not followed one by one.
+        needed = counts.layer + counts.vocabulary * counts.hidden if request.lora else 2 * counts.layer + counts.root
+        live = max(needed, min(ZERO3_LIVE, counts.weights))
         found[BUFFERS] += size * (live + min(ZERO3_PREFETCH + counts.layer, counts.weights))
     if update and "optimizer" not in moved:
         # A flat copy of the gradients and its fp32 copy (stage3.py, _prepare_fp32_grad_for_sub_group).
@@ -227,6 +234,8 @@ def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float], 
         # DeepSpeed's gradients come in the type of the device, and the update reads fp32 ones.
         size = request.setup().dtype.itemsize if request.engine in DEEPSPEED else 0
         found[GRADIENTS] = (4.0 + size) * counts.trained / request.nodes
+        if request.engine == "zero2" and request.accumulation > 1:  # stage_1_and_2.py, accumulated_grads_in_cpu
+            found[GRADIENTS] += size * counts.trained / request.nodes
         if request.engine == "zero2" and request.lora is None:  # temp_grad_buffer_for_cpu_offload, on every rank
             found[GRADIENTS] += size * max(counts.largest, counts.vocabulary * counts.hidden) * request.per_node
     if "weights" in request.engine_offload:
