@@ -20,7 +20,7 @@ JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 2))')
 PYTEST_SIDE_BY_SIDE = -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
 
 # Without the slow tests.
-ONE_PROCESS = "not slow and not distributed and not frameworks"
+ONE_PROCESS = "not slow and not distributed and not alone and not frameworks"
 
 # The tests that also run with the lowest supported transformers: everything that needs no `train` extra.
 CORE = tests/unit tests/numerics -m "not slow and not gpu" --ignore-glob="*/test_train*" --ignore-glob="*/test_cli*" --ignore-glob="*/test_bench*"
@@ -51,7 +51,7 @@ bench-cpu: $(VENV)/.ready  ## the CPU claim: interleaved pairs against untiled, 
 
 test: $(VENV)/.ready $(VENV_LOWEST)/.ready  ## all but the slow tests, 25 minutes on two cores; the quick core tests with the lowest versions too
 	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m $(ONE_PROCESS) $(PYTEST_ARGS)
-	$(VENV)/bin/python -m pytest -m "distributed and not slow" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "(distributed or alone) and not slow" $(PYTEST_ARGS)
 	$(VENV_LOWEST)/bin/python $(PYTEST_SIDE_BY_SIDE) $(CORE) --quick $(PYTEST_ARGS)
 
 test-all: test-highest test-lowest  ## every test, then the core tests with the lowest supported versions: what CI runs

@@ -1,4 +1,4 @@
-"""Write the tables of longest.md, and the lengths in README and index, from rows of ``seqtile bench ladder``.
+"""Write the tables of longest.md from rows of ``seqtile bench ladder``.
 
 ``python docs/ladders.py`` reads ``benchmarks/results/ladder-*.jsonl``; each table stands between two marks that name
 its file. ``tests/unit/test_pictures.py`` compares the page with what this makes.
@@ -23,13 +23,14 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def table(rungs: list[dict[str, Any]]) -> str:
-    """Markdown: the command, its date and versions, and a line for each rung."""
+def table(name: str) -> str:
+    """Markdown of one ladder: the command, its date and versions, and a line for each rung."""
+    rungs = rows(name)
     first = rungs[0]
-    versions = ", ".join(f"{name} {first['versions'][name].partition('+')[0]}" for name in ("torch", "transformers"))
+    versions = ", ".join(f"{one} {first['versions'][one].partition('+')[0]}" for one in ("torch", "transformers"))
     lines = [
         f"`{first['command']}`, {first['date'][:10]}, {versions}; rows in "
-        f"`benchmarks/results/{name_of(first)}.jsonl`:", "",
+        f"`benchmarks/results/{name}.jsonl`:", "",
         "| rung | longest sequence | of the checkpoints, on the host | limited by | TFLOP/token | us/token "
         f"| us/token at {first['common']['tokens']:,} |",
         "|---|---|---|---|---|---|---|",
@@ -47,16 +48,10 @@ def table(rungs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def name_of(row: dict[str, Any]) -> str:
-    """The file that a ladder's rows are kept in, without its ending."""
-    model = "" if row["model"] == "llama-8b" else f"{row['model'].partition('-')[0]}-"
-    return f"ladder-{model}{row['gpus'] if row['gpus'] > 1 else ''}{'x' if row['gpus'] > 1 else ''}{row['device']}"
-
-
 def page() -> str:
     """The page with every table made again."""
     text = PAGE.read_text(encoding="utf-8")
-    return MARKED.sub(lambda found: f"{found[1]}\n{table(rows(found[2]))}\n{found[3]}", text)
+    return MARKED.sub(lambda found: f"{found[1]}\n{table(found[2])}\n{found[3]}", text)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def script(name: str) -> Any:
 
 
 def test_every_row_is_asked_for() -> None:
-    """What is compared below are all rows of the tables, not those that somebody has chosen."""
+    """The tests below compare every row of the tables."""
     assert [row[0] for row in rows_of("attention", "What it saves")] == list(script("attention_rows").WAYS)
     ways = [name.replace("**", "") for name in script("rl_losses").WAYS]
     assert [row[0] for row in rows_of("rl", "What it costs")] == ways
