@@ -55,7 +55,7 @@ def test_engines_on_two_ranks() -> None:
     assert all(-0.02 <= row["error"] <= 0.06 for row in found)
 
 
-@pytest.mark.parametrize("index", range(0, 24, 5))
+@pytest.mark.parametrize("index", [0, 5, 9, 15, 17, 20])
 def test_an_engine_is_planned_as_its_row_says(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ZERO_BUCKET", "ZERO3_LIVE", "ZERO3_PREFETCH"):
         monkeypatch.setattr(sharding_terms, name, getattr(sharding_terms, name))  # put back afterwards
