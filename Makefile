@@ -17,7 +17,17 @@ JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 2))')
 
 # Tests of one process run side by side, a file in one worker; what starts several processes or takes many gigabytes has
 # the machine to itself. A worker that is killed (memory) ends the run: another in its place would meet the same.
-PYTEST_SIDE_BY_SIDE = -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --max-worker-restart 0
+
+# $(1) the environment, $(2) pytest's arguments. What did not pass beside all the others (or did not run, after a killed
+# worker) runs once more without them: it has to pass then, and both runs are printed.
+PASSED = .passed-$(notdir $(1)).txt
+define run_tests
+rm -f $(PASSED)
+$(1)/bin/python -m pytest $(2) --write-passed $(PASSED) || { \
+    echo "What did not pass runs once more, without the tests that did." && \
+    $(1)/bin/python -m pytest $(2) -v --without-passed $(PASSED); }
+endef
 
 # Without the slow tests.
 ONE_PROCESS = "not slow and not distributed and not alone and not frameworks"
@@ -50,22 +60,22 @@ bench-cpu: $(VENV)/.ready  ## the CPU claim: interleaved pairs against untiled, 
 	$(VENV)/bin/python benchmarks/cpu.py $(ARGS)
 
 test: $(VENV)/.ready $(VENV_LOWEST)/.ready  ## all but the slow tests, 25 minutes on two cores; the quick core tests with the lowest versions too
-	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m $(ONE_PROCESS) $(PYTEST_ARGS)
-	$(VENV)/bin/python -m pytest -m "(distributed or alone) and not slow" $(PYTEST_ARGS)
-	$(VENV_LOWEST)/bin/python $(PYTEST_SIDE_BY_SIDE) $(CORE) --quick $(PYTEST_ARGS)
+	$(call run_tests,$(VENV),$(SIDE_BY_SIDE) -m $(ONE_PROCESS) $(PYTEST_ARGS))
+	$(call run_tests,$(VENV),-m "(distributed or alone) and not slow" $(PYTEST_ARGS))
+	$(call run_tests,$(VENV_LOWEST),$(SIDE_BY_SIDE) $(CORE) --quick $(PYTEST_ARGS))
 
 test-all: test-highest test-lowest  ## every test, then the core tests with the lowest supported versions: what CI runs
 
 test-highest: $(VENV)/.ready  ## every test, with the highest supported versions
-	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m "not distributed and not alone and not frameworks" $(PYTEST_ARGS)
-	$(VENV)/bin/python -m pytest -m "distributed or alone" $(PYTEST_ARGS)
+	$(call run_tests,$(VENV),$(SIDE_BY_SIDE) -m "not distributed and not alone and not frameworks" $(PYTEST_ARGS))
+	$(call run_tests,$(VENV),-m "distributed or alone" $(PYTEST_ARGS))
 
 test-lowest: $(VENV_LOWEST)/.ready  ## the core tests, with the lowest supported versions
-	$(VENV_LOWEST)/bin/python $(PYTEST_SIDE_BY_SIDE) $(CORE) $(PYTEST_ARGS)
+	$(call run_tests,$(VENV_LOWEST),$(SIDE_BY_SIDE) $(CORE) $(PYTEST_ARGS))
 
 # The build for accelerators, several GB: newer versions are not offered as a CPU build everywhere.
 test-newest-torch: $(VENV_NEWEST)/.ready  ## the core tests, with the newest torch that pip finds
-	$(VENV_NEWEST)/bin/python $(PYTEST_SIDE_BY_SIDE) $(CORE) $(PYTEST_ARGS)
+	$(VENV_NEWEST)/bin/python -m pytest $(SIDE_BY_SIDE) $(CORE) $(PYTEST_ARGS)
 
 # The frameworks pin other versions than ours, so that each has an environment of its own (about 4 and 2 GB).
 test-frameworks: $(VENV)/.ready $(VENV_AXOLOTL)/.ready $(VENV_MS_SWIFT)/.ready  ## real axolotl and ms-swift runs with the plugins
@@ -73,18 +83,18 @@ test-frameworks: $(VENV)/.ready $(VENV_AXOLOTL)/.ready $(VENV_MS_SWIFT)/.ready  
 	    $(VENV)/bin/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
 
 coverage: $(VENV)/.ready  ## all but the slow tests of one process, and the lines and branches of src that none of them runs
-	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m $(ONE_PROCESS) --cov --cov-report=term-missing $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m $(ONE_PROCESS) --cov --cov-report=term-missing $(PYTEST_ARGS)
 
 docs: $(VENV)/.ready  ## the documentation's site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict  # with --quiet, strict counts no warnings
 
 test-fast: $(VENV)/.ready  ## the quick tests, in less than three minutes on two cores
-	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m $(ONE_PROCESS) --quick $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m $(ONE_PROCESS) --quick $(PYTEST_ARGS)
 
 # Twice: what several functions share counts for the first of them that runs.
 times: $(VENV)/.ready  ## measure the test functions and write tests/times.txt, the list of those that test-fast leaves out
-	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m $(ONE_PROCESS) --write-times $(PYTEST_ARGS)
-	$(VENV)/bin/python $(PYTEST_SIDE_BY_SIDE) -m $(ONE_PROCESS) --quick --write-times $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m $(ONE_PROCESS) --write-times $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m $(ONE_PROCESS) --quick --write-times $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .
@@ -99,7 +109,7 @@ wheel: $(VENV)/.ready  ## dist/seqtile-*.whl
 	$(VENV)/bin/python -m build --wheel
 
 clean:  ## remove what was built, and caches
-	rm -rf build dist site .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist site .passed-*.txt .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environments too

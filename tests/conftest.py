@@ -125,6 +125,8 @@ def pytest_sessionstart() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the test functions that tests/times.txt lists")
+    parser.addoption("--write-passed", metavar="FILE", type=Path, help="write the names of the tests that pass")
+    parser.addoption("--without-passed", metavar="FILE", type=Path, help="leave out the tests that FILE names")
     parser.addoption("--write-times", action="store_true", help="write tests/times.txt from this run")
 
 
@@ -135,9 +137,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.distributed)
     if config.getoption("--quick"):
         long = processor_times.listed()
-        left_out = [item for item in items if processor_times.function(item.nodeid) in long]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if processor_times.function(item.nodeid) not in long]
+        _leave_out(config, items, {item.nodeid for item in items if processor_times.function(item.nodeid) in long})
+    if passed := config.getoption("--without-passed"):
+        _leave_out(config, items, set(passed.read_text(encoding="utf-8").splitlines()))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -148,6 +150,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs an accelerator, and torch finds none here"))
 
 
+def _leave_out(config: pytest.Config, items: list[pytest.Item], names: set[str]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in names])
+    items[:] = [item for item in items if item.nodeid not in names]
+
+
+_ENDED: set[str] = set()
+_FAILED: set[str] = set()
 _SECONDS: dict[str, float] = {}
 
 
@@ -168,6 +177,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        _FAILED.add(report.nodeid)
+    if report.when == "teardown":
+        _ENDED.add(report.nodeid)
     for name, seconds in report.user_properties:
         if name == processor_times.PROPERTY:
             function = processor_times.function(report.nodeid)
@@ -175,5 +188,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.getoption("--write-times") and not hasattr(session.config, "workerinput"):
+    if hasattr(session.config, "workerinput"):
+        return
+    if session.config.getoption("--write-times"):
         processor_times.write(_SECONDS)
+    if file := session.config.getoption("--write-passed"):
+        file.write_text("".join(f"{name}\n" for name in sorted(_ENDED - _FAILED)), encoding="utf-8")
