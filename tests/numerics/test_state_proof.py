@@ -97,6 +97,9 @@ def test_each_state_that_is_lost_is_seen(kind: str, family: str, dtype: torch.dt
     whole, mixer = (model.get_submodule(name) for name in (carrier.whole, carrier.mixer))
     assert why_not(whole, dtype) == why_not(mixer, dtype) == ""
     own = type(mixer)
+    whole.requires_grad_(False)
+    assert why_not(whole, dtype) == why_not(mixer, dtype) == "", "frozen"
+    whole.requires_grad_(True)
     for state in STATES[kind]:
         for how in LOSSES:
             lose(mixer, state, how)
@@ -122,3 +125,34 @@ def test_a_layer_that_loses_a_state_stays_whole() -> None:
     assert ": 0 of 1" in report.state
     [left] = [one for one in report.left if one.name == carrier.mixer]
     assert left.why == "the recurrent state or its gradient is not handed on"
+
+
+def test_a_trial_that_fails_at_the_first_call_reaches_the_report() -> None:
+    model = model_of("bamba").train()
+    report = seqtile.apply(model, blocks="none", state=16)
+    assert ": 1 of 1" in report.state and not report.notes
+    carrier = carrier_of(model)
+    lose(model.get_submodule(carrier.mixer), "recurrent", "dropped")  # after the trial; autocast asks for another one
+    ids = torch.arange(5, 45)[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    assert any("the recurrent state or its gradient is not handed on" in note for note in report.notes)
+    assert carrier.layer in report.notes[0] and report.notes[0] in str(report)
+
+
+def test_the_report_says_why_a_mixer_alone_runs_in_tiles() -> None:
+    model = model_of("bamba").train()
+    layer = model.get_submodule(carrier_of(model).layer)
+    own = type(layer)
+
+    class Mixing(own):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states: Tensor, *args: Any, **words: Any) -> Any:
+            return super().forward(hidden_states - hidden_states.mean(1, keepdim=True), *args, **words)
+
+    Mixing.forward.__signature__ = inspect.signature(own.forward)  # type: ignore[attr-defined]
+    Mixing.__name__ = own.__name__
+    layer.__class__ = Mixing
+    report = seqtile.apply(model, blocks="none", state=16)
+    assert "1 of 1 (1 of Mamba-2, the mixers alone)" in report.state
+    [left] = report.left
+    assert left.name == carrier_of(model).layer and left.why.startswith("its mixer alone runs in tiles: after three")
