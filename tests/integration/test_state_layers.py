@@ -99,7 +99,8 @@ def test_every_technique_at_once(family: str) -> None:
 
 
 REASONS = {
-    "mamba": "the state or its gradient is not handed on", "jamba": "the state or its gradient is not handed on",
+    "mamba": "the recurrent state or its gradient is not handed on",
+    "jamba": "the recurrent state or its gradient is not handed on",
     "minimax": "asks its cache for get_linear_cache", "recurrent_gemma": "takes no cache",
 }  # fmt: skip
 
@@ -131,7 +132,7 @@ def test_a_kernel_that_ignores_the_states_gradient_is_caught(monkeypatch: pytest
         monkeypatch.setattr(qwen, "torch_chunk_gated_delta_rule", broken)
         report = seqtile.apply(model_of("qwen3_5_text"), **SETTINGS)
         assert ": 0 of 1" in report.state
-        assert "the state or its gradient is not handed on" in report.left[0].why
+        assert "the recurrent state or its gradient is not handed on" in report.left[0].why
 
 
 def test_evaluation_and_generation_are_untouched() -> None:

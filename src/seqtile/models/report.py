@@ -10,6 +10,7 @@ from torch import nn
 
 from seqtile._compat import CHECKPOINT_FUNCTION, early_stop
 from seqtile._sentences import PrintsAsSentence
+from seqtile.models.carried_state.tiled_state import refusals
 from seqtile.models.discover.candidates import Left
 from seqtile.models.loss_and_checkpoints import rest_notes
 from seqtile.tiling import KeepRule
@@ -83,7 +84,8 @@ class Report(PrintsAsSentence):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know, from what the model is now: costs of its activation checkpointing."""
+        """What the user should know, from what the model is now: costs of its activation checkpointing,
+        and layers with a state that a trial at their first call left whole."""
         model = self._model()
         notes = []
         for names in sorted({block.together for block in self.blocks if block.follower}):
@@ -111,7 +113,7 @@ class Report(PrintsAsSentence):
             getattr(one.__dict__.get("forward"), "compiled", False) for one in model.modules()
         ):
             notes.append("heads is left out where torch.compile compiles a layer: its attention runs all heads at once")
-        return (*notes, *(rest_notes(model) if model is not None else ()))
+        return (*notes, *((*rest_notes(model), *refusals(model)) if model is not None else ()))
 
     def __str__(self) -> str:
         kinds = Counter((block.class_name, block.kind) for block in self.blocks)

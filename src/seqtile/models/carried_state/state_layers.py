@@ -70,7 +70,10 @@ def install_state(model: nn.Module, tile: int | str | None) -> tuple[str, list[L
         for one in carriers:
             whole, why, ready = _choose(model, one, proofs)
             if why:
-                left.append(Left(one.mixer, type(model.get_submodule(one.mixer)).__name__, why))
+                name = one.whole if whole else one.mixer
+                why = f"its mixer alone runs in tiles: {why}" if whole else why
+                left.append(Left(name, type(model.get_submodule(name)).__name__, why))
+            if not whole:
                 continue
             later |= not ready
             for name in dict.fromkeys((one.mixer, whole)):
@@ -83,8 +86,8 @@ def install_state(model: nn.Module, tile: int | str | None) -> tuple[str, list[L
 
 
 def _choose(model: nn.Module, one: Carrier, proofs: StateProofs) -> tuple[str, str, bool]:
-    """(name of what runs in tiles, why nothing does, whether that is proven already)."""
-    why, ready = "", True
+    """(name of what runs in tiles, why nothing or the mixer alone does, whether that is proven already)."""
+    why, ready, of_whole = "", True, ""
     for name in dict.fromkeys((one.whole, one.mixer)):
         module = model.get_submodule(name)
         own = module.__dict__.get("forward")
@@ -97,7 +100,8 @@ def _choose(model: nn.Module, one: Carrier, proofs: StateProofs) -> tuple[str, s
             tried = module if has_values(module) else model.get_submodule(one.mixer)  # routing has no shapes alone
             why = proofs.why_not(tried, _like_its_input(tried)) if ready else ""
             if not why:
-                return name, "", ready and tried is module
+                return name, of_whole, ready and tried is module
+        of_whole = why
     return "", why, ready
 
 
@@ -127,4 +131,4 @@ def can_carry(model: nn.Module) -> bool:
     """Whether :func:`install_state` could have some layer of ``model`` run in tiles."""
     proofs = StateProofs()
     with for_training(model):
-        return any(not _choose(model, one, proofs)[1] for one in find_carriers(model))
+        return any(_choose(model, one, proofs)[0] for one in find_carriers(model))

@@ -108,6 +108,11 @@ class TileCall:
         if self.documents and sum(self.documents) != self.tokens:
             self.why_whole = f"its documents hold {sum(self.documents):,} tokens and its sequence {self.tokens:,}"
 
+    @property
+    def states(self) -> list[str]:
+        """What the states are that a tile left, in the order in which they are handed on."""
+        return [f"{kind} state" + f" {number}" * bool(number) for kind, number in self._keys]
+
     def run(self, module: nn.Module, tiles: Sequence[Tensor], state: State) -> tuple[Any, State]:
         """``module`` on one tile that begins with ``state``; what it returns, and the state after it."""
         leaves = list(self._leaves)

@@ -43,11 +43,15 @@ class StateForward(Installed):
         module: the layer or the mixer.
         setting: how it is tiled.
         proofs: what is proven of modules like it.
+
+    Attributes:
+        refused: why the trial at its last call left it whole, or "".
     """
 
     def __init__(self, module: nn.Module, setting: StateSetting, proofs: StateProofs) -> None:
         super().__init__(module, setting)  # type: ignore[arg-type]
         self.state = setting
+        self.refused = ""
         self.proofs = proofs
         self.cache = cache_argument(module)
 
@@ -72,8 +76,9 @@ class StateForward(Installed):
         if len(cuts.sizes) == 1 and not reduces_as_they_arrive(module.parameters()):
             return self.original(*args, **words)
         self.check()
-        if why := self.proofs.why_not(module, call.tensors[0]):
-            return self._whole(why, args, words)
+        self.refused = self.proofs.why_not(module, call.tensors[0])
+        if self.refused:
+            return self._whole(self.refused, args, words)
 
         def tiled(*tensors: Tensor) -> Any:
             return in_tiles(module, call, tensors, cuts, lambda: dict(named_weights(module)))
@@ -98,3 +103,13 @@ class StateForward(Installed):
         if torch.is_grad_enabled() and self.is_news(why):
             logger.warning("%s runs whole: %s", self.state.name, why)
         return self.original(*args, **words)
+
+
+def refusals(model: nn.Module) -> list[str]:
+    """Which layers run whole as a trial at their last call failed, and why."""
+    found: dict[str, list[str]] = {}
+    for part in model.modules():
+        one = part.__dict__.get("forward")
+        if isinstance(one, StateForward) and one.refused:
+            found.setdefault(one.refused, []).append(one.state.name)
+    return [f"state: {', '.join(names)} not in tiles: {why}" for why, names in found.items()]
