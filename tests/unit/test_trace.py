@@ -625,7 +625,7 @@ def _cast(x: Tensor, weight: Tensor) -> Any:
 
 
 def test_a_proof_leaves_the_copies_of_weights_that_the_callers_autocast_keeps() -> None:
-    """Made again they would be one more copy of each weight: the first step of a process would hold more than the next."""
+    """Made again they would be one more copy of each weight: a process's first step would hold more than its next."""
     linear, x = nn.Linear(8, 8), torch.randn(3, 8)
 
     def inside() -> Any:

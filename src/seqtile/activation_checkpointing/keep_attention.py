@@ -26,12 +26,23 @@ from seqtile.ops.attention.kernel_calls import Kept, is_attention, keeping, kept
 from seqtile.ops.rng import RandomState
 
 
+def largest_of_layers(text_config: Any, name: str) -> Any:
+    """A size of a language model's configuration, the largest where its layers differ; None where it has none.
+
+    Transformers' configurations that say something layer by layer refuse to be asked for all:
+    https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/heterogeneity/configuration_utils.py
+    """
+    if name not in (getattr(text_config, "per_layer_attributes", None) or ()):
+        return getattr(text_config, name, None)
+    return max((size for layer in text_config.per_layer_config if (size := getattr(layer, name, None))), default=None)
+
+
 def kept_per_token(text_config: Any, itemsize: int) -> int:
     """Bytes per token and layer that are kept of attention: each head's output, and its log-sum-exp in fp32."""
-    heads = text_config.num_attention_heads
+    heads = largest_of_layers(text_config, "num_attention_heads")
     width = max(
-        getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
-        getattr(text_config, "v_head_dim", None) or 0,
+        largest_of_layers(text_config, "head_dim") or text_config.hidden_size // heads,
+        largest_of_layers(text_config, "v_head_dim") or 0,
     )
     return int(heads * (width * itemsize + 4))
 

@@ -132,6 +132,12 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
             "configuration of one"
         )
 
+    if getattr(config.get_text_config(), "hidden_size_per_layer_input", None):
+        raise UserError(
+            f"model type {config.model_type!r} gives each decoder layer embeddings of its own "
+            "(hidden_size_per_layer_input), whose gradients no plan counts; leave the plan out (and --fit)"
+        )
+
     attention = register_flash() if setup.attention == "flash" else setup.attention
     whole, config = config, copy.deepcopy(config) if sample is None else first_layers(config, max(sample.like) + 1)
     config.use_cache = False

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from seqtile._errors import UserError
+from seqtile.activation_checkpointing.keep_attention import largest_of_layers
 from seqtile.models.discover.decoder_layers import DecoderLayer, decoder_layers
 
 
@@ -180,6 +181,8 @@ def find_depths(config: Any, model: nn.Module) -> Depths:
     total = len(signs)
     own = [{id(weight) for weight in module.parameters()} for module in modules]
     shared = sum(map(len, own)) != len(set().union(*own))
+    # Modules whose configuration differs by layer hold copies of it, which do not follow a layer to another place.
+    shared = shared or bool(getattr(config.get_text_config(), "per_layer_attributes", None))
     if len(samples[-1]) >= total or shared or _layer_list(layers) is None:
         return Depths(kinds, (LayerSample(tuple(range(total)), tuple(range(total))),))
     return Depths(kinds, tuple(LayerSample(one, tuple(first[signs[n]] for n in one)) for one in samples))
@@ -198,7 +201,8 @@ class Counts:
         largest: the largest matrix of a decoder layer.
         largest_product: weights of the last product of a decoder layer, the down projection of a dense MLP.
         root: everything outside the decoder layers.
-        layers, hidden, heads, key_heads, head_width, vocabulary: of the model.
+        layers, hidden, vocabulary: of the model.
+        heads, key_heads, head_width: of the model, the most where its layers differ.
         attentions: decoder layers with attention; the others carry a state, or are an MLP alone.
     """
 
@@ -236,11 +240,11 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
     layers = [model.get_submodule(layer.name) for layer in found]
     own = {id(weight) for layer in layers for weight in layer.parameters()}
     matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() >= 2]
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    experts = experts or getattr(text, "n_routed_experts", None) or 1
-    share = (getattr(text, "num_experts_per_tok", None) or experts) / experts
+    experts = largest_of_layers(text, "num_local_experts") or largest_of_layers(text, "num_experts")
+    experts = experts or largest_of_layers(text, "n_routed_experts") or 1
+    share = (largest_of_layers(text, "num_experts_per_tok") or experts) / experts
     active = sum(int(weight.numel() * (share if weight.dim() == 3 else 1)) for weight in matrices)
-    heads = int(text.num_attention_heads)
+    heads = int(largest_of_layers(text, "num_attention_heads"))
     hidden = int(text.hidden_size)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return Counts(
@@ -249,14 +253,14 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
         matrices=sum(weight.numel() for weight in matrices),
         active=active + (head.weight.numel() if head is not None else 0),
         layer=max(sum(weight.numel() for weight in layer.parameters()) for layer in layers),
-        largest_product=hidden * int(getattr(text, "intermediate_size", None) or 4 * hidden),
+        largest_product=hidden * int(largest_of_layers(text, "intermediate_size") or 4 * hidden),
         largest=max((weight.numel() for weight in matrices), default=0),
         root=sum(weight.numel() for weight in model.parameters() if id(weight) not in own),
         layers=len(layers),
         hidden=hidden,
         heads=heads,
-        key_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_width=int(getattr(text, "head_dim", None) or hidden // heads),
+        key_heads=int(largest_of_layers(text, "num_key_value_heads") or heads),
+        head_width=int(largest_of_layers(text, "head_dim") or hidden // heads),
         vocabulary=int(text.vocab_size),
         attentions=sum(any(not mixer.has_state for mixer in layer.mixers) for layer in found),
     )
@@ -278,6 +282,7 @@ def _by_layer(text: Any) -> list[tuple[str, Any]]:
     # Not the properties that every configuration has: reading some of them warns.
     own = [kind for kind in type(text).__mro__ if not issubclass(PretrainedConfig, kind)]
     names = {*vars(text), *(name for kind in own for name, one in vars(kind).items() if isinstance(one, property))}
+    names -= set(getattr(text, "per_layer_attributes", None) or ())  # read from the configuration of each layer alone
     values = [(name, getattr(text, name, None)) for name in sorted(names - {"architectures"})]
     total = text.num_hidden_layers
     return [(name, one) for name, one in values if isinstance(one, list | tuple) and len(one) == total]
