@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import seqtile
 from seqtile.activation_checkpointing import keep_attention
+from seqtile.activation_checkpointing.keep_attention import kept_per_token
 from seqtile.activation_checkpointing.policies import standing_checkpointing
 from seqtile.ops.rng import RandomState
 from zoo import HIDDEN, INTERMEDIATE, causal_lm, tokens
@@ -89,6 +91,23 @@ def test_with_tiled_blocks_at_eleven_units(path: str, offload: bool) -> None:
         step(model)
     assert calls.forward == LAYERS
     assert products.units(BATCH * LENGTH, HIDDEN, INTERMEDIATE) == 11 * LAYERS
+
+
+def test_layers_whose_heads_differ_count_as_the_widest() -> None:
+    """What the host must have room for, where a configuration says it layer by layer and refuses to say it for all."""
+    if "gemma4_text" not in CONFIG_MAPPING:
+        pytest.skip("transformers has no gemma4_text")
+    settings: dict[str, Any] = {
+        "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 16, "hidden_size_per_layer_input": 0,
+    }  # fmt: skip
+    config = AutoConfig.for_model("gemma4_text", global_head_dim=32, sliding_window=8, **settings)
+    assert kept_per_token(config, 4) == 4 * (32 * 4 + 4)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    model.config.use_cache = False
+    expected = step(model)
+    with seqtile.applied(model, tile=8, checkpoint="attention-saved", offload=True):
+        torch.testing.assert_close(step(model), expected)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])

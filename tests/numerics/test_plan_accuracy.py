@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig
 
 import plan_published
 from seqtile.cli.option_flags import options_of
@@ -102,6 +102,19 @@ def test_layers_with_a_state_are_predicted(model: str) -> None:
     row = plan_accuracy.run_cell(next(cell for cell in plan_accuracy.hybrid_cells() if cell.model == model))
     assert abs(row["error"]) <= 0.02
     assert row["layers"] not in row["fake_layers"] and row["tokens"] not in row["fake_lengths"]
+
+
+def test_layers_whose_heads_differ_are_predicted() -> None:
+    if "gemma4_text" not in CONFIG_MAPPING:
+        pytest.skip("transformers has no gemma4_text")
+    config = AutoConfig.for_model(
+        "gemma4_text", **{**plan_accuracy.COMMON, "num_hidden_layers": 3}, head_dim=32, global_head_dim=64,
+        sliding_window=256, hidden_size_per_layer_input=0,
+        layer_types=["sliding_attention"] * 2 + ["full_attention"],
+    )  # fmt: skip
+    setup = plan_accuracy.Cell("gemma4_text", 1536, "loss, checkpoints", False).setup()
+    found = plan_accuracy.predict(config, setup, 1536, workspace=plan_accuracy.cpu_workspace, device_type="cpu")
+    assert found.peak == pytest.approx(plan_accuracy.measure(config, setup, 1536), rel=0.001)
 
 
 TOO_HIGH = {"jamba", "kimi_linear"}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from seqtile._errors import UserError
 from seqtile.cli import main
@@ -196,6 +196,16 @@ def test_what_is_no_causal_language_model_is_refused(
     assert main(["plan", "--model", str(tmp_path), "--device", "h100"]) == 2
     shown = capsys.readouterr().err
     assert words in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_embeddings_for_each_layer_are_refused(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {kind}")
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--device", "h100"]) == 2
+    shown = capsys.readouterr().err
+    assert "hidden_size_per_layer_input" in shown and shown.count("\n") == 1
 
 
 def test_a_model_without_decoder_layers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

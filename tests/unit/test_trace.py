@@ -614,3 +614,26 @@ def test_a_checkpoint_inside_a_block_is_followed() -> None:
     assert judge(block).why_not == ""
     block = Block(lambda h: checkpoint(lambda one: one - one.mean(1, keepdim=True), h, use_reentrant=False))
     assert "other tokens" in judge(block).why_not
+
+
+def _cast(x: Tensor, weight: Tensor) -> Any:
+    """What gave a product its weight in the autocast's type: the same node where the copy was kept."""
+    product = F.linear(x, weight).grad_fn
+    assert product is not None
+    (transposed, _), *_ = product.next_functions[1:]
+    return transposed.next_functions[0][0]
+
+
+def test_a_proof_leaves_the_copies_of_weights_that_the_callers_autocast_keeps() -> None:
+    """Made again they would be one more copy of each weight: a process's first step would hold more than its next."""
+    linear, x = nn.Linear(8, 8), torch.randn(3, 8)
+
+    def inside() -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return _cast(x, linear.weight)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        before = _cast(x, linear.weight)
+        trace.in_a_thread(inside)
+        assert _cast(x, linear.weight) is before
+    assert trace.in_a_thread(inside) is not trace.in_a_thread(inside)  # nothing stays behind

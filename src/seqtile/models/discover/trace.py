@@ -63,11 +63,19 @@ def is_tracing() -> bool:
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
-    """``function()`` in a thread of its own: no mode, hook or autocast state of the caller reaches it."""
+    """``function()`` in a thread of its own: no mode, hook or autocast state of the caller reaches it, nor the reverse.
+
+    All threads share one cache of the weights that autocast has cast, and the outermost autocast of a thread empties it
+    on leaving (``torch.autocast.__exit__``): inside a caller's autocast no block of the thread is the outermost.
+    """
     answer: list[Any] = []
+    inside = torch.autocast_increment_nesting() > 1
+    torch.autocast_decrement_nesting()
 
     def call() -> None:
         _here.traces = True
+        if inside:
+            torch.autocast_increment_nesting()  # the thread's own count, which ends with it
         with log_level(FakeTensorMode.__module__, logging.CRITICAL + 1):  # it writes a traceback for each failure
             try:
                 answer.append((function(), None))
