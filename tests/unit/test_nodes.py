@@ -16,7 +16,17 @@ from seqtile._errors import USER_ERROR, RunError, UserError
 from seqtile.cli import main
 from seqtile.train import nodes as module
 from seqtile.train.launch import launch_command
-from seqtile.train.nodes import Meeting, Nodes, digest_files, facts_of, find_nodes, first_host, free_port, saving
+from seqtile.train.nodes import (
+    Meeting,
+    Nodes,
+    check_tasks,
+    digest_files,
+    facts_of,
+    find_nodes,
+    first_host,
+    free_port,
+    saving,
+)
 from seqtile.train.recipe import build_recipe, resolve
 
 FLAGS = (2, 1, "10.0.0.1:29500")
@@ -94,6 +104,17 @@ def test_what_is_missing_or_no_number_is_refused(
         find_nodes(*flags, environment)
 
 
+def test_several_tasks_on_one_node_are_refused_or_said() -> None:
+    alone = {**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "0"}
+    for engine in ("ddp", "fsdp2", "zero2", "zero3"):
+        with pytest.raises(UserError, match="srun started 8 tasks on one node; .* srun --ntasks=1"):
+            check_tasks(engine, alone)
+    assert "each trains a model of its own" in check_tasks("single", alone)
+    for environment in ({}, SRUN, {**alone, "SLURM_STEP_NUM_TASKS": "1"}):
+        assert check_tasks("ddp", environment) == ""
+    assert check_tasks("single", {**alone, "SLURM_LOCALID": "3"}) == ""
+
+
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [
@@ -150,6 +171,13 @@ def test_nodes_that_agree_are_told_the_same_and_leave_nothing(tmp_path: Path) ->
     assert told[0] == told[1] == told[2] and told[0]["shared"] is True
     assert told[0]["start"] == "checkpoint-10" and told[0]["shared value"] == "from node 0"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_would_begin_while_another_goes_on_is_refused(tmp_path: Path) -> None:
+    told = agree(tmp_path, [{}] * 3, starts=[Path("checkpoint-20"), None, Path("checkpoint-20")])
+    for error in told.values():
+        assert isinstance(error, UserError) and "node 0 (" in str(error)
+        assert "would go on from checkpoint-20 and node 1 (" in str(error)
 
 
 def test_directories_of_their_own_are_seen(tmp_path: Path) -> None:

@@ -150,6 +150,27 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
     return {flag: value for flag, value in {**found, "--rendezvous": place}.items() if value}
 
 
+def check_tasks(engine: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Look at how many tasks ``srun`` has started on the only node of a step: each is a command like this one.
+
+    Returns:
+        What to say where each trains a model of its own, by the first of them; else nothing.
+
+    Raises:
+        UserError: each of them would start the processes of all devices.
+    """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if environment.get("SLURM_STEP_NUM_NODES") != "1" or tasks == "1":
+        return ""
+    if engine != "single":
+        raise UserError(
+            f"srun started {tasks} tasks on one node; seqtile train is started once and starts the processes of its "
+            "devices itself: srun --ntasks=1"
+        )
+    said = f"srun started {tasks} tasks on one node, and each trains a model of its own; for one run: srun --ntasks=1"
+    return said if environment.get("SLURM_LOCALID", "0") == "0" else ""
+
+
 def _bracketed(host: str) -> str:
     """A host as a rendezvous names it; an address of IPv6 has colons of its own."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
@@ -345,6 +366,13 @@ class Meeting:
                     )
                     return {**verdict, "refused": words}
         steps = [node["start"] for node in here.values()]
+        if None in steps and any(steps):
+            on, new = (next(rank for rank in here if bool(here[rank]["start"]) == whole) for whole in (True, False))
+            words = (
+                f"node {on} ({here[on]['host']}) would go on from {here[on]['start']} and node {new} "
+                f"({here[new]['host']}) from the first step; give --resume on each, and node {new} the checkpoint"
+            )
+            return {**verdict, "refused": words}
         oldest = None if None in steps else min(steps, key=lambda name: int(name.rpartition("-")[2]))
         return {**verdict, "shared": all(node["sees"] for node in here.values()), "start": oldest}
 
