@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +18,16 @@ from transformers import AutoConfig
 
 import node_fronts
 import tiny_run
+from seqtile.cli import worker
 from seqtile.planner.accelerators import Device
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request
 from seqtile.planner.traffic import bytes_between_nodes
+from seqtile.train import launch
 from seqtile.train.checkpoint_files import newest_whole
 from seqtile.train.nodes import free_port
-from seqtile.train.recipe import save_recipe
+from seqtile.train.output import resumed_recipe
+from seqtile.train.recipe import RECIPE_FILE, build_recipe, read_recipe, save_recipe
 
 SECONDS = 600
 
@@ -67,6 +71,40 @@ def test_a_resumed_run_under_context_parallelism_is_the_same_bit_for_bit(folder:
     assert node_fronts.losses(stopped) == node_fronts.losses(whole) and len(node_fronts.losses(whole)) > 2
     mine, theirs = tiny_run.load_weights(stopped), tiny_run.load_weights(whole)
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def go_on(output: Path, **flags: Any) -> int:
+    """``--resume`` with other flags, on one node."""
+    chosen, _ = resumed_recipe({}, {"output": str(output), **flags})
+    return launch.launch(
+        chosen, resume=True, resume_from=None, overwrite=False, trust_checkpoint=False, say=lambda _: None,
+        worker="ring_worker" if chosen.cp_size > 1 else worker.MODULE,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"engine": "ddp", "nproc": 4}, {"nproc": 2}),
+        ({"engine": "fsdp2", "nproc": 2, "gradient_accumulation": 2, "lora": {"r": 2}}, {"nproc": 4}),
+        ({"engine": "fsdp2", "nproc": 4, "cp_size": 4}, {"nproc": 2, "cp_size": 2}),
+    ],
+    ids=["ddp-4-to-2", "fsdp2-2-to-4", "ring-4-to-2"],
+)
+def test_a_run_goes_on_with_another_number_of_processes(
+    before: dict[str, Any], after: dict[str, Any], folder: Path
+) -> None:
+    """Stopped in the middle of an epoch, and on into the next: rows, losses and the optimiser's states are the same."""
+    rows = node_fronts.rows_of_a_step(before)
+    name, steps = "-".join(map(str, [*before.values(), *after.values()])), 12 // rows + 1
+    output, whole = folder / f"moved-{name}", folder / f"unmoved-{name}"
+    assert node_fronts.train_on_nodes(folder, output, nodes=1, **{**before, "steps": 2}) == {0: 0}
+    assert go_on(output, **after, steps=steps) == 0
+    assert build_recipe(read_recipe(output / RECIPE_FILE), {})[0].rows_of_a_step == rows
+    assert node_fronts.train_on_nodes(folder, whole, nodes=1, **{**before, "steps": steps}) == {0: 0}
+    mine, theirs = (torch.tensor(node_fronts.losses(place)) for place in (output, whole))
+    assert len(mine) == steps and torch.equal(mine[:2], theirs[:2])
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0)
 
 
 def test_what_a_step_moves_is_what_the_plan_counts(folder: Path) -> None:

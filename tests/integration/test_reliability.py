@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,20 @@ from killed_run import Kill
 from seqtile import UserError
 from seqtile._errors import RunError
 from seqtile.cli import main
-from seqtile.train.checkpoint_files import MARK, CheckpointMark, find_checkpoint, numbered, why_not_whole, write_mark
-from seqtile.train.output import MAY_CHANGE, resumed_recipe
-from seqtile.train.recipe import build_recipe, recipe_keys
+from seqtile.train.checkpoint_files import (
+    FSDP_SHARDS,
+    MARK,
+    CheckpointMark,
+    find_checkpoint,
+    newest_whole,
+    numbered,
+    why_not_whole,
+    write_mark,
+)
+from seqtile.train.output import MAY_CHANGE, nothing_saved, resumed_recipe
+from seqtile.train.recipe import RECIPE_FILE, build_recipe, recipe_keys
 from seqtile.train.run import Outcome, train
+from seqtile.train.same_run import check_same_run
 
 FULL = {"gradient_accumulation": 2, "keep": 0.5, "trainer": {"weight_decay": 0.1}}
 PACKED_LORA = {"lora": {"r": 2, "dropout": 0.3}, "packing": "bfd", "batch_size": 2}
@@ -97,12 +108,49 @@ def test_killed_again_and_again_is_the_same_run(
         assert len(list((tmp_path / "killed").glob(f"set-aside-checkpoint-{step}*"))) == partial.count(step)
 
 
-def test_killed_before_the_first_checkpoint(model: Path, dataset: Path, tmp_path: Path, server: Any, capsys):
-    values = recipe(model, dataset, tmp_path / "out")
-    ended = killed_run.train(server, values, tmp_path / "log", kill=Kill(2))
+@pytest.mark.parametrize("writing", [False, True])
+def test_killed_before_the_first_checkpoint_was_whole(
+    writing: bool, model: Path, dataset: Path, tmp_path: Path, server: Any, caplog
+):
+    """It starts again, and what was cut off stays beside it; what it did not write is not touched."""
+    output = tmp_path / "out"
+    values = recipe(model, dataset, output, save_steps=2)
+    kill = Kill(2, "optimizer.pt") if writing else Kill(1)
+    ended = killed_run.train(server, values, tmp_path / "log", kill=kill)
     assert ended.code == -signal.SIGKILL, ended.said
-    assert main(["train", "--resume", "--output", str(tmp_path / "out")]) == 2
-    assert "holds no checkpoint to resume from; start the run again: --overwrite" in capsys.readouterr().err
+    assert [step for step, _ in numbered(output)] == ([2] if writing else [])
+    (output / "notes.txt").write_text("mine")
+    again = train(resumed_recipe({}, {"output": str(output)})[0], resume=True)
+    assert "nothing of the run" in caplog.text and "starts again from its first step" in caplog.text
+    whole = train(build_recipe(recipe(model, dataset, tmp_path / "whole", save_steps=2), {})[0])
+    assert again.losses == whole.losses and (output / "notes.txt").read_text() == "mine"
+    assert len(list(output.glob("set-aside-checkpoint-2"))) == writing
+
+
+def test_what_was_saved_is_never_begun_again(half: Path):
+    """A damaged checkpoint, one without its mark, one set aside, or the model alone is more than nothing."""
+    assert not nothing_saved(half)
+    newest, _ = newest_whole(half)
+    assert newest is not None
+    file = next(newest.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    for _, path in numbered(half):
+        if path != newest:
+            shutil.rmtree(path)
+    (half / MARK).unlink(missing_ok=True)
+    for path in (*half.glob("*.safetensors"), *half.glob("*.bin")):
+        path.unlink()
+    assert not nothing_saved(half)  # marked, and damaged since
+    (newest / MARK).unlink()
+    assert nothing_saved(half)  # cut off
+    (half / "set-aside-checkpoint-1").mkdir()
+    assert not nothing_saved(half)
+    (half / "set-aside-checkpoint-1").rmdir()
+    (half / "model.safetensors").write_bytes(b"")
+    assert not nothing_saved(half)
+    (half / "model.safetensors").unlink()
+    (half / RECIPE_FILE).unlink()
+    assert not nothing_saved(half)
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +346,43 @@ def test_another_number_of_processes_is_refused_and_other_versions_are_said(
     path.write_text(json.dumps(mark))
     resume(model, dataset, half)
     assert "torch 2.0.0 is now" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("engine", "shards", "rows", "told"),
+    [
+        ("ddp", False, 8, ""),
+        ("fsdp2", True, 8, ""),
+        ("ddp", False, 4, "a step had 4 rows and would have 8"),
+        ("fsdp2", True, None, "a step had an unknown number of rows and would have 8"),
+        ("fsdp2", False, 8, "was written by 2 processes and this run has 4; --resume continues"),
+        ("zero3", True, 8, "was written by 2 processes and this run has 4; --resume continues"),
+    ],
+)
+def test_other_processes_go_on_where_the_checkpoint_and_the_rows_allow(
+    engine: str, shards: bool, rows: int | None, told: str, tmp_path: Path
+):
+    """Whatever the recipe says: a program may call ``train`` with any."""
+    chosen = build_recipe({"engine": engine, "nproc": 4, "gradient_accumulation": 2, "lora": {"r": 2}}, {})[0]
+    checkpoint = tmp_path / "checkpoint-2"
+    (checkpoint / FSDP_SHARDS if shards else checkpoint).mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text('{"max_steps": 5}')
+    before = {} if rows is None else {"rows_of_a_step": rows}
+    write_mark(checkpoint, CheckpointMark(step=2, processes=2, run=before))
+    trainer = SimpleNamespace(args=SimpleNamespace(world_size=4, max_steps=5))
+    run = {"data": "x", "frozen": None, "tiling": {}, "versions": {}, "rows_of_a_step": chosen.rows_of_a_step}
+    if told:
+        with pytest.raises(UserError, match=told):
+            check_same_run(run, checkpoint, chosen, trainer, None)
+    else:
+        [note] = check_same_run(run, checkpoint, chosen, trainer, None)
+        assert "by 2 processes and this run has 4: a step has the same 8 rows; the processes' random numbers" in note
+
+
+def test_the_directory_of_shards_is_the_one_that_accelerate_writes():
+    from accelerate.utils.constants import FSDP_MODEL_NAME
+
+    assert f"{FSDP_MODEL_NAME}_0" == FSDP_SHARDS
 
 
 OTHERWISE = {

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from seqtile.train.nodes import Nodes, find_nodes
-from seqtile.train.recipe import build_recipe, read_recipe, resolve
+from seqtile.train.recipe import RECIPE_FILE, build_recipe, read_recipe, resolve
 
 FOLDER = Path(__file__).parents[2] / "examples" / "many-nodes"
 
@@ -73,10 +73,28 @@ def started(calls: Path) -> list[tuple[Nodes | None, list[str]]]:
 
 def test_the_slurm_script_starts_one_command_on_each_node(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_SUBMIT_DIR", str(FOLDER))
+    monkeypatch.chdir(calls.parent)
     subprocess.run(["bash", str(FOLDER / "train.sbatch"), "--steps", "5"], check=True, timeout=60)
-    words = ["train", "--recipe", str(FOLDER / "ring.yaml"), "--steps", "5"]
+    words = ["train", "--recipe", str(FOLDER / "ring.yaml"), "--output", "runs/ring-1m", "--steps", "5"]
     assert started(calls) == [(Nodes(2, rank, "gpu07", 24711), words) for rank in range(2)]
     assert "#SBATCH --ntasks-per-node=1" in (FOLDER / "train.sbatch").read_text()
+    assert read_recipe(FOLDER / "ring.yaml")["output"] == "runs/ring-1m"
+
+
+def test_the_slurm_script_goes_on_where_the_run_was_begun(
+    calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is after Slurm has requeued it; test_reliability.py has what --resume does before the first checkpoint."""
+    monkeypatch.setenv("SLURM_SUBMIT_DIR", str(FOLDER))
+    monkeypatch.setenv("OUTPUT", str(tmp_path / "a run"))
+    words = ["bash", str(FOLDER / "train.sbatch")]
+    for begun in (False, True):
+        subprocess.run(words, check=True, timeout=60)
+        for path in calls.iterdir():
+            assert ("--resume" in json.loads(path.read_text())[0]) == begun
+            path.unlink()
+        (tmp_path / "a run").mkdir(exist_ok=True)
+        (tmp_path / "a run" / RECIPE_FILE).touch()
 
 
 def test_the_ssh_script_starts_the_same_command_on_each_host(calls: Path) -> None:

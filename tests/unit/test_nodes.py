@@ -16,7 +16,17 @@ from seqtile._errors import USER_ERROR, RunError, UserError
 from seqtile.cli import main
 from seqtile.train import nodes as module
 from seqtile.train.launch import launch_command
-from seqtile.train.nodes import Meeting, Nodes, digest_files, facts_of, find_nodes, first_host, free_port, saving
+from seqtile.train.nodes import (
+    Meeting,
+    Nodes,
+    check_tasks,
+    digest_files,
+    facts_of,
+    find_nodes,
+    first_host,
+    free_port,
+    saving,
+)
 from seqtile.train.recipe import build_recipe, resolve
 
 FLAGS = (2, 1, "10.0.0.1:29500")
@@ -80,7 +90,13 @@ def test_nodes_are_those_of_the_flags_or_of_the_environment(
         ((2, 0, "tcp://a:1"), {}, "expected HOST:PORT"),
         ((2, 0, " a:1"), {}, "expected HOST:PORT"),
         ((0, 0, "a:1"), {}, "--nodes 0, expected at least 1"),
+        ((10**20, 0, "a:1"), {}, "--nodes '100000000000000000000', expected a whole number"),
+        ((10**6, 0, "a:1"), {}, "--nodes 1000000, expected at least 1 and at most"),
         ((1, -1, None), {}, "--node-rank -1 of one node"),
+        ((None, None, None), {**SRUN, "SLURM_JOB_ID": "abc"}, "got SLURM_JOB_ID 'abc', expected a whole number$"),
+        ((None, None, None), {**SRUN, "SLURM_JOB_ID": "9" * 5000}, "got SLURM_JOB_ID '999"),
+        ((None, None, None), {**SRUN, "SLURM_NODEID": "x"}, "got --node-rank 'x', expected a whole number$"),
+        ((None, None, None), {**SRUN, "SLURM_STEP_NUM_NODES": "x", "SLURM_STEP_NUM_TASKS": "x"}, "--nodes 'x'"),
         ((None, None, None), {"PET_NNODES": "1", "PET_NODE_RANK": "1"}, "--node-rank 1 of one node"),
         ((None, None, None), {**SRUN, "SLURM_STEP_NODELIST": ""}, "need --rendezvous too"),
         ((None, None, None), {"PET_NNODES": "1:4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a"}, "fixed at the start"),
@@ -92,6 +108,17 @@ def test_what_is_missing_or_no_number_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=told):
         find_nodes(*flags, environment)
+
+
+def test_several_tasks_on_one_node_are_refused_or_said() -> None:
+    alone = {**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "0"}
+    for engine in ("ddp", "fsdp2", "zero2", "zero3"):
+        with pytest.raises(UserError, match="srun started 8 tasks on one node; .* srun --ntasks=1"):
+            check_tasks(engine, alone)
+    assert "each trains a model of its own" in check_tasks("single", alone)
+    for environment in ({}, SRUN, {**alone, "SLURM_STEP_NUM_TASKS": "1"}):
+        assert check_tasks("ddp", environment) == ""
+    assert check_tasks("single", {**alone, "SLURM_LOCALID": "3"}) == ""
 
 
 @pytest.mark.parametrize(
@@ -150,6 +177,13 @@ def test_nodes_that_agree_are_told_the_same_and_leave_nothing(tmp_path: Path) ->
     assert told[0] == told[1] == told[2] and told[0]["shared"] is True
     assert told[0]["start"] == "checkpoint-10" and told[0]["shared value"] == "from node 0"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_would_begin_while_another_goes_on_is_refused(tmp_path: Path) -> None:
+    told = agree(tmp_path, [{}] * 3, starts=[Path("checkpoint-20"), None, Path("checkpoint-20")])
+    for error in told.values():
+        assert isinstance(error, UserError) and "node 0 (" in str(error)
+        assert "would go on from checkpoint-20 and node 1 (" in str(error)
 
 
 def test_directories_of_their_own_are_seen(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from seqtile import UserError
-from seqtile.train.recipe import build_recipe, parse_lora, read_recipe, resolve, save_recipe
+from seqtile.train.output import resumed_recipe
+from seqtile.train.recipe import RECIPE_FILE, build_recipe, parse_lora, read_recipe, resolve, save_recipe
 
 GIVEN = {"model": "m", "dataset": "d.jsonl"}
 
@@ -182,3 +183,63 @@ def test_lora_flag(text: str, section: dict[str, str]):
 def test_lora_flag_refused(text: str):
     with pytest.raises(UserError, match="--lora"):
         parse_lora(text)
+
+
+RUN = {
+    **GIVEN,
+    "engine": "fsdp2",
+    "nproc": 8,
+    "cp_size": 2,
+    "batch_size": 2,
+    "gradient_accumulation": 3,
+    "max_length": 256,
+}
+"""24 rows a step, 8 of them at once."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "accumulation"),
+    [
+        ({}, 3),
+        ({"nproc": 4}, 6),
+        ({"nproc": 24}, 1),
+        ({"nproc": 16, "cp_size": 4}, 3),
+        ({"cp_size": 8}, 12),
+        ({"nproc": 4, "cp_size": 1, "gradient_accumulation": 3}, 3),
+    ],
+)
+def test_a_resumed_run_keeps_the_rows_of_a_step(changes: dict[str, Any], accumulation: int, tmp_path: Path) -> None:
+    save_recipe(resolve(build_recipe({**RUN, "output": str(tmp_path)}, {})[0]), tmp_path / RECIPE_FILE)
+    recipe, _ = resumed_recipe({}, {"output": str(tmp_path), **changes})
+    assert recipe.gradient_accumulation == accumulation and recipe.rows_of_a_step == 24
+    assert (recipe.nproc, recipe.cp_size) == (changes.get("nproc", 8), changes.get("cp_size", 2))
+
+
+@pytest.mark.parametrize(
+    ("run", "changes", "told"),
+    [
+        ({}, {"gradient_accumulation": 6}, "cannot change gradient_accumulation from 3 to 6"),
+        ({}, {"nproc": 4, "gradient_accumulation": 3}, "12 rows and had 24; give --grad-accumulation 6"),
+        ({}, {"nproc": 10}, "a step would have 30 rows and had 24; give processes"),
+        ({}, {"nproc": 64}, "a step would have 192 rows and had 24; give processes"),
+        ({}, {"nproc": 5}, "cp_size 2 does not divide nproc 5"),
+        ({"streaming": True, "steps": 5}, {"nproc": 4}, "with streaming True: the order of the rows"),
+        (
+            {"trainer": {"train_sampling_strategy": "group_by_length"}},
+            {"nproc": 4},
+            "with train_sampling_strategy 'group_by_length'",
+        ),
+        ({"trainer": {"dataloader_drop_last": True}}, {"nproc": 4}, "with dataloader_drop_last True"),
+        ({"engine": "zero3", "cp_size": 1}, {"nproc": 4}, "nproc from 8 to 4 under engine 'zero3': .* as many"),
+        ({"engine": "zero2", "cp_size": 1}, {"nproc": 4}, "nproc from 8 to 4 under engine 'zero2'"),
+        ({"engine": "zero3", "cp_size": 1, "sp_size": 2}, {"sp_size": 4}, "cannot change sp_size from 2 to 4"),
+        ({"cp_size": 1}, {"engine": "ddp", "nproc": 4}, "cannot change engine"),
+        ({"engine": "ddp", "cp_size": 1}, {"nproc": 1}, "needs at least 2 processes"),
+    ],
+)
+def test_other_processes_that_would_make_it_another_run_are_refused(
+    run: dict[str, Any], changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    save_recipe(resolve(build_recipe({**RUN, **run, "output": str(tmp_path)}, {})[0]), tmp_path / RECIPE_FILE)
+    with pytest.raises(UserError, match=told):
+        resumed_recipe({}, {"output": str(tmp_path), **changes})

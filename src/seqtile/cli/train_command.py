@@ -84,7 +84,7 @@ def command(
     from seqtile.cli import show
     from seqtile.train import recipe as recipes
     from seqtile.train.check_early import check_early
-    from seqtile.train.nodes import MEETING_SECONDS, find_nodes
+    from seqtile.train.nodes import MEETING_SECONDS, check_tasks, find_nodes
     from seqtile.train.output import resumed_recipe
     from seqtile.train.ranks import is_first, leave
     from seqtile.train.run import locate, require_packages
@@ -139,12 +139,16 @@ def command(
     require_packages()
     how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite,
                            "trust_checkpoint": trust_checkpoint}  # fmt: skip
-    of_nodes = find_nodes(nodes, node_rank, rendezvous)
     launched = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
+    of_nodes = None
     if launched:
-        if nodes is not None:
-            raise UserError("a launcher started this process, and says itself how many nodes there are; drop --nodes")
-        of_nodes = None
+        for flag, value in (("--nodes", nodes), ("--node-rank", node_rank), ("--rendezvous", rendezvous)):
+            if value is not None:
+                raise UserError(f"a launcher started this process, and says itself which nodes there are; drop {flag}")
+    else:
+        of_nodes = find_nodes(nodes, node_rank, rendezvous)
+        if told := check_tasks(chosen.engine):
+            notes = [*notes, told]
     if wait_nodes is not None:
         _check_wait(wait_nodes, alone=of_nodes is None)
     if of_nodes is not None and chosen.engine == "single":

@@ -31,6 +31,9 @@ MARK = "complete.json"
 """The completeness mark: written last, and the first thing to go when a checkpoint is removed."""
 
 TRAINER_STATE = "trainer_state.json"
+FSDP_SHARDS = "pytorch_model_fsdp_0"
+"""Directory of the weights that FSDP2 has saved in shards: accelerate's ``FSDP_MODEL_NAME`` with the model's number."""
+
 SET_ASIDE = "set-aside-"
 RESULT = ("*.safetensors", "*.safetensors.index.json", "*.bin", "config.json", "adapter_config.json", "tokenizer*")
 """Files of the trained model, which lie beside the checkpoints and the report."""
@@ -194,7 +197,7 @@ def _chosen(output: Path, name: str) -> Path:
     if (path / MARK).exists():
         problem = why_not_whole(path)
     else:
-        problem = _why_not_readable(path)
+        problem = why_not_readable(path)
         if not problem:
             logger.warning(
                 "%s carries no completeness mark; every file of it can be read, but whether one is missing, or the "
@@ -206,8 +209,8 @@ def _chosen(output: Path, name: str) -> Path:
     return path
 
 
-def _why_not_readable(folder: Path) -> str:
-    """Without a mark: whether each file ends where its own format says."""
+def why_not_readable(folder: Path) -> str:
+    """What speaks against a checkpoint without a mark: whether each file ends where its own format says."""
     import safetensors
 
     if not (folder / TRAINER_STATE).is_file():

@@ -159,8 +159,8 @@ def _launch(
     while True:
         with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
             folder = Path(name)
-            how = {"resume": start is not None, "resume_from": start.name if start else None, "overwrite": overwrite,
-                   "checked": start is not None}  # fmt: skip
+            how = {"resume": asked["resume"] or start is not None, "resume_from": start.name if start else None,
+                   "overwrite": overwrite, "checked": start is not None}  # fmt: skip
             command = _write_orders(recipe, folder, {**how, "retries": retries}, worker, nodes, port)
             say(shlex.join(["accelerate", "launch", *command[3:]]))
             run = Launch(recipe, command, folder, meeting)

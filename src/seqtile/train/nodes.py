@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from seqtile._errors import RunError, UserError
 from seqtile.devices import package_version
 from seqtile.train.checkpoint_files import digest_of_file
+from seqtile.train.recipe import shown
 from seqtile.train.same_run import PACKAGES
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ BEAT_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 _READ_SECONDS = 10.0
 """How long node 0 serves a refusal that a node has not read."""
+
+MOST_NODES = 100_000
+"""More than any cluster has; what is beyond is a slip, for which no tables are made."""
 
 _SLURM_PORTS = (20_000, 20_000)
 """First port, and how many: which of them a Slurm job takes follows from its number."""
@@ -92,13 +96,14 @@ def find_nodes(
         return None
     for flag in given:
         if flag not in said:
+            need = "needs" if len(said) == 1 else "need"
             raise UserError(
-                f"{' and '.join(said)} need {flag} too: --nodes N --node-rank R --rendezvous HOST:PORT, the same N and "
-                "HOST:PORT on each node, where HOST is node 0"
+                f"{' and '.join(said)} {need} {flag} too: --nodes N --node-rank R --rendezvous HOST:PORT, the same N "
+                "and HOST:PORT on each node, where HOST is node 0"
             )
     numbers = [_whole(said[flag], flag) for flag in ("--nodes", "--node-rank")]
-    if not numbers[0]:
-        raise UserError("got --nodes 0, expected at least 1")
+    if not 0 < numbers[0] <= MOST_NODES:
+        raise UserError(f"got --nodes {shown(numbers[0])}, expected at least 1 and at most {MOST_NODES}")
     if numbers[1] >= numbers[0]:
         raise UserError(f"got --node-rank {numbers[1]} of {numbers[0]} nodes; they are numbered from 0")
     place = re.fullmatch(r"(?:\[([0-9A-Za-z:.%]+)\]|([^\s/:\[\]]+)):([0-9]{1,5})", said["--rendezvous"], re.ASCII)
@@ -111,8 +116,9 @@ def find_nodes(
 
 
 def _whole(text: str, flag: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise UserError(f"got {flag} {text!r}, expected a whole number; how many nodes train is fixed at the start")
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        fixed = "; how many nodes train is fixed at the start" if flag == "--nodes" else ""
+        raise UserError(f"got {flag} {shown(text)}, expected a whole number{fixed}")
     return int(text)
 
 
@@ -143,11 +149,33 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
             "processes of its devices itself: srun --ntasks-per-node=1"
         )
     first, span = _SLURM_PORTS
-    port = environment.get("MASTER_PORT") or str(first + int(environment.get("SLURM_JOB_ID", "0")) % span)
+    job = _whole(environment.get("SLURM_JOB_ID", "0"), "SLURM_JOB_ID")
+    port = environment.get("MASTER_PORT") or str(first + job % span)
     host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", ""))
     found = {"--nodes": count, "--node-rank": environment.get("SLURM_NODEID", "")}
     place = f"{_bracketed(host)}:{port}" if host else ""
     return {flag: value for flag, value in {**found, "--rendezvous": place}.items() if value}
+
+
+def check_tasks(engine: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Look at how many tasks ``srun`` has started on the only node of a step: each is a command like this one.
+
+    Returns:
+        What to say where each trains a model of its own, by the first of them; else nothing.
+
+    Raises:
+        UserError: each of them would start the processes of all devices.
+    """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if environment.get("SLURM_STEP_NUM_NODES") != "1" or tasks == "1":
+        return ""
+    if engine != "single":
+        raise UserError(
+            f"srun started {tasks} tasks on one node; seqtile train is started once and starts the processes of its "
+            "devices itself: srun --ntasks=1"
+        )
+    said = f"srun started {tasks} tasks on one node, and each trains a model of its own; for one run: srun --ntasks=1"
+    return said if environment.get("SLURM_LOCALID", "0") == "0" else ""
 
 
 def _bracketed(host: str) -> str:
@@ -345,6 +373,13 @@ class Meeting:
                     )
                     return {**verdict, "refused": words}
         steps = [node["start"] for node in here.values()]
+        if None in steps and any(steps):
+            on, new = (next(rank for rank in here if bool(here[rank]["start"]) == whole) for whole in (True, False))
+            words = (
+                f"node {on} ({here[on]['host']}) would go on from {here[on]['start']} and node {new} "
+                f"({here[new]['host']}) from the first step; give --resume on each, and node {new} the checkpoint"
+            )
+            return {**verdict, "refused": words}
         oldest = None if None in steps else min(steps, key=lambda name: int(name.rpartition("-")[2]))
         return {**verdict, "shared": all(node["sees"] for node in here.values()), "start": oldest}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from seqtile._errors import UserError
-from seqtile.train.checkpoint_files import SET_ASIDE
+from seqtile.train.checkpoint_files import MARK, SET_ASIDE, numbered, why_not_readable
 from seqtile.train.disk import PROBLEMS, disk_of
 from seqtile.train.recipe import DEMO, RECIPE_FILE, OptionKeys, Recipe, build_recipe, read_recipe, resolve
 from seqtile.train.run_lock import LOCK
@@ -36,6 +36,12 @@ MAY_CHANGE = (
     "on_oom",
 )
 """What a resumed run may set otherwise: the length, what is written, and how it is computed, not what is learnt."""
+
+PROCESSES = ("nproc", "cp_size", "gradient_accumulation")
+"""What it may set otherwise together, under :data:`ANY_NUMBER`, as long as a step has as many rows."""
+
+ANY_NUMBER = ("ddp", "fsdp2")
+"""Engines whose checkpoints any number of processes can read: all of it on each, or shards that know their place."""
 
 
 def default_output(recipe: Recipe) -> Path:
@@ -134,6 +140,19 @@ def _write_and_remove(output: Path) -> None:
                 path.rmdir()
 
 
+def nothing_saved(output: Path) -> bool:
+    """Whether a run was begun in ``output`` and left nothing to go on from.
+
+    Its recipe is there, and no trained model; nothing was set aside; and of checkpoints there is at most what was cut
+    off while it was written, which carries no mark.
+    """
+    if not (output / RECIPE_FILE).is_file() or (output / MARK).exists():
+        return False
+    if any(True for pattern in ("*.safetensors", "*.bin", f"{SET_ASIDE}*") for _ in output.glob(pattern)):
+        return False
+    return all(not (path / MARK).exists() and bool(why_not_readable(path)) for _, path in numbered(output))
+
+
 def clear_output(output: Path) -> None:
     """Remove what an earlier run left in ``output``; other files stay."""
     for pattern in WRITTEN:
@@ -169,14 +188,68 @@ def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> 
     if recipe.fit:
         recipe = recipe.model_copy(update={"fit": False})
         notes.append("fit chooses for a new run; --resume goes on with the settings that this one has")
+    recipe = _on_other_processes(recipe, saved, given)
+    may_change = (*MAY_CHANGE, *PROCESSES) if _moved(recipe, saved) else MAY_CHANGE
     wanted = resolve(recipe).model_dump(mode="json")
     for key, value in wanted.items():
-        if key not in MAY_CHANGE and value != started[key]:
+        if key not in may_change and value != started[key]:
             raise UserError(
                 f"--resume cannot change {key} from {started[key]!r} to {value!r}; "
                 "drop it to continue that run, or start a new one with another --output"
             )
     return recipe, notes
+
+
+def _moved(recipe: Recipe, saved: Recipe) -> bool:
+    """Whether the rows of a step are on other processes than before."""
+    return recipe.engine == saved.engine and (recipe.nproc, recipe.cp_size) != (saved.nproc, saved.cp_size)
+
+
+def _on_other_processes(recipe: Recipe, saved: Recipe, given: dict[str, Any]) -> Recipe:
+    """A resumed run's recipe, with as many micro-batches as make a step of the rows that it had.
+
+    Transformers finds the place in the data by the number of steps, so that with other rows a step some would be left
+    out and others trained on twice.
+
+    Raises:
+        UserError: the engine reads its checkpoints with as many processes only, or no number of micro-batches does it.
+    """
+    if not _moved(recipe, saved):
+        return recipe
+    resolve(recipe)
+    change = ", ".join(
+        f"{key} from {getattr(saved, key)} to {getattr(recipe, key)}"
+        for key in ("nproc", "cp_size")
+        if getattr(recipe, key) != getattr(saved, key)
+    )
+    if recipe.engine not in ANY_NUMBER:
+        raise UserError(
+            f"--resume cannot change {change} under engine {recipe.engine!r}: its checkpoints are read by as many "
+            "processes as wrote them; drop it to continue that run"
+        )
+    for key, found in (("streaming", recipe.streaming), *((key, recipe.trainer.get(key)) for key in _BY_PROCESSES)):
+        if found and found not in ("random", "sequential"):
+            raise UserError(
+                f"--resume cannot change {change} with {key} {found!r}: the order of the rows depends on it; "
+                "drop it to continue that run"
+            )
+    rows, at_once = saved.rows_of_a_step, recipe.changed(gradient_accumulation=1).rows_of_a_step
+    if "gradient_accumulation" not in given and at_once and rows % at_once == 0:
+        recipe = recipe.changed(gradient_accumulation=rows // at_once)
+    if recipe.rows_of_a_step != rows:
+        advice = (
+            f"give --grad-accumulation {rows // at_once}"
+            if at_once and rows % at_once == 0
+            else f"give processes (--nproc, --cp-size) that take at most {rows} at once, and a part of them"
+        )
+        raise UserError(
+            f"--resume cannot change {change}: a step would have {recipe.rows_of_a_step} rows and had {rows}; {advice}"
+        )
+    return recipe
+
+
+_BY_PROCESSES = ("train_sampling_strategy", "group_by_length", "dataloader_drop_last")
+"""Arguments of the trainer by which rows are dealt otherwise to another number of processes or micro-batches."""
 
 
 def _tiling(given: dict[str, Any]) -> bool:

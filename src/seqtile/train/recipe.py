@@ -337,6 +337,11 @@ class Recipe(CheckedModel):
         return max(self.sp_size, self.cp_size)
 
     @property
+    def rows_of_a_step(self) -> int:
+        """Rows that one optimiser step takes, of all processes and micro-batches."""
+        return (self.nproc or 1) // self.split * self.batch_size * self.gradient_accumulation
+
+    @property
     def attention(self) -> str:
         """The attention that the recipe asks for; the model's own default is sdpa where it has it."""
         return str(self.model_kwargs.get("attn_implementation", "sdpa"))

@@ -86,7 +86,7 @@ def train(
     Args:
         recipe: what to do.
         resume: continue the run in ``recipe.output`` from its newest whole checkpoint, to the losses that it would
-            have had without the interruption.
+            have had without the interruption; from the first step if nothing of it was saved.
         resume_from: with ``resume``, the name of another checkpoint there, marked whole or not.
         overwrite: replace an earlier run in ``recipe.output``.
         callbacks: the trainer's, beside the run's own.
@@ -119,7 +119,7 @@ def train(
     with RunLock(Path(str(recipe.output))) as lock:
         while True:
             try:
-                return _attempt(recipe, start, overwrite, callbacks, done, display, lock)
+                return _attempt(recipe, start, resume, overwrite, callbacks, done, display, lock)
             except OutOfMemory as error:
                 if error.retry is None or recipe.engine != "single":
                     raise
@@ -172,6 +172,7 @@ def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None], node
 def _attempt(
     recipe: Recipe,
     start: Path | None,
+    resume: bool,
     overwrite: bool,
     callbacks: Sequence[TrainerCallback],
     retries: Sequence[dict[str, Any]],
@@ -186,7 +187,7 @@ def _attempt(
     from seqtile.train.checkpoint_files import read_mark
     from seqtile.train.metrics import Silent
     from seqtile.train.out_of_memory import is_out_of_memory
-    from seqtile.train.output import check_output, clear_output
+    from seqtile.train.output import check_output, clear_output, nothing_saved
     from seqtile.train.ranks import check_engine, check_same_recipe, is_first_writer
     from seqtile.train.retry import OutOfMemory
     from seqtile.train.same_run import check_same_run, describe_run
@@ -209,11 +210,16 @@ def _attempt(
         for note in check_same_run(trainer.run, start, recipe, trainer, tiling):
             logger.warning(note)
         trainer.all_done = _all_done(trainer, start, output)
+    elif resume:
+        logger.warning("nothing of the run in %s was saved: it starts again from its first step", output)
     if is_first_writer(recipe):
         output.mkdir(parents=True, exist_ok=True)
         lock.take()
-        if start is None:  # a run that was short may have come and gone since the first look
+        # A run that was short may have come and gone since the first look.
+        if start is None and not resume:
             check_output(recipe, output, overwrite=overwrite)
+        elif start is None and not nothing_saved(output):
+            raise UserError(f"another run has written to output {str(output)!r} meanwhile; give --resume again")
         if overwrite:
             clear_output(output)
         save_recipe(recipe, output / RECIPE_FILE)
@@ -237,17 +243,19 @@ def locate(
         UserError: the directory does not fit what is to be done.
     """
     from seqtile.train.checkpoint_files import find_checkpoint
-    from seqtile.train.output import check_output, check_writable, default_output
+    from seqtile.train.output import check_output, check_writable, default_output, nothing_saved
     from seqtile.train.ranks import is_first
     from seqtile.train.run_lock import check_unlocked
 
     output = Path(recipe.output).expanduser() if recipe.output else default_output(recipe)
     if is_first():
         check_unlocked(output)
-    start = find_checkpoint(output, resume_from, trusted=trust_checkpoint, checked=checked) if resume else None
+    start = None
+    if resume and (resume_from is not None or not nothing_saved(output)):
+        start = find_checkpoint(output, resume_from, trusted=trust_checkpoint, checked=checked)
     if is_first():
         if resume:
-            check_writable(output, f"fix that, then go on from {start}")
+            check_writable(output, f"fix that, then go on from {start or 'its first step'}")
         else:
             check_output(recipe, output, overwrite=overwrite)
     return recipe.model_copy(update={"output": str(output)}), start

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile.devices import package_version
-from seqtile.train.checkpoint_files import TRAINER_STATE, read_mark
+from seqtile.train.checkpoint_files import FSDP_SHARDS, TRAINER_STATE, read_mark
 from seqtile.train.recipe import OptionKeys, Recipe
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def describe_run(recipe: Recipe, trainer: Any) -> dict[str, Any]:
         # What trains is in the checkpoint itself. Ranks that hold a shard have no whole weight to look at.
         "frozen": digest_frozen(trainer.model) if trainer.args.world_size == 1 else None,
         "tiling": {key: recipe.model_dump(mode="json")[key] for key in TILING},
+        "rows_of_a_step": recipe.rows_of_a_step,
         "versions": {name: package_version(name) for name in PACKAGES},
     }
 
@@ -71,8 +72,17 @@ def check_same_run(
     before, name = mark.run, checkpoint.name
     end = "--resume continues a run only as it was; start a new one with another --output"
     if mark.processes != trainer.args.world_size:
-        raise UserError(
-            f"{name} was written by {mark.processes} processes and this run has {trainer.args.world_size}; {end}"
+        told = f"{name} was written by {mark.processes} processes and this run has {trainer.args.world_size}"
+        if not _readable_by_any_number(checkpoint, recipe):
+            raise UserError(f"{told}; {end}")
+        if before.get("rows_of_a_step") != run["rows_of_a_step"]:
+            raise UserError(
+                f"{told}, and a step had {before.get('rows_of_a_step', 'an unknown number of')} rows and would have "
+                f"{run['rows_of_a_step']}; {end}"
+            )
+        notes.append(
+            f"{told}: a step has the same {run['rows_of_a_step']} rows; the processes' random numbers (dropout) are "
+            "others, and so are the rows that fill up the last step of an epoch"
         )
     if before.get("data") not in (None, run["data"]):
         raise UserError(f"dataset {recipe.dataset!r} no longer holds the rows that {name} was trained on; {end}")
@@ -88,6 +98,11 @@ def check_same_run(
     if before.get("tiling") not in (None, run["tiling"]) and tiling is not None and _drops_inside(trainer.model):
         notes.append("other tiles draw other dropout masks inside the blocks: the same distribution, not the same run")
     return notes
+
+
+def _readable_by_any_number(checkpoint: Path, recipe: Recipe) -> bool:
+    """Whether the checkpoint holds everything for every rank, or shards that PyTorch deals out again."""
+    return recipe.engine == "ddp" or (recipe.engine == "fsdp2" and (checkpoint / FSDP_SHARDS).is_dir())
 
 
 def digest_rows(rows: Any) -> str:

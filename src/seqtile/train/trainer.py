@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import transformers
 from accelerate.utils import gather_object
-from accelerate.utils.constants import FSDP_MODEL_NAME
 from datasets import IterableDataset
 from transformers import TrainerCallback
 from trl import SFTTrainer  # type: ignore[attr-defined]
@@ -20,7 +19,16 @@ from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
 from seqtile.models.runs import what_ran
 from seqtile.planner.phases import causal_model
-from seqtile.train.checkpoint_files import MARK, RESULT, CheckpointMark, newest_whole, rotate, set_aside, write_mark
+from seqtile.train.checkpoint_files import (
+    FSDP_SHARDS,
+    MARK,
+    RESULT,
+    CheckpointMark,
+    newest_whole,
+    rotate,
+    set_aside,
+    write_mark,
+)
 from seqtile.train.data_summary import DataSummary, StreamSummary, summarise
 from seqtile.train.model_card import write_card
 from seqtile.train.split_rows import SplitRows
@@ -181,7 +189,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         """Train, from ``checkpoint`` on if there is one."""
         self.loaded = checkpoint is not None
         if checkpoint is not None:
-            self._save_in_shards((checkpoint / f"{FSDP_MODEL_NAME}_0").is_dir())
+            self._save_in_shards((checkpoint / FSDP_SHARDS).is_dir())
         with suppress(_NothingToTrain):
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             if self.state.global_step == 0:
