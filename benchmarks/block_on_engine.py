@@ -91,11 +91,11 @@ def measure_under(arguments: dict[str, Any]) -> dict[str, Any]:
     """Median time, peak bytes with input and weights, and gradient error of one block under an engine.
 
     Args:
-        arguments: ``engine``, one of :data:`ENGINES`, and ``cell``, fields of :class:`seqtile.bench.cell.Cell`.
+        arguments: ``engine``, one of :data:`ENGINES`, and ``cell``, a row of :class:`seqtile.bench.cell.Cell`.
 
     Every rank holds the same input, so the gradient averaged over ranks is that of one process.
     """
-    engine, cell = arguments["engine"], Cell(**arguments["cell"])
+    engine, cell = arguments["engine"], Cell.of(arguments["cell"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(cell.device)
     if is_accelerator(device):

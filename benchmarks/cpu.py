@@ -13,6 +13,7 @@ from pathlib import Path
 
 from seqtile._errors import UserError
 from seqtile.bench.cell import Cell, run_pairs
+from seqtile.options import TilingOptions
 from suite import RESULTS, Row, Suite, show
 
 OURS = ("fused",)
@@ -42,7 +43,7 @@ def run(pairs: int, peer_pairs: int, smoke: bool, part: str, out: Path) -> None:
     """Count and time each part."""
     suite = Suite("smoke" if smoke else "cpu", out, minutes=120)
     hidden, intermediate, tokens = (64, 176, 1024) if smoke else (1024, 2816, 16384)
-    cell = Cell(hidden, intermediate, tokens, "shards:8", "fused", False, "full", "float32", "cpu")
+    cell = Cell(hidden, intermediate, tokens, dtype="float32", options=TilingOptions(tile="shards:8"))
     if part in ("all", "alone"):
         alone = _once(suite, "alone, counted", cell, COUNTED, 0)
         show(alone)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +53,12 @@ def run(device: str | None, smoke: bool, minutes: float, out: Path) -> None:
     small = 64 if smoke else 1
     pairs = 3 if smoke else 7
     base = Cell(
-        SHAPES["llama-8b"][0] // small, SHAPES["llama-8b"][1] // small, 8 * K, "auto", "fused", True, "full",
-        "bfloat16", device or here,
+        SHAPES["llama-8b"][0] // small, SHAPES["llama-8b"][1] // small, 8 * K, "fused", True, "full", "bfloat16",
+        device or here,
     )  # fmt: skip
 
     def at(tokens: int, **changes: Any) -> Cell:
-        return replace(base, tokens=tokens // small, **changes)
+        return base.changed(tokens=tokens // small, **changes)
 
     _machine(suite, base, small)
     for tokens in (32 * K,) if smoke else (32 * K, 128 * K, 256 * K, 8 * K):
@@ -72,7 +71,7 @@ def run(device: str | None, smoke: bool, minutes: float, out: Path) -> None:
         cell = at(128 * K, hidden=width[0], intermediate=width[1], checkpoint=checkpoint)
         _published(suite, cell, pairs)
     fewer = 100 if smoke else 1
-    _halves(suite, replace(base, tokens=600_000 // fewer, tile=str(7500 // fewer), checkpoint=False))
+    _halves(suite, base.changed(tokens=600_000 // fewer, tile=str(7500 // fewer), checkpoint=False))
     for changes in ({"train": "lora"}, {"train": "frozen"}, {"keep": 0.5}, {"keep": 1.0}):
         if not smoke:
             told = ", ".join(f"{name} {value}" for name, value in changes.items())
@@ -119,11 +118,11 @@ def _machine(suite: Suite, cell: Cell, scale: int) -> None:
 
 
 def _one_mlp(suite: Suite, cell: Cell, bound_gib: float) -> None:
-    part = f"one MLP, {cell.tokens:,} tokens, {cell.tile} per tile, output dropped"
+    part = f"one MLP, {cell.tokens:,} tokens, {cell.options.tile} per tile, output dropped"
     rows = [
         row
-        for one in (cell, replace(cell, method="untiled"))
-        for row in suite.run(part, asdict(one), lambda left, one=one: [run_cell(one, timeout_s=left)])  # type: ignore[misc]
+        for one in (cell, cell.changed(method="untiled"))
+        for row in suite.run(part, one.row(), lambda left, one=one: [run_cell(one, timeout_s=left)])  # type: ignore[misc]
     ]
     show(rows)
     suite.claim(
@@ -136,7 +135,7 @@ def _published(suite: Suite, cell: Cell, pairs: int) -> None:
     """ms-swift's shape; as published, the caller holds the output, and all that is allocated counts."""
     around = "under a checkpoint" if cell.checkpoint else "alone"
     part = f"ms-swift's shape, {cell.tokens:,} tokens, {around}"
-    rows = _pairs(suite, part, replace(cell, hold_output=True), ("fused",), pairs, 1.0)
+    rows = _pairs(suite, part, cell.changed(hold_output=True), ("fused",), pairs, 1.0)
     suite.claim(f"{part}: at least 70 % less memory than untiled (published 54 %)", rows, _saved)
 
 
@@ -147,7 +146,7 @@ def _saved(rows: list[Row]) -> tuple[str, bool | None]:
 
 def _halves(suite: Suite, cell: Cell) -> None:
     part = f"{cell.tokens:,} x {cell.hidden} elements"
-    key = asdict(cell)
+    key = cell.row()
     rows = suite.run(part, key, lambda left: [run_child(halves.JOB, key, timeout_s=left)])
 
     def same(rows: list[Row]) -> tuple[str, bool | None]:

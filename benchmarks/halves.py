@@ -17,13 +17,13 @@ def measure_halves(arguments: dict[str, Any]) -> dict[str, Any]:
     """Run the block on all tokens, then on each half, cut into the same tiles.
 
     Args:
-        arguments: fields of :class:`seqtile.bench.cell.Cell`.
+        arguments: a row of :class:`seqtile.bench.cell.Cell`.
 
     Returns:
         ``elements`` of the input, ``output_equal`` and ``input_gradient_equal`` (every element the same),
         ``weight_gradient_error``, the largest relative difference (L2) to the sum over halves, and ``finite``.
     """
-    cell = Cell(**arguments)
+    cell = Cell.of(arguments)
     workload = Workload(cell)
     found = start(workload)
     mlp, x = workload.mlp, workload.x

@@ -9,7 +9,7 @@ import argparse
 import csv
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from seqtile.bench.cell import SHAPES, Cell, run_child
 from seqtile.bench.environment import append_rows, stamp
 from seqtile.bench.grid import parse_counts
 from seqtile.cli import bench_show as show
+from seqtile.options import TilingOptions
 from suite import RESULTS, Row
 
 ENGINES = {"fsdp2": "fsdp2", "zero3": "deepspeed_zero3"}
@@ -159,14 +160,15 @@ def run_compare(
     for length in lengths:
         for method, rule in COLUMNS:
             cell = Cell(
-                hidden, intermediate, length, rule, method, False, "full", dtype, device, repeats, hold_output=True
-            )
+                hidden, intermediate, length, method, dtype=dtype, device=device, repeats=repeats, hold_output=True,
+                options=TilingOptions(tile=rule),
+            )  # fmt: skip
             on_progress(f"{engine}, {_ranks(world)}: {cell}, tile {rule}")
-            result = run_ranks({"engine": engine, "cell": asdict(cell)}, world)
+            result = run_ranks({"engine": engine, "cell": cell.row()}, world)
             row = {
                 "kind": "ms-swift",
                 **stamp(found, command),
-                **asdict(cell),
+                **cell.row(),
                 "engine": engine,
                 "ranks": world,
                 **result,

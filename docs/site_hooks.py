@@ -113,12 +113,14 @@ def on_page_content(html: str, page: Any = None, **_: Any) -> str:
 def with_labels(table: str) -> str:
     """A table of words with each cell's column name beside it: on a phone the style stacks it, row by row.
 
-    A table of numbers stays as it is, and so does one of two columns, which fits.
+    A table of numbers stays as it is, and so do one of two columns, which fits, and a matrix of single words.
     """
     labels = [re.sub(r"<[^>]+>", "", label).strip() for label in re.findall(r"<th[^>]*>(.*?)</th>", table, re.S)]
     cells = [re.sub(r"<[^>]+>", "", cell).strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", table, re.S)]
     numbers = sum(bool(NUMBER.match(cell)) for cell in cells)
-    if len(labels) < 3 or 3 * numbers > len(cells):
+    others = [cell for number, cell in enumerate(cells) if number % max(1, len(labels))]
+    is_matrix = labels[:1] == [""] and all(" " not in cell for cell in others)
+    if len(labels) < 3 or 3 * numbers > len(cells) or is_matrix:
         return table
 
     def labelled(row: re.Match[str]) -> str:

@@ -193,7 +193,7 @@ def main() -> int:
     for pair in PAIRS:
         assert run(pair) == expected_words()[pair], set(pair)
     told = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
-    when = f"{date.today().isoformat()}, `python -m combinations`: {len(PAIRS)} pairs, {told}."
+    when = f"{date.today().isoformat()}, `PYTHONPATH=tests:src python -m combinations`: {len(PAIRS)} pairs, {told}."
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), when), encoding="utf-8")
     return 0
 

@@ -108,8 +108,8 @@ def memory() -> Picture:
         432, f"Memory over one training step of {found['tokens']:,} tokens, above the weights: untiled it "
         f"peaks at {peaks['untiled']:.0f} MiB in the MLP, with seqtile at {peaks['tiled']:.0f} MiB",
     )  # fmt: skip
-    picture.text(14, 26, f"Memory over one training step of {found['tokens']:,} tokens", "big")
-    picture.text(14, 48, f"peak with seqtile: {share:.0%} of untiled", "bold")
+    picture.text(14, 26, "Memory over one training step", "big")
+    picture.text(14, 48, f"{found['tokens']:,} tokens; peak {share:.0%} of untiled", "bold")
     left, width, height = 72, 354, 120
     scale = height / (1.1 * peaks["untiled"])
     for row, side in enumerate(("untiled", "tiled")):
@@ -193,7 +193,7 @@ def tiles() -> Picture:
                 at = y + 80 * edge / parts
                 picture.line([(16, at), (58, at)], "dashed", "")
                 picture.line([(378, at), (420, at)], "dashed", "")
-    picture.lines(14, 338, "T tokens, D hidden size, F intermediate size: 3 to 4 times D.\n"
+    picture.lines(14, 338, "T tokens, D hidden size, F intermediate, 3 to 4 D.\n"
                   "Every tile uses the same memory again.")  # fmt: skip
     return picture
 

@@ -78,8 +78,9 @@ class TilingOptions:
     """
 
     tile: int | str = option(
-        "auto", "Tile rule: auto, tokens per tile, shards:N, arctic or memory:1GiB", commands=(*COMMANDS, "verify")
-    )
+        "auto", "Tile rule: auto, tokens per tile, shards:N, arctic or memory:1GiB",
+        commands=(*COMMANDS, "verify", "bench step"),
+    )  # fmt: skip
     only: Only | None = option(
         None, "Blocks to tile: names or patterns", commands=(), plan=False, file=str | list[str] | None
     )
@@ -92,7 +93,7 @@ class TilingOptions:
     )  # fmt: skip
     path: str = option("auto", "Operator: auto, fused or generic", commands=(), recipe=False, plan=False, choices=PATHS)
     keep: float | str = option(
-        0.0, "Fraction of the tiles that keep gate and up, or memory:4GiB", commands=("plan", "probe")
+        0.0, "Fraction of the tiles that keep gate and up, or memory:4GiB", commands=("plan", "probe", "bench mlp")
     )
     loss: str | None = option(
         None, "Head and loss: tiled or full", commands=("plan", "probe"), recipe=False, choices=("tiled",),
@@ -281,6 +282,28 @@ def _number(text: Any) -> Any:
         return text
 
 
+def as_row(record: Any, shown: Iterable[str]) -> dict[str, Any]:
+    """A frozen record that holds ``options`` as one flat row of results; :func:`from_row` reads it again.
+
+    Args:
+        record: a dataclass with a field ``options``.
+        shown: options that every row has; of the others, those that are not at their defaults.
+    """
+    own = {one.name: getattr(record, one.name) for one in fields(record) if one.name != "options"}
+    options = {name: getattr(record.options, name) for name in DEFAULTS}
+    return own | {
+        name: value for name, value in options.items() if name in shown or (value != DEFAULTS[name] and name not in own)
+    }
+
+
+def from_row(kind: type[Record], row: Mapping[str, Any]) -> Record:
+    """The record of ``kind`` whose :func:`as_row` is in ``row``, among other things or alone."""
+    own = {one.name for one in fields(kind)} - {"options"}  # type: ignore[arg-type]
+    options = {name: row[name] for name in DEFAULTS if name in row and name not in own}
+    values = {name: row[name] for name in own if name in row}
+    return kind(options=TilingOptions(**options), **values)  # type: ignore[call-arg]
+
+
 Record = TypeVar("Record")
 
 
@@ -289,8 +312,9 @@ def changed(record: Record, **changes: Any) -> Record:
 
     Args:
         record: a dataclass with a field ``options``.
-        **changes: options, or fields of the record.
+        **changes: fields of the record, or options.
     """
-    inside = {name: changes.pop(name) for name in [*changes] if name in DEFAULTS}
+    own = {one.name for one in fields(record)}  # type: ignore[arg-type]
+    inside = {name: changes.pop(name) for name in [*changes] if name in DEFAULTS and name not in own}
     options = replace(changes.pop("options", record.options), **inside)  # type: ignore[attr-defined]
     return replace(record, options=options, **changes)  # type: ignore[type-var]

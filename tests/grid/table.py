@@ -37,8 +37,8 @@ HEAD = """# Engines
 For those who train on several devices: which technique was run under DDP, FSDP, ZeRO and sequence parallelism, and
 what to look out for.
 
-Every line was run by `python -m grid.table` (`tests/grid`), which wrote this page: two gloo processes on the CPU, with
-batches of different lengths and tile counts on the ranks. "Equal" means that gradients and the weights after each
+Every line was run by `PYTHONPATH=tests:src python -m grid.table`, which wrote this page: two gloo processes on the CPU,
+with batches of different lengths and tile counts on the ranks. "Equal" means that gradients and the weights after each
 optimiser step equal an untiled single process's; in low precision, that they are no further from it than the untiled
 run under the same engine. Each case asserts the kind of engine, the world size and where the shards are. `make test`
 runs the same cases.
@@ -151,7 +151,8 @@ def matrix() -> str:
 def what_ran(seconds: float) -> str:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "deepspeed"))
     cases = sum(1 for _ in all_cases())
-    return f"{date.today()}, `python -m grid.table`: {cases} cases in {seconds:.0f} s on 2 CPU cores, {packages}."
+    command = "PYTHONPATH=tests:src python -m grid.table"
+    return f"{date.today()}, `{command}`: {cases} cases in {seconds:.0f} s on 2 CPU cores, {packages}."
 
 
 def main() -> int:

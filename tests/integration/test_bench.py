@@ -16,6 +16,7 @@ from transformers import AutoConfig
 import tiny_run
 from seqtile.bench.cell import Cell
 from seqtile.cli import main
+from seqtile.options import TilingOptions
 
 ROOT = Path(__file__).parents[2]
 EVERY_ROW = {"date", "command", "device_name", "versions", "python", "kind"}
@@ -174,7 +175,7 @@ def test_the_allocator_is_read_on_an_accelerator() -> None:
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     assert accelerator is not None
-    cell = Cell(1024, 2816, 8192, "shards:4", "fused", False, "full", "bfloat16", accelerator.type)
+    cell = Cell(1024, 2816, 8192, device=accelerator.type, options=TilingOptions(tile="shards:4"))
     found = measure_cell(cell)
     assert found["peak_from"] == "allocator" and found["units"] == 11
     rows, buffer = 8192 * 1024 * 2, 8192 // 4 * 2816 * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +110,6 @@ def test_the_published_benchmark_on_two_ranks(
 
 @pytest.mark.distributed
 def test_a_rank_that_fails_is_a_result_and_ends_the_others() -> None:
-    cell = replace(Cell(16, 48, 64, "shards:4", "fused", dtype="float32"), method="untiled")
-    found = run_ranks({"engine": "fsdp2", "cell": {**asdict(cell), "dtype": "float31"}}, 2, timeout_s=500)
+    cell = Cell(16, 48, 64, "untiled", dtype="float32")
+    found = run_ranks({"engine": "fsdp2", "cell": {**cell.row(), "dtype": "float31"}}, 2, timeout_s=500)
     assert "float31" in found["error"]

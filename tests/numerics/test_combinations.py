@@ -23,7 +23,7 @@ def test_pair(pair: frozenset[str]) -> None:
 
 def test_the_page_is_of_todays_pairs() -> None:
     text = combinations.PAGE.read_text(encoding="utf-8")
-    ran = re.search(r"^\d{4}-\d\d-\d\d, `python -m combinations`: (\d+) pairs, .*$", text, re.M)
+    ran = re.search(r"^\d{4}-\d\d-\d\d, `PYTHONPATH=tests:src python -m combinations`: (\d+) pairs, .*$", text, re.M)
     assert ran and int(ran[1]) == len(combinations.PAIRS)
     assert text == combinations.page(text, ran[0]), "pairs have changed: PYTHONPATH=tests:src python -m combinations"
     names = list(combinations.TECHNIQUES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,10 @@ from seqtile._errors import UserError
 from seqtile.bench import child, grid, methods, plots
 from seqtile.bench.cell import SHAPES, Cell, run_child
 from seqtile.cli import bench_show, main
+from seqtile.options import TilingOptions
 
 CPU = {"device_type": "cpu", "device_count": 0, "device_name": "a CPU", "versions": {"torch": "0"}}
+HALF = TilingOptions(keep=0.5)
 GPU = {"device_type": "npu", "device_count": 1, "device_name": "an NPU", "versions": {"torch": "0"}}
 
 
@@ -23,7 +24,8 @@ def words(**changes: Any) -> dict[str, Any]:
     given = {
         "shape": None, "hidden": None, "intermediate": None, "tokens": None, "tiles": "auto",
         "methods": "untiled,fused",
-        "checkpoint": "both", "train": "full", "dtype": None, "device": None, "repeats": 5, "pairs": 0, "keep": "0",
+        "checkpoint": "both", "train": "full", "dtype": None, "device": None, "repeats": 5, "pairs": 0,
+        "options": TilingOptions(),
     }  # fmt: skip
     return {**given, **changes}
 
@@ -52,6 +54,7 @@ def words(**changes: Any) -> dict[str, Any]:
         (["bench", "step", "--model", "/nowhere"], "'/nowhere' does not exist"),
         (["bench", "step", "--model", ".", "--tokens", "1"], "at least 2"),
         (["bench", "step", "--model", ".", "--tile", "wide"], "not a tile rule"),
+        (["bench", "step", "--model", ".", "--tile", "none"], "untiled measures that"),
         (["bench", "step", "--model", ".", "--repeats", "1"], "at least 5"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -97,7 +100,7 @@ def test_pairs_run_each_tile_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     def run_pairs(cell: Cell, others: list[str], pairs: int) -> list[dict[str, Any]]:
         assert others == ["generic"]
-        ran.append(cell.tile)
+        ran.append(cell.options.tile)
         return []
 
     monkeypatch.setattr(grid, "run_pairs", run_pairs)
@@ -108,9 +111,11 @@ def test_pairs_run_each_tile_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_untiled_runs_once_whatever_the_tile_rules() -> None:
-    asked = grid.build_grid(**words(tiles="auto,shards:4", tokens="64", checkpoint="no", shape="ms-swift", keep="0.5"))
+    asked = grid.build_grid(
+        **words(tiles="auto,shards:4", tokens="64", checkpoint="no", shape="ms-swift", options=HALF)
+    )
     _, [cells] = grid.resolve_grid(asked, CPU)
-    assert [(c.method, c.tile, c.keep) for c in cells] == [
+    assert [(c.method, c.options.tile, c.options.keep) for c in cells] == [
         ("untiled", "auto", 0.0), ("fused", "auto", 0.5), ("fused", "shards:4", 0.5),
     ]  # fmt: skip
     assert (cells[0].hidden, cells[0].intermediate) == SHAPES["ms-swift"]
@@ -184,11 +189,12 @@ def test_plots_show_every_line_and_the_out_of_memory(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("changes", "said"),
     [({"method": "fast"}, "fast"), ({"train": "some"}, "some"), ({"dtype": "int8"}, "int8"), ({"tokens": 0}, "tokens"),
-     ({"method": "generic", "keep": 0.5}, "keep")],
+     ({"method": "generic", "keep": 0.5}, "keep"), ({"loss": "tiled"}, "loss='tiled' has no effect"),
+     ({"heads": 1}, "heads"), ({"path": "generic"}, "path"), ({"blocks": "none"}, "untiled measures that")],
 )  # fmt: skip
 def test_a_cell_refuses_what_it_does_not_know(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        replace(Cell(8, 16, 4), **changes)
+        Cell(8, 16, 4).changed(**changes)
 
 
 def test_running_out_of_memory_is_a_result() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ from seqtile.bench import measure_block
 from seqtile.bench.block import Upstream, Workload, relative_error, repeated
 from seqtile.bench.cell import Cell
 from seqtile.bench.measure_block import measure_cell, measure_costs, measure_error, measure_pairs, start
+from seqtile.options import TilingOptions
 
 HIDDEN, INTERMEDIATE, TOKENS = 32, 88, 512
-CELL = Cell(HIDDEN, INTERMEDIATE, TOKENS, "shards:4", "fused", False, "full", "float32", "cpu")
+CELL = Cell(HIDDEN, INTERMEDIATE, TOKENS, dtype="float32", options=TilingOptions(tile="shards:4"))
 ROWS = TOKENS * HIDDEN * 4
 """Bytes of one hidden-state tensor."""
 BUFFER = TOKENS // 4 * INTERMEDIATE * 4
@@ -25,7 +25,7 @@ WEIGHTS = 3 * HIDDEN * INTERMEDIATE * 4
 
 
 def costs(**changes: Any) -> dict[str, Any]:
-    workload = Workload(replace(CELL, **changes))
+    workload = Workload(CELL.changed(**changes))
     return {**start(workload), **measure_costs(workload)}
 
 
@@ -82,7 +82,7 @@ def test_the_norm_shares_the_tile_under_a_checkpoint_only() -> None:
 @pytest.mark.parametrize("train", ["full", "frozen", "lora"])
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["alone", "checkpoint"])
 def test_errors_cover_every_gradient(train: str, checkpoint: bool) -> None:
-    workload = Workload(replace(CELL, train=train, checkpoint=checkpoint))
+    workload = Workload(CELL.changed(train=train, checkpoint=checkpoint))
     start(workload)
     workload.step()
     found = measure_error(workload)
@@ -108,7 +108,7 @@ def test_a_wrong_gradient_is_seen(name: str) -> None:
 
 
 def test_a_sliced_reference_is_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = Workload(replace(CELL, tokens=2100, method="untiled"))
+    workload = Workload(CELL.changed(tokens=2100, method="untiled"))
     start(workload)
     workload.step()
     whole = measure_error(workload)
@@ -131,7 +131,7 @@ def test_the_upstream_gradient_repeats_and_reaches_the_output() -> None:
 
 
 def test_low_precision_is_judged_against_fp32() -> None:
-    found = [measure_cell(replace(CELL, dtype="bfloat16", method=method)) for method in ("untiled", "fused")]
+    found = [measure_cell(CELL.changed(dtype="bfloat16", method=method)) for method in ("untiled", "fused")]
     untiled, fused = (row["gradient_error"] for row in found)
     assert 1e-4 < untiled < 2e-2  # bfloat16 rounds to 4e-3
     assert fused <= 2 * untiled
@@ -187,7 +187,7 @@ def test_where_untiled_does_not_fit_the_others_are_timed_alone(monkeypatch: pyte
 
 
 def test_two_halves_give_the_numbers_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = asdict(replace(CELL, tile="64", dtype="bfloat16"))
+    cell = CELL.changed(tile="64", dtype="bfloat16").row()
     found = halves.measure_halves(cell)
     assert found["output_equal"] and found["input_gradient_equal"] and found["finite"]
     assert found["weight_gradient_error"] < 2**-8  # each half's gradient is rounded to bfloat16 once

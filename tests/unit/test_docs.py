@@ -148,7 +148,7 @@ def test_no_page_fetches_from_elsewhere() -> None:
 
 
 def test_tables_of_words_have_their_columns_beside_each_cell() -> None:
-    """For the style, which stacks them on a phone; a table of numbers or of two columns stays."""
+    """For the style, which stacks them on a phone; numbers, two columns or a matrix stay."""
     head = '<table>\n<thead>\n<tr>\n<th>a</th>\n<th>b "c"</th>\n<th>d</th>\n</tr>\n</thead>\n<tbody>\n<tr>\n'
     words = site_hooks.with_labels(f"{head}<td>x</td>\n<td>y</td>\n<td><code>z</code></td>\n</tr>\n</tbody>\n</table>")
     assert words.startswith("<table data-stack>")
@@ -160,6 +160,10 @@ def test_tables_of_words_have_their_columns_beside_each_cell() -> None:
         "<table>\n<thead>\n<tr>\n<th>a</th>\n<th>b</th>\n</tr>\n</thead>\n<tr>\n<td>x</td>\n<td>y</td>\n</tr>\n</table>"
     )
     assert site_hooks.with_labels(two) == two
+    matrix = words.replace(" data-stack", "").replace("<th>a</th>", "<th></th>")
+    matrix = re.sub(r' data-label="[^"]*"', "", matrix)
+    assert site_hooks.with_labels(matrix) == matrix
+    assert site_hooks.with_labels(matrix.replace("<td>y</td>", "<td>y y</td>")) != matrix
     style = (DOCS / "stylesheets" / "site.css").read_text(encoding="utf-8")
     assert "table[data-stack]" in style and "content: attr(data-label)" in style
 

@@ -15,7 +15,8 @@ def test_every_engine_has_a_launch_and_a_column() -> None:
 
 def test_the_page_is_of_todays_cases() -> None:
     text = table.PAGE.read_text(encoding="utf-8")
-    ran = re.search(r"^\d{4}-\d\d-\d\d, `python -m grid\.table`: (\d+) cases in .*torch \d.*$", text, re.MULTILINE)
+    command = "PYTHONPATH=tests:src python -m grid.table"
+    ran = re.search(rf"^\d{{4}}-\d\d-\d\d, `{command}`: (\d+) cases in .*torch \d.*$", text, re.MULTILINE)
     assert ran and int(ran[1]) == sum(1 for _ in table.all_cases())
     assert text == table.page(ran[0]), "cases have changed: PYTHONPATH=tests:src python -m grid.table"
 

@@ -659,6 +659,6 @@ def test_the_list_of_long_tests_names_tests() -> None:
     gone = [
         name
         for name in processor_times.listed()
-        if f"def {name.partition('::')[2]}(" not in (ROOT / name.partition("::")[0]).read_text(encoding="utf-8")
+        if f"def {name.rpartition('::')[2]}(" not in (ROOT / name.partition("::")[0]).read_text(encoding="utf-8")
     ]
     assert not gone, f"tests/times.txt lists {gone}; run `make times`"

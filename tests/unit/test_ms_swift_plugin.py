@@ -43,6 +43,19 @@ def test_the_variable_takes_any_rule_and_switches_on(argv: list[str], monkeypatc
     assert rule(*argv) == "memory:1GiB"
 
 
+@pytest.mark.parametrize(("argv", "expected"), [
+    (["--seqtile", '{"keep": 0.5}'], {"tile": "shards:4", "keep": 0.5}),
+    (["--seqtile", '{"tile": 4096, "only": ["*.0.*"]}'], {"tile": 4096, "only": ["*.0.*"]}),
+    ([*ON, "--tiled_mlp_num_shards", "9", "--seqtile", '{"blocks": "mlp"}'], {"tile": "shards:9", "blocks": "mlp"}),
+])  # fmt: skip
+def test_the_arguments_of_apply_are_given_as_json(argv: list[str], expected: dict[str, object]) -> None:
+    arguments = swift.parse(swift.SftArguments, ["--external_plugins", PLUGIN, *argv])
+    assert arguments.callbacks == ["seqtile"]
+    made = swift.callbacks_map["seqtile"]
+    assert made.keywords == expected
+    made(SimpleNamespace(), SimpleNamespace())  # each value is one that the callback takes
+
+
 def test_other_callbacks_stay_and_ours_is_added_once() -> None:
     argv = ["--external_plugins", PLUGIN, "--callbacks", "lisa", "seqtile", *ON]
     assert swift.parse(swift.SftArguments, argv).callbacks == ["lisa", "seqtile"]
@@ -83,6 +96,15 @@ def test_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ([*ON, "--tiled_mlp_num_shards", "4"], "auto", "both size the tiles"),
     (["--use_tiled_mlp", "false"], "auto", "contradict each other"),
     (["--use_tiled_mlp", "false", "--callbacks", "seqtile"], None, "contradict each other"),
+    (["--use_tiled_mlp", "false", "--seqtile", '{"keep": 0.5}'], None, "contradict each other"),
+    ([*ON, "--tiled_mlp_num_shards", "4", "--seqtile", '{"tile": 8}'], None, "shards 4 and --seqtile with tile both"),
+    (["--seqtile", '{"tile": 8}'], "auto", "SEQTILE_TILE=auto and --seqtile with tile both"),
+    (["--seqtile", "keep"], None, "expected arguments of seqtile.apply in JSON"),
+    (["--seqtile", "{}"], None, "expected arguments of seqtile.apply in JSON"),
+    (["--seqtile", '{"kep": 1}'], None, "--seqtile: 'kep' is no key; did you mean keep"),
+    (["--seqtile", '{"keep": "lots"}'], None, "--seqtile: keep='lots'"),
+    (["--seqtile", '{"loss": "tiled"}'], None, "loss: not verified under ms-swift's trainer"),
+    (["--seqtile", '{"blocks": "none"}'], None, "blocks: none tiles nothing"),
     ([], "a lot", "SEQTILE_TILE=a lot: .* is not a tile rule"),
 ])  # fmt: skip
 def test_conflicts(argv: list[str], variable: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,10 +77,32 @@ from seqtile.train import output
 found["a plan of the recipe"] = fit.settings_of(recipe).dummy
 
 def plan(request, max_length):
+    found["ladder"] = laddered(request)
     found["request"], found["step"] = request.options.dummy, request.setup().options.dummy
     planner = SimpleNamespace(request=request, resolved=lambda tokens: request.setup())
     found["the recipe of a plan"] = explain.recipe(planner, 4096)["dummy"]
     raise SystemExit
+
+from seqtile.planner.ladder import tighter
+from seqtile.planner.techniques import ABLATION
+
+def laddered(request):
+    for technique in ABLATION:
+        request = technique.on(request)
+    return [request.options.dummy, tighter(request.options, can_offload=True).dummy]
+
+from seqtile.bench.cell import Cell
+from seqtile.bench.training_step import TrainingStep
+
+cell, step = (record.row() for record in (
+    Cell(8, 16, 4, options=module.TilingOptions(dummy=5)), TrainingStep(".", 8, module.TilingOptions(dummy=5))
+))
+found["bench"] = [cell["dummy"], Cell.of(cell).options.dummy, step["dummy"], TrainingStep.of(step).options.dummy]
+
+from seqtile.integrations import ms_swift
+
+rest = ["--seqtile", '{"dummy": 5}']
+found["ms-swift"] = ms_swift.settings(SimpleNamespace(callbacks=[]), rest, None)["dummy"]
 
 memory_plan.plan = plan
 main(["plan", "--model", "llama-8b", "--dummy", "7"])
@@ -105,6 +127,7 @@ def test_a_new_option_is_one_line() -> None:
         "train --help": True, "plan --help": True, "probe --help": True, "verify --help": False,
         "recipe": [5, 5, 6], "apply": 5, "resumed": True, "a plan of the recipe": 5, "request": 7, "step": 7,
         "the recipe of a plan": 7, "train": 9,
+        "ladder": [7, 7], "bench": [5, 5, 5, 5], "ms-swift": 5,
         "refused": "recipe key 'dummy': got 'many'; "
         "input should be a valid integer, unable to parse string as an integer",
     }  # fmt: skip
@@ -118,8 +141,8 @@ def test_the_arguments_of_apply_are_the_options() -> None:
     assert documented[: len(DEFAULTS) + 1] == ["model", *DEFAULTS]
 
 
-ELSEWHERE = {"TilingOptions", "apply", "tile_module", "Cell", "Ours", "Report"}
-"""The record, the two public functions, what the benchmark of one block runs, and what was done, in words."""
+ELSEWHERE = {"TilingOptions", "apply", "tile_module", "Report"}
+"""The record, the two public functions, and what was done, in words."""
 
 
 def declared(node: ast.AST) -> set[str]:

@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ def commands(text: str) -> Iterator[list[str]]:
     """The words of each command in code: a block without a language, or for a shell, and code in a line of text."""
     text = text.replace("\\\n", " ")
     blocks = re.findall(r"^ *```(?:|console|bash|sh)\n(.*?)^ *```", text, re.M | re.S)
-    lines = re.findall(r"`((?:seqtile|python|make) [^`]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S))
+    lines = re.findall(
+        r"`((?:\w+=\S+ )*(?:seqtile|python|make) [^`]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    )
     for block in blocks:
-        lines += [one[1] for one in re.finditer(r"^ *(?:\$ )?(?:\w+=\S+ )*((?:seqtile|python|make) .*)$", block, re.M)]
+        lines += [one[1] for one in re.finditer(r"^ *(?:\$ )?((?:\w+=\S+ )*(?:seqtile|python|make) .*)$", block, re.M)]
     for line in lines:
         words = shlex.split(line.replace("\n", " "), comments=True)
         end = next((i for i, word in enumerate(words) if word in SEPARATORS), len(words))
@@ -50,7 +53,8 @@ def app() -> Any:
 
 def problem(words: list[str]) -> str:
     """What is wrong with a command, or "" ."""
-    program, *rest = words
+    given = dict(word.split("=", 1) for word in takewhile(lambda word: re.match(r"[A-Z_]+=", word), words))
+    program, *rest = words[len(given) :]
     if program == "seqtile":
         return _of_seqtile(rest)
     if program == "make":
@@ -58,7 +62,7 @@ def problem(words: list[str]) -> str:
         targets = [word for word in rest if "=" not in word and not word.startswith("-")]
         return next((f"no target {one}" for one in targets if not _has_target(makefile, one)), "")
     if rest[0] == "-m":
-        return _of_module(rest[1])
+        return _of_module(rest[1], given.get("PYTHONPATH", "src"))
     script = ROOT / rest[0]
     if script.suffix != ".py" or rest[0].split("/")[0] not in ("benchmarks", "docs", "tests", "examples"):
         return ""
@@ -78,14 +82,13 @@ def _has_target(makefile: str, target: str) -> bool:
     return bool(re.search(rf"^{re.escape(target)}:", makefile, re.M)) or target.startswith("test-python-3.")
 
 
-def _of_module(name: str) -> str:
-    parts = name.split(".")
-    if parts[0] not in ("seqtile", "grid"):
+def _of_module(name: str, path: str) -> str:
+    """A module of ours runs from a clone's root: ``seqtile`` as it is installed, another if ``path`` leads to it."""
+    if name.split(".")[0] in ("pytest", "pip", "mypy", "mkdocs", "venv"):
         return ""
-    places = [ROOT / "src", ROOT / "tests", ROOT / "benchmarks"]
-    paths = [place.joinpath(*parts) for place in places]
+    paths = [ROOT.joinpath(place, *name.split(".")) for place in path.split(":")]
     exists = any(path.with_suffix(".py").exists() or (path / "__main__.py").exists() for path in paths)
-    return "" if exists else f"no module {name}"
+    return "" if exists else f"no module {name} in {path}"
 
 
 def _of_seqtile(words: list[str]) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("src", "tests", "docs", "examples", "benchmarks", "README.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+PLACES = ("src", "tests", "docs", "examples", "benchmarks", *PAGES)
 
 INSTEAD = {
     r"longest rows?\b": "longest sequence",

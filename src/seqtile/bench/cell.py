@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from seqtile._errors import UserError
+from seqtile.options import DEFAULTS, TilingOptions, as_row, changed, from_row
 
 SHAPES = {
     "llama-8b": (4096, 14336),
@@ -26,6 +27,12 @@ METHODS = ("untiled", "generic", "fused", "tile-checkpoint", "liger", "deepspeed
 ``TiledMLP`` and ``sequence_tiled_compute`` of DeepSpeed."""
 
 OURS = ("generic", "fused")
+SHOWN = ("tile", "keep", "blocks")
+"""Options that every row shows. The method says what ``path`` is, and ``checkpoint`` is the benchmark's own."""
+
+SET_HERE = ("only", "path", "loss", "loss_tile", "loss_impl", "checkpoint", "offload")
+"""Options that a benchmark sets itself, or that what it measures does not heed."""
+
 TRAIN = ("full", "frozen", "lora")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LORA_RANK = 16
@@ -41,7 +48,6 @@ class Cell:
         hidden: width ``D`` of the input.
         intermediate: width ``F`` of the MLP.
         tokens: rows of the input.
-        tile: tile rule, as :func:`seqtile.apply` takes it.
         method: one of :data:`METHODS`.
         checkpoint: the block stands in a residual layer behind an RMSNorm, all under one activation checkpoint;
             else it runs alone.
@@ -49,8 +55,8 @@ class Cell:
         dtype: of input, weights and gradients.
         device: ``torch.device`` type.
         repeats: timed runs after the warm-up.
-        keep: fraction of the tiles whose gate and up the fused operator keeps, or ``"auto"`` or ``"memory:4GiB"``.
-        blocks: ``"mlp"`` or ``"mlp+norm"``: whether ours runs the norm of the layer in the tile too.
+        options: of ours; the others get as many tiles as its ``tile`` cuts. ``keep`` is of the fused operator, and
+            ``blocks`` says whether the norm of a checkpointed layer runs in the tile too.
         hold_output: the caller holds the block's output until the backward ends; else it is dropped at once, as
             behind a residual add.
         seed: of weights and input.
@@ -59,15 +65,13 @@ class Cell:
     hidden: int
     intermediate: int
     tokens: int
-    tile: str = "auto"
     method: str = "fused"
     checkpoint: bool = False
     train: str = "full"
     dtype: str = "bfloat16"
     device: str = "cpu"
     repeats: int = 5
-    keep: float | str = 0.0
-    blocks: str = "auto"
+    options: TilingOptions = TilingOptions()
     hold_output: bool = False
     seed: int = 0
 
@@ -78,7 +82,8 @@ class Cell:
         for name, allowed in (("method", METHODS), ("train", TRAIN), ("dtype", DTYPES)):
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name} {getattr(self, name)!r} is unknown: expected one of {', '.join(allowed)}")
-        if self.keep != 0.0 and self.method != "fused":
+        refuse_options(self.options, (*SET_HERE, "heads", "state"))
+        if self.options.keep != 0.0 and self.method != "fused":
             raise UserError(f"keep is of the fused operator only, got method {self.method!r}: drop one of the two")
 
     @property
@@ -86,10 +91,36 @@ class Cell:
         """Whether the method is ours."""
         return self.method in OURS
 
+    def changed(self, **changes: Any) -> Cell:
+        """The same with fields, or options, changed."""
+        return changed(self, **changes)
+
+    def row(self) -> dict[str, Any]:
+        """Its fields and options as a row of results has them."""
+        return as_row(self, SHOWN)
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Cell:
+        """The cell that a row is of."""
+        return from_row(cls, row)
+
     def __str__(self) -> str:
         around = "under a checkpoint" if self.checkpoint else "alone"
-        kept = f", keep {self.keep}" if self.keep != 0.0 else ""
+        kept = f", keep {self.options.keep}" if self.options.keep != 0.0 else ""
         return f"{self.method} {self.hidden}x{self.intermediate} {self.tokens:,} tokens, {self.train}, {around}{kept}"
+
+
+def refuse_options(options: TilingOptions, names: Sequence[str]) -> None:
+    """Refuse options that would be ignored.
+
+    Raises:
+        UserError: one of ``names`` is not at its default, or no block is tiled.
+    """
+    if not options.tiled:
+        raise UserError("blocks='none' tiles nothing: method untiled measures that")
+    for name in names:
+        if getattr(options, name) != DEFAULTS[name]:
+            raise UserError(f"{name}={getattr(options, name)!r} has no effect on what is measured here: leave it out")
 
 
 def run_cell(cell: Cell, *, timeout_s: float = 3600.0) -> dict[str, Any]:
@@ -102,7 +133,7 @@ def run_cell(cell: Cell, *, timeout_s: float = 3600.0) -> dict[str, Any]:
     Returns:
         The cell's fields and what was measured; where it failed, ``error`` says why and the numbers are missing.
     """
-    return {**asdict(cell), **run_child("cell", asdict(cell), timeout_s=timeout_s)}
+    return {**cell.row(), **run_child("cell", cell.row(), timeout_s=timeout_s)}
 
 
 def run_pairs(cell: Cell, methods: Sequence[str], pairs: int, *, timeout_s: float = 7200.0) -> list[dict[str, Any]]:
@@ -111,13 +142,13 @@ def run_pairs(cell: Cell, methods: Sequence[str], pairs: int, *, timeout_s: floa
     Returns:
         One row per method, untiled first; see :func:`seqtile.bench.measure_block.measure_pairs`.
     """
-    arguments = {"cell": asdict(cell), "methods": list(methods), "pairs": pairs}
+    arguments = {"cell": cell.row(), "methods": list(methods), "pairs": pairs}
     found = run_child("pairs", arguments, timeout_s=timeout_s)
     if "error" in found:
-        return [{**asdict(replace(cell, method=method, keep=0.0)), **found} for method in ("untiled", *methods)]
-    keeps = {"fused": cell.keep}
+        return [{**cell.changed(method=method, keep=0.0).row(), **found} for method in ("untiled", *methods)]
+    keeps = {"fused": cell.options.keep}
     rows = found["rows"]
-    return [{**asdict(cell), **row, "keep": keeps.get(row["method"], 0.0), "repeats": pairs} for row in rows]
+    return [{**cell.row(), **row, "keep": keeps.get(row["method"], 0.0), "repeats": pairs} for row in rows]
 
 
 def run_child(job: str, arguments: dict[str, Any], *, timeout_s: float = 3600.0) -> dict[str, Any]:

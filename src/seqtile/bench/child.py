@@ -69,15 +69,15 @@ def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
     from seqtile.bench.measure_block import measure_cell, measure_pairs
 
     def cell(arguments: dict[str, Any]) -> dict[str, Any]:
-        return measure_cell(Cell(**arguments))
+        return measure_cell(Cell.of(arguments))
 
     def pairs(arguments: dict[str, Any]) -> dict[str, Any]:
-        return {"rows": measure_pairs(Cell(**arguments["cell"]), arguments["methods"], arguments["pairs"])}
+        return {"rows": measure_pairs(Cell.of(arguments["cell"]), arguments["methods"], arguments["pairs"])}
 
     def step(arguments: dict[str, Any]) -> dict[str, Any]:
         from seqtile.bench.training_step import TrainingStep, measure_step
 
-        return measure_step(TrainingStep(**arguments["step"]), arguments["method"])
+        return measure_step(TrainingStep.of(arguments["step"]), arguments["method"])
 
     return {"cell": cell, "pairs": pairs, "step": step, "environment": lambda _: environment()}
 

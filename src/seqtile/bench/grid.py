@@ -10,7 +10,8 @@ from typing import Any
 from seqtile._errors import UserError
 from seqtile.bench.cell import DTYPES, METHODS, OURS, SHAPES, TRAIN, Cell, run_cell, run_child, run_pairs
 from seqtile.bench.environment import append_rows, stamp
-from seqtile.tiling import LIVE_WIDTHS, BlockShape, parse_keep, parse_tile
+from seqtile.options import DEFAULTS, TilingOptions
+from seqtile.tiling import LIVE_WIDTHS, BlockShape, parse_tile
 
 CPU_SHAPE = (512, 1408)
 CPU_TOKENS = (2048, 8192)
@@ -35,7 +36,7 @@ class Grid:
         device: "" for the accelerator if there is one, else the CPU.
         repeats: timed runs per cell.
         pairs: interleaved pairs with untiled instead of a process per cell; 0 for none.
-        keep: for the fused operator.
+        options: of the fused operator, beside its tile rule.
     """
 
     shape: tuple[int, int] | None
@@ -48,12 +49,13 @@ class Grid:
     device: str
     repeats: int
     pairs: int
-    keep: float | str
+    options: TilingOptions
 
 
 def build_grid(
     *, shape: str | None, hidden: int | None, intermediate: int | None, tokens: str | None, tiles: str, methods: str,
-    checkpoint: str, train: str, dtype: str | None, device: str | None, repeats: int, pairs: int, keep: str,
+    checkpoint: str, train: str, dtype: str | None, device: str | None, repeats: int, pairs: int,
+    options: TilingOptions,
 ) -> Grid:  # fmt: skip
     """A grid from the words of the command line.
 
@@ -88,7 +90,7 @@ def build_grid(
     return Grid(
         wide, parse_counts("--tokens", tokens) if tokens else (), rules,
         parse_words("--methods", methods, METHODS), AROUND[checkpoint], parse_words("--train", train, TRAIN),
-        dtype or "", device or "", repeats, pairs, parse_share(keep),
+        dtype or "", device or "", repeats, pairs, options,
     )  # fmt: skip
 
 
@@ -110,19 +112,6 @@ def parse_counts(option: str, text: str) -> tuple[int, ...]:
         if not word.isdecimal() or int(word) < 1:
             raise UserError(f"{option} {word!r} is no number of tokens: give whole numbers from 1, as in 8192,32768")
     return tuple(int(word) for word in words)
-
-
-def parse_share(text: str) -> float | str:
-    """``keep`` as :func:`seqtile.apply` takes it: a number where the text is one."""
-    try:
-        keep: float | str = float(text)
-    except ValueError:
-        keep = text
-    try:
-        parse_keep(keep, 1)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--keep: {error}") from None
-    return keep
 
 
 def resolve_grid(grid: Grid, found: Row) -> tuple[Grid, list[list[Cell]]]:
@@ -160,9 +149,11 @@ def resolve_grid(grid: Grid, found: Row) -> tuple[Grid, list[list[Cell]]]:
                     for method in grid.methods:
                         if method == "untiled" and number:
                             continue  # no tile rule changes it
+                        keep = grid.options.keep if method == "fused" else DEFAULTS["keep"]
+                        options = replace(grid.options, tile=rule, keep=keep)
                         cells.append(Cell(
-                            hidden, intermediate, tokens, rule, method, checkpoint, train, dtype, device, grid.repeats,
-                            grid.keep if method == "fused" else 0.0,
+                            hidden, intermediate, tokens, method, checkpoint, train, dtype, device, grid.repeats,
+                            options,
                         ))  # fmt: skip
                 groups.append(cells)
     return grid, groups
@@ -186,7 +177,7 @@ def run_grid(
     """Run every cell; each row is written to ``output`` as it comes.
 
     Args:
-        grid, groups: what to measure, by :func:`resolve`.
+        grid, groups: what to measure, by :func:`resolve_grid`.
         found: by :func:`look_around`.
         output: file of JSON lines.
         on_progress: called with what runs next.
@@ -205,8 +196,10 @@ def run_grid(
         if grid.pairs:
             for rule in grid.tiles:
                 on_progress(f"pairs with untiled: {cells[0]}, tile {rule}")
-                base = next((c for c in cells if c.tile == rule and c.method == "fused"), replace(cells[0], tile=rule))
-                others = [c.method for c in cells if c.tile == rule and c.method != "untiled"]
+                base = next(
+                    (c for c in cells if c.options.tile == rule and c.method == "fused"), cells[0].changed(tile=rule)
+                )
+                others = [c.method for c in cells if c.options.tile == rule and c.method != "untiled"]
                 for row in run_pairs(base, others, grid.pairs):
                     add(row)
         else:

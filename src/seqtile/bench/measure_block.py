@@ -10,7 +10,7 @@ from typing import Any
 from seqtile.bench.block import PERIOD, Workload, reference_errors
 from seqtile.bench.cell import Cell
 from seqtile.bench.child import guarded
-from seqtile.bench.methods import Ours, block_shape, install, tile_count, uninstall
+from seqtile.bench.methods import block_shape, install, tile_count, uninstall
 from seqtile.counting import count_live_bytes, count_products
 from seqtile.devices import (
     allocated_bytes,
@@ -100,8 +100,8 @@ def _time_alone(workload: Workload, rows: list[dict[str, Any]], repeats: int) ->
 def _switch(workload: Workload, method: str) -> dict[str, Any]:
     cell = workload.cell
     uninstall(workload.layer, [workload.mlp])
-    keep = cell.keep if method == "fused" else 0.0
-    workload.cell = replace(cell, method=method, keep=keep)
+    keep = cell.options.keep if method == "fused" else 0.0
+    workload.cell = cell.changed(method=method, keep=keep)
     try:
         return start(workload)
     finally:
@@ -112,8 +112,9 @@ def start(workload: Workload) -> dict[str, Any]:
     """Install the cell's method."""
     cell = workload.cell
     shape = block_shape(workload.mlp, cell.hidden, cell.intermediate, workload.x.element_size(), cell.device)
-    count = tile_count(cell.method, cell.tile, cell.tokens, shape)
-    ours = Ours(cell.method, cell.tile, cell.keep, cell.blocks if cell.checkpoint else "mlp") if cell.ours else None
+    count = tile_count(cell.method, cell.options.tile, cell.tokens, shape)
+    blocks = cell.options.blocks if cell.checkpoint else "mlp"
+    ours = replace(cell.options, path=cell.method, blocks=blocks) if cell.ours else None
     ran = install(workload.layer, {"mlp": workload.mlp}, cell.method, ours, count)
     return {"ran": ran, "tiles": count}
 

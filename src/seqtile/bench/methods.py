@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import seqtile
 from seqtile.bench.cell import OURS
+from seqtile.models.apply import apply_options
+from seqtile.options import TilingOptions
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, parse_tile
 
 PACKAGES = {"liger": "liger_kernel", "deepspeed": "deepspeed", "deepspeed-compute": "deepspeed"}
@@ -27,24 +29,14 @@ class NotInstalledError(RuntimeError):
     """A peer's package is missing."""
 
 
-@dataclass(frozen=True)
-class Ours:
-    """Arguments of :func:`seqtile.apply`."""
-
-    path: str
-    tile: str
-    keep: float | str = 0.0
-    blocks: str = "auto"
-
-
-def install(model: nn.Module, blocks: dict[str, nn.Module], method: str, ours: Ours | None, count: int) -> str:
+def install(model: nn.Module, blocks: dict[str, nn.Module], method: str, ours: TilingOptions | None, count: int) -> str:
     """Make ``blocks`` of ``model`` run by ``method``.
 
     Args:
         model: holds the blocks.
         blocks: MLP modules by qualified name.
         method: one of :data:`seqtile.bench.cell.METHODS`.
-        ours: how to apply ours, where the method is ours.
+        ours: the options of ours, where the method is ours.
         count: number of tiles for the others.
 
     Returns:
@@ -75,7 +67,7 @@ def uninstall(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
         block.__dict__.pop("forward", None)
 
 
-def tile_count(method: str, tile: str, tokens: int, shape: BlockShape) -> int:
+def tile_count(method: str, tile: int | str, tokens: int, shape: BlockShape) -> int:
     """Tiles that a method runs: by the rule; where that leaves the batch whole, the others run DeepSpeed's default.
 
     That default is ``ceil(tokens / hidden)``; Liger has the same.
@@ -97,8 +89,8 @@ def block_shape(mlp: nn.Module, hidden: int, intermediate: int, itemsize: int, d
     )  # fmt: skip
 
 
-def _install_ours(model: nn.Module, names: list[str], ours: Ours) -> str:
-    report = seqtile.apply(model, only=names, **asdict(ours))
+def _install_ours(model: nn.Module, names: list[str], ours: TilingOptions) -> str:
+    report = apply_options(model, replace(ours, only=tuple(names)))
     together = sorted({", ".join(block.together) for block in report.blocks if len(block.together) > 1})
     return str(report) + "".join(f"; in one tile: {names}" for names in together)
 

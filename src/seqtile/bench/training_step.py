@@ -7,16 +7,16 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from seqtile._errors import UserError
-from seqtile.bench.cell import METHODS, OURS, run_child
+from seqtile.bench.cell import METHODS, OURS, SET_HERE, refuse_options, run_child
 from seqtile.bench.environment import append_rows, environment, stamp
 from seqtile.devices import allocated_bytes, empty_cache, peak_bytes, peak_reserved_bytes, reset_peak
-from seqtile.tiling import parse_tile
+from seqtile.options import TilingOptions, as_row, from_row
 
 Row = dict[str, Any]
 
@@ -30,7 +30,7 @@ class TrainingStep:
     Attributes:
         model: directory with ``config.json`` (weights are loaded if they are there), a config file, or a Hub id.
         tokens: length of the one row.
-        tile: tile rule of ours; the others get as many tiles.
+        options: of ours; the others get as many tiles as its ``tile`` cuts.
         checkpoint: activation checkpointing, non-reentrant.
         dtype: of weights and activations; "" for bfloat16 on an accelerator and float32 on the CPU.
         loss_tokens: the loss is taken on this many last tokens, so that the logits do not hide the blocks.
@@ -40,7 +40,7 @@ class TrainingStep:
 
     model: str
     tokens: int
-    tile: str = "auto"
+    options: TilingOptions = TilingOptions()
     checkpoint: bool = True
     dtype: str = ""
     loss_tokens: int = 1024
@@ -52,13 +52,19 @@ class TrainingStep:
             raise UserError(f"--tokens {self.tokens}: expected at least 2")
         if self.repeats < 5:
             raise UserError(f"--repeats {self.repeats}: a median wants at least 5")
-        try:
-            parse_tile(self.tile)
-        except ValueError as error:
-            raise UserError(f"--tile: {error}") from None
+        refuse_options(self.options, SET_HERE)
         path = Path(self.model)
         if not path.exists() and (path.suffix or self.model.startswith((".", "/")) or self.model.count("/") != 1):
             raise UserError(f"--model {self.model!r} does not exist: give a model directory, a config file or a Hub id")
+
+    def row(self) -> Row:
+        """Its fields and options as a row of results has them."""
+        return as_row(self, ("tile",))
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> TrainingStep:
+        """The step that a row is of."""
+        return from_row(cls, row)
 
 
 def run_steps(
@@ -78,9 +84,9 @@ def run_steps(
     for method in methods:
         on_progress(f"{method}, {step.tokens:,} tokens")
         result = (
-            measure_launched(step, method) if launched else run_child("step", {"step": asdict(step), "method": method})
+            measure_launched(step, method) if launched else run_child("step", {"step": step.row(), "method": method})
         )
-        row = {"kind": "step", **stamp(found), **asdict(step), "method": method, **result}
+        row = {"kind": "step", **stamp(found), **step.row(), "method": method, **result}
         rows.append(row)
         if output is not None:
             append_rows(output, [row])
@@ -229,7 +235,7 @@ def _load(step: TrainingStep, device_type: str) -> Any:
 
 
 def _install(model: Any, step: TrainingStep, method: str) -> str:
-    from seqtile.bench.methods import Ours, block_shape, install, tile_count
+    from seqtile.bench.methods import block_shape, install, tile_count
     from seqtile.models.discover.candidates import find_blocks
 
     found, _ = find_blocks(model)
@@ -239,8 +245,8 @@ def _install(model: Any, step: TrainingStep, method: str) -> str:
     first = next(iter(blocks.values()))
     weight = next(first.module.parameters())
     shape = block_shape(first.module, first.hidden, first.intermediate, weight.element_size(), weight.device.type)
-    count = tile_count(method, step.tile, step.tokens, shape)
-    ours = Ours(method, step.tile) if method in OURS else None
+    count = tile_count(method, step.options.tile, step.tokens, shape)
+    ours = replace(step.options, path=method) if method in OURS else None
     return install(model, {name: block.module for name, block in blocks.items()}, method, ours, count)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import typer
 
 from seqtile._errors import UserError
 from seqtile._log import process_rank
+from seqtile.cli.option_flags import options_of, takes_options
 
 app = typer.Typer(help="Measure time, memory and gradient error. Tiled and untiled, with others beside.")
 
@@ -20,6 +22,7 @@ def bench(context: typer.Context) -> None:
 
 
 @app.command()
+@takes_options("bench mlp", more={"keep": ", of the fused operator"})
 def mlp(
     shape: str = typer.Option(None, help="llama-8b, qwen3-8b or ms-swift. [default: llama-8b; on the CPU 512x1408]"),
     hidden: int = typer.Option(None, help="Hidden width, with --intermediate instead of --shape.", metavar="D"),
@@ -36,7 +39,7 @@ def mlp(
     device: str = typer.Option(None, help="[default: the accelerator if there is one, else cpu]"),
     repeats: int = typer.Option(5, help="Timed runs per cell, at least 5.", metavar="N"),
     pairs: int = typer.Option(0, help="Interleaved pairs with untiled in one process instead.", metavar="N"),
-    keep: str = typer.Option("0", help="Memory to spare for the fused operator: 0.0 to 1.0, memory:4GiB, auto."),
+    options: Any = None,
     out: str = typer.Option("runs/bench", help="Directory of the results.", metavar="DIR"),
 ) -> None:  # fmt: skip
     """One MLP block, forward and backward. Methods x tokens x tile rules, every cell in a process of its own."""
@@ -46,7 +49,8 @@ def mlp(
 
     grid = build_grid(
         shape=shape, hidden=hidden, intermediate=intermediate, tokens=tokens, tiles=tiles, methods=methods,
-        checkpoint=checkpoint, train=train, dtype=dtype, device=device, repeats=repeats, pairs=pairs, keep=keep,
+        checkpoint=checkpoint, train=train, dtype=dtype, device=device, repeats=repeats, pairs=pairs,
+        options=options_of(options),
     )  # fmt: skip
     found = look_around()
     grid, groups = resolve_grid(grid, found)
@@ -59,10 +63,11 @@ def mlp(
 
 
 @app.command()
+@takes_options("bench step")
 def step(
     model: str = typer.Option(..., help="Model directory, config file or Hub id.", metavar="PATH_OR_ID"),
     tokens: int = typer.Option(8192, help="Length of the one row.", metavar="N"),
-    tile: str = typer.Option("auto", help="auto, tokens per tile, shards:N, arctic or memory:1GiB."),
+    options: Any = None,
     methods: str = typer.Option("untiled,fused,tile-checkpoint", help="As for `bench mlp`.", metavar="NAME,.."),
     checkpoint: bool = typer.Option(True, help="Activation checkpointing."),
     dtype: str = typer.Option(None, help="[default: bfloat16; on the CPU float32]"),
@@ -80,7 +85,7 @@ def step(
     if dtype is not None:
         parse_words("--dtype", dtype, DTYPES)
     chosen = parse_words("--methods", methods, METHODS)
-    wanted = steps.TrainingStep(model, tokens, tile, checkpoint, dtype or "", loss_tokens, repeats)
+    wanted = steps.TrainingStep(model, tokens, options_of(options), checkpoint, dtype or "", loss_tokens, repeats)
     if process_rank() != 0:
         steps.run_steps(wanted, chosen, None)
         return

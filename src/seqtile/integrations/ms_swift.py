@@ -1,8 +1,8 @@
 """ms-swift: ``swift sft --external_plugins .../seqtile_plugin.py --use_tiled_mlp true`` trains with tiles of ours.
 
 ms-swift imports a plugin while it builds its arguments, after the command line has been split into what it knows and
-the rest (which it refuses), and before it loads the model. The plugin looks up that call, takes its two flags out of
-the rest, and adds a callback to this run's arguments. No class or function of ms-swift is changed. The callback tiles
+the rest (which it refuses), and before it loads the model. The plugin looks up that call, takes its flags out of the
+rest, and adds a callback to this run's arguments. No class or function of ms-swift is changed. The callback tiles
 the model when the trainer has been built: adapters are in it by then, and no engine (DDP, FSDP, DeepSpeed) has
 wrapped it, which happens in ``train()``.
 """
@@ -10,6 +10,7 @@ wrapped it, which happens in ``train()``.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._compat import SWIFT_IMPORTS_PLUGINS, checkpoint_before_swift
 from seqtile._errors import UserError
-from seqtile.options import TilingOptions
+from seqtile.options import TilingOptions, unknown_keys
 
 if TYPE_CHECKING:
     from seqtile.integrations.callback import TilingCallback
@@ -32,6 +33,12 @@ SHARDS = 4
 
 VARIABLE = "SEQTILE_TILE"
 """Environment variable with any rule of :func:`seqtile.apply`; it switches tiling on by itself."""
+
+FLAG = "--seqtile"
+"""Flag with arguments of :func:`seqtile.apply` as a JSON object, as ms-swift takes its own; on by itself too."""
+
+NOT_VERIFIED = ("loss", "loss_tile", "loss_impl", "checkpoint", "offload", "heads", "state")
+"""Options that nobody has run under ms-swift's trainer, which has a loss and checkpoints of its own."""
 
 PLUGIN = Path(__file__).parent / "plugins" / "seqtile_plugin.py"
 """The file for ``--external_plugins``. ms-swift puts its folder first on ``sys.path``, so it lies in one of its own."""
@@ -52,7 +59,7 @@ def register() -> None:
     arguments = _local(SWIFT_IMPORTS_PLUGINS, "self")
     rest = _local("parse_args_into_dataclasses", "remaining_args")
     variable = os.environ.get(VARIABLE)
-    tile = variable or f"shards:{SHARDS}"
+    given: dict[str, Any] = {"tile": variable or f"shards:{SHARDS}"}
     if hasattr(arguments, "callbacks"):  # else inference, whose checkpoint names the plugin, or a dataloader's process
         wanted = settings(arguments, rest if rest is not None else [], variable)
         if wanted is None:
@@ -61,8 +68,8 @@ def register() -> None:
             raise UserError("megatron builds models of its own, which seqtile does not tile: use swift sft")
         elif NAME not in arguments.callbacks:
             arguments.callbacks.append(NAME)
-        tile = wanted or tile
-    callbacks_map[NAME] = partial(make_callback, tile=tile)
+        given = wanted or given
+    callbacks_map[NAME] = partial(make_callback, **given)
 
 
 def _local(function: str, name: str) -> Any:
@@ -75,11 +82,11 @@ def _local(function: str, name: str) -> Any:
     return None
 
 
-def settings(arguments: Any, rest: list[str], variable: str | None) -> str | None:
-    """The tile rule that a run asks for, None if it asks for none.
+def settings(arguments: Any, rest: list[str], variable: str | None) -> dict[str, Any] | None:
+    """The arguments of :func:`seqtile.apply` that a run asks for, None if it asks for no tiles.
 
     Args:
-        arguments: ms-swift's arguments; where they have the two flags themselves, these are read and switched off, so
+        arguments: ms-swift's arguments; where they have ``use_tiled_mlp`` themselves, it is read and switched off, so
             that only one of the two tilings runs.
         rest: the part of the command line that ms-swift does not know; our flags are taken out of it.
         variable: the value of ``SEQTILE_TILE``.
@@ -90,33 +97,70 @@ def settings(arguments: Any, rest: list[str], variable: str | None) -> str | Non
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--use_tiled_mlp", nargs="?", const="true")
     parser.add_argument("--tiled_mlp_num_shards")
+    parser.add_argument(FLAG)
     ours, rest[:] = parser.parse_known_args(rest)
     use = _truth(ours.use_tiled_mlp)
     shards = ours.tiled_mlp_num_shards
+    given = _given(ours.seqtile)
     if hasattr(arguments, "use_tiled_mlp"):
         use = True if arguments.use_tiled_mlp else use
         shards = getattr(arguments, "tiled_mlp_num_shards", None) or shards
         arguments.use_tiled_mlp = False
     named = NAME in arguments.callbacks
     if use is False:
-        if named or variable:
-            other = f"--callbacks {NAME}" if named else f"{VARIABLE}={variable}"
+        if named or variable or given:
+            other = f"--callbacks {NAME}" if named else f"{VARIABLE}={variable}" if variable else FLAG
             raise UserError(f"--use_tiled_mlp false and {other} contradict each other: leave one of them out")
         return None
-    if shards is not None and variable:
-        raise UserError(f"--tiled_mlp_num_shards {shards} and {VARIABLE}={variable} both size the tiles: give one")
-    if not (use or named or variable):
+    sizes = {
+        f"--tiled_mlp_num_shards {shards}": shards is not None,
+        f"{VARIABLE}={variable}": variable,
+        f"{FLAG} with tile": "tile" in given,
+    }
+    if len(both := [name for name, is_given in sizes.items() if is_given]) > 1:
+        raise UserError(f"{' and '.join(both)} both size the tiles: give one")
+    if not (use or named or variable or given):
         if shards is not None:
             raise UserError(f"--tiled_mlp_num_shards {shards} has no effect by itself: add --use_tiled_mlp true")
         return None
-    tile = variable or f"shards:{SHARDS if shards is None else shards}"
+    given.setdefault("tile", variable or f"shards:{SHARDS if shards is None else shards}")
     try:
-        TilingOptions(tile=tile)
+        TilingOptions(tile=given["tile"])
     except UserError as error:
         if shards is None:
             raise UserError(f"{VARIABLE}={variable}: {error}") from None
         raise UserError(f"--tiled_mlp_num_shards {shards}: expected a number of tiles, 1 or more") from None
-    return tile
+    return given
+
+
+def _given(text: str | None) -> dict[str, Any]:
+    """The arguments of :func:`seqtile.apply` in the JSON object of :data:`FLAG`.
+
+    Raises:
+        UserError: it is none, or a key or a value is wrong or not verified here.
+    """
+    if text is None:
+        return {}
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict) or not given:
+        raise UserError(f"{FLAG} {text}: expected arguments of seqtile.apply in JSON, as in {FLAG} '{{\"keep\": 0.5}}'")
+    if said := unknown_keys(given):
+        raise UserError(f"{FLAG}: {said}")
+    if refused := [name for name in given if name in NOT_VERIFIED]:
+        raise UserError(
+            f"{FLAG}: {', '.join(refused)}: not verified under ms-swift's trainer, which has a loss and checkpoints of "
+            "its own; leave it out"
+        )
+    try:
+        options = TilingOptions(**given)
+    except UserError as error:
+        raise UserError(f"{FLAG}: {error}") from None
+    if not options.tiled:
+        raise UserError(f"{FLAG}: blocks: none tiles nothing; leave {FLAG} out")
+    return given
 
 
 def _truth(word: str | None) -> bool | None:
@@ -127,15 +171,20 @@ def _truth(word: str | None) -> bool | None:
     return word.lower() in _YES
 
 
-def make_callback(args: Any, trainer: Any, *, tile: str) -> TilingCallback:
-    """The callback as ms-swift makes its own, from the training arguments and the trainer that is being built."""
+def make_callback(args: Any, trainer: Any, **given: Any) -> TilingCallback:
+    """The callback as ms-swift makes its own, from the training arguments and the trainer that is being built.
+
+    Args:
+        args, trainer: of ms-swift.
+        **given: arguments of :func:`seqtile.apply`.
+    """
     from seqtile.integrations.callback import TilingCallback
     from seqtile.ops import tile_checkpoint
 
     # Its trainer replaces torch's checkpoint by one that is reentrant whatever it is asked for, in the whole process.
     if tile_checkpoint.checkpoint is not (checkpoint_before_swift() or tile_checkpoint.checkpoint):  # type: ignore[attr-defined]
         raise UserError("ms-swift has trained in this process before seqtile was loaded: start a new Python process")
-    return TilingCallback(tile=tile)
+    return TilingCallback(**given)
 
 
 def _log(text: str) -> None:
