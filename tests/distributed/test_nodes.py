@@ -27,7 +27,7 @@ from seqtile.train import launch
 from seqtile.train.checkpoint_files import newest_whole
 from seqtile.train.nodes import free_port
 from seqtile.train.output import resumed_recipe
-from seqtile.train.recipe import RECIPE_FILE, build_recipe, read_recipe, save_recipe
+from seqtile.train.recipe import RECIPE_FILE, build_recipe, read_recipe, resolve, save_recipe
 
 SECONDS = 600
 
@@ -105,6 +105,20 @@ def test_a_run_goes_on_with_another_number_of_processes(
     mine, theirs = (torch.tensor(node_fronts.losses(place)) for place in (output, whole))
     assert len(mine) == steps and torch.equal(mine[:2], theirs[:2])
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0)
+
+
+def test_nodes_that_were_lost_before_the_first_checkpoint_begin_again(folder: Path) -> None:
+    values, output = node_fronts.CASES["DDP"], folder / "requeued"
+    output.mkdir()
+    save_recipe(resolve(node_fronts.recipe(folder, output, **values)), output / RECIPE_FILE)
+    (output / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (output / "checkpoint-1").mkdir()
+    (output / "checkpoint-1" / "model.safetensors").write_bytes(b"cut off")
+    assert node_fronts.train_on_nodes(folder, output, resume=True, **values) == {0: 0, 1: 0}
+    by_losses, by_weights = node_fronts.differences(folder, output, node_fronts.rows_of_a_step(values))
+    assert by_losses < 1e-5 and by_weights < 1e-2  # as above
+    assert [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert newest_whole(output)[0] == output / "checkpoint-3"
 
 
 def test_what_a_step_moves_is_what_the_plan_counts(folder: Path) -> None:

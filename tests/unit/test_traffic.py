@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from seqtile._errors import UserError
 from seqtile.cli import main
 from seqtile.planner.accelerators import Device
 from seqtile.planner.explain import recipe
-from seqtile.planner.memory_plan import Planner
+from seqtile.planner.memory_plan import Planner, longest_by_split
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import RING_BACKWARD
 from seqtile.planner.traffic import bytes_between_nodes, bytes_inside_a_node
@@ -127,10 +128,25 @@ def test_the_command_plans_a_ring_of_a_length_and_says_how_long_its_bytes_take(
     assert "ring attention" in found["attention_saved"]["why"]
     assert (found["inside_a_node_gib"], found["inside_a_node_seconds"]) == ({}, None)
     assert main(["plan", "--model", str(tmp_path), "--node-link", "8"]) == 2
-    assert "--nodes above 1" in capsys.readouterr().err
+    assert "nodes above 1" in capsys.readouterr().err
+    assert main(["plan", "--model", str(tmp_path), *flags, "--node-link", "inf"]) == 2
+    assert "got --node-link inf and --nodes 2, expected a speed above 0" in capsys.readouterr().err
+    assert [*found["max_length_by_split"]] == ["1", "2"] and found["max_length_by_split"]["2"] == found["max_length"]
     assert main(["plan", "--model", str(tmp_path), *flags, "--device-link", "3600"]) == 2
     assert "more devices than nodes" in capsys.readouterr().err
     flags[3] = "4"
     assert main(["plan", "--model", str(tmp_path), *flags, "--max-length", "262144", "--device-link", "8"]) == 0
     told = capsys.readouterr().out
     assert "Between nodes a step moves" in told and "GiB out of each device: weights" in told
+    assert re.search(r"By --cp-size: [0-9,]+ at 1, [0-9,]+ at 2, [0-9,]+ at 4\.", told)
+
+
+def test_the_longest_by_split_is_that_of_each_plan(ring: Planner) -> None:
+    found = longest_by_split(ring)
+    assert [*found] == [1, 2, 4, 8]
+    for size in (2, 8):
+        assert found[size] == Planner(request(engine="fsdp2", cp_size=size), like=ring).longest()[0]
+    # Heads that a size does not divide are left out, and so is what no engine splits.
+    heads = longest_by_split(Planner(request(engine="zero3", gpus=64), like=ring))
+    assert max(heads) == CONFIG.num_attention_heads
+    assert longest_by_split(Planner(request(engine="ddp"), like=ring)) == {}

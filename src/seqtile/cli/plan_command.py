@@ -70,9 +70,11 @@ def command(
     _check_trains(engine, gpus, sp_size, max_length)
     if max_length is not None and max_length < 2:
         raise UserError(f"got --max-length {max_length}, expected at least 2 tokens")
-    if node_link is not None and not (node_link > 0 and nodes > 1):
-        raise UserError(f"got --node-link {node_link:g} on {nodes} nodes, expected a speed above 0 and --nodes above 1")
-    if device_link is not None and not (device_link > 0 and gpus > nodes):
+    if node_link is not None and not (0 < node_link < float("inf") and nodes > 1):
+        raise UserError(
+            f"got --node-link {node_link:g} and --nodes {nodes}, expected a speed above 0 and nodes above 1"
+        )
+    if device_link is not None and not (0 < device_link < float("inf") and gpus > nodes):
         raise UserError(
             f"got --device-link {device_link:g} with {gpus} devices on {nodes} nodes, expected a speed above 0 and "
             "more devices than nodes"
@@ -125,15 +127,17 @@ def command(
         progress("running the step on shapes")
         from seqtile.cli import plan_show as show
         from seqtile.planner.explain import next_step
+        from seqtile.planner.memory_plan import longest_by_split
         from seqtile.planner.memory_plan import plan as make_plan
 
         planner, estimate, longest, limit, saving = make_plan(request, max_length)
         fits = max_length is None or planner.fits(estimate)
         progress("looking for what would buy length")
         better = next_step(planner, longest) if json or max_length is None or not fits or not longest else None
+        by_split = longest_by_split(planner) if nodes > 1 else {}
     show.show_plan(
         planner, estimate, longest, limit, as_json=json, reasons=explain, recipe_file=recipe, plot_file=plot,
-        asked=max_length, saving=saving, better=better,
+        asked=max_length, saving=saving, better=better, by_split=by_split,
     )  # fmt: skip
     if not fits:
         raise typer.Exit(RUN_ERROR)

@@ -15,7 +15,7 @@ from seqtile.options import to_flag
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.explain import NextSetting, explain, not_modelled, recipe, recipe_lacks
 from seqtile.planner.flops import EFFICIENCY
-from seqtile.planner.memory_plan import Planner
+from seqtile.planner.memory_plan import SPLITS, Planner
 from seqtile.planner.model_shapes import NAMED
 from seqtile.planner.request import Request
 from seqtile.planner.traffic import bytes_between_nodes, bytes_inside_a_node
@@ -26,7 +26,7 @@ GIB = 2**30
 def show_plan(
     planner: Planner, estimate: Estimate, longest: int, limit: str, *, as_json: bool, reasons: bool,
     recipe_file: str | None, plot_file: str | None, asked: int | None, saving: Saving | None,
-    better: NextSetting | None,
+    better: NextSetting | None, by_split: dict[int, int],
 ) -> None:  # fmt: skip
     """Print the plan, write what was asked for."""
     # Of a length that was not asked for, the one that fits at the high estimate.
@@ -39,7 +39,7 @@ def show_plan(
 
         plot_lengths(planner, max(longest, estimate.tokens), Path(plot_file).expanduser())
     if as_json:
-        print(json.dumps(_object(planner, estimate, longest, limit, chosen, saving, better)))
+        print(json.dumps(_object(planner, estimate, longest, limit, chosen, saving, better, by_split)))
         return
     console = Console(highlight=False, soft_wrap=True, markup=False)
     request = planner.request
@@ -50,7 +50,7 @@ def show_plan(
         + (f", on {request.nodes} nodes" if request.nodes > 1 else "")
     )
     console.print(_table(planner, estimate))
-    _print_verdict(console, planner, estimate, longest, limit, asked, better)
+    _print_verdict(console, planner, estimate, longest, limit, asked, better, by_split)
     if saving is not None:
         console.print(f"attention-saved: {saving.why}.")
     for note in planner.notes():
@@ -92,7 +92,7 @@ def _gib(value: float) -> str:
 
 def _print_verdict(
     console: Console, planner: Planner, estimate: Estimate, longest: int, limit: str, asked: int | None,
-    better: NextSetting | None,
+    better: NextSetting | None, by_split: dict[int, int],
 ) -> None:  # fmt: skip
     request = planner.request
     fits = planner.fits(estimate)
@@ -109,6 +109,9 @@ def _print_verdict(
             console.print(f"{estimate.tokens:,} tokens do not fit into the host's memory.", style="bold")
     high = f"({planner.sure():,} at the high estimate)"
     console.print(f"Longest sequence that fits: {longest:,} tokens {high}. Limited by {limit}.")
+    if len(by_split) > 1:
+        sizes = ", ".join(f"{length:,} at {size}" for size, length in by_split.items())
+        console.print(f"By --{SPLITS[request.engine].replace('_', '-')}: {sizes}.")
     if better is not None:
         console.print(f"Next: {better.flags} reaches {better.length:,} tokens ({better.why}).")
     work = planner.work(estimate.tokens)
@@ -149,7 +152,7 @@ def _time(seconds: float) -> str:
 
 def _object(
     planner: Planner, estimate: Estimate, longest: int, limit: str, chosen: dict[str, Any] | None,
-    saving: Saving | None, better: NextSetting | None,
+    saving: Saving | None, better: NextSetting | None, by_split: dict[int, int],
 ) -> dict[str, Any]:  # fmt: skip
     request = planner.request
     work = planner.work(estimate.tokens)
@@ -171,6 +174,7 @@ def _object(
         "max_length": longest,
         "sure_length": planner.sure(),
         "limited_by": limit,
+        "max_length_by_split": by_split,
         "next": None if better is None else {"flags": better.flags, "max_length": better.length, "why": better.why},
         "checkpoint": to_flag("checkpoint", request.options.checkpoint),
         "attention_saved": None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 
-from seqtile._errors import RunError
+from seqtile._errors import RunError, UserError
 from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.options import changed
@@ -430,3 +432,26 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
         if saving.chosen:  # limited by something else
             longest, limit = planner.longest()
     return planner, planner.estimate(max_length or longest), longest, limit, saving
+
+
+SPLITS = {"fsdp2": "cp_size", "zero3": "sp_size"}
+"""By engine: the setting that says how many ranks share one sequence."""
+
+
+def longest_by_split(planner: Planner) -> dict[int, int]:
+    """The longest sequence that fits by how many ranks share one, all else as planned; 0 where none does.
+
+    Sizes are powers of two that divide the devices, and all of them; those that the engine or the model refuses are
+    left out. Empty for an engine that splits no sequences, and for a step of GRPO.
+    """
+    request, setting = planner.request, SPLITS.get(planner.request.engine)
+    if setting is None or request.grpo is not None:
+        return {}
+    if setting == "cp_size" and request.options.checkpoint == "attention-saved":
+        request = changed(request, checkpoint="full")  # a ring keeps no attention output
+    powers = {2**power for power in range(request.gpus.bit_length()) if request.gpus % 2**power == 0}
+    found = {}
+    for size in sorted({*powers, request.gpus, request.split}):
+        with suppress(UserError):
+            found[size] = Planner(replace(request, **{setting: size}), like=planner).longest()[0]
+    return found
