@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from transformers import AutoConfig
 
 import gpu_ladder as script
@@ -37,6 +38,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("ladder") / "model"
     AutoConfig.for_model("llama", **SIZES).save_pretrained(folder)
     return str(folder)
+
+
+def test_the_plot_marks_the_rungs_that_buy_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are shorter than the rung before and quicker at the same length."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+    asked = {
+        "model": "m", "train": "full", "gpus": 1, "device": "d", "device_gib": 1.0, "host_gib_given": None,
+        "engine": "single", "sp_size": 1,
+    }  # fmt: skip
+    rungs = [("first", 1000, 10.0), ("longer", 3000, 10.0), ("quicker", 2000, 8.0), ("slower", 1500, 9.0)]
+    rows = [
+        {**asked, "rung": name, "max_length": tokens, "common": {"device_us_per_token": time}}
+        for name, tokens, time in rungs
+    ]
+    technique_ladder.plot_ladder([*rows, {**asked, "rung": "not here", "skipped": "why"}], tmp_path / "ladder.png")
+    [axes] = figures[0].axes
+    colours = {name: bar.get_facecolor() for (name, _, _), bar in zip(rungs, axes.patches, strict=True)}
+    assert colours["first"] == colours["longer"] == colours["slower"] != colours["quicker"]
+    assert [text.get_text() for text in axes.texts if "less time" in text.get_text()] == [
+        " 2K; 20% less time a token at the same length"
+    ]
+    legend = axes.get_legend()
+    assert legend is not None and [text.get_text() for text in legend.get_texts()] == ["length", "time, not length"]
+    technique_ladder.plot_ladder(rows[:2], tmp_path / "ladder.png")
+    assert figures[1].axes[0].get_legend() is None
 
 
 class Planned:

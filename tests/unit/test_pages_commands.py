@@ -109,6 +109,12 @@ def test_its_commands_exist(page: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("path", ["", "PYTHONPATH=docs ", "PYTHONPATH=tests:src "])
+def test_a_module_that_is_not_installed_needs_its_folder(path: str) -> None:
+    [words] = commands(f"Made by `{path}python -m combinations`.")
+    assert (problem(words) == "") is ("tests" in path)
+
+
 NUMBER = re.compile(r"(?<=\|) *\**[-−]?\d[\d,. /]*(?: ?(?:[KMG]i?B|GB|m?s|µs|%|x))?\** *(?=\|)")
 SOURCE = re.compile(r"(?:^|`|\()(?:[A-Z_]+=\S+ )*(?:seqtile |python |make |tests/\w+/\w+\.py|grid\.)", re.M)
 

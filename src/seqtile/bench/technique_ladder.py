@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -200,21 +201,37 @@ def footnote(rows: Sequence[Row]) -> str:
     )
 
 
+def time_bought(before: Row, row: Row) -> float:
+    """The part of a token's time that a rung saves at a length of both, if it costs length; 0 if it buys length."""
+    times = [one.get("common", {}).get("device_us_per_token") for one in (before, row)]
+    if None in times or row["max_length"] >= before["max_length"]:
+        return 0.0
+    return float(max(0.0, 1 - times[1] / times[0]))
+
+
 def plot_ladder(rows: Iterable[Row], path: Path) -> None:
-    """Draw the longest sequence of every rung, with the time of a token beside."""
+    """Draw the longest sequence of every rung, with the time of a token beside; rungs that buy time are marked."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     shown = [row for row in rows if "skipped" not in row]
     figure = Figure(figsize=(9.0, 0.45 * len(shown) + 1.4), layout="constrained")
     axes = figure.subplots()
     lengths = [row["max_length"] / 1000 for row in shown]
-    axes.barh([row["rung"] for row in shown], lengths, color="#d1495b", height=0.62)
+    bought = [0.0, *(time_bought(*pair) for pair in pairwise(shown))]
+    colours = ["#edae49" if share else "#d1495b" for share in bought]
+    axes.barh([row["rung"] for row in shown], lengths, color=colours, height=0.62)
     for place, row in enumerate(shown):
         label = f" {row['max_length'] / 1000:,.0f}K" + (f", {_time(row)} us/token" if _time(row) else "")
+        if bought[place]:
+            label += f"; {bought[place]:.0%} less time a token at the same length"
         axes.text(lengths[place], place, label, va="center", fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max([*lengths, 1.0]))
     axes.set_xlabel("longest sequence, thousands of tokens")
     axes.set_title(title(shown), fontsize=9)
+    if any(bought):
+        patches = [Patch(color="#d1495b", label="length"), Patch(color="#edae49", label="time, not length")]
+        axes.legend(handles=patches, title="it buys", fontsize=8, title_fontsize=8, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
