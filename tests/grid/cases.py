@@ -172,6 +172,11 @@ GATED_DELTANET: dict[str, Any] = {
     },
 }  # fmt: skip
 """Whose kernel computes in fp32."""
+MAMBA_2: dict[str, Any] = {
+    "architecture": "bamba", "more": {"state": 4}, "steps": 2, "dtype": torch.float32,
+    "config": {"mamba_chunk_size": 8},
+}  # fmt: skip
+"""Whose scan computes in fp32."""
 
 
 @dataclass

@@ -17,6 +17,7 @@ from grid.cases import (
     ALL,
     GATED_DELTANET,
     HEADS,
+    MAMBA_2,
     REST,
     SAVED,
     SDPA,
@@ -51,6 +52,7 @@ CASES = [
     Case("heads-qwen3-lora", HEADS, "qwen3", options=LAYER, config=SDPA, more={"heads": 1}, adapters=ALL),
     Case("states", STATES, **SHORT_CONVOLUTION, options=LAYER),
     Case("states-checkpoint", STATES, **GATED_DELTANET, options=LAYER, checkpoint="non-reentrant"),
+    Case("states-mamba2", STATES, **MAMBA_2, options=LAYER, checkpoint="non-reentrant"),
     Case(
         "heads-mixed", HEADS, options={**LAYER, "mixed": True}, dtype=torch.float32, low_precision=True, config=SDPA,
         checkpoint="non-reentrant", more=SAVED,

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from grid.cases import RATE, Case, Trained, assert_equal, named, tile
 from seqtile import UserError
+from seqtile.models.carried_state.tiled_state import StateForward
+from seqtile.models.instance import installed_forwards
 from seqtile.models.lm_loss.tiled_loss import standing_losses
 
 
@@ -84,6 +86,9 @@ class Parallel:
                 parallel.step(last)
         for loss in standing_losses(model):
             assert not loss.told, loss.told  # it ran untiled, and equal
+        carriers = [one for one in installed_forwards(model) if isinstance(one, StateForward)]
+        assert bool(carriers) == (tiled and "state" in case.more)
+        assert not any(one.told for one in carriers), [one.told for one in carriers]
         weights = parallel.weights()
         parallel.close()
         return Trained(history, weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from typing import Any
 
@@ -156,3 +157,14 @@ def test_the_report_says_why_a_mixer_alone_runs_in_tiles() -> None:
     assert "1 of 1 (1 of Mamba-2, the mixers alone)" in report.state
     [left] = report.left
     assert left.name == carrier_of(model).layer and left.why.startswith("its mixer alone runs in tiles: after three")
+
+
+def test_a_trial_leaves_nothing_behind() -> None:
+    model = model_of("qwen3_5_text").train()
+    layer = model.get_submodule(carrier_of(model).whole)
+    with seqtile.count_live_bytes() as live:
+        x = torch.empty(1, HIDDEN)
+        before = live.now
+        assert StateProofs().why_not(layer, x) == ""
+        gc.collect()
+        assert live.now == before

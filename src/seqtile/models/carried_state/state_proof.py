@@ -86,8 +86,9 @@ def has_values(module: nn.Module) -> bool:
 
 def _try(module: nn.Module, x: Tensor) -> str:
     try:
-        # The hooks keep what the trial saves from a checkpoint around the layer, which counts it.
-        with _without_dropout(module), torch.enable_grad(), saved_tensors_hooks(_same, _same):
+        # The hooks keep what the trial saves from a checkpoint around the layer, which counts it. They pack no tensor
+        # with a graph: a node that saves its own output would hold itself, and with it what the trial leaves undone.
+        with _without_dropout(module), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _same):
             return (_compare if has_values(module) else _connect)(_Trial(module, x))
     except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises
         if isinstance(error, AttributeError) and isinstance(error.obj, CarriedState):
