@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -222,6 +223,50 @@ def test_the_longest_fits_and_a_little_more_does_not(planner: Planner) -> None:
     assert 0 < planner.sure() < longest
 
 
+def test_where_weights_alone_do_not_fit_only_a_short_row_is_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths: list[int] = []
+
+    def noted(config: Any, setup: Setup, tokens: int, *rest: Any) -> Any:
+        lengths.append(tokens)
+        return fake_step(config, setup, tokens, *rest)
+
+    monkeypatch.setattr("seqtile.planner.extrapolate.fake_step", noted)
+    assert main(["plan", "--model", str(folder), "--device", "64MiB"]) == 1
+    assert "at any length" in capsys.readouterr().err
+    assert lengths and max(lengths) < 1024
+
+
+def test_smaller_states_are_not_tried_where_the_host_has_room_for_all(planner: Planner) -> None:
+    """They would change nothing on the device; where the host has no room for all checkpoints, they make some."""
+    request = changed(planner.request, engine="zero2", gpus=2, engine_offload=("optimizer",), offload=True)
+    request = replace(request, device=Device("larger", 2**33, 10.0, "made up"))
+    roomy, full = Planner(request), Planner(replace(request, host_memory=2**34))  # which two processes may take
+    full.share(roomy)
+    found = []
+    for one in (roomy, full):
+        before = [technique.name for technique in proposals(one)]
+        one.longest()
+        found.append([technique.name for technique in proposals(one)])
+        assert "8-bit states" in before
+    assert "8-bit states" not in found[0] and "8-bit states" in found[1]
+
+
+def test_garbage_collection_waits_for_a_plan_and_goes_on_behind_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[bool] = []
+
+    def refused(model: str) -> Any:
+        seen.append(gc.isenabled())
+        raise UserError("no")
+
+    monkeypatch.setattr("seqtile.planner.model_shapes.read_config", refused)
+    assert main(["plan", "--model", str(folder), "--device", "h100"]) == 2
+    assert seen == [False] and gc.isenabled()
+
+
 def test_a_short_row_that_fits_at_the_high_estimate_is_not_called_none(folder: Path) -> None:
     """Shorter than the grain that lengths are looked at in, which grows with the ranks that share a sequence."""
     config = read_config(str(folder))
@@ -331,7 +376,7 @@ def test_the_flags_of_a_proposal_set_what_it_changes(
     command = ["plan", "--model", str(folder), "--device", "1.5GiB", "--gpus", "4", *flags.split()]
     assert main(command) == 2
     request = asked[0]
-    found = proposals(SimpleNamespace(request=request, built=SimpleNamespace(model=None)))  # type: ignore[arg-type]
+    found = proposals(SimpleNamespace(request=request, built=SimpleNamespace(model=None), host_has_room=False))  # type: ignore[arg-type]
     assert [technique.name for technique in found] == proposed
     for technique in found:
         assert main([*command, *technique.flags_for(request).split()]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -109,7 +110,7 @@ def command(
     )  # fmt: skip
     target, of_the_host = find_device(device), host_bytes(host_memory)
     refuse_unreachable(model)
-    with status(json, "reading the model's configuration") as progress:
+    with uncollected(), status(json, "reading the model's configuration") as progress:
         adapters = parse_adapters(lora) if lora is not None else parse_adapters("16") if qlora else None
         from seqtile.planner.grpo import Grpo
         from seqtile.planner.request import Request
@@ -141,6 +142,18 @@ def command(
     )  # fmt: skip
     if not fits:
         raise typer.Exit(RUN_ERROR)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No search for reference cycles meanwhile: imports make many objects, which it looks through again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

@@ -44,10 +44,10 @@ class Watch(LettingCompile):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(is_wrapper_subclass(kind) for kind in types):
-            return NotImplemented  # the subclass runs next, and what it calls on its inner tensors comes here
         if func is _DEVICE:
             return args[0].device  # a question that C++ asks of fake tensors before every operator
+        if any(is_wrapper_subclass(kind) for kind in types):
+            return NotImplemented  # the subclass runs next, and what it calls on its inner tensors comes here
         if torch.is_inference_mode_enabled() and isinstance(func, OpOverload) and _is_composite(func):
             # Here composite operators (linear, matmul) arrive whole: count what they are made of.
             with self:

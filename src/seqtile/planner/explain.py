@@ -125,6 +125,7 @@ def proposals(planner: Planner) -> list[Technique]:
     options = request.options
     untouched = options.blocks == "auto" and options.heads is None
     double = 2 * request.sp_size
+    idle_states = "optimizer" in request.engine_offload and planner.host_has_room  # smaller ones would buy nothing
     sequence = Technique(
         "Ulysses",
         {"engine": "zero3", "sp_size": double},
@@ -143,7 +144,7 @@ def proposals(planner: Planner) -> list[Technique]:
         (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.engine_offload),
         (SHARDED, request.gpus > 1 and request.engine in ("ddp", "zero2")),
         (sequence, request.gpus > request.split and request.cp_size == 1),
-        (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None),
+        (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None and not idle_states),
         (MINIMAL_MEMORY, untouched and runs_on_some_heads(planner.built.model)),
     )
     return [technique for technique, is_open in order if is_open]

@@ -42,6 +42,9 @@ MODEL_ERROR = 0.01
 LONGEST = 2**26
 """Longest sequence that is looked at where the model has no limit of its own."""
 
+SHORT = 128
+"""Tokens per rank of a row that is named where none fits."""
+
 WORTH = 0.03
 """Share of a step that keeping attention's output must save to be chosen: below, a step varies by as much anyway."""
 
@@ -58,6 +61,7 @@ class Planner:
 
     What others call: ``Planner(request, max_length)``, :meth:`estimate`, :meth:`longest`, :meth:`sure`, :meth:`fits`,
     :meth:`fits_at_the_high_estimate`, :meth:`resolved`, :meth:`work` and :meth:`share`. These stay as they are.
+    ``host_has_room`` says after :meth:`longest` that nothing on the host limits the length.
 
     Args:
         request: what is planned.
@@ -77,6 +81,7 @@ class Planner:
         self.states: dict[str, list[str]]
         self._lines: dict[Setup, Lines] = {}
         self._near: int | None = None
+        self.host_has_room = False
         if like is not None and like.request.config is request.config and like.request.lora == request.lora:
             self.share(like)
             self.depths, self.counts, self.states = like.depths, like.counts, like.states
@@ -246,13 +251,19 @@ class Planner:
 
     def longest(self, near: int | None = None) -> tuple[int, str]:
         """The longest sequence that fits (0 if none does), and what limits it; the search begins at ``near``."""
+        if near is None and self.at_least(1) > self.request.device.memory:
+            self._near = SHORT * self.request.split  # a long row's fake runs would tell no more
+            return 0, self._limit(self.estimate(self._near))
         found, lines, self._near = self._reach(self.fits, 0.05, near)
         if not found:
             return 0, self._limit(self.estimate(self.request.split, lines))
         positions = max_positions(self.request.config)
-        grain = 128 * self.request.split
+        grain = SHORT * self.request.split
         beyond = self.estimate(min(found + max(grain, found // 256), 2**27), lines)
-        return found, "positions" if positions and found >= positions else self._limit(beyond)
+        limit = "positions" if positions and found >= positions else self._limit(beyond)
+        everything_moved = beyond.moved == 1.0 or not self.request.options.offload
+        self.host_has_room = everything_moved and not limit.startswith("host memory")
+        return found, limit
 
     def _reach(
         self, holds: Callable[[Estimate], bool], within: float, near: int | None = None
@@ -279,7 +290,7 @@ class Planner:
         top = max_positions(self.request.config) or LONGEST
         if holds(top):
             return top
-        grain = 128 * self.request.split
+        grain = SHORT * self.request.split
         if not holds(min(grain, top)):
             grain = self.request.split
         low, high = 0, -(-top // grain)  # in grains; the first holds, the second does not
@@ -420,7 +431,7 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
         planner, saving = choose_attention_saved(planner, max_length)
     longest, limit = planner.longest(max_length)
     if max_length is None and longest == 0:
-        short = planner.estimate(128 * request.split)
+        short = planner.estimate(SHORT * request.split)
         raise RunError(
             f"{request.model!r} does not fit {request.gpus} x {request.device.name} at any length: "
             f"{short.device.expected / 2**30:.1f} GiB of {request.device.memory / 2**30:.1f} GiB before the first "
