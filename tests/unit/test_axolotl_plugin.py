@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -139,6 +140,24 @@ def test_refused(ours: Any, cfg: dict[str, Any], words: str) -> None:
 def test_another_kernels_mlp_is_tiled_as_it_is(ours: Any, key: str) -> None:
     cfg = standin.load_config({"tiled_mlp": True, key: True}, ours.SeqtilePlugin())
     assert "path" not in ours.apply_arguments(cfg)
+
+
+def test_a_lora_kernel_that_cannot_be_traced_is_named(ours: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """axolotl's default with LoRA: a kernel of CUDA in the place of each MLP's forward. It runs untiled."""
+
+    def with_kernel(model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            if isinstance(module, LlamaMLP):
+                # Fake tensors have no memory, as a kernel of Triton would find.
+                module.forward = lambda x, of=module: of.down_proj(of.up_proj(x)) * float(x.data_ptr() > 0)
+        return model
+
+    for kernel in (False, True):
+        caplog.clear()
+        _, model = load({"tiled_mlp": True, "lora_mlp_kernel": kernel}, ours.SeqtilePlugin(), adapt=with_kernel)
+        assert "no MLP is tiled under lora_mlp_kernel" in caplog.text or not kernel
+        assert "set lora_mlp_kernel: false" not in caplog.text or kernel
+        assert model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 64)
 
 
 @pytest.mark.parametrize("key", ["sequence_parallel_degree", "context_parallel_size"])

@@ -200,6 +200,11 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
         LOG.info("seqtile: %s", report)
         for left in report.left:
             LOG.info("seqtile left %s (%s) alone: %s", left.name, left.class_name, left.why)
+        if not report.blocks and report.left and cfg.get("lora_mlp_kernel"):
+            LOG.warning(
+                "seqtile: no MLP is tiled under lora_mlp_kernel, which axolotl switches on with LoRA unless it is "
+                "given; set lora_mlp_kernel: false"
+            )
         self._tiled.append((weakref.ref(model), report))
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
