@@ -14,7 +14,7 @@ from seqtile.models.carried_state.tiled_state import refusals
 from seqtile.models.discover.candidates import Left
 from seqtile.models.instance import Installed
 from seqtile.models.loss_and_checkpoints import rest_notes
-from seqtile.ops.attention.backends import attention_sentences
+from seqtile.ops.attention.backends import attention_sentences, rotary_sentences
 from seqtile.tiling import KeepRule
 
 
@@ -118,7 +118,8 @@ class Report(PrintsAsSentence):
         ran = [seen for one in forwards if (seen := getattr(one, "attention_ran", None)) is not None]
         if ran and not any(note.startswith("attention ran on") for note in rest):
             rest += attention_sentences(frozenset().union(*ran))
-        rest += refusals(model) if model is not None else []
+        if model is not None:
+            rest += (*refusals(model), *rotary_sentences(model))
         return (*notes, *rest)
 
     def __str__(self) -> str:
