@@ -367,6 +367,23 @@ def test_torch_compile_of_a_tiled_mlp_in_one_graph() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(("path", "tile"), [("generic", 20), ("fused", "shards:3")])
+def test_torch_compile_takes_every_length_beside_another_model(path: str, tile: int | str) -> None:
+    """From the second length on the compiler knows the length as a symbol; another model was compiled before."""
+    other = causal_lm("llama")
+    torch.compile(other, backend="eager")(input_ids=tokens(length=7))
+    model = causal_lm("llama", torch.float64)
+    batches = [tokens(length=length) for length in (13, 16, 23, 40)]
+    expected = [gradients(model, ids)[1] for ids in batches]
+    seqtile.apply(model, tile=tile, path=path, blocks="mlp")
+    compiled = torch.compile(model, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=64):  # which counts what every other model here compiles
+        for ids, truth in zip(batches, expected, strict=True):
+            model.zero_grad()
+            compiled(input_ids=ids, labels=ids).loss.backward()
+            assert_same_gradients({name: p.grad for name, p in model.named_parameters()}, truth)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

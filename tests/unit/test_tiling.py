@@ -3,6 +3,7 @@
 from itertools import accumulate
 
 import pytest
+import torch
 
 from seqtile.tiling import FUSED_WIDTHS, BlockShape, even_sizes, parse_keep, parse_tile, tile_ranges
 
@@ -70,3 +71,18 @@ def test_even_sizes_differ_by_one_at_most_and_the_larger_come_first() -> None:
             assert (len(sizes), sum(sizes)) == (count, total)
             assert list(sizes) == sorted(sizes, reverse=True)
             assert sizes[0] - sizes[-1] <= 1
+
+
+@pytest.mark.parametrize("tile", [90, 128, "auto", "shards:3", "arctic", "memory:1GiB"])
+def test_torch_compile_reads_a_rule_for_a_length_that_it_knows_as_a_symbol(tile: int | str) -> None:
+    """``fullgraph`` refuses whatever the compiler has no operator for, such as ``divmod`` of a symbol."""
+    rule, block = parse_tile(tile), BlockShape(8, 12, 8, 300, 8, "cpu")
+
+    def in_tiles(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([2 * part for part in x.split(rule.tile_sizes(len(x), block) or len(x))])
+
+    compiled = torch.compile(in_tiles, backend="eager", dynamic=True, fullgraph=True)
+    with torch._dynamo.config.patch(recompile_limit=64):  # which counts what all these rules compile
+        for tokens in (13, 16, 23, 1300):
+            x = torch.arange(float(tokens))
+            assert torch.equal(compiled(x), 2 * x)
