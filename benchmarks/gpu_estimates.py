@@ -5,7 +5,7 @@
 
 Nothing runs on a GPU here. A norm, a gated MLP and a residual under an activation checkpoint, forward and backward, all
 weights trained, bf16, weight gradients summed in fp32 by the product. An operation that writes memory is one launch;
-its time is the longer of its FLOPs and its bytes (every tensor read or written once) by the rates of ``RATES``, and at
+its time is the longer of its FLOPs and its bytes (every element read or written once) by the rates of ``RATES``, and at
 least that of a launch. A compiled pointwise kernel of the fused operator counts as one, and so does a norm forward and
 for its input's gradient; the gradient of its weight is two more, since it sums over the other dimension.
 """
@@ -104,8 +104,8 @@ class Record:
             return
         if name in ("aten::copy_", "aten::zero_", "aten::fill_"):
             reads = reads[1:]  # what is overwritten is not read
-        written = sum(one.nbytes for one in outputs)
-        nbytes = written + sum(one.nbytes for one in reads if not any(one is other for other in outputs))
+        written = sum(_bytes(one) for one in outputs)
+        nbytes = written + sum(_bytes(one) for one in reads if not any(one is other for other in outputs))
         flops, rate = 0, RATES.products
         if name in PRODUCTS:
             left = reads[-3 if kwargs.get("out") is not None else -2]
@@ -113,6 +113,14 @@ class Record:
             rate = RATES.products_into_fp32 if outputs[0].dtype != left.dtype else rate
             nbytes += outputs[0].nbytes if name == "aten::addmm" and kwargs.get("beta") != 0 else 0  # it is read too
         self.add(name, nbytes, flops, rate)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes of its distinct elements: what is expanded is read once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride or not size else 1
+    return numel * tensor.element_size()
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -11,7 +11,13 @@ from torch.nn import functional as F
 
 import seqtile
 from seqtile.ops.attention import backends
-from seqtile.ops.attention.backends import backend_of, refuse_wrong, slower_than_possible, without_wrong_kernel
+from seqtile.ops.attention.backends import (
+    FLEX,
+    backend_of,
+    refuse_wrong,
+    slower_than_possible,
+    without_wrong_kernel,
+)
 from seqtile.ops.attention.kernel_calls import names_of_kernels
 from zoo import causal_lm, tokens
 
@@ -54,6 +60,28 @@ def test_the_kernel_that_ran_is_named() -> None:
     assert "attention ran on FlashAttention of PyTorch's CPU" in report.notes
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("sdpa", {}), ("sdpa", {"heads": 1}), ("sdpa", {"checkpoint": "attention-saved"}), ("eager", {}),
+     ("eager", {"heads": 1})],
+)  # fmt: skip
+def test_every_report_names_it_once_a_step_has_run(kind: str, settings: dict[str, Any]) -> None:
+    sentence = "attention ran on " + ("plain products" if kind == "eager" else "FlashAttention of PyTorch's CPU")
+    model, ids = causal_lm("llama", use_cache=False, attn_implementation=kind), tokens(2, 12)
+    report = seqtile.apply(model, tile=8, **settings)
+    with torch.no_grad():
+        model(input_ids=ids)
+    assert not any(note.startswith("attention ran on") for note in report.notes)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert [note for note in report.notes if note.startswith("attention ran on")] == [sentence]
+
+
+def test_a_kernel_that_is_compiled_of_functions_has_a_name() -> None:
+    assert backend_of(FLEX) == "FlexAttention"
+    assert not slower_than_possible({FLEX}, HOPPER, flash3=True)
+
+
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands for a device whose kernel is wrong beyond eight tokens."""
@@ -85,8 +113,15 @@ def test_no_kernel_is_left(faulty: None) -> None:
         without_wrong_kernel(lambda: (_ for _ in ()).throw(RuntimeError("another")))
 
 
+@pytest.mark.parametrize(
+    ("settings", "checkpointed"),
+    [({"blocks": "none", "checkpoint": "full"}, True), ({"tile": 4}, True), ({"tile": 4}, False)],
+    ids=["our checkpoint", "tiled layers, their checkpoint", "tiled layers"],
+)
 @pytest.mark.parametrize("length", [8, 9])
-def test_masked_layers_run_without_it_in_forward_and_recompute(length: int, faulty: None) -> None:
+def test_masked_layers_run_without_it_in_forward_and_recompute(
+    settings: dict[str, Any], checkpointed: bool, length: int, faulty: None
+) -> None:
     ids = tokens(2, length)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -98,13 +133,15 @@ def test_masked_layers_run_without_it_in_forward_and_recompute(length: int, faul
 
     expected = step(causal_lm("llama", use_cache=False, attn_implementation="sdpa"))
     model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")
-    seqtile.apply(model, blocks="none", checkpoint="full")
+    seqtile.apply(model, **settings)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     allowed: list[bool] = []
     model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda *_: allowed.append(torch.backends.cuda.mem_efficient_sdp_enabled())
     )
     torch.testing.assert_close(step(model), expected)
-    assert allowed == [length == 8] * 2
+    assert allowed == [length == 8] * (2 if checkpointed else 1)
     assert torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
@@ -119,3 +156,34 @@ def test_what_a_compiled_layer_leaves_out_is_said() -> None:
     model(input_ids=ids)
     torch.compiler.reset()
     assert any(note.startswith("heads is left out where torch.compile") for note in report.notes)
+
+
+@pytest.mark.parametrize("settings", [{}, {"blocks": "mlp"}, {"heads": 1}], ids=["norm in the tile", "mlp", "heads"])
+def test_looking_at_the_first_call_leaves_checkpointed_layers_compiled(settings: dict[str, Any]) -> None:
+    """Counted: the products that the compiled graphs hold, which run at every step."""
+    products: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            parts = [one for one in graph.modules() if isinstance(one, torch.fx.GraphModule)]
+            products.append(sum("linear" in str(node.target) for one in parts for node in one.graph.nodes))
+            return graph(*args)
+
+        return run
+
+    ids = tokens(1, 12)
+    model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")
+    report = seqtile.apply(model, tile=8, **settings)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    steps = []
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for _ in range(2):
+            products.clear()
+            model(input_ids=ids, labels=ids).loss.backward()
+            steps.append(sum(products))
+    assert steps[0] == steps[1] >= 2 * 4, "attention's four in each layer"
+    assert any(note.startswith("where torch.compile compiles a tiled block") for note in report.notes)
+    assert any(note.startswith("norms and dropouts beside") for note in report.notes) == ("blocks" not in settings)
+    assert any(note.startswith("heads is left out") for note in report.notes) == ("heads" in settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import gpu_estimates
 from gpu_estimates import HIDDEN, INTERMEDIATE, METHODS, RATES, TILE, record_layer, row, step_row
@@ -48,6 +49,18 @@ def test_times_are_the_longer_of_products_and_memory() -> None:
     found.add("b", int(4.3e12))
     found.add("c", 1, int(720e12))
     assert found.seconds == pytest.approx(RATES.launch + 2)
+
+
+def test_what_is_expanded_is_read_once() -> None:
+    """A mean's gradient, ``[rows, 1]``, is expanded to the row before it is divided."""
+    found = gpu_estimates.Record()
+    column = torch.ones(512, 1).expand(512, 64)
+    with gpu_estimates.Watch(found.see):
+        column / 64
+        torch.ones(8, 8).t() + 1
+    assert {name: tuple(value) for name, value in found.operations.items()} == {
+        "aten::div": (1, 4 * 512 + 4 * 512 * 64), "aten::ones": (1, 4 * 64), "aten::add": (1, 2 * 4 * 64),
+    }  # fmt: skip
 
 
 def test_without_the_kernels_of_norms() -> None:

@@ -117,6 +117,14 @@ class Installed(ForwardStandIn):
     most_tiles = most_tokens = 0
     """Of any call: how many tiles it was cut into, and how many tokens it had."""
 
+    compiled = False
+    """Whether torch.compile has compiled it without what :attr:`left_out_compiled` says."""
+
+    left_out_compiled = (
+        "where torch.compile compiles a tiled block, PyTorch's checkpoint per tile runs in place of the fused operator"
+    )
+    """For the report."""
+
     owner = "apply"
     """Which call put it there: another :func:`seqtile.apply` leaves ``"tile_module"``'s."""
 
@@ -228,6 +236,8 @@ class Installed(ForwardStandIn):
         norm: tuple[RowWise, torch.dtype] | None = None
         check: Callable[[], None] | None = None
         if not setting.trusted and torch.compiler.is_compiling():
+            if self.falls_back:
+                self.note_compiled()
             kinds = [(one.dim(), one.dtype) for one in tensors]
             if not self._is_proven_for_compiler(kinds, len(constants), chain.call, x.device, torch.is_grad_enabled()):
                 return call(list(tensors))
@@ -276,6 +286,15 @@ class Installed(ForwardStandIn):
         keep = setting.keep
         kept = keep.share(sizes, shape, dense)
         return fused_mlp(x, mlp, sizes, keep=kept, holds_dense=keep.holds_dense(dense), check=check)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def note_compiled(self) -> bool:
+        """Note, outside the graph that the compiler writes, that :attr:`left_out_compiled` is so.
+
+        An attribute that is set while a checkpointed layer is compiled leaves all of the layer uncompiled.
+        """
+        self.compiled = True
+        return True
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _is_proven_for_compiler(

@@ -18,12 +18,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqtile._compat import MODULES, disable_torch_function_subclass, make_wrapper_subclass, tree_leaves, version_of
+from seqtile._compat import (
+    CHECKPOINT_FUNCTION,
+    MODULES,
+    active_fake_mode,
+    attention_kind,
+    disable_torch_function_subclass,
+    make_wrapper_subclass,
+    tree_leaves,
+    version_of,
+)
 from seqtile.engines.granularity import wrapper
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.layer_parts import Neighbours, device_types, own_facts
 from seqtile.models.discover.live_weights import has_foreign_hooks, has_hooks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
+from seqtile.ops.attention.backends import FLEX, has_long_mask, without_wrong_kernel
+from seqtile.ops.attention.kernel_calls import names_of_kernels
 
 _ALLOWED = frozenset("shape dtype device ndim layout is_cuda dim size is_floating_point".split())
 """What may be asked of a placeholder."""
@@ -246,11 +257,20 @@ class TiledLayer(Installed):
     attention: NormedAttention | None = None
     """Attention of the same layer that runs its norm itself."""
 
+    attention_ran: frozenset[str] | None = None
+    """Operators of attention in the layer's first call with gradients, none for plain products; None where there was
+    no such call, or no attention in it."""
+
+    _watched = False
+
+    left_out_compiled = "norms and dropouts beside a tiled block run whole where torch.compile compiles their layer"
+
     def note(self) -> str:
         return f"tile={self.setting.rule} over {', '.join(self.names)}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and not self.inline:
+            self.note_compiled()
             return self.original(*args, **kwargs)  # the block's own tiles, in the compiler's graph
         return self._together(*args, **kwargs)
 
@@ -269,7 +289,8 @@ class TiledLayer(Installed):
         if hooked or not self._is_as_read(layer):
             self._tell(f"{', '.join(hooked)} has hooks" if hooked else "its forward is another than seqtile read")
             alone = self.attention.view(layer) if self.attention else None
-            return self.original(*args, **kwargs) if alone is None else type(alone).forward(alone, *args, **kwargs)
+            forward = self.original if alone is None else functools.partial(type(alone).forward, alone)
+            return self._run_layer(layer if alone is None else alone, forward, args, kwargs)
         if self.neighbours.dropout:
             shares.append(self.neighbours.dropout)
         finish = functools.partial(self._compute, layer)
@@ -281,15 +302,54 @@ class TiledLayer(Installed):
         view.__dict__[MODULES] = {**layer.__dict__[MODULES], **stand_ins}
         for name in stand_ins.keys() & view.__dict__.keys():
             view.__dict__[name] = stand_ins[name]
+        plainly = self._watched
+        for one in (*args, *kwargs.values()):
+            plainly = plainly and not (isinstance(one, Tensor) and one.ndim == 4)  # a mask, maybe a long one
         own = dict(view.__dict__)
         try:
-            result = type(view).forward(view, *args, **kwargs)  # the view's: checkpointing asks whose forward this is
+            # The view's: checkpointing asks whose forward this is.
+            if plainly:
+                result = type(view).forward(view, *args, **kwargs)
+            else:
+                result = self._run_layer(view, functools.partial(type(view).forward, view), args, kwargs)
         finally:
             changed = {name: value for name, value in view.__dict__.items() if value is not own.get(name, own)}
             layer.__dict__.update(changed)  # what the forward sets on itself belongs to the layer
             for name in own.keys() - view.__dict__.keys():
                 del layer.__dict__[name]
         sequence.check_end((result, changed))
+        return result
+
+    def _run_layer(
+        self, layer: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The layer's forward; with a long mask without the attention kernel that is wrong then, recomputed too."""
+        if not has_long_mask((*args, *kwargs.values())):
+            return self._looked_at(forward, args, kwargs)
+        forward = functools.partial(without_wrong_kernel, forward)
+        own = layer.__dict__
+        checkpoint = own.get(CHECKPOINT_FUNCTION)
+        if checkpoint is None:
+            return self._looked_at(forward, args, kwargs)
+        # Transformers' forward calls it inside, and the recompute comes back there.
+        own[CHECKPOINT_FUNCTION] = functools.partial(_checkpoint_without_wrong_kernel, checkpoint)
+        try:
+            return self._looked_at(forward, args, kwargs)
+        finally:
+            own[CHECKPOINT_FUNCTION] = checkpoint
+
+    def _looked_at(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The layer's forward; at its first call with gradients the operators of attention in it are noted."""
+        if self._watched or not torch.is_grad_enabled() or active_fake_mode() is not None:
+            return forward(*args, **kwargs)
+        self._watched = True
+        kind = next((kind for part in self.module.children() if (kind := attention_kind(part)) is not None), None)
+        if kind == FLEX:  # compiled, so that nothing is seen of it
+            self.attention_ran = frozenset({FLEX})
+            return forward(*args, **kwargs)
+        with names_of_kernels() as names:
+            result = forward(*args, **kwargs)
+        self.attention_ran = frozenset(names) if names or kind == "eager" else None
         return result
 
     def inside(self) -> list[tuple[str, nn.Module]]:
@@ -328,6 +388,10 @@ class TiledLayer(Installed):
         chain = self.chain(layer, dropped)
         block = None if self.inline else _forward_of(chain.members[0][1])
         return self.run(chain, inputs, lambda tiles: chain.run(tiles, call=block))
+
+
+def _checkpoint_without_wrong_kernel(checkpoint: Callable[..., Any], function: Any, *args: Any, **words: Any) -> Any:
+    return checkpoint(functools.partial(without_wrong_kernel, function), *args, **words)
 
 
 class TiledPair(TiledLayer):

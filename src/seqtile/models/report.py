@@ -11,7 +11,9 @@ from torch import nn
 from seqtile._compat import CHECKPOINT_FUNCTION, early_stop
 from seqtile._sentences import PrintsAsSentence
 from seqtile.models.discover.candidates import Left
+from seqtile.models.instance import Installed
 from seqtile.models.loss_and_checkpoints import rest_notes
+from seqtile.ops.attention.backends import attention_sentences
 from seqtile.tiling import KeepRule
 
 
@@ -107,11 +109,14 @@ class Report(PrintsAsSentence):
                 "early stop of activation checkpointing is switched off: each block runs once more (14 units for a "
                 "gated MLP, untiled 12)"
             )
-        if model is not None and any(
-            getattr(one.__dict__.get("forward"), "compiled", False) for one in model.modules()
-        ):
-            notes.append("heads is left out where torch.compile compiles a layer: its attention runs all heads at once")
-        return (*notes, *(rest_notes(model) if model is not None else ()))
+        forwards = [] if model is None else [one.__dict__.get("forward") for one in model.modules()]
+        left_out = [one.left_out_compiled for one in forwards if isinstance(one, Installed) and one.compiled]
+        notes += dict.fromkeys(left_out)
+        rest = rest_notes(model) if model is not None else []
+        ran = [seen for one in forwards if (seen := getattr(one, "attention_ran", None)) is not None]
+        if ran and not any(note.startswith("attention ran on") for note in rest):
+            rest += attention_sentences(frozenset().union(*ran))
+        return (*notes, *rest)
 
     def __str__(self) -> str:
         kinds = Counter((block.class_name, block.kind) for block in self.blocks)

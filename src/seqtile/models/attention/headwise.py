@@ -70,8 +70,8 @@ class HeadWise(Installed):
     def __init__(self, module: nn.Module, setting: HeadSetting) -> None:
         super().__init__(module, setting)  # type: ignore[arg-type]
         self.heads = setting
-        self.compiled = False
-        """Whether torch.compile has compiled a layer with all heads at once."""
+
+    left_out_compiled = "heads is left out where torch.compile compiles a layer: its attention runs all heads at once"
 
     takes_norm = True
 
@@ -97,7 +97,7 @@ class HeadWise(Installed):
     ) -> tuple[HeadGroup, ...]:
         """The passes of a call; empty where it runs untouched, which is said once where passes were asked for."""
         if torch.compiler.is_compiling():
-            self.compiled = True
+            self.note_compiled()
             return ()
         module = self.module
         kind = attention_kind(module) or ""

@@ -51,12 +51,17 @@ class StateForward(Installed):
         self.proofs = proofs
         self.cache = cache_argument(module)
 
+    left_out_compiled = "state is left out where torch.compile compiles a layer: it runs whole"
+
     def note(self) -> str:
         return f"state={self.state.tile}" if self.state.runs else ""
 
     def __call__(self, *args: Any, **words: Any) -> Any:
         module, cache = self.module, self.cache
-        if not self.state.runs or cache is None or inside_a_tile() or torch.compiler.is_compiling():
+        if not self.state.runs or cache is None or inside_a_tile():
+            return self.original(*args, **words)
+        if torch.compiler.is_compiling():
+            self.note_compiled()
             return self.original(*args, **words)
         if not torch.is_grad_enabled() and not module.training:
             return self.original(*args, **words)

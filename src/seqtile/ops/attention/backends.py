@@ -21,9 +21,15 @@ MASKED_TOKENS = 65_536
 https://github.com/pytorch/pytorch/issues/162588 and https://github.com/pytorch/pytorch/issues/187227."""
 
 
+FLEX = "flex_attention"
+"""An operator that takes functions: PyTorch makes a kernel of its own of them."""
+
+
 def backend_of(operator: str) -> str:
     """The name of the kernel behind an attention operator, such as ``aten::_scaled_dot_product_cudnn_attention``."""
     space, _, name = operator.partition("::")
+    if operator == FLEX:
+        return "FlexAttention"
     if space == "aten":
         return ATTENTION_BACKENDS.get(name.partition(".")[0], name)
     return "FlashAttention-3" if "3" in space else "FlashAttention-2"

@@ -142,6 +142,8 @@ def names_of_kernels() -> Iterator[set[str]]:
 
 
 class _Naming(LettingCompile):
+    supports_higher_order_operators = True  # which are handed on as they are
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
