@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -75,6 +76,22 @@ def test_every_report_names_it_once_a_step_has_run(kind: str, settings: dict[str
     for _ in range(2):
         model(input_ids=ids, labels=ids).loss.backward()
         assert [note for note in report.notes if note.startswith("attention ran on")] == [sentence]
+
+
+def test_ligers_rotary_is_recommended_where_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal_lm("llama")
+    report = seqtile.apply(model, tile=8)
+    advice = "Liger has one kernel for them"
+    assert not any(advice in note for note in report.notes), "on the CPU"
+    monkeypatch.setattr(backends, "_has_capability", lambda device: True)
+    assert sum(advice in note and "'rope': True" in note for note in report.notes) == 1
+
+    def liger_rotary_pos_emb(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        return q, k
+
+    liger_rotary_pos_emb.__module__ = "liger_kernel.transformers.rope"
+    monkeypatch.setattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", liger_rotary_pos_emb)
+    assert not any(advice in note for note in report.notes)
 
 
 def test_a_kernel_that_is_compiled_of_functions_has_a_name() -> None:

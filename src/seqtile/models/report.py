@@ -13,7 +13,7 @@ from seqtile._sentences import PrintsAsSentence
 from seqtile.models.discover.candidates import Left
 from seqtile.models.instance import Installed
 from seqtile.models.loss_and_checkpoints import rest_notes
-from seqtile.ops.attention.backends import attention_sentences
+from seqtile.ops.attention.backends import attention_sentences, rotary_sentences
 from seqtile.tiling import KeepRule
 
 
@@ -116,7 +116,7 @@ class Report(PrintsAsSentence):
         ran = [seen for one in forwards if (seen := getattr(one, "attention_ran", None)) is not None]
         if ran and not any(note.startswith("attention ran on") for note in rest):
             rest += attention_sentences(frozenset().union(*ran))
-        return (*notes, *rest)
+        return (*notes, *rest, *(rotary_sentences(model) if model is not None else ()))
 
     def __str__(self) -> str:
         kinds = Counter((block.class_name, block.kind) for block in self.blocks)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqtile._compat import ATTENTION_BACKENDS, EFFICIENT_ATTENTION
 from seqtile._errors import UserError
@@ -102,8 +103,32 @@ _REFUSED = (
 )
 
 
-def _is_faulty(device: torch.device) -> bool:
+def _has_capability(device: torch.device) -> bool:
     return is_accelerator(device) and compute_capability() is not None
+
+
+_is_faulty = _has_capability
+
+
+def rotary_sentences(model: nn.Module) -> list[str]:
+    """Whether rotary embeddings of a model on a CUDA device run in Python although Liger has a kernel, in a sentence.
+
+    Transformers' attention calls a function of its module, which Liger puts its own in place of:
+    https://github.com/linkedin/Liger-Kernel/blob/main/src/liger_kernel/transformers/monkey_patch.py
+    """
+    if not any(_has_capability(parameter.device) for parameter in model.parameters()):
+        return []
+    homes = {type(module).__module__ for module in model.modules()}
+    functions = [getattr(sys.modules.get(home), "apply_rotary_pos_emb", None) for home in sorted(homes)]
+    in_python = [one for one in functions if str(getattr(one, "__module__", "")).startswith("transformers.")]
+    return [_ROTARY] if in_python else []
+
+
+_ROTARY = (
+    "rotary embeddings run as PyTorch's own operators; Liger has one kernel for them, for many models: "
+    "use_liger_kernel=True with liger_kernel_config={'rope': True, 'rms_norm': False, 'swiglu': False, "
+    "'cross_entropy': False, 'fused_linear_cross_entropy': False}"
+)
 
 
 def has_long_mask(values: Collection[Any]) -> bool:
