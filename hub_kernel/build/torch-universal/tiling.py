@@ -130,7 +130,8 @@ def equal_sizes(tokens: int, count: int) -> tuple[int, ...]:
 
 def even_sizes(total: int, count: int) -> tuple[int, ...]:
     """``count`` sizes that sum to ``total``, no two of them further apart than 1, the larger ones first."""
-    size, larger = divmod(total, count)
+    size = total // count
+    larger = total - size * count  # no divmod: torch.compile has none of a symbolic length
     return (size + 1,) * larger + (size,) * (count - larger)
 
 
