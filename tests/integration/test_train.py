@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import seqtile
 import tiny_run
@@ -437,3 +437,21 @@ def test_every_layers_block_is_found_at_the_peak_of_its_backward(blocks: str):
     block = peaks.pop("MLP" if blocks == "mlp" else "MLP and norms")
     assert peaks.keys() == {"attention", "head and loss", "rest of the model"}
     assert max(peaks.values()) < block / 2, peaks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--fit-memory", "4GiB"], ["--state", "16"]], ids=["fit", "state"])
+def test_a_hybrid_model_trains_with_what_was_chosen_for_its_states(flags: list[str], tmp_path: Path) -> None:
+    if "lfm2" not in CONFIG_MAPPING:
+        pytest.skip("transformers has no lfm2")
+    model = tmp_path / "model"
+    config = AutoConfig.for_model(
+        "lfm2", vocab_size=tiny_run.save_tokenizer(model), hidden_size=32, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256, bos_token_id=None, eos_token_id=0,
+        layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    rows = tiny_run.write_jsonl(tmp_path / "rows.jsonl", tiny_run.text_rows())
+    run = ["train", "--model", str(model), "--dataset", str(rows), "--output", str(tmp_path / "run")]
+    assert main([*run, "--max-length", "64", "--steps", "2", *flags]) == 0
+    assert {"README.md", "complete.json"} <= {file.name for file in (tmp_path / "run").iterdir()}
