@@ -24,9 +24,9 @@ SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --max-worker-restart 0
 PASSED = .passed-$(notdir $(1)).txt
 define run_tests
 rm -f $(PASSED)
-$(1)/bin/python -m pytest $(2) --write-passed $(PASSED) || { \
+$(1)/bin/python -m pytest $(2) --write-passed=$(PASSED) || { \
     echo "What did not pass runs once more, without the tests that did." && \
-    $(1)/bin/python -m pytest $(2) -v --without-passed $(PASSED); }
+    $(1)/bin/python -m pytest $(2) -v --without-passed=$(PASSED); }
 endef
 
 # Without the slow tests.

@@ -30,7 +30,7 @@ TOGETHER = {
     "pegasus": ("final_layer_norm", *FC),
 }
 # ModernBERT in transformers 5.0 is decorated with torch.compile, and torch's own inductor warns of torch.jit.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 GENERIC = ("bert", "roberta", "mpnet", "bart")
 
 

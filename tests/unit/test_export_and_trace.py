@@ -17,7 +17,7 @@ from numerics._fused import GatedMLP
 HIDDEN, TILE = 8, 4
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.[a-z_]+` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.[a-z_]+` is deprecated"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),  # shapes that are read before the first tile
 ]
 

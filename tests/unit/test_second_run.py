@@ -37,9 +37,9 @@ def _pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_what_did_not_pass_runs_once_more(tmp_path: Path) -> None:
     (tmp_path / "test_written.py").write_text(WRITTEN, encoding="utf-8")
-    first = _pytest(tmp_path, "--write-passed", "passed.txt")
+    first = _pytest(tmp_path, "--write-passed=passed.txt")
     assert "2 failed, 1 passed" in first.stdout
     assert (tmp_path / "passed.txt").read_text(encoding="utf-8") == "test_written.py::test_passes\n"
-    second = _pytest(tmp_path, "--without-passed", "passed.txt")
+    second = _pytest(tmp_path, "--without-passed=passed.txt")
     assert "1 failed, 1 passed, 1 deselected" in second.stdout and second.returncode == 1
     assert (tmp_path / "calls.txt").read_text(encoding="utf-8").split() == ["passes", "second", "second"]

@@ -171,10 +171,8 @@ def test_the_first_lines_say_what_is_done_and_the_last_what_was_tiled(
     shown = capsys.readouterr()
     assert shown.err.startswith("loading PyTorch and Transformers ...\nreading ")
     assert "%|" not in shown.err  # no bar of a library's
-    words = (
-        "64 tokens per tile, fused; left untiled: no sequence reached a second tile (at most 64 tokens ran, tile 64)"
-    )
-    assert words in shown.out
+    assert "64 tokens per tile, fused; attention ran on " in shown.out
+    assert "; left untiled: no sequence reached a second tile (at most 64 tokens ran, tile 64)\n" in shown.out
     assert "data     12 rows, " in shown.out
 
 
