@@ -129,6 +129,7 @@ def memory() -> Picture:
         picture.text(x, base - live * scale - 6, f"{peaks[side]:.0f} MiB", "bold", "start")
         picture.line([(left, base), (left + width, base)], "", "")
     picture.text(left, 386, "forward", "small faint")
+    picture.text(left + width / 2, 386, "operations, in their order", "small faint", "middle")
     picture.text(left + width, 386, "backward", "small faint", "end")
     for at, (part, kind) in zip((72, 134, 226, 342), [*PARTS.items(), ("rest", "grey")], strict=True):
         picture.box(at, 404, 12, 12, kind=kind)

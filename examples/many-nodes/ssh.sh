@@ -4,12 +4,14 @@
 set -e
 hosts=$1
 shift
+flags=
+for flag; do flags="$flags '$(printf %s "$flag" | sed "s/'/'\\\\''/g")'"; done
 count=$(echo "$hosts" | wc -w)
 first=${hosts%% *}
 rank=0
 jobs=
 for host in $hosts; do
-    ssh "$host" "cd '$PWD' && seqtile train --nodes $count --node-rank $rank --rendezvous $first:${PORT:-29500} $*" &
+    ssh "$host" "cd '$PWD' && seqtile train --nodes $count --node-rank $rank --rendezvous $first:${PORT:-29500}$flags" &
     jobs="$jobs $!"
     rank=$((rank + 1))
 done

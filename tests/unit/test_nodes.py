@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from importlib.util import find_spec
@@ -21,6 +24,7 @@ from seqtile.train.nodes import (
     Nodes,
     check_tasks,
     digest_files,
+    digest_pieces,
     facts_of,
     find_nodes,
     first_host,
@@ -265,12 +269,62 @@ def test_the_others_hear_of_a_lost_node(gone: int, how: str, tmp_path: Path, mon
     assert ("ended first: out of memory" if how == "ended" else "is lost: no heartbeat") in news
 
 
+NODE_0 = """
+import sys
+from pathlib import Path
+from seqtile.train.nodes import Meeting, Nodes
+meeting = Meeting(Nodes(2, 0, "127.0.0.1", int(sys.argv[1])), 60)
+print("here", flush=True)
+if sys.argv[2] == "after":
+    meeting.agree({}, Path(sys.argv[3]), None)
+    print("agreed", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_frozen_node_0_keeps_nobody(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections stay open, as where a machine loses its power, and no call to it is answered."""
+    monkeypatch.setattr(module, "LOST_SECONDS", 5.0)
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.1)
+    port = free_port()
+    command = [sys.executable, "-c", NODE_0, str(port), when, str(tmp_path / "out")]
+    told: list[str] = []
+
+    def other(first: subprocess.Popen[str]) -> None:
+        meeting = Meeting(Nodes(2, 1, "127.0.0.1", port), 60)
+        if when == "before":
+            first.send_signal(signal.SIGSTOP)
+            with pytest.raises(RunError) as refused:
+                meeting.agree({}, tmp_path / "out", None)
+            told.append(str(refused.value))
+        else:
+            meeting.agree({}, tmp_path / "out", None)
+            assert first.stdout is not None and first.stdout.readline() == "agreed\n"
+            first.send_signal(signal.SIGSTOP)
+            told.append(meeting.news(seconds=60))
+        meeting.end(1, "lost")
+
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout is not None and first.stdout.readline() == "here\n"
+            thread = threading.Thread(target=other, args=(first,), daemon=True)
+            thread.start()
+            thread.join(120)
+            assert not thread.is_alive() and told
+            assert ("has not answered for 5 s" if when == "before" else "node 0 (") in told[0]
+        finally:
+            first.kill()
+
+
 def test_all_that_has_to_be_the_same_is_compared(tmp_path: Path) -> None:
     pytest.importorskip("xxhash", reason="xxhash is not installed: it comes with seqtile[train]")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     values = {"engine": "zero3", "nproc": 2, "model": "demo", "dataset": str(tmp_path / "rows.jsonl")}
     nodes = Nodes(2, 0, "a", 1)
     facts = facts_of(build_recipe(values, {})[0], nodes)
+    names = [*facts]
+    assert names.index("recipe key 'engine'") < names.index("deepspeed")  # the reason stands before what follows of it
     assert {"seqtile", "torch", "accelerate", "deepspeed", "python", "recipe key 'max_length'"} <= facts.keys()
     other = facts_of(build_recipe({**values, "max_length": 4096}, {})[0], nodes)
     assert [name for name in facts if facts[name] != other[name]] == ["recipe key 'max_length'"]
@@ -324,3 +378,14 @@ def test_the_command_refuses_before_it_waits(
         monkeypatch.delenv(name, raising=False)
     assert main(["train", *flags]) == USER_ERROR
     assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_other_weights_of_the_same_shape_have_another_digest(tmp_path: Path) -> None:
+    """Each node that reads a model of its own would train a part of it."""
+    for folder, byte in (("a", b"a"), ("b", b"a"), ("c", b"c")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+        (tmp_path / folder / "model.safetensors").write_bytes(b"x" * 500_000 + byte * 20_000 + b"x" * 500_000)
+    one, same, other = (digest_pieces(str(tmp_path / folder)) for folder in "abc")
+    assert one == same != other
+    assert digest_pieces("org/model") is None

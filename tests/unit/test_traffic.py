@@ -75,6 +75,25 @@ def test_ulysses_over_nodes_sends_what_is_for_the_others(ring: Planner) -> None:
     assert found["attention heads"] == 3 * (4096 / 8) * (8 + 8 + 8 + 8) * 8 * 2 * 3 * 4 * (1 / 2)
 
 
+def test_groups_that_end_elsewhere_than_nodes_send_from_the_node_that_sends_most(ring: Planner) -> None:
+    """Two nodes of six, sequences of four: ranks 4 and 5 of node 0 share one with 6 and 7 of node 1."""
+    found = bytes_between_nodes(request(engine="zero3", gpus=12, sp_size=4), ring.counts, 4096)
+    assert found["attention heads"] == 3 * (4096 / 4) * (8 + 8 + 4 + 4) * 8 * 2 * 3 * (2 * 2) / 4
+    # Three nodes of four, rings of six: node 1 has the end of one ring and the beginning of the next.
+    uneven = bytes_between_nodes(request(engine="fsdp2", gpus=12, nodes=3, cp_size=6), ring.counts, 4096)
+    one_link = bytes_inside_a_node(request(engine="fsdp2", gpus=12, nodes=3, cp_size=6), ring.counts, 4096)
+    assert uneven["keys and values"] == 2 * one_link["keys and values"] > 0
+
+
+def test_a_plan_takes_no_split_of_heads_that_training_refuses() -> None:
+    """Twelve query heads on six ranks, and four key-value heads that are neither dealt out nor repeated."""
+    config = LlamaConfig(**{**CONFIG.to_dict(), "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4})
+    uneven = replace(request(engine="zero3", gpus=12), config=config)
+    with pytest.raises(UserError, match="sp-size 6 does not go with the 12 attention heads and 4 key-value heads"):
+        Planner(replace(uneven, sp_size=6), 4096)
+    assert [*longest_by_split(Planner(uneven))] == [1, 2, 4, 12]
+
+
 def test_data_parallel_engines_move_weights_and_gradients_alone(ring: Planner) -> None:
     weights = ring.counts.weights
     assert bytes_between_nodes(request(engine="ddp"), ring.counts, 64) == {"gradients": 2 * 7 / 8 * 4 * weights}

@@ -49,6 +49,11 @@ SUPPORT: dict[str, Support] = {
 """By kind of state, none but these; as of accelerate 1.15 and DeepSpeed 0.19.8 (2026-11-22)."""
 
 
+def heads_divide(heads: int, key_heads: int, ranks: int) -> bool:
+    """Whether Ulysses can deal out a model's heads: query heads divide, key-value heads divide or are repeated."""
+    return heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
+
+
 def refuse_split_states(
     model: str, states: Mapping[str, Sequence[str]], ranks: int, setting: str = "sp_size",
     installed: Callable[[str], str | None] | None = None,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from seqtile._errors import UserError
-from seqtile.engines.sequence_parallel import refuse_ring
+from seqtile.engines.sequence_parallel import heads_divide, refuse_ring
 from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
 from seqtile.planner.grpo import Grpo, Rollouts, check_grpo
@@ -187,8 +187,11 @@ def check_ranks(request: Request, counts: Counts, tokens: int) -> None:
         UserError: with numbers that would do, or the layers that ring attention has no masks for.
     """
     refuse_ring(repr(request.model), request.config.get_text_config(), tokens, request.cp_size, "cp-size")
-    if request.sp_size > 1 and counts.heads % request.sp_size:
+    heads, keys = counts.heads, counts.key_heads
+    if request.sp_size > 1 and not heads_divide(heads, keys, request.sp_size):
+        does = "divide" if heads % request.sp_size else "go with"
+        told = f"{heads} attention heads" + ("" if heads % request.sp_size else f" and {keys} key-value heads")
         raise UserError(
-            f"sp-size {request.sp_size} does not divide the {counts.heads} attention heads of {request.model!r}; use "
-            f"one of {', '.join(str(n) for n in range(2, counts.heads + 1) if counts.heads % n == 0)}"
+            f"sp-size {request.sp_size} does not {does} the {told} of {request.model!r}; use "
+            f"one of {', '.join(str(n) for n in range(2, heads + 1) if heads_divide(heads, keys, n))}"
         )

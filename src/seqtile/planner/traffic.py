@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.request import Request
 
@@ -13,20 +15,22 @@ def bytes_between_nodes(request: Request, counts: Counts, tokens: int) -> dict[s
     node: an all-gather or reduce-scatter of ``W`` bytes puts ``(P - 1) / P * W`` on it. Of sequences that ranks share:
 
     * ring attention (``cp_size`` C): each rank sends keys and values on C - 1 times, forward, in a checkpoint's
-      recompute, and backward, and their fp32 gradients C times; a ring of neighbours leaves a node on one link;
+      recompute, and backward, and their fp32 gradients C times; a ring of neighbours leaves a node on one link, and
+      where rings and nodes do not end at the same ranks, two rings leave some node;
     * Ulysses (``sp_size`` S): query, keys, values and output go all-to-all, each rank's part to S - 1 others, of which
       those on other nodes count; where heads are fewer than ranks, keys and values are repeated.
+
+    Nodes may differ then, and the bytes are those of the node that sends the most.
 
     Collectives that use more links at once (NCCL's trees, several rings) share these bytes out and move no fewer.
     """
     if request.nodes == 1:
         return {}
     found = _weights_and_gradients(request, counts)
-    if request.cp_size > 1 and _leaves(request.cp_size, request.per_node):
-        found |= _of_a_ring(request, counts, tokens)
-    elif request.sp_size > 1 and _leaves(request.sp_size, request.per_node):
-        elsewhere = (request.sp_size - request.per_node) / request.sp_size
-        found["attention heads"] = _exchanged(request, counts, tokens) * request.per_node * elsewhere
+    if request.cp_size > 1 and (links := _most(request, _links)):
+        found |= {what: links * value for what, value in _of_a_ring(request, counts, tokens).items()}
+    elif request.sp_size > 1 and (pairs := _most(request, _pairs)):
+        found["attention heads"] = _exchanged(request, counts, tokens) * pairs / request.sp_size
     return found
 
 
@@ -91,6 +95,19 @@ def _passes(request: Request) -> int:
     return 2 if request.options.checkpoint is None else 3
 
 
-def _leaves(split: int, per_node: int) -> bool:
-    """Whether the ranks that share a sequence are on several nodes."""
-    return split > per_node or per_node % split != 0
+def _most(request: Request, sends: Callable[[int, range, range], int]) -> int:
+    """The largest sum of any node, of what ``sends`` counts for a rank, its node's ranks and those of its sequence."""
+    per_node, split = request.per_node, request.split
+    nodes = [range(first, first + per_node) for first in range(0, request.gpus, per_node)]
+    starts = {rank: rank - rank % split for rank in range(request.gpus)}
+    return max(sum(sends(rank, node, range(starts[rank], starts[rank] + split)) for rank in node) for node in nodes)
+
+
+def _links(rank: int, node: range, sequence: range) -> int:
+    """Whether a rank's next one in the ring of its sequence is on another node."""
+    return sequence[(rank - sequence.start + 1) % len(sequence)] not in node
+
+
+def _pairs(rank: int, node: range, sequence: range) -> int:
+    """How many of the ranks that share a rank's sequence are on other nodes."""
+    return len(sequence) - len(range(max(node.start, sequence.start), min(node.stop, sequence.stop)))

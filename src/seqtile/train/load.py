@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.engines.sequence_parallel import refuse_ring, refuse_split_states
+from seqtile.engines.sequence_parallel import heads_divide, refuse_ring, refuse_split_states
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.planner.model_shapes import max_positions as max_positions
 from seqtile.planner.phases import causal_model as causal_model
@@ -180,7 +180,7 @@ def check_split(recipe: Recipe) -> None:
         return
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
-    if heads % size or (groups % size and size % groups):
+    if not heads_divide(heads, groups, size):
         raise UserError(
             f"sp_size {size} does not fit {recipe.model!r}, which has {heads} attention heads and {groups} key-value "
             f"heads; use a size that divides {heads} and divides, or is a multiple of, {groups}"

@@ -47,6 +47,9 @@ _READ_SECONDS = 10.0
 MOST_NODES = 100_000
 """More than any cluster has; what is beyond is a slip, for which no tables are made."""
 
+_PIECES, _PIECE_BYTES = 64, 4096
+"""How much of a weight file nodes compare: other weights of a model's shape differ everywhere."""
+
 _SLURM_PORTS = (20_000, 20_000)
 """First port, and how many: which of them a Slurm job takes follows from its number."""
 
@@ -191,13 +194,13 @@ def first_host(hosts: str) -> str:
 
 def facts_of(recipe: Recipe, nodes: Nodes) -> dict[str, Any]:
     """What has to be the same on every node, by what it is called in a sentence."""
-    versions = {name: package_version(name) for name in ("seqtile", *PACKAGES)}
-    if recipe.engine.startswith("zero"):
-        versions["deepspeed"] = package_version("deepspeed")
     found: dict[str, Any] = {"--nodes": nodes.count, "python": ".".join(platform.python_version_tuple()[:2])}
-    found |= versions
+    found |= {name: package_version(name) for name in ("seqtile", *PACKAGES)}
     found |= {f"recipe key {key!r}": value for key, value in recipe.model_dump(mode="json").items()}
+    if recipe.engine.startswith("zero"):  # named after the engine, where that differs
+        found["deepspeed"] = package_version("deepspeed")
     found["digest of the model's config.json"] = digest_files(recipe.model, "config.json")
+    found["digest of pieces of the model's weights"] = digest_pieces(recipe.model)
     for what, name in (("dataset", recipe.dataset), ("eval_dataset", recipe.eval_dataset)):
         found[f"digest of {what} {name!r}"] = None if name is None else digest_files(name)
     return found
@@ -238,6 +241,28 @@ def digest_files(source: str, pattern: str = "**/*") -> str | None:
     return digest.hexdigest()
 
 
+def digest_pieces(source: str) -> str | None:
+    """A digest of the weight files in a directory: names, sizes, and :data:`_PIECES` evenly spaced pieces of each.
+
+    None for what is no directory, such as a Hub id.
+
+    Cost:
+        256 KiB read per file.
+    """
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(one for end in ("safetensors", "bin") for one in folder.glob(f"*.{end}")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for number in range(_PIECES):
+                file.seek(max(0, size - _PIECE_BYTES) * number // (_PIECES - 1))
+                digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest()
+
+
 class Meeting:
     """One node's connection to the others.
 
@@ -256,7 +281,7 @@ class Meeting:
         self._deadline = time.monotonic() + seconds
         self._done, self._lock = threading.Event(), threading.Lock()
         self._others = {rank: f"node {rank}" for rank in range(nodes.count) if rank != nodes.rank}
-        self._agreed = self._ended = False
+        self._agreed = self._ended = self._unreachable = False
         self._lost, self._last_heartbeat = "", time.monotonic()
         if self._store.add(f"claim/{nodes.rank}", 1) > 1:
             raise UserError(
@@ -305,6 +330,7 @@ class Meeting:
             raise (RunError if verdict["missing"] else UserError)(verdict["refused"])
         self._others = {int(rank): f"node {rank} ({host})" for rank, host in verdict["hosts"].items()}
         self._others.pop(self.nodes.rank)
+        self._last_heartbeat = time.monotonic()
         self._agreed = True
         threading.Thread(target=self._beat, daemon=True).start()
         return verdict
@@ -320,18 +346,26 @@ class Meeting:
         end = time.monotonic() + seconds
         while True:
             with self._lock:
-                silent = time.monotonic() - self._last_heartbeat > LOST_SECONDS and not self._ended
-                if self._lost or (silent and self.nodes.rank):
+                if self._lost or self._is_silent():
                     return self._lost or f"{self._others[0]} is lost: no heartbeat for {LOST_SECONDS:.0f} s"
             if time.monotonic() >= end:
                 return ""
             time.sleep(_POLL_SECONDS)
 
+    def _is_silent(self) -> bool:
+        """Whether node 0 has not answered this node's heartbeats for too long."""
+        silent = time.monotonic() - self._last_heartbeat > LOST_SECONDS
+        return silent and self._agreed and self.nodes.rank > 0 and not self._ended
+
     def end(self, code: int, message: str = "") -> None:
         """Tell the others how it ended here; node 0 stays until all others have ended too, or are lost."""
         with self._lock:
+            gone = self._unreachable or self._is_silent()
             self._ended = True
         with suppress(RuntimeError):
+            if gone:  # nobody is there to be told, and a call would wait for an answer
+                self._done.set()
+                return
             self._store.set(f"end/{self.nodes.rank}", json.dumps({"code": code, "message": message}))
             while self.nodes.rank == 0 and self._agreed and not self.news():
                 if all(self._store.check([f"end/{other}"]) for other in self._others):
@@ -405,6 +439,8 @@ class Meeting:
             try:
                 if holds():
                     return True
+            except RunError:
+                raise
             except RuntimeError:
                 raise RunError(f"the connection to node 0 at {self.nodes.rendezvous} has broken") from None
             if time.monotonic() >= deadline:
@@ -418,8 +454,9 @@ class Meeting:
             try:
                 self._store.add(f"beat/{self.nodes.rank}", 1)
                 lost = self._look(seen)
-            except RuntimeError:
-                lost = "" if self.nodes.rank == 0 else f"{self._others[0]} is lost: its connection has broken"
+            except RuntimeError as error:
+                lost = "" if self.nodes.rank == 0 else f"{self._others[0]} is lost: {error}"
+                self._unreachable = bool(lost)
             with self._lock:
                 self._last_heartbeat = time.monotonic()
                 self._lost = self._lost or lost
@@ -438,6 +475,47 @@ class Meeting:
             elif time.monotonic() - since[1] > LOST_SECONDS:
                 return f"{name} is lost: no heartbeat for {LOST_SECONDS:.0f} s"
         return ""
+
+
+class _AnsweringStore:
+    """Node 0's store on another node: a call without an answer for :data:`LOST_SECONDS` raises.
+
+    torch's client waits without a limit while the connection is not closed, as on a node that lost its power or its
+    network. Seen in torch 2.13: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/distributed/c10d/TCPStore.cpp
+    """
+
+    def __init__(self, store: TCPStore, rendezvous: str) -> None:
+        self._store, self._rendezvous = store, rendezvous
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(self._store.set, key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._ask(self._store.get, key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(self._store.add, key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask(self._store.check, keys))
+
+    def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        answers: list[Any] = []
+
+        def ask() -> None:
+            try:
+                answers.append(call(*arguments))
+            except RuntimeError as error:
+                answers.append(error)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(LOST_SECONDS)
+        if not answers:
+            raise RunError(f"node 0 at {self._rendezvous} has not answered for {LOST_SECONDS:.0f} s")
+        if isinstance(answers[0], RuntimeError):
+            raise RunError(f"the connection to node 0 at {self._rendezvous} has broken") from answers[0]
+        return answers[0]
 
 
 class _SharedFile:
@@ -485,7 +563,7 @@ def _serve(nodes: Nodes) -> TCPStore:
     )  # fmt: skip
 
 
-def _join(nodes: Nodes, seconds: float) -> TCPStore:
+def _join(nodes: Nodes, seconds: float) -> _AnsweringStore:
     """The store of node 0, as soon as it is there."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -518,4 +596,4 @@ def _join(nodes: Nodes, seconds: float) -> TCPStore:
         raise RunError(
             f"what listens at {nodes.rendezvous} is not seqtile train's node 0; give --rendezvous an address of it"
         )
-    return found[0]
+    return _AnsweringStore(found[0], nodes.rendezvous)
