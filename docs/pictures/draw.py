@@ -226,9 +226,10 @@ def graphs() -> Picture:
         picture.line([(x - 18, 214), (x - 4, 214)])
         picture.box(x, 192, 74, 44, f"tile {number}:\nthe MLP", small="small")
         picture.box(x + 4, 240, 66, 38, "keeps\nnothing", "box", "small")
-    picture.line([(364, 214), (378, 214)])
-    picture.box(382, 192, 44, 44, "join", small="small")
-    picture.line([(426, 214), (438, 214)])
+    picture.line([(364, 214), (376, 214)])
+    picture.box(380, 192, 34, 44, "join", small="small")
+    picture.line([(414, 214), (424, 214)])
+    picture.text(428, 218, "y", "bold")
     picture.line([(364, 294), (106, 294)], "dashed")
     picture.lines(220, 314, "backward: one tile at a time is computed again from its\n"
                   "rows of x, its weights' gradients are added to one sum", anchor="middle")  # fmt: skip
