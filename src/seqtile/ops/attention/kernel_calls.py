@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from seqtile.ops.attention.backends import refuse_wrong
 from seqtile.ops.rng import RandomState
 
 
+@cache
 def is_attention(op: Any) -> bool:
-    """Whether an operator is a fused attention forward."""
+    """Whether an operator is a fused attention forward; asked for every operator that runs in a pass."""
     space, _, name = op.name().partition("::") if hasattr(op, "name") else ("", "", "")
     name = name.partition(".")[0]
     if space == "aten":
@@ -117,11 +119,11 @@ class _Recording(LettingCompile):
         self.results: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_attention(func):
-            refuse_wrong(func, args)
+        if not is_attention(func):
+            return func(*args, **(kwargs or {}))
+        refuse_wrong(func, args)
         result = func(*args, **(kwargs or {}))
-        if is_attention(func):
-            self.results.append(result)
+        self.results.append(result)
         return result
 
 
