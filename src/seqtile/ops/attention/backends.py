@@ -42,9 +42,9 @@ def backend_of(operator: str) -> str:
 def recommended(capability: tuple[int, int] | None) -> str:
     """The fastest attention for a CUDA device of this compute capability, and how to have it; "" where one is left.
 
-    The package of FlashAttention-2 names Ampere, Ada and Hopper (8.x and 9.0) as what it runs on, FlashAttention-3 the H100
-    and H800 (https://github.com/Dao-AILab/flash-attention). PyTorch has a FlashAttention-2 of its own for 8.0 to 12.1, and
-    takes cuDNN first on 9.0 and 10.x with a new cuDNN (check_prefer_cudnn_attention in
+    The package of FlashAttention-2 names Ampere, Ada and Hopper (8.x and 9.0) as what it runs on, FlashAttention-3 the
+    H100 and H800 (https://github.com/Dao-AILab/flash-attention). PyTorch has a FlashAttention-2 of its own for 8.0 to
+    12.1, and takes cuDNN first on 9.0 and 10.x with a new cuDNN (check_prefer_cudnn_attention in
     https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     if capability is None or capability < (8, 0):
