@@ -98,6 +98,18 @@ def test_ligers_rotary_is_recommended_where_it_does_not_run(monkeypatch: pytest.
     assert not any(advice in note for note in report.notes)
 
 
+@pytest.mark.parametrize("settings", [{"checkpoint": "full"}, {"offload": True}], ids=str)
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_checkpoints_alone_name_it_too(kind: str, settings: dict[str, Any]) -> None:
+    sentence = "attention ran on " + ("plain products" if kind == "eager" else "FlashAttention of PyTorch's CPU")
+    model, ids = causal_lm("llama", use_cache=False, attn_implementation=kind).train(), tokens(2, 12)
+    report = seqtile.apply(model, blocks="none", **settings)
+    assert not report.notes
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert report.notes == (sentence,)
+
+
 def test_a_kernel_that_is_compiled_of_functions_has_a_name() -> None:
     assert backend_of(FLEX) == "FlexAttention"
     assert not slower_than_possible({FLEX}, HOPPER, flash3=True)
