@@ -12,18 +12,33 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import halves
+import ladder_step
 import machine
+import one_mlp
 from gpu_estimates import METHODS, record_layer
+from ladder_step import Attempt
 from seqtile._errors import UserError
 from seqtile.bench.cell import SHAPES, Cell, run_cell, run_child, run_pairs
+from seqtile.bench.technique_ladder import RUNGS
+from seqtile.planner.accelerators import Device
+from seqtile.planner.memory_plan import Planner
+from seqtile.planner.sharding_terms import CONTEXT
+from seqtile.planner.step_config import Lora
 from suite import GIB, RESULTS, Row, Suite, show
 
 K = 1024
 PEERS = ("fused", "generic", "tile-checkpoint", "liger", "deepspeed")
+TINY = Path("benchmarks/data/tiny-llama")
+ON_DEVICE, ON_HOST, EVERYTHING = (
+    next(number for number, rung in enumerate(RUNGS) if rung.name == name)
+    for name in ("+ tiled MLP", "+ checkpoints on the host", "+ head-wise attention")
+)
+"""Rungs of the ladder whose steps are timed: two that differ in where checkpoints wait, and all techniques."""
 
 
 def main() -> int:
@@ -66,6 +81,8 @@ def run(device: str | None, smoke: bool, minutes: float, out: Path) -> None:
         bound = 1.0 if tokens >= 32 * K else None
         _pairs(suite, f"llama-8b, checkpoint, {tokens // K}K tokens", at(tokens), methods, pairs, bound)
     _one_mlp(suite, at(256 * K, tile=str(8 * K // small), checkpoint=False), bound_gib=6.0 / small**2)
+    _steps(suite, str(TINY) if smoke else "llama-8b", 128 * K // (32 * small if smoke else 1), base.device)
+    _one_qwen_mlp(suite, base.device, small)
     width = [width // small for width in SHAPES["ms-swift"]]
     for checkpoint in (True,) if smoke else (True, False):
         cell = at(128 * K, hidden=width[0], intermediate=width[1], checkpoint=checkpoint)
@@ -131,6 +148,76 @@ def _one_mlp(suite: Suite, cell: Cell, bound_gib: float) -> None:
     )  # fmt: skip
 
 
+def _steps(suite: Suite, model: str, tokens: int, device: str) -> None:
+    """Real steps of two layers of a model with adapters, beside what the others would hold, with three settings."""
+    part = f"step of {Path(model).name} with adapters, {tokens:,} tokens"
+    base = Attempt(model, ON_DEVICE, tokens, 2, asdict(Lora(16)), "mixed", device, 0)
+
+    def step(rung: int, layers: int) -> Row:
+        one = asdict(replace(base, rung=rung, layers=layers))
+        key = {**one, "planned": False}
+        [row] = suite.run(part, key, lambda left: [run_child(ladder_step.JOB, one, timeout_s=left)])
+        said = row.get("error") or f"{row['step_s']:.3f} s, {row['peak_gib']:.3f} GiB, {', '.join(row['attention'])}"
+        print(f"    {RUNGS[rung].name}, {layers} layers: {said}", flush=True)
+        return row
+
+    here, there, everything, fewer = step(ON_DEVICE, 2), step(ON_HOST, 2), step(EVERYTHING, 2), step(EVERYTHING, 1)
+
+    def overlap(rows: list[Row]) -> tuple[str, bool | None]:
+        ratio = rows[1]["step_s"] / rows[0]["step_s"]
+        return f"{ratio:.3f}x", ratio <= 1.05
+
+    suite.claim(f"{part}: layer inputs on the host cost at most 5 % of the time", [here, there], overlap)
+
+    def speed(rows: list[Row]) -> tuple[str, bool | None]:
+        each = rows[0]["step_s"] - rows[1]["step_s"]
+        whole = rows[0]["step_s"] + (rows[0]["layers_of_model"] - 2) * each
+        return f"{tokens / whole:,.0f} tokens/s, {1e3 * each:,.1f} ms a layer, the others extrapolated", each > 0
+
+    suite.claim(f"{part}: every technique", [everything, fewer], speed)
+    for row in (here, there, everything):
+        one = replace(base, rung=row["rung"])
+        key = {**asdict(one), "planned": True}
+        [plan] = suite.run(part, key, lambda left, one=one: [_planned(one, suite.found["device_bytes"] or 2**40)])  # type: ignore[misc]
+        suite.claim(
+            f"{part}, {RUNGS[one.rung].name}: the plan's tensors are the measured peak, -1 to +8 %", [row, plan], _near
+        )
+
+
+def _planned(attempt: Attempt, memory: int) -> Row:
+    request = replace(attempt.request(), device=Device(attempt.device, memory, None, ""))
+    estimate = Planner(request).estimate(attempt.tokens)
+    return {"planned_gib": (estimate.device.expected - estimate.terms.get(CONTEXT, 0.0)) / GIB}
+
+
+def _near(rows: list[Row]) -> tuple[str, bool | None]:
+    measured, planned = rows[0]["peak_gib"], rows[1]["planned_gib"]
+    return (
+        f"{planned:.3g} GiB planned, {measured:.3g} GiB by {rows[0]['peak_from']}",
+        -0.01 <= planned / measured - 1 <= 0.08,
+    )
+
+
+def _one_qwen_mlp(suite: Suite, device: str, scale: int) -> None:
+    """transformers#48335: 22.56 GB untiled, 7.97 GB tiled."""
+    hidden, intermediate = SHAPES["qwen3-8b"]
+    part = f"one Qwen3-8B MLP as in transformers#48335, {one_mlp.TOKENS // scale:,} tokens"
+    rows: list[Row] = []
+    for tile in (0, one_mlp.TILE // scale):
+        for upstream in one_mlp.UPSTREAM if scale == 1 else one_mlp.UPSTREAM[-1:]:
+            key = {
+                "hidden": hidden // scale, "intermediate": intermediate // scale, "tokens": one_mlp.TOKENS // scale,
+                "tile": tile, "upstream": upstream, "device": device,
+            }  # fmt: skip
+            rows += suite.run(part, key, lambda left, key=key: [run_child(one_mlp.JOB, key, timeout_s=left)])  # type: ignore[misc]
+    suite.claim(f"{part}: less than the published 7.97 GB of 22.56, with a gradient tensor too", rows, _less)
+
+
+def _less(rows: list[Row]) -> tuple[str, bool | None]:
+    said = ", ".join(f"{'tiled' if row['tile'] else 'untiled'} {row['upstream']} {row['peak_gb']:.2f}" for row in rows)
+    return f"{said} GB", max(row["peak_gb"] for row in rows if row["tile"]) < 7.97
+
+
 def _published(suite: Suite, cell: Cell, pairs: int) -> None:
     """ms-swift's shape; as published, the caller holds the output, and all that is allocated counts."""
     around = "under a checkpoint" if cell.checkpoint else "alone"
@@ -160,7 +247,7 @@ def _halves(suite: Suite, cell: Cell) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Interleaved pairs as a table for the README, beside what ``gpu_estimates.py`` expects of an H200."""
+    """Tables for the README: pairs beside what ``gpu_estimates.py`` expects of an H200, steps beside the plan."""
     lines = ["", "| block | tokens | | ms | of untiled | peak GiB | units | estimated ms | estimated GiB |",
              "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for row in rows:
@@ -173,6 +260,18 @@ def table(rows: list[Row]) -> str:
         ratio = f"{row['ratio']:.2f}x" if "ratio" in row else ""
         lines.append(f"{start} {row['step_ms']:,.1f} | {ratio} | {row['peak_allocated_bytes'] / GIB:.2f} | "
                      f"{row['units']:.2f} | {_estimate(row)} |")  # fmt: skip
+    steps = {(row["rung"], row["layers"]): row for row in rows if "step_s" in row}
+    plans = {row["rung"]: row["planned_gib"] for row in rows if "planned_gib" in row}
+    if steps:
+        lines += [
+            "",
+            "| step | layers run | tokens | s | peak GiB | planned GiB | attention |",
+            "|---|---|---|---|---|---|---|",
+        ]
+    for (rung, layers), row in steps.items():
+        planned = f"{plans[rung]:.3g}" if rung in plans and layers == 2 else ""
+        ran = f"{layers} of {row['layers_of_model']} | {row['tokens']:,} | {row['step_s']:.3f} | {row['peak_gib']:.3g}"
+        lines.append(f"| {RUNGS[rung].name} | {ran} | {planned} | {', '.join(row['attention'])} |")
     return "\n".join(lines)
 
 

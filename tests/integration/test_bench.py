@@ -144,7 +144,7 @@ def test_the_gpu_suite_runs_small_on_a_bare_machine_and_goes_on(tmp_path: Path) 
     assert rows[0]["kind"] == "machine" and rows[0]["gemm_tflops"] > 0
     assert rows[0]["attention"]["chosen"]["operators"] == ["aten::_scaled_dot_product_flash_attention_for_cpu"]
     assert not [row["error"] for row in rows if "error" in row]
-    assert len(checks) == 6
+    assert len(checks) == 12
     [halves] = [check for claim, check in checks.items() if "two halves" in claim]
     assert halves["holds"] is True  # the one claim that means something at this size
     [file] = out.iterdir()
@@ -156,6 +156,7 @@ def test_the_gpu_suite_runs_small_on_a_bare_machine_and_goes_on(tmp_path: Path) 
     assert said.count(" s] ") == 1, "what was measured is not measured again"
     assert all(claim in said for claim in checks)
     assert "| llama-8b, full | 512 | fused |" in said and "| estimated ms | estimated GiB |" in said
+    assert "| + head-wise attention | 2 of 4 | 64 |" in said and "| planned GiB |" in said
 
 
 def test_parts_that_come_too_late_are_said(tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ def test_parts_that_come_too_late_are_said(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir()), "what is missing is measured by the next run"
-    assert "holds" not in done.stdout.replace("bound holds", "") and done.stdout.count("no row") == 6
+    assert "holds" not in done.stdout.replace("bound holds", "") and done.stdout.count("no row") == 12
     assert "start it again with the same --out" in done.stdout
 
 

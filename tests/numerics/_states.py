@@ -25,7 +25,7 @@ FAMILIES = {
     "Gated DeltaNet": ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"],
     "KDA": ["kimi_linear", "bailing_hybrid"],
     "Mamba-2": ["mamba2", "bamba", "nemotron_h", "falcon_h1", "granitemoehybrid", "zamba2"],
-    "short convolution": ["lfm2_moe"],
+    "short convolution": ["lfm2_moe", "lfm2"],
 }
 """The families whose layers with a state run in tiles, by kind."""
 
@@ -41,6 +41,8 @@ def _config(family: str) -> Any:
         pytest.skip("the layers of transformers 5.0 take their state in another way: seqtile.apply leaves them whole")
     config = tiny_config(family, random=False)
     config.use_cache = False
+    if family == "lfm2":
+        config.layer_types, config.num_hidden_layers = ["conv", "full_attention"], 2
     for name in ("mamba_chunk_size", "chunk_size"):
         if getattr(config, name, None):
             setattr(config, name, 16)  # a short sequence is padded to a chunk

@@ -27,6 +27,7 @@ FLASH = "aten::_scaled_dot_product_flash_attention"
 EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
 FLASH2, FLASH3 = "flash_attn::_flash_attn_forward", "flash_attn_3::_flash_attn_forward"
 HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
+B200, RTX_5090 = (10, 0), (12, 0)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,8 @@ HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
         ({FLASH}, HOPPER, False, True), ({FLASH2}, HOPPER, False, True), ({EFFICIENT, CUDNN}, HOPPER, False, True),
         (set(), HOPPER, False, True), ({FLASH}, AMPERE, False, False), ({EFFICIENT}, AMPERE, False, True),
         ({"another::kernel_flash_attn"}, AMPERE, False, False), ({EFFICIENT}, TURING, False, False),
-        ({FLASH}, None, False, False),
+        ({FLASH}, None, False, False), ({CUDNN}, B200, True, False), ({FLASH}, B200, False, True),
+        ({FLASH}, RTX_5090, True, False), ({EFFICIENT}, RTX_5090, False, True),
     ],
 )  # fmt: skip
 def test_a_slower_kernel_than_the_device_has_is_said(
@@ -46,7 +48,9 @@ def test_a_slower_kernel_than_the_device_has_is_said(
     assert bool(said) == faster
     if faster:
         assert said.startswith(f"attention ran on {', '.join(sorted(map(backend_of, ran))) or 'plain products'}, and")
-        assert ("cuDNN" in said) == (capability == HOPPER) and "attn_implementation=" in said
+        assert ("cuDNN" in said) == (capability in (HOPPER, B200)) and "attn_implementation=" in said
+        assert ("FlashAttention-3" in said) == (capability == HOPPER)
+        assert ("'flash_attention_2'" in said) == (capability == AMPERE), "the package is not for newer ones"
 
 
 def test_the_kernel_that_ran_is_named() -> None:
@@ -92,6 +96,18 @@ def test_ligers_rotary_is_recommended_where_it_does_not_run(monkeypatch: pytest.
     liger_rotary_pos_emb.__module__ = "liger_kernel.transformers.rope"
     monkeypatch.setattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", liger_rotary_pos_emb)
     assert not any(advice in note for note in report.notes)
+
+
+@pytest.mark.parametrize("settings", [{"checkpoint": "full"}, {"offload": True}], ids=str)
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_checkpoints_alone_name_it_too(kind: str, settings: dict[str, Any]) -> None:
+    sentence = "attention ran on " + ("plain products" if kind == "eager" else "FlashAttention of PyTorch's CPU")
+    model, ids = causal_lm("llama", use_cache=False, attn_implementation=kind).train(), tokens(2, 12)
+    report = seqtile.apply(model, blocks="none", **settings)
+    assert not report.notes
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert report.notes == (sentence,)
 
 
 def test_a_kernel_that_is_compiled_of_functions_has_a_name() -> None:

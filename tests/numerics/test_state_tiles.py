@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from numerics._states import FAMILIES, carrier_of, error, model_of, precision, results, tiled, whole
+from seqtile.models.carried_state import state_cache, tile_call
 from seqtile.models.carried_state.state_cache import CarriedState
 from seqtile.models.carried_state.tile_call import TileCall
 from seqtile.tiling import state_tiles
@@ -102,6 +104,62 @@ def test_a_packed_document_begins_without_a_state(family: str, named: str) -> No
 
         got = results(module, x, lambda x: tiled(module, cuts.sizes, x, [*cuts.begins], **words, **packed))
         assert error(got, results(module, x, one_by_one)) < 1e-12
+
+
+class _ReadByLayer:
+    """A cache as a layer of transformers 5.8 to 5.20 reads it: in the list of its layers, of one state or by number."""
+
+    def __init__(self, carried: CarriedState, numbered: bool) -> None:
+        self._carried, self._numbered = carried, numbered
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        states = self._carried.layers[layer_idx].recurrent_states
+        return states[state_idx] if self._numbered else states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        states = self._carried.layers[layer_idx].conv_states
+        return states[state_idx] if self._numbered else states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return self._carried.layers[layer_idx].record_past
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._carried, name)
+
+
+@pytest.mark.parametrize("numbered", [False, True], ids=["one state", "by number"])
+@pytest.mark.parametrize("family", ONE_EACH)
+def test_a_layer_may_read_its_state_in_the_list_of_layers(
+    family: str, numbered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, words = module_of(family, "whole", torch.float64)
+    monkeypatch.setattr(state_cache, "numbers_states", lambda: numbered)
+    monkeypatch.setattr(tile_call, "CarriedState", lambda tensors: _ReadByLayer(CarriedState(tensors), numbered))
+    with precision(torch.float64):
+        x = inputs(2, 40, torch.float64)
+        expected = results(module, x, lambda x: whole(module, x, **words))
+        got = results(module, x, lambda x: tiled(module, (13, 13, 14), x, **words))
+    assert error(got, expected) < 1e-12
+
+
+@pytest.mark.parametrize("numbered", [False, True], ids=["one state", "by number"])
+def test_each_state_is_in_its_place_in_the_list_of_layers(numbered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_cache, "numbers_states", lambda: numbered)
+    convolution, recurrent = torch.ones(1), torch.zeros(1)
+    carried = CarriedState({("convolution", 0): convolution, ("recurrent", 0): recurrent})
+    read = _ReadByLayer(carried, numbered)
+    assert read.get_conv_state(3) is convolution and read.get_recurrent_state(3) is recurrent
+    assert not read.is_recording_past(3)
+
+
+def test_whether_transformers_numbers_its_states() -> None:
+    """As its own cache has them."""
+    layers = pytest.importorskip("transformers.cache_utils")
+    if not hasattr(layers, "LinearAttentionLayer"):
+        pytest.skip(f"transformers {transformers.__version__} has no cache for a state")
+    own = layers.LinearAttentionLayer()
+    own.update_conv_state(torch.ones(1, 2, 4))
+    assert isinstance(own.conv_states, Tensor) != state_cache.numbers_states()
 
 
 def test_no_tile_that_is_handed_a_state_is_one_token() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gpu_estimates
+import one_mlp
 from gpu_estimates import HIDDEN, INTERMEDIATE, METHODS, RATES, TILE, record_layer, row, step_row
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu-estimates.md"
@@ -78,3 +79,13 @@ def test_the_page_says_what_the_command_prints(tokens: int, launches: int, gigab
     assert found.launches <= launches
     assert found.nbytes <= gigabytes * 1e9
     assert all(f"| {tokens:,} | {method} |" in page for method in METHODS)
+
+
+@pytest.mark.parametrize("tile", [0, one_mlp.TILE])
+def test_one_mlp_as_the_page_says(tile: int) -> None:
+    hidden, intermediate = one_mlp.SHAPES["qwen3-8b"]
+    shape = {"hidden": hidden, "intermediate": intermediate, "tokens": one_mlp.TOKENS, "tile": tile, "device": "fake"}
+    found = [one_mlp.measure_one_mlp({**shape, "upstream": upstream})["peak_gb"] for upstream in one_mlp.UPSTREAM]
+    name = f"tiles of {tile:,}" if tile else "untiled"
+    assert f"| {name} | {found[0]:.2f} | {found[1]:.2f} |" in PAGE.read_text(encoding="utf-8")
+    assert not tile or max(found) < 7.97

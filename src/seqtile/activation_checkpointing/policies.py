@@ -21,6 +21,7 @@ from seqtile._compat import (
     HOOKS_SEE_WHAT_IS_KEPT,
     INPUT_HOOKS,
     SET_CHECKPOINTING,
+    active_fake_mode,
     attention_kind,
 )
 from seqtile._errors import UserError
@@ -28,7 +29,8 @@ from seqtile._log import first_rank_logger
 from seqtile._stand_in import StandIn
 from seqtile.activation_checkpointing.host_offload import HostMemory
 from seqtile.activation_checkpointing.keep_attention import AttentionSaved, kept_per_token
-from seqtile.ops.attention.backends import attention_sentences, has_long_mask, without_wrong_kernel
+from seqtile.ops.attention.backends import FLEX, attention_sentences, has_long_mask, without_wrong_kernel
+from seqtile.ops.attention.kernel_calls import names_of_kernels
 
 logger = first_rank_logger(__name__)
 
@@ -104,6 +106,8 @@ class Checkpointing(StandIn):
         self.attention = AttentionSaved(self.host) if policy == "attention-saved" else None
         self.switched_on = False
         self.hooks: list[Any] = []
+        self.attention_ran: frozenset[str] | None = None  # as in a tiled layer
+        self._looks_left: int | None = None  # calls in which attention's operators are still looked for
 
     def install(self) -> None:
         module = self.module
@@ -183,6 +187,28 @@ class Checkpointing(StandIn):
             function = functools.partial(without_wrong_kernel, function)
         if self.attention is not None and torch.compiler.is_compiling():
             return self._uncompiled(base, function, args, words)
+        if not self._looks():
+            return self._run(base, function, args, words)
+        kind = attention_kind(self.module)
+        if kind == FLEX:  # compiled, so that nothing is seen of it
+            self.attention_ran = frozenset({FLEX})
+            return self._run(base, function, args, words)
+        with names_of_kernels() as names:
+            result = self._run(base, function, args, words)
+        if names or kind == "eager":
+            self.attention_ran = frozenset(names)
+        return result
+
+    def _looks(self) -> bool:
+        """Whether attention's operators are noted in this call: until a layer has some, at most once for each layer."""
+        if self.attention is not None or self.attention_ran is not None or self._looks_left == 0:
+            return False
+        if torch.compiler.is_compiling() or active_fake_mode() is not None or not torch.is_grad_enabled():
+            return False
+        self._looks_left = (self.layers() if self._looks_left is None else self._looks_left) - 1
+        return True
+
+    def _run(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: dict[str, Any]) -> Any:
         if self.host is None:
             return base(function, *args, **words)
         first = next((value for value in args if isinstance(value, Tensor) and value.is_floating_point()), None)
@@ -228,6 +254,8 @@ class Checkpointing(StandIn):
     def notes(self) -> list[str]:
         """What the steps so far have shown."""
         saved = self.attention
+        if self.attention_ran is not None:
+            return attention_sentences(self.attention_ran)
         if saved is None or not saved.calls:
             return []
         if not saved.saved:

@@ -6,8 +6,9 @@ one keeps what it is given, and what it has been given it never writes.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ class CarriedState:
 
     def __init__(self, tensors: Mapping[Key, Tensor]) -> None:
         self.tensors: dict[Key, Tensor] = dict(tensors)
+
+    @property
+    def layers(self) -> StatesOfLayer:
+        """By number of the layer, as transformers before 5.21 reads a state."""
+        return StatesOfLayer(self)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The inputs of a convolution before the tile, ``[B, channels, kernel]``."""
@@ -69,3 +75,39 @@ class CarriedState:
     def is_recording_past(self, layer_idx: int) -> bool:
         """Whether earlier states are kept to go back to them."""
         return False
+
+
+class StatesOfLayer:
+    """One layer of a cache, whichever number is asked for.
+
+    Attributes:
+        conv_states: what :meth:`CarriedState.get_conv_state` gives; of more than one state by number.
+        recurrent_states: likewise.
+        record_past: whether earlier states are kept to go back to them.
+    """
+
+    record_past = False
+
+    def __init__(self, carried: CarriedState) -> None:
+        numbered = numbers_states()
+        self.conv_states = _ByNumber(carried.get_conv_state) if numbered else carried.get_conv_state(0)
+        self.recurrent_states = _ByNumber(carried.get_recurrent_state) if numbered else carried.get_recurrent_state(0)
+
+    def __getitem__(self, layer_idx: int) -> StatesOfLayer:
+        return self
+
+
+class _ByNumber:
+    def __init__(self, get: Callable[[int, int], Tensor | None]) -> None:
+        self._get = get
+
+    def __getitem__(self, state_idx: int) -> Tensor | None:
+        return self._get(0, state_idx)
+
+
+@functools.cache
+def numbers_states() -> bool:
+    """Whether a layer of transformers' own cache has its states by number; before 5.14 it has one of each kind."""
+    from transformers.cache_utils import LinearAttentionLayer
+
+    return isinstance(LinearAttentionLayer().conv_states, Mapping)

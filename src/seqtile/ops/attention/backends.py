@@ -17,6 +17,9 @@ from seqtile.devices import compute_capability, is_accelerator
 FASTER = {"memory-efficient": 0, "FlashAttention-2": 1, "cuDNN": 2, "FlashAttention-3": 3}
 """Order of speed on Hopper, the slowest first; a name stands for all that begin with it."""
 
+CUDNN_FIRST = (9, 10)
+"""Major compute capabilities on which PyTorch takes cuDNN's kernel before its own."""
+
 MASKED_TOKENS = 65_536
 """With a mask, SDPA's memory-efficient kernel is wrong beyond this many tokens, in every PyTorch that is supported:
 https://github.com/pytorch/pytorch/issues/162588 and https://github.com/pytorch/pytorch/issues/187227."""
@@ -39,17 +42,19 @@ def backend_of(operator: str) -> str:
 def recommended(capability: tuple[int, int] | None) -> str:
     """The fastest attention for a CUDA device of this compute capability, and how to have it; "" where one is left.
 
-    FlashAttention-2 is for Ampere (8.0) and newer, FlashAttention-3 for Hopper (9.0) alone:
-    https://github.com/Dao-AILab/flash-attention, "Requirements". Other devices of 8.0 and above get FlashAttention-2.
+    The package of FlashAttention-2 names Ampere, Ada and Hopper (8.x and 9.0) as what it runs on, FlashAttention-3 the
+    H100 and H800 (https://github.com/Dao-AILab/flash-attention). PyTorch has a FlashAttention-2 of its own for 8.0 to
+    12.1, and takes cuDNN first on 9.0 and 10.x with a new cuDNN (check_prefer_cudnn_attention in
+    https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     if capability is None or capability < (8, 0):
         return ""
-    if capability[0] == 9:
-        return (
-            "FlashAttention-3 (attn_implementation='flash_attention_3' with its package), else cuDNN "
-            "(with torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION), attn_implementation='sdpa')"
-        )
-    return "FlashAttention-2 (attn_implementation='flash_attention_2', or 'sdpa' without a mask)"
+    if capability[0] in CUDNN_FIRST:
+        cudnn = "cuDNN (with torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION), attn_implementation='sdpa')"
+        flash3 = "FlashAttention-3 (attn_implementation='flash_attention_3' with its package), else "
+        return flash3 * (capability[0] == 9) + cudnn
+    package = "'flash_attention_2', or " * (capability[0] == 8)
+    return f"FlashAttention-2 (attn_implementation={package}'sdpa' without a mask)"
 
 
 def slower_than_possible(operators: Collection[str], capability: tuple[int, int] | None, *, flash3: bool) -> str:
@@ -65,7 +70,8 @@ def slower_than_possible(operators: Collection[str], capability: tuple[int, int]
         return ""
     names = sorted({backend_of(one) for one in operators})
     ranks = [rank for name in names for known, rank in FASTER.items() if name.startswith(known)]
-    best = (3 if flash3 else 2) if capability is not None and capability[0] == 9 else 1
+    major = 0 if capability is None else capability[0]
+    best = 3 if flash3 and major == 9 else 2 if major in CUDNN_FIRST else 1
     if names and min(ranks, default=best) >= best:
         return ""
     ran = ", ".join(names) or "plain products"
