@@ -77,4 +77,10 @@ def test_the_page_says_what_the_command_prints(tokens: int, launches: int, gigab
     assert all(step_row(tokens, kernel, found) in page for kernel in gpu_estimates.ATTENTION)
     assert found.launches <= launches
     assert found.nbytes <= gigabytes * 1e9
-    assert all(f"| {tokens:,} | {method} |" in page for method in METHODS)
+
+
+@pytest.mark.parametrize("tokens", gpu_estimates.TOKENS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_row_is_counted_again(method: str, tokens: int) -> None:
+    found = row(tokens, method, record_layer(method, tokens, HIDDEN, INTERMEDIATE, TILE))
+    assert found in PAGE.read_text(encoding="utf-8").splitlines()
