@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -98,7 +99,8 @@ def _default(one: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    text = text.replace("|", "\\|").replace("\n", " ")
+    return re.sub(r"(?<!`)\{[^}]*\}", r"`\g<0>`", text)  # outside code the site takes braces for attributes
 
 
 def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:

@@ -26,9 +26,18 @@ NUMBER = re.compile(r"[(-]?\d[\d,. %x()+-]*$")
 """What a cell of a table of numbers holds."""
 SHORT = 28
 """Code of at most this many characters stays on one line."""
+PHONE = 44
+"""Characters that fit on one line of a table on a phone, in two columns."""
+EXPONENT = re.compile(r"\d(?:\.\d+)?e-\d+")
+"""A number that a browser would break at its minus."""
 
 
 _texts: dict[str, tuple[str, str]] = {}
+
+
+def on_nav(nav: Any, **_: Any) -> None:
+    """The pages in the order of the menu."""
+    _texts.update({page.url: ("", "") for page in nav.pages})
 
 
 def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
@@ -39,27 +48,38 @@ def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
             markdown = markdown.replace(marker, content(package))
     if page is not None:
         _texts[page.url] = page.title, as_text(markdown)
+        if page.url in UNLINKED or page.url == f"{GLOSSARY}.html":
+            # The search finds what explains a word before the lists that have it.
+            page.meta["search"] = {"boost": 0.2 if page.url in UNLINKED else 4}
     return markdown
 
 
 def on_post_build(config: Any, **_: Any) -> None:
     """Write the list of pages and their text, in the form of https://llmstxt.org."""
     site = Path(config["site_dir"])
-    pages = [f"- [{title}]({url})" for url, (title, _) in _texts.items()]
+    pages = [f"- [{title}]({url}): {opening(markdown)}" for url, (title, markdown) in _texts.items()]
     head = f"# {config['site_name']}\n\n> {config['site_description']}\n\n"
-    (site / "llms.txt").write_text(f"{head}## Pages\n\n" + "\n".join(pages) + "\n", encoding="utf-8")
+    every = "## Everything\n\n- [Every page](llms-full.txt): the text of all of them in one file"
+    (site / "llms.txt").write_text("\n".join([f"{head}## Pages\n", *pages, "", every, ""]), encoding="utf-8")
     text = "\n\n".join(f"<!-- {url} -->\n\n{markdown.strip()}" for url, (_, markdown) in _texts.items())
     (site / "llms-full.txt").write_text(f"{text}\n", encoding="utf-8")
     for page in site.rglob("*.html"):
         page.write_text(without_the_network(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
+def opening(markdown: str) -> str:
+    """The first paragraph of a page, which says whom it is for, on one line."""
+    paragraphs = (part for part in markdown.split("\n\n") if part.strip() and not part.startswith("#"))
+    return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", " ".join(next(paragraphs).split()))
+
+
 def as_text(markdown: str) -> str:
     """A page with the files that it includes, and with signature and docstring of each name that it documents."""
     parts: list[str] = []
     for line in markdown.splitlines():
-        if included := re.match(r'\s*--8<-- "(.+)"$', line):
-            parts.append((ROOT / included[1]).read_text(encoding="utf-8").rstrip())
+        if included := re.match(r'\s*--8<-- "([^":]+)(?::(\d+):(\d+))?"$', line):
+            lines = (ROOT / included[1]).read_text(encoding="utf-8").rstrip().splitlines()
+            parts += lines[int(included[2]) - 1 : int(included[3])] if included[2] else lines
         elif documented := re.match(r"::: (\S+)$", line):
             parts.append(described(documented[1]))
         else:
@@ -107,20 +127,55 @@ def on_page_content(html: str, page: Any = None, **_: Any) -> str:
     elif page is not None and page.url not in UNLINKED:
         html = with_glossary_links(html, glossary(ROOT / "docs" / f"{GLOSSARY}.md"))
     html = re.sub(r"(?<!</span>)<code>([^<]+)</code>", _with_whole_flags, html)
-    return re.sub(r"<table>\n<thead>.*?</table>", lambda table: with_labels(table[0]), html, flags=re.S)
+    html = re.sub(
+        r"<table>\n<thead>.*?</table>", lambda table: with_whole_numbers(with_labels(table[0])), html, flags=re.S
+    )
+    return with_breaks(html, everywhere=page is not None and page.url == "architectures.html")
+
+
+def with_whole_numbers(table: str) -> str:
+    """A table whose numbers with an exponent stay on one line."""
+    return re.sub(r"(?<=>)[^<]+", lambda text: EXPONENT.sub(r'<span class="whole">\g<0></span>', text[0]), table)
+
+
+def with_breaks(html: str, *, everywhere: bool) -> str:
+    """Names that are longer than a phone is wide may be broken at their dots, underscores, brackets and capitals.
+
+    Args:
+        html: a page.
+        everywhere: on wide windows too, in tables: for a page of tables that would not fit there.
+    """
+    kind, least = ("", SHORT // 2) if everywhere else (' class="narrow"', SHORT - 4)
+    parts, code, inside, whole = [], 0, 0, False
+    for part in re.split(r"(<[^>]+>)", html):
+        if tag := re.match(r"<(/?)(pre|code|td)\b", part):
+            step = -1 if tag[1] else 1
+            inside += step * (tag[2] == "pre")
+            code += step * (tag[2] != "pre")
+        elif code and not inside and not part.startswith("<"):
+            length = PHONE if whole and not everywhere else least
+            part = re.sub(rf"[^\s<>&;]{{{length},}}", lambda word: _with_breaks(word[0], kind), part)
+        whole = 'class="whole"' in part
+        parts.append(part)
+    return "".join(parts)
+
+
+def _with_breaks(word: str, kind: str) -> str:
+    return re.sub(r"(?<=[._(,=/])(?=[A-Za-z_*])|(?<=[a-z0-9])(?=[A-Z])", f"<wbr{kind}>", word)
 
 
 def with_labels(table: str) -> str:
     """A table of words with each cell's column name beside it: on a phone the style stacks it, row by row.
 
-    A table of numbers stays as it is, and so do one of two columns, which fits, and a matrix of single words.
+    A table of numbers stays as it is, and so do one of two columns that fit beside each other, and a matrix of single
+    words.
     """
     labels = [re.sub(r"<[^>]+>", "", label).strip() for label in re.findall(r"<th[^>]*>(.*?)</th>", table, re.S)]
     cells = [re.sub(r"<[^>]+>", "", cell).strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", table, re.S)]
     numbers = sum(bool(NUMBER.match(cell)) for cell in cells)
     others = [cell for number, cell in enumerate(cells) if number % max(1, len(labels))]
     is_matrix = labels[:1] == [""] and all(" " not in cell for cell in others)
-    if len(labels) < 3 or 3 * numbers > len(cells) or is_matrix:
+    if (len(labels) < 3 and _fits(table)) or 3 * numbers > len(cells) or is_matrix:
         return table
 
     def labelled(row: re.Match[str]) -> str:
@@ -133,6 +188,17 @@ def with_labels(table: str) -> str:
         return re.sub(r"<td([^>]*)>", cell, row[0])
 
     return re.sub(r"<tr.*?</tr>", labelled, table.replace("<table>", "<table data-stack>", 1), flags=re.S)
+
+
+def _fits(table: str) -> bool:
+    """Whether the longest words of two columns, short code taken whole, fit beside each other on a phone."""
+    table = re.sub(r'(?<=class="whole">)[^<]*', lambda code: code[0].replace(" ", "_"), table)
+    columns: dict[int, int] = {}
+    for row in re.findall(r"<tr.*?</tr>", table, re.S):
+        for column, cell in enumerate(re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.S)):
+            longest = max((len(word) for word in re.sub(r"<[^>]*>", "", cell).split()), default=0)
+            columns[column] = max(columns.get(column, 0), longest)
+    return sum(columns.values()) <= PHONE
 
 
 def glossary(page: Path) -> dict[str, str]:

@@ -264,24 +264,28 @@ def loss() -> Picture:
 def heads() -> Picture:
     """Attention for a few heads at a time."""
     picture = Picture(
-        246, "Head-wise attention projects, attends and adds into the output for one group of key-value heads "
-        "after another, so that queries, keys and values exist for one group only",
+        260, "Head-wise attention projects queries, keys and values of all heads once, then runs norms, rotary "
+        "embedding and attention for one group of key-value heads after another, so that copies and gradients exist "
+        "for one group only",
     )  # fmt: skip
     picture.text(14, 24, "Head-wise attention: one group of key-value", "bold")
     picture.text(14, 42, "heads at a time", "bold")
-    picture.box(10, 92, 56, 76, "input\n[T, D]", "soft-blue", "small")
+    picture.box(8, 92, 54, 76, "input\n[T, D]", "soft-blue", "small")
+    picture.box(82, 92, 66, 76, "q, k, v,\nall heads", "soft-blue", "small")
+    picture.line([(62, 130), (78, 130)])
     for number in range(3):
         y = 54 + 54 * number
         now = number == 1
-        kind = "soft-blue" if now else "line dashed"
-        picture.box(90, y, 84, 42, f"q, k, v\nof group {number}", kind, "small")
-        picture.box(194, y, 72, 42, "attention", kind, "small")
-        picture.box(286, y, 72, 42, "its part\nof o_proj", kind, "small")
+        kind = "soft-red" if now else "line dashed"
+        picture.box(170, y, 118, 42, f"group {number}: rotary,\nattention", kind, "small")
         if now:
-            for start, end in ((68, 86), (176, 190), (268, 282), (360, 374)):
-                picture.line([(start, y + 21), (end, y + 21)])
-    picture.box(378, 92, 56, 76, "output\n[T, D],\nsum", "soft-blue", "small")
-    picture.text(14, 234, "Solid: in memory now. Dashed: freed, or still to come.", "small faint")
+            picture.line([(148, y + 21), (166, y + 21)])
+            picture.line([(288, y + 21), (306, y + 21)])
+    picture.box(310, 92, 54, 76, "output,\nall\nheads", "soft-blue", "small")
+    picture.line([(364, 130), (376, 130)])
+    picture.box(380, 92, 54, 76, "output\nprojec-\ntion", "box", "small")
+    picture.lines(14, 230, "Solid: in memory now. Dashed: freed, or still to come.\n"
+                  "In backward gradients of q, k, v are written over them.")  # fmt: skip
     return picture
 
 

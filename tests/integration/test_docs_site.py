@@ -30,7 +30,14 @@ def test_the_site_builds(tmp_path: Path) -> None:
     last = (ROOT / "docs" / "core.py").read_text(encoding="utf-8").splitlines()[-1].strip()
     assert html.unescape(core).count(last) == 1, "docs/core.md does not include docs/core.py"
     text = (tmp_path / "llms-full.txt").read_text(encoding="utf-8")
+    loop = (ROOT / "examples" / "accelerate_loop.py").read_text(encoding="utf-8").splitlines()[43]
+    trainers = re.sub(r"<[^>]+>", "", (tmp_path / "trainers.html").read_text(encoding="utf-8"))
+    assert loop in text and loop in html.unescape(trainers)
     assert last in text and "8<" not in text and not re.search(r"^::: ", text, re.M)
+    listed = (tmp_path / "llms.txt").read_text(encoding="utf-8").splitlines()
+    assert sum(line.startswith("- [") and "): For " in line for line in listed) > 35
+    for url in (url for line in listed for url in re.findall(r"^- \[[^\]]+\]\((.+?)\): ", line)):
+        assert (tmp_path / url).exists(), url
     for file in ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"):
         assert (ROOT / file).read_text(encoding="utf-8").strip() in text, f"{file} is not in llms-full.txt"
     assert "### seqtile.models.apply.apply" in text and "def apply(model" in text

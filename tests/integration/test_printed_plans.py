@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -16,6 +17,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 if not DOCS.exists():
     pytest.skip("no docs here: the tests run from an installed package", allow_module_level=True)
 
+GENERATORS = re.findall(
+    r"^\| `(--generator [^`]+)` \| ([\d.]+) \(([\d.]+) to ([\d.]+)\) \| [^|]+ \| ([\d,]+) \|$",
+    (DOCS / "rl.md").read_text(encoding="utf-8"),
+    re.M,
+)
 BLOCKS = [
     (page.name, found[1].replace("\\\n", " "), found[2])
     for page in sorted(DOCS.glob("*.md"))
@@ -24,8 +30,54 @@ BLOCKS = [
 ]
 
 
+def planned(command: str, capsys: Any) -> dict[str, Any]:
+    main([*shlex.split(command)[1:], "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def sentences(page: str) -> str:
+    return " ".join((DOCS / f"{page}.md").read_text(encoding="utf-8").split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("generator", "expected", "low", "high", "longest"), GENERATORS)
+def test_a_plan_of_grpo(
+    generator: str, expected: str, low: str, high: str, longest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [command] = re.findall(r"`(seqtile plan [^`]*--loss grpo [^`]+)` and what the row says", sentences("rl"))
+    found = planned(f"{command} {generator}", capsys)
+    peak = found["peak_device_gib"]
+    assert [expected, low, high] == [f"{peak[bound]:.1f}" for bound in ("expected", "low", "high")]
+    assert longest == f"{found['max_length']:,}"
+
+
+@pytest.mark.slow
+def test_the_hybrid_ladder_with_states_in_tiles(capsys: pytest.CaptureFixture[str]) -> None:
+    [(longest, command)] = re.findall(
+        r"the last one reaches ([\d,]+) tokens: `(seqtile plan [^`]+)`", sentences("longest")
+    )
+    assert longest == f"{planned(command, capsys)['max_length']:,}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1048576, 131072])
+def test_the_whole_step_with_heads_in_passes(tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """In hidden-state tensors of 8 KiB a token: the peak without weights, optimiser states and the context."""
+    [command] = re.findall(r"whole step by the plan, `(seqtile plan [^`]+) --max-length \d+`", sentences("attention"))
+    terms = planned(f"{command} --max-length {tokens}", capsys)["terms"]["device_gib"]
+    aside = ("weights", "optimiser state", "gradients", "context and allocator")
+    unit = tokens / 2**17
+    held = sum(gib for name, gib in terms.items() if name not in aside) / unit
+    shown = {1048576: f": {held:.1f} of them at its peak", 131072: f"At 131,072 tokens it is {held:.1f}, in the loss, "}
+    assert shown[tokens] in sentences("attention")
+    if tokens == 131072:
+        assert f"whose tile is {terms['loss tile'] / unit:.1f} of them" in sentences("attention")
+
+
 def test_there_are_some() -> None:
     assert len(BLOCKS) >= 5, BLOCKS
+    assert len(GENERATORS) == 3
 
 
 @pytest.mark.slow

@@ -73,6 +73,28 @@ def test_axolotls_page_has_every_option() -> None:
     assert [name for name in DEFAULTS if f"`{name}`" not in page("axolotl")] == []
 
 
+@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.stem)
+def test_a_page_is_whole(path: Path) -> None:
+    """What the site would show as plain text: an include that a formatter took for code, rows of a table behind a
+    blank line or with other columns than its head; what it would not show: braces outside code, which are attributes.
+    """
+    text = path.read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if re.match(r"\s*-+ ?8", line):
+            included = re.fullmatch(r'\s*--8<-- "([^":]+)(?::(\d+):(\d+))?"', line)
+            assert included, line
+            lines = (ROOT / included[1]).read_text(encoding="utf-8").splitlines()
+            first, last = int(included[2] or 1), int(included[3] or len(lines))
+            assert lines[first - 1].strip() and lines[last - 1].strip(), f"{line} begins or ends with an empty line"
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    bare = re.sub(r"`[^`]*`", "", text)
+    assert "{" not in bare, re.findall(r".*\{.*", bare)
+    for table in re.findall(r"(?:^\|.*\n?)+", bare, re.M):
+        head, *rows = (re.split(r"(?<!\\)\|", line.strip()) for line in table.splitlines())
+        assert rows and all(re.fullmatch(r" *:?-+:? *", cell) for cell in rows[0][1:-1]), f"{head}: no table's head"
+        assert all(len(row) == len(head) for row in rows), head
+
+
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
 def test_files_that_a_page_names_exist(path: Path) -> None:
     """Tests, examples, benchmarks and modules in code quotes."""
@@ -160,12 +182,30 @@ def test_tables_of_words_have_their_columns_beside_each_cell() -> None:
         "<table>\n<thead>\n<tr>\n<th>a</th>\n<th>b</th>\n</tr>\n</thead>\n<tr>\n<td>x</td>\n<td>y</td>\n</tr>\n</table>"
     )
     assert site_hooks.with_labels(two) == two
+    wide = two.replace("<td>y<", f'<td><code class="whole">{"y " * 22}</code><')
+    assert site_hooks.with_labels(wide).startswith("<table data-stack>")
     matrix = words.replace(" data-stack", "").replace("<th>a</th>", "<th></th>")
     matrix = re.sub(r' data-label="[^"]*"', "", matrix)
     assert site_hooks.with_labels(matrix) == matrix
     assert site_hooks.with_labels(matrix.replace("<td>y</td>", "<td>y y</td>")) != matrix
     style = (DOCS / "stylesheets" / "site.css").read_text(encoding="utf-8")
     assert "table[data-stack]" in style and "content: attr(data-label)" in style
+
+
+def test_long_names_may_be_broken_between_their_words_alone() -> None:
+    """On a phone; short ones, flags, blocks of code and text stay as they are."""
+    name = "seqtile.integrations.axolotl.SeqtilePlugin"
+    shown = site_hooks.with_breaks(f"<p>{name} <code>{name}</code></p><pre><code>{name}</code></pre>", everywhere=False)
+    broken = '<wbr class="narrow">'.join(("seqtile.", "integrations.", "axolotl.", "Seqtile", "Plugin"))
+    assert shown == f"<p>{name} <code>{broken}</code></p><pre><code>{name}</code></pre>"
+    short = "<td>model.layers.mlp</td>"
+    assert site_hooks.with_breaks(short, everywhere=False) == short
+    assert site_hooks.with_breaks(short, everywhere=True) == "<td>model.<wbr>layers.<wbr>mlp</td>"
+
+
+def test_numbers_of_tables_are_not_broken_at_their_minus() -> None:
+    shown = site_hooks.with_whole_numbers('<td data-label="1e-5">5e-06, text-6</td>')
+    assert shown == '<td data-label="1e-5"><span class="whole">5e-06</span>, text-6</td>'
 
 
 TERMS = (

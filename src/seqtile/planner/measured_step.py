@@ -227,7 +227,7 @@ def plot_timeline(found: Probe, path: Path) -> None:
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
     axes = figure.subplots()
     colours = {"untiled": "#222222", "tiled": "#d1495b"}
     unit, word = (2**30, "GiB") if max(side.peak for side in found.sides) >= 2**30 else (2**20, "MiB")
@@ -245,5 +245,5 @@ def plot_timeline(found: Probe, path: Path) -> None:
     axes.set_ylabel(f"{word} live")
     axes.set_title(f"One step of {found.tokens:,} tokens on {found.device_type}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
+    figure.legend(fontsize=9, frameon=False, loc="outside lower left")
+    figure.savefig(path, dpi=180)

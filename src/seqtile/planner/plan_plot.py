@@ -34,7 +34,7 @@ def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
     lengths = [max(1, round(tokens * number / 40)) for number in range(1, 51)]
     found = [planner.estimate(length, lines) for length in lengths]
     names = [name for name in COLOURS if any(one.terms.get(name, 0.0) > 0.002 * one.device.expected for one in found)]
-    figure = Figure(figsize=(9.0, 4.6), layout="constrained")
+    figure = Figure(figsize=(5.6, 4.8), layout="constrained")
     axes = figure.subplots()
     stacks = [[one.terms.get(name, 0.0) / GIB for one in found] for name in names]
     axes.stackplot(lengths, stacks, labels=names, colors=[COLOURS[name] for name in names])
@@ -52,11 +52,11 @@ def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:,.0f}K" if n >= 4096 else f"{n:,.0f}"))
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.legend(handles[::-1], labels[::-1], fontsize=9, frameon=False, loc="outside lower left", ncols=2)
     request = planner.request
     trains = "adapters" if request.lora else "every weight"
     axes.set_title(f"{request.model}, {trains}, {request.gpus} x {request.device.name}, {request.engine}", fontsize=10)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=180)
 
 
 def _step(top: int) -> int:
