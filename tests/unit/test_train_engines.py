@@ -64,6 +64,10 @@ FLASH = {"attn_implementation": "flash_attention_2"}
         ({"engine": "fsdp2", "cp_size": 2, "heads": 1}, "heads 1 with cp_size 2"),
         ({"engine": "fsdp2", "cp_size": 2, "checkpoint": "attention-saved"}, "'attention-saved' with cp_size 2"),
         ({"engine": "fsdp2", "cp_size": 2, "model_kwargs": FLASH}, "needs PyTorch's own attention"),
+        *(
+            ({"engine": engine, "trainer": {"save_on_each_node": True}}, "none to go on from; drop it")
+            for engine in ("fsdp2", "zero2", "zero3")
+        ),
         ({"engine": "zero3", "trainer": {"deepspeed": "x.json"}}, "use 'engine' instead"),
     ],
 )
