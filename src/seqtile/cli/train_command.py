@@ -106,7 +106,7 @@ def command(
     wait_seconds = MEETING_SECONDS if wait_nodes is None else wait_nodes
     if of_nodes is not None:  # before torch is imported: of a lost connection its store writes stacks
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with _refusals_told(of_nodes, wait_seconds):
+    with refusals_told(of_nodes, wait_seconds):
         given = {
             "model": model,
             "dataset": dataset,
@@ -216,7 +216,7 @@ def run(recipe: Any, **how: Any) -> None:
 
 
 @contextmanager
-def _refusals_told(nodes: Nodes | None, wait_seconds: float) -> Iterator[None]:
+def refusals_told(nodes: Nodes | None, wait_seconds: float) -> Iterator[None]:
     """Say what is refused on this node before it has met the others, and tell them: they would wait for it."""
     try:
         yield

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from seqtile._compat import supports_sdpa
 from seqtile._errors import UserError
 from seqtile.devices import package_version
 
@@ -105,7 +106,7 @@ def why_no_ring(model: nn.Module) -> str:
         )
     if other := sorted(kinds - {"full_attention"}):
         return f"its layers have {', '.join(other)}, and ring attention is causal over whole sequences"
-    if not getattr(model, "_supports_sdpa", True):
+    if not supports_sdpa(model):
         return "ring attention needs PyTorch's own attention (sdpa), which Transformers does not have for it"
     if not any(name.endswith("self_attn") for name, _ in model.named_modules()):
         return "ring attention replaces the masks of modules called self_attn, and it has none"
