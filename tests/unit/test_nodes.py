@@ -325,6 +325,26 @@ def test_the_others_hear_of_a_lost_node(gone: int, how: str, tmp_path: Path, mon
     assert ("ended first: out of memory" if how == "ended" else "is lost: no heartbeat") in news
 
 
+def test_a_third_node_hears_of_a_lost_one_from_node_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOST_SECONDS", 5.0)
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.1)
+    port, heard = free_port(), threading.Barrier(3)
+
+    def one(rank: int) -> str:
+        meeting = Meeting(Nodes(3, rank, "127.0.0.1", port), 10)
+        meeting.agree({}, tmp_path / "out", None)
+        if rank == 2:
+            meeting._done.set()
+        news = meeting.news(seconds=20)
+        heard.wait(60)
+        meeting.end(1)
+        return news
+
+    told = on_each(3, one)
+    for rank in (0, 1):
+        assert re.fullmatch(r"node 2 \(.*\) is lost: no heartbeat for 5 s", told[rank])
+
+
 NODE_0 = """
 import sys
 from pathlib import Path

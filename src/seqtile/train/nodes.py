@@ -367,7 +367,7 @@ class Meeting:
             with self._lock:
                 lost = self._lost or ((0, _silent()) if self._is_silent() else None)
                 if lost is not None:
-                    return f"{self._others[lost[0]]} {lost[1]}"
+                    return f"{self._others.get(lost[0], 'this node')} {lost[1]}"
             if time.monotonic() >= end:
                 return ""
             time.sleep(_POLL_SECONDS)
@@ -398,7 +398,7 @@ class Meeting:
                     break
                 time.sleep(_POLL_SECONDS)
             if self.nodes.rank == 0 and code:
-                time.sleep(BEAT_SECONDS)  # for those that are to hear it
+                time.sleep(2 * BEAT_SECONDS)  # for those that are to hear it
         self._done.set()
 
     def _judge(self) -> dict[str, Any]:
@@ -489,11 +489,14 @@ class Meeting:
 
     def _beat(self) -> None:
         """Give signs of life and look for those of the others."""
-        seen = {rank: (-1, time.monotonic()) for rank in self._others}
+        # Node 0 looks at all and tells the others, so that what they ask of its store grows with their number only.
+        seen = {rank: (-1, time.monotonic()) for rank in (self._others if self.nodes.rank == 0 else (0,))}
         while not self._done.wait(BEAT_SECONDS):
             try:
                 self._store.add(f"beat/{self.nodes.rank}", 1)
                 lost = self._look(seen)
+                if lost is not None and self.nodes.rank == 0:
+                    self._store.set("lost", json.dumps(lost))
             except RuntimeError as error:
                 lost = None if self.nodes.rank == 0 else (0, f"is lost: {error}")
                 self._unreachable = lost is not None
@@ -517,6 +520,9 @@ class Meeting:
                 seen[rank] = (beats, time.monotonic())
             elif time.monotonic() - since[1] > LOST_SECONDS:
                 return rank, _silent()
+        if self.nodes.rank and self._store.check(["lost"]):
+            rank, words = json.loads(self._store.get("lost"))
+            return rank, words
         return None
 
 
