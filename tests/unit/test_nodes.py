@@ -93,6 +93,8 @@ def test_nodes_are_those_of_the_flags_or_of_the_environment(
         ((2, 0, "fe80::1:29500"), {}, "IPv6 in brackets"),
         ((2, 0, "[]:5"), {}, "expected HOST:PORT"),
         ((2, 0, "tcp://a:1"), {}, "expected HOST:PORT"),
+        ((2, 0, "[fe80::1%eth0]:1"), {}, "expected HOST:PORT"),  # torch's launcher takes neither this nor the next
+        ((2, 0, "a,b:1"), {}, "expected HOST:PORT"),
         ((2, 0, " a:1"), {}, "expected HOST:PORT"),
         ((0, 0, "a:1"), {}, "--nodes 0, expected at least 1"),
         ((10**20, 0, "a:1"), {}, "--nodes '100000000000000000000', expected a whole number"),

@@ -112,7 +112,7 @@ def find_nodes(
         raise UserError(f"got --nodes {shown(numbers[0])}, expected at least 1 and at most {MOST_NODES}")
     if numbers[1] >= numbers[0]:
         raise UserError(f"got --node-rank {numbers[1]} of {numbers[0]} nodes; they are numbered from 0")
-    place = re.fullmatch(r"(?:\[([0-9A-Za-z:.%]+)\]|([^\s/:\[\]]+)):([0-9]{1,5})", said["--rendezvous"], re.ASCII)
+    place = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+)):([0-9]{1,5})", said["--rendezvous"], re.ASCII)
     if place is None or not 0 < int(place[3]) < 65536:
         raise UserError(
             f"got --rendezvous {said['--rendezvous']!r}, expected HOST:PORT, an address of node 0 that all reach (of "
