@@ -38,9 +38,11 @@ CASES: dict[str, dict[str, Any]] = {
     "DDP": {"engine": "ddp", "nproc": 2},
     "DDP, 2 processes a node": {"engine": "ddp", "nproc": 4},
     "FSDP2": {"engine": "fsdp2", "nproc": 2},
+    "FSDP2, 2 processes a node": {"engine": "fsdp2", "nproc": 4},
     "FSDP2 + context parallel": {"engine": "fsdp2", "nproc": 2, "cp_size": 2},
     "FSDP2 + context parallel, 2 processes a node": {"engine": "fsdp2", "nproc": 4, "cp_size": 2},
     "ZeRO-3": {"engine": "zero3", "nproc": 2},
+    "ZeRO-3, 2 processes a node": {"engine": "zero3", "nproc": 4},
     "ZeRO-3 + Ulysses": {"engine": "zero3", "nproc": 2, "sp_size": 2},
     "ZeRO-3 + Ulysses, 2 processes a node": {
         "engine": "zero3", "nproc": 4, "sp_size": 2, "gradient_accumulation": 2,

@@ -1174,6 +1174,11 @@ def compute_attention_plainly(config: Any) -> None:
     config.__dict__["_attn_implementation_internal"] = "eager"
 
 
+def supports_sdpa(model: Any) -> bool:
+    """Whether transformers has PyTorch's own attention for a model; also True for a model that is not its own."""
+    return bool(getattr(model, "_supports_sdpa", True))
+
+
 def _tiny_llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -1298,6 +1303,17 @@ def _check_attention_kind() -> None:
     _expect(attention_kind(model) == "sdpa", f"sdpa, got {attention_kind(model)}")
     compute_attention_plainly(model.config)
     _expect(attention_kind(model) == attention_kind(model.config) == "eager", "eager after it was set")
+
+
+@_contract("transformers.PreTrainedModel._supports_sdpa", _MODELING, "a model says in public which attention it has")
+def _check_supports_sdpa() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    with torch.device("meta"):
+        bloom = BloomForCausalLM(BloomConfig(hidden_size=8, n_layer=1, n_head=1, vocab_size=8))
+    for model, expected in ((_tiny_llama(), True), (bloom, False)):
+        _expect(supports_sdpa(model) is expected, f"{expected} for {type(model).__name__}")
+        _expect((attention_kind(model) == "sdpa") is expected, "the default where a model has it")
 
 
 # ---- accelerate ----

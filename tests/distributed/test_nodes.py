@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 import node_fronts
@@ -173,10 +174,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("killed", [1])
-def test_a_node_is_killed_the_others_end_with_a_sentence_and_the_run_goes_on(killed: int, folder: Path) -> None:
+@pytest.mark.parametrize(("killed", "engine"), [(1, "ddp"), (0, "fsdp2")])
+def test_a_node_is_killed_the_others_end_with_a_sentence_and_the_run_goes_on(
+    killed: int, engine: str, folder: Path
+) -> None:
     output, port = folder / f"killed-{killed}", free_port()
-    values = {"engine": "ddp", "nproc": 2, "save_steps": 2}
+    values = {"engine": engine, "nproc": 2, "save_steps": 2}
     save_recipe(node_fronts.recipe(folder, output, **values, steps=None).changed(steps=2000), folder / "long.yaml")
     fronts = [start(folder, rank, port, "--recipe", str(folder / "long.yaml")) for rank in range(2)]
     try:
@@ -207,6 +210,8 @@ def test_a_node_is_killed_the_others_end_with_a_sentence_and_the_run_goes_on(kil
     more = {**values, "steps": step + 1}
     assert node_fronts.train_on_nodes(folder, output, resume=True, **more) == {0: 0, 1: 0}
     assert len(node_fronts.losses(output)) == step + 1
-    unbroken = folder / "unbroken"
+    unbroken = folder / f"unbroken-{engine}"
     assert node_fronts.train_on_nodes(folder, unbroken, **more) == {0: 0, 1: 0}
     assert node_fronts.losses(output) == node_fronts.losses(unbroken)
+    weights, expected = (load_file(one / "model.safetensors") for one in (output, unbroken))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
 from seqtile._errors import UserError
 from seqtile.cli import main
@@ -29,7 +29,7 @@ CONFIG = LlamaConfig(
 
 def request(**values: Any) -> Request:
     given: dict[str, Any] = {"model": "tiny", "config": CONFIG, "device": Device("any", 2**36, None, "a test")}
-    return Request(**given, **{"gpus": 8, "nodes": 2, "host_memory": 2**40, **values})
+    return Request(**{**given, "gpus": 8, "nodes": 2, "host_memory": 2**40, **values})
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +145,7 @@ def test_the_command_plans_a_ring_of_a_length_and_says_how_long_its_bytes_take(
     found = json.loads(capsys.readouterr().out)
     assert found["between_nodes_seconds"] == pytest.approx(sum(found["between_nodes_gib"].values()) * 2**30 / 1e9)
     assert "ring attention" in found["attention_saved"]["why"]
+    assert found["command"].startswith("seqtile train --recipe RECIPE --dataset DATA --nodes 2 --node-rank R")
     assert (found["inside_a_node_gib"], found["inside_a_node_seconds"]) == ({}, None)
     assert main(["plan", "--model", str(tmp_path), "--node-link", "8"]) == 2
     assert "nodes above 1" in capsys.readouterr().err
@@ -154,10 +155,21 @@ def test_the_command_plans_a_ring_of_a_length_and_says_how_long_its_bytes_take(
     assert main(["plan", "--model", str(tmp_path), *flags, "--device-link", "3600"]) == 2
     assert "more devices than nodes" in capsys.readouterr().err
     flags[3] = "4"
-    assert main(["plan", "--model", str(tmp_path), *flags, "--max-length", "262144", "--device-link", "8"]) == 0
+    more = ["--max-length", "262144", "--device-link", "8", "--recipe", str(tmp_path / "a recipe.yaml")]
+    assert main(["plan", "--model", str(tmp_path), *flags, *more]) == 0
     told = capsys.readouterr().out
+    assert f"Start it on each node with: seqtile train --recipe '{tmp_path}/a recipe.yaml' --dataset DATA" in told
     assert "Between nodes a step moves" in told and "GiB out of each device: weights" in told
     assert re.search(r"By --cp-size: [0-9,]+ at 1, [0-9,]+ at 2, [0-9,]+ at 4\.", told)
+
+
+def test_a_plan_refuses_a_ring_that_training_refuses() -> None:
+    gpt2 = GPT2Config(n_embd=64, n_head=4, n_layer=2, vocab_size=64)
+    apart = Planner(request(engine="fsdp2", config=gpt2))
+    for like in (None, apart):
+        with pytest.raises(UserError, match="cp-size 2 does not fit .*: .* modules called self_attn, and it has none"):
+            Planner(request(engine="fsdp2", cp_size=2, config=gpt2), like=like)
+    assert [*longest_by_split(apart)] == [1]
 
 
 def test_the_longest_by_split_is_that_of_each_plan(ring: Planner) -> None:

@@ -64,6 +64,10 @@ FLASH = {"attn_implementation": "flash_attention_2"}
         ({"engine": "fsdp2", "cp_size": 2, "heads": 1}, "heads 1 with cp_size 2"),
         ({"engine": "fsdp2", "cp_size": 2, "checkpoint": "attention-saved"}, "'attention-saved' with cp_size 2"),
         ({"engine": "fsdp2", "cp_size": 2, "model_kwargs": FLASH}, "needs PyTorch's own attention"),
+        *(
+            ({"engine": engine, "trainer": {"save_on_each_node": True}}, "none to go on from; drop it")
+            for engine in ("fsdp2", "zero2", "zero3")
+        ),
         ({"engine": "zero3", "trainer": {"deepspeed": "x.json"}}, "use 'engine' instead"),
     ],
 )
@@ -123,24 +127,46 @@ def test_a_sliding_window_that_ulysses_would_lose(tmp_path: Path):
 
 
 def test_layers_that_ring_attention_cannot_compute(tmp_path: Path):
-    from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3_5TextConfig
+    from transformers import BloomConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen3_5TextConfig
 
     from seqtile.train.load import check_split
 
     values = {"model": str(tmp_path), "engine": "fsdp2", "cp_size": 2, "max_length": 64}
     small = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
     MistralConfig(**small, sliding_window=32).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="cp_size 2 drops the mask of .* sliding window of 32 tokens"):
-        check_split(recipe_of(**values))
-    check_split(recipe_of(**{**values, "max_length": 32}))
+    for length in (64, 32):  # accelerate refuses a window that no row reaches, too
+        with pytest.raises(UserError, match="cp_size 2 does not fit .*: the mask of its sliding window of 32 tokens"):
+            check_split(recipe_of(**{**values, "max_length": length}))
     Gemma3TextConfig(**small, sliding_window=32, num_hidden_layers=6).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="sliding window of 32"):
         check_split(recipe_of(**values))
     Qwen3_5TextConfig(**small, num_hidden_layers=4).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"cp_size 2 would train .* with wrong gradients: .*\(Gated DeltaNet\)"):
         check_split(recipe_of(**values))
+    GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=64).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="cp_size 2 does not fit .*: .* modules called self_attn, and it has none"):
+        check_split(recipe_of(**values))
+    BloomConfig(hidden_size=32, n_head=4, n_layer=1, vocab_size=64).save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"cp_size 2 does not fit .*: .* attention \(sdpa\), which Transformers does not"
+    ):
+        check_split(recipe_of(**values))
     LlamaConfig(**small).save_pretrained(tmp_path)
     check_split(recipe_of(**values))
+
+
+def test_each_process_of_a_users_own_launcher_looks_at_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No command in front of them has: the mask of the window would be dropped, and they would train."""
+    from transformers import MistralConfig
+
+    from seqtile.train.run import train
+
+    MistralConfig(num_attention_heads=4, num_key_value_heads=2, sliding_window=32).save_pretrained(tmp_path / "model")
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    split = {"engine": "zero3", "sp_size": 2, "nproc": 2, "fit": False}
+    with pytest.raises(UserError, match="sp_size 2 drops the mask of .*sliding window of 32 tokens"):
+        train(recipe_of(model=str(tmp_path / "model"), dataset=__file__, output=str(tmp_path / "out"), **split))
 
 
 @pytest.mark.parametrize(

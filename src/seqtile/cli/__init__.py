@@ -71,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build_app()(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except UserError as error:
-        sentence = " ".join(str(error).split())
-        print(f"seqtile: {_rank()}{sentence}", file=sys.stderr)
+        say_user_error(error)
         return USER_ERROR
     except RunError as error:
         print(f"seqtile: {_rank()}{error}", file=sys.stderr)
@@ -89,6 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 128 + getattr(cause, "number", signal.SIGINT)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 0
+
+
+def say_user_error(error: UserError) -> str:
+    """Print what is wrong, and return it."""
+    sentence = " ".join(str(error).split())
+    print(f"seqtile: {_rank()}{sentence}", file=sys.stderr)
+    return sentence
 
 
 def _is_broken_pipe(error: BaseException) -> bool:

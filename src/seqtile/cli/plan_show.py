@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def show_plan(
 
         plot_lengths(planner, max(longest, estimate.tokens), Path(plot_file).expanduser())
     if as_json:
-        print(json.dumps(_object(planner, estimate, longest, limit, chosen, saving, better, by_split)))
+        found = _object(planner, estimate, longest, limit, chosen, saving, better, by_split)
+        print(json.dumps(found | {"command": start_command(planner.request, recipe_file)}))
         return
     console = Console(highlight=False, soft_wrap=True, markup=False)
     request = planner.request
@@ -51,6 +53,8 @@ def show_plan(
     )
     console.print(_table(planner, estimate))
     _print_verdict(console, planner, estimate, longest, limit, asked, better, by_split)
+    if command := start_command(request, recipe_file):
+        console.print(f"Start it on each node with: {command}")
     if saving is not None:
         console.print(f"attention-saved: {saving.why}.")
     for note in planner.notes():
@@ -128,8 +132,6 @@ def _print_verdict(
         inside := bytes_inside_a_node(request, planner.counts, estimate.tokens)
     ):
         console.print(f"Inside a node it moves {_moved(inside, request.device_link, 'each device')}.")
-    if request.nodes > 1:
-        console.print(f"Start it on each node with: {start_command(request)}")
 
 
 def _moved(by_part: dict[str, float], link: float | None, out_of: str) -> str:
@@ -139,9 +141,17 @@ def _moved(by_part: dict[str, float], link: float | None, out_of: str) -> str:
     return f"{sum(by_part.values()) / GIB:,.1f} GiB out of {out_of}: {parts}{over}"
 
 
-def start_command(request: Request) -> str:
-    """What starts the emitted recipe on every node; under Slurm and torchrun without the last three flags."""
-    return f"seqtile train --recipe RECIPE --dataset DATA --nodes {request.nodes} --node-rank R --rendezvous HOST:PORT"
+def start_command(request: Request, recipe_file: str | None) -> str | None:
+    """What starts the emitted recipe on every node; under Slurm and torchrun without the last three flags.
+
+    None for one node.
+    """
+    if request.nodes == 1:
+        return None
+    recipe = "RECIPE" if recipe_file is None else shlex.quote(recipe_file)
+    return (
+        f"seqtile train --recipe {recipe} --dataset DATA --nodes {request.nodes} --node-rank R --rendezvous HOST:PORT"
+    )
 
 
 def _time(seconds: float) -> str:
@@ -188,7 +198,6 @@ def _object(
         "recipe": chosen,
         "recipe_lacks": recipe_lacks(request),
         "nodes": request.nodes,
-        "command": start_command(request) if request.nodes > 1 else None,
         "between_nodes_gib": {name: value / GIB for name, value in between.items()},
         "between_nodes_seconds": None if request.node_link is None else sum(between.values()) / request.node_link,
         "inside_a_node_gib": {name: value / GIB for name, value in inside.items()},

@@ -6,13 +6,18 @@ import logging
 import os
 import sys
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from seqtile._errors import UserError
+from seqtile._errors import USER_ERROR, UserError
 from seqtile._log import log_to_stderr
 from seqtile.cli.option_flags import takes_options
+
+if TYPE_CHECKING:
+    from seqtile.train.nodes import Nodes
 
 
 @takes_options("train", shown=False)
@@ -90,76 +95,76 @@ def command(
     from seqtile.train.run import locate, require_packages
     from seqtile.train.signals import handle_signals, stop_at_once, stop_signals
 
-    given = {
-        "model": model,
-        "dataset": dataset,
-        "eval_dataset": eval_dataset,
-        "eval_steps": eval_steps,
-        "skip_bad_rows": skip_bad_rows,
-        "streaming": streaming,
-        "max_length": max_length,
-        "output": output,
-        "lora": None if lora is None else recipes.parse_lora(lora),
-        **options,
-        "engine": engine,
-        "nproc": nproc,
-        "sp_size": sp_size,
-        "cp_size": cp_size,
-        "fit": fit if fit_memory is None else f"memory:{fit_memory}",
-        "on_oom": on_oom,
-        "batch_size": batch_size,
-        "packing": None if packing is None else _packing(packing),
-        "epochs": epochs,
-        "steps": steps,
-        "gradient_accumulation": grad_accumulation,
-        "learning_rate": learning_rate,
-        "save_steps": save_steps,
-        "trainer": _trainer_flags(
-            warmup_steps=warmup_steps,
-            lr_scheduler_type=lr_scheduler_type,
-            report_to=None if report_to is None else report_to.split(","),
-        ),
-        "seed": seed,
-        "compare": compare,
-        "trust_remote_code": trust_remote_code,
-        "tiled_mlp": tiled_mlp,
-        "use_tiled_mlp": use_tiled_mlp,
-        "tiled_mlp_num_shards": tiled_mlp_num_shards,
-        "tiled_mlp_use_original_mlp": tiled_mlp_use_original_mlp,
-    }
-    flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    values = recipes.read_recipe(recipe) if recipe else {}
-    if resume and overwrite:
-        raise UserError("--resume continues a run and --overwrite replaces it; give one of the two")
-    if resume_from and not resume:
-        raise UserError(f"--from-checkpoint {resume_from!r} is where --resume continues; give --resume too")
-    if trust_checkpoint and not resume:
-        raise UserError("--trust-checkpoint is about the checkpoint that --resume continues; give --resume too")
-    chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
-    require_packages()
-    how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite,
-                           "trust_checkpoint": trust_checkpoint}  # fmt: skip
     launched = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
-    of_nodes = None
     if launched:
         for flag, value in (("--nodes", nodes), ("--node-rank", node_rank), ("--rendezvous", rendezvous)):
             if value is not None:
                 raise UserError(f"a launcher started this process, and says itself which nodes there are; drop {flag}")
-    else:
-        of_nodes = find_nodes(nodes, node_rank, rendezvous)
-        if told := check_tasks(chosen.engine):
-            notes = [*notes, told]
+    of_nodes = None if launched else find_nodes(nodes, node_rank, rendezvous)
     if wait_nodes is not None:
         _check_wait(wait_nodes, alone=of_nodes is None)
-    if of_nodes is not None and chosen.engine == "single":
-        raise UserError(
-            f"engine 'single' is one process, got {of_nodes.count} nodes; give --engine ddp, fsdp2, zero2 or zero3"
-        )
+    wait_seconds = MEETING_SECONDS if wait_nodes is None else wait_nodes
     if of_nodes is not None:  # before torch is imported: of a lost connection its store writes stacks
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    check_early(recipes.resolve(chosen))
-    if not resume:
-        locate(chosen, **how)
+    with refusals_told(of_nodes, wait_seconds):
+        given = {
+            "model": model,
+            "dataset": dataset,
+            "eval_dataset": eval_dataset,
+            "eval_steps": eval_steps,
+            "skip_bad_rows": skip_bad_rows,
+            "streaming": streaming,
+            "max_length": max_length,
+            "output": output,
+            "lora": None if lora is None else recipes.parse_lora(lora),
+            **options,
+            "engine": engine,
+            "nproc": nproc,
+            "sp_size": sp_size,
+            "cp_size": cp_size,
+            "fit": fit if fit_memory is None else f"memory:{fit_memory}",
+            "on_oom": on_oom,
+            "batch_size": batch_size,
+            "packing": None if packing is None else _packing(packing),
+            "epochs": epochs,
+            "steps": steps,
+            "gradient_accumulation": grad_accumulation,
+            "learning_rate": learning_rate,
+            "save_steps": save_steps,
+            "trainer": _trainer_flags(
+                warmup_steps=warmup_steps,
+                lr_scheduler_type=lr_scheduler_type,
+                report_to=None if report_to is None else report_to.split(","),
+            ),
+            "seed": seed,
+            "compare": compare,
+            "trust_remote_code": trust_remote_code,
+            "tiled_mlp": tiled_mlp,
+            "use_tiled_mlp": use_tiled_mlp,
+            "tiled_mlp_num_shards": tiled_mlp_num_shards,
+            "tiled_mlp_use_original_mlp": tiled_mlp_use_original_mlp,
+        }
+        flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        values = recipes.read_recipe(recipe) if recipe else {}
+        if resume and overwrite:
+            raise UserError("--resume continues a run and --overwrite replaces it; give one of the two")
+        if resume_from and not resume:
+            raise UserError(f"--from-checkpoint {resume_from!r} is where --resume continues; give --resume too")
+        if trust_checkpoint and not resume:
+            raise UserError("--trust-checkpoint is about the checkpoint that --resume continues; give --resume too")
+        chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
+        require_packages()
+        how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite,
+                               "trust_checkpoint": trust_checkpoint}  # fmt: skip
+        if told := "" if launched else check_tasks(chosen.engine):
+            notes = [*notes, told]
+        if of_nodes is not None and chosen.engine == "single":
+            raise UserError(
+                f"engine 'single' is one process, got {of_nodes.count} nodes; give --engine ddp, fsdp2, zero2 or zero3"
+            )
+        check_early(recipes.resolve(chosen))
+        if not resume:
+            locate(chosen, **how)
     progress = show.Progress(enabled=is_first())
     progress.stage("loading PyTorch and Transformers")
     with progress:
@@ -176,9 +181,8 @@ def command(
             from seqtile.cli import worker
             from seqtile.train.launch import launch
 
-            seconds = MEETING_SECONDS if wait_nodes is None else wait_nodes
             code = launch(chosen, **how, worker=worker.MODULE, say=show.print_plain, nodes=of_nodes,
-                          wait_seconds=seconds)  # fmt: skip
+                          wait_seconds=wait_seconds)  # fmt: skip
             raise typer.Exit(code)
         try:
             run(chosen, **how)
@@ -209,6 +213,23 @@ def run(recipe: Any, **how: Any) -> None:
         raise typer.Exit(exit_code(outcome.stopped_by))
     if is_first():
         show.print_outcome(outcome)
+
+
+@contextmanager
+def refusals_told(nodes: Nodes | None, wait_seconds: float) -> Iterator[None]:
+    """Say what is refused on this node before it has met the others, and tell them: they would wait for it."""
+    try:
+        yield
+    except UserError as error:
+        if nodes is None:
+            raise
+        from seqtile.cli import say_user_error
+        from seqtile.train.nodes import REFUSED_SECONDS, tell_refusal
+
+        sentence = say_user_error(error)
+        print(f"telling the other nodes, for at most {min(wait_seconds, REFUSED_SECONDS):.0f} s", file=sys.stderr)
+        tell_refusal(nodes, sentence, wait_seconds)
+        raise typer.Exit(USER_ERROR) from None
 
 
 def _check_wait(seconds: float, *, alone: bool) -> None:

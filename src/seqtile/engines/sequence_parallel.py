@@ -13,10 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from seqtile._compat import supports_sdpa
 from seqtile._errors import UserError
 from seqtile.devices import package_version
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _ACCELERATE = "https://github.com/huggingface/accelerate/pull/4177"
 _DEEPSPEED = "https://github.com/deepspeedai/DeepSpeed/pull/8114"
@@ -85,38 +89,28 @@ def refuse_split_states(
         )
 
 
-def refuse_ring(model: str, config: Any, tokens: int, ranks: int, setting: str = "cp_size") -> None:
-    """Refuse attention that ring attention cannot compute: it knows causal masks over whole sequences alone.
+def why_no_ring(model: nn.Module) -> str:
+    """Why ring attention cannot compute this model's attention, in a few words; empty where it can.
 
-    accelerate replaces every mask by ``is_causal`` under context parallelism (``_attach_context_parallel_hooks``), so
-    that a window would be dropped without a word.
-
-    Args:
-        model: what to call it.
-        config: the configuration of the language model.
-        tokens: of a sequence.
-        ranks: ranks that share one sequence.
-        setting: what set that number.
-
-    Raises:
-        UserError: names the window, or the kind of attention.
+    Under context parallelism accelerate replaces the masks of modules called ``self_attn`` by ``is_causal``
+    (``_attach_context_parallel_hooks``), refuses windows of any size, and needs SDPA.
     """
-    if ranks <= 1:
-        return
-    window = getattr(config, "sliding_window", None) or tokens
-    kinds = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window < tokens else []))
-    if window >= tokens:
-        kinds.discard("sliding_attention")
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if config is not None else None
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window else []))
     if "sliding_attention" in kinds:
-        raise UserError(
-            f"{setting} {ranks} drops the mask of {model}'s sliding window of {window} tokens: ring attention is "
-            "causal over whole sequences; use sp-size with flash attention instead"
+        return (
+            f"the mask of its sliding window of {window} tokens would be dropped, as ring attention is causal over "
+            "whole sequences; use sp-size with flash attention instead"
         )
     if other := sorted(kinds - {"full_attention"}):
-        raise UserError(
-            f"{setting} {ranks} does not fit {model}, whose layers have {', '.join(other)}: ring attention is causal "
-            "over whole sequences"
-        )
+        return f"its layers have {', '.join(other)}, and ring attention is causal over whole sequences"
+    if not supports_sdpa(model):
+        return "ring attention needs PyTorch's own attention (sdpa), which Transformers does not have for it"
+    if not any(name.endswith("self_attn") for name, _ in model.named_modules()):
+        return "ring attention replaces the masks of modules called self_attn, and it has none"
+    return ""
 
 
 def _reached(got: str | None, least: str) -> bool:

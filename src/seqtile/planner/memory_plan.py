@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from seqtile._errors import RunError, UserError
-from seqtile.engines.sequence_parallel import refuse_split_states
+from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.options import changed
 from seqtile.planner.estimate import Bounds, Estimate, Saving
@@ -79,19 +79,21 @@ class Planner:
         self.depths: Depths
         self.counts: Counts
         self.states: dict[str, list[str]]
+        self.no_ring: str
         self._lines: dict[Setup, Lines] = {}
         self._near: int | None = None
         self.host_has_room = False
         if like is not None and like.request.config is request.config and like.request.lora == request.lora:
             self.share(like)
-            self.depths, self.counts, self.states = like.depths, like.counts, like.states
+            self.depths, self.counts, self.states, self.no_ring = like.depths, like.counts, like.states, like.no_ring
         else:
             model = build_bare(request.config, self.setup, "meta")
             self.depths, self.states = find_depths(request.config, model), states_of(model)
+            self.no_ring = why_no_ring(model)
             self.counts = count_layers(self.depths, [self._count(sample) for sample in self.depths.samples])
         setting = "sp-size" if request.cp_size == 1 else "cp-size"
         refuse_split_states(repr(request.model), self.states, request.split, setting)
-        check_ranks(request, self.counts, max_positions(request.config) or LONGEST)
+        check_ranks(request, self.counts, self.no_ring)
         self.built = build(request.config, self.setup, "meta", self.depths.samples[0])
         flash = flash3_workspace if request.attention == "flash3" else flash2_workspace
         self.workspace = cpu_workspace if request.device_type == "cpu" else flash

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from seqtile._errors import UserError
-from seqtile.engines.sequence_parallel import heads_divide, refuse_ring
+from seqtile.engines.sequence_parallel import heads_divide
 from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
 from seqtile.planner.grpo import Grpo, Rollouts, check_grpo
@@ -180,13 +180,19 @@ def check_keep(options: TilingOptions) -> None:
         raise UserError("keep says what tiles keep, and without tiling there are none; drop --keep or --tile none")
 
 
-def check_ranks(request: Request, counts: Counts, tokens: int) -> None:
+def check_ranks(request: Request, counts: Counts, no_ring: str) -> None:
     """Refuse a number of ranks that the model cannot be divided over.
 
+    Args:
+        request: what is planned.
+        counts: of its heads.
+        no_ring: of :func:`seqtile.engines.sequence_parallel.why_no_ring`.
+
     Raises:
-        UserError: with numbers that would do, or the layers that ring attention has no masks for.
+        UserError: with numbers that would do, or why ring attention cannot compute the model's.
     """
-    refuse_ring(repr(request.model), request.config.get_text_config(), tokens, request.cp_size, "cp-size")
+    if request.cp_size > 1 and no_ring:
+        raise UserError(f"cp-size {request.cp_size} does not fit {request.model!r}: {no_ring}")
     heads, keys = counts.heads, counts.key_heads
     if request.sp_size > 1 and not heads_divide(heads, keys, request.sp_size):
         does = "divide" if heads % request.sp_size else "go with"

@@ -103,6 +103,7 @@ def launch(
         return _launch(recipe, how, worker, say, None)
     if recipe.on_oom == "retry":
         raise UserError("--on-oom retry starts the processes of one node again, got several nodes; drop it")
+    say(f"node {nodes.rank} of {nodes.count}: meeting the others at {nodes.rendezvous}, for at most {wait_seconds:g} s")
     meeting = Meeting(nodes, wait_seconds)
     code, message = 1, "it was stopped"
     try:

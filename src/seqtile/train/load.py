@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.engines.sequence_parallel import heads_divide, refuse_ring, refuse_split_states
+from seqtile.engines.sequence_parallel import heads_divide, refuse_split_states, why_no_ring
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.planner.model_shapes import max_positions as max_positions
 from seqtile.planner.phases import causal_model as causal_model
@@ -168,16 +168,18 @@ def check_split(recipe: Recipe) -> None:
     """Refuse a model whose sequences cannot be split over processes, from its configuration alone.
 
     Raises:
-        UserError: it has layers with a state, the heads do not divide, or it would lose a mask that its attention
-            needs.
+        UserError: it has layers with a state, the heads do not divide, or its attention would lose a mask or cannot
+            go round a ring.
     """
     config, size, ring = load_config(recipe), recipe.split, recipe.cp_size > 1
     setting = "cp_size" if ring else "sp_size"
-    refuse_split_states(repr(recipe.model), states_of(_without_weights(config, recipe)), size, setting)
-    text = config.get_text_config()
+    bare = _without_weights(config, recipe)
+    refuse_split_states(repr(recipe.model), states_of(bare), size, setting)
     if ring:
-        refuse_ring(repr(recipe.model), text, recipe.max_length, size)
+        if reason := why_no_ring(bare):
+            raise UserError(f"cp_size {size} does not fit {recipe.model!r}: {reason}")
         return
+    text = config.get_text_config()
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     if not heads_divide(heads, groups, size):

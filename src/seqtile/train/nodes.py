@@ -22,10 +22,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seqtile._errors import RunError, UserError
+from seqtile._errors import USER_ERROR, RunError, UserError
 from seqtile.devices import package_version
 from seqtile.train.checkpoint_files import digest_of_file
-from seqtile.train.recipe import shown
+from seqtile.train.recipe import DEMO, shown
 from seqtile.train.same_run import PACKAGES
 
 if TYPE_CHECKING:
@@ -42,7 +42,10 @@ LOST_SECONDS = 40.0
 BEAT_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 _READ_SECONDS = 10.0
-"""How long node 0 serves a refusal that a node has not read."""
+"""How long node 0 serves a verdict that a node has not read."""
+
+REFUSED_SECONDS = 60.0
+"""How long a node that refuses waits for the others, to tell them: they may still be importing."""
 
 MOST_NODES = 100_000
 """More than any cluster has; what is beyond is a slip, for which no tables are made."""
@@ -109,7 +112,7 @@ def find_nodes(
         raise UserError(f"got --nodes {shown(numbers[0])}, expected at least 1 and at most {MOST_NODES}")
     if numbers[1] >= numbers[0]:
         raise UserError(f"got --node-rank {numbers[1]} of {numbers[0]} nodes; they are numbered from 0")
-    place = re.fullmatch(r"(?:\[([0-9A-Za-z:.%]+)\]|([^\s/:\[\]]+)):([0-9]{1,5})", said["--rendezvous"], re.ASCII)
+    place = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+)):([0-9]{1,5})", said["--rendezvous"], re.ASCII)
     if place is None or not 0 < int(place[3]) < 65536:
         raise UserError(
             f"got --rendezvous {said['--rendezvous']!r}, expected HOST:PORT, an address of node 0 that all reach (of "
@@ -200,6 +203,7 @@ def facts_of(recipe: Recipe, nodes: Nodes) -> dict[str, Any]:
     if recipe.engine.startswith("zero"):  # named after the engine, where that differs
         found["deepspeed"] = package_version("deepspeed")
     found["digest of the model's config.json"] = digest_files(recipe.model, "config.json")
+    found["revision of the model on the Hub"] = hub_revision(recipe)
     found["digest of pieces of the model's weights"] = digest_pieces(recipe.model)
     for what, name in (("dataset", recipe.dataset), ("eval_dataset", recipe.eval_dataset)):
         found[f"digest of {what} {name!r}"] = None if name is None else digest_files(name)
@@ -263,6 +267,21 @@ def digest_pieces(source: str) -> str | None:
     return digest.hexdigest()
 
 
+def hub_revision(recipe: Recipe) -> str | None:
+    """The commit that a Hub id of a model stands for on this node, where an older one may be in the cache.
+
+    None for a directory, for the demo, and where the Hub does not give it.
+    """
+    if recipe.model == DEMO or Path(recipe.model).expanduser().exists():
+        return None
+    from transformers.utils import cached_file  # type: ignore[attr-defined]
+
+    with suppress(OSError):
+        found = cached_file(recipe.model, "config.json", revision=recipe.model_kwargs.get("revision"))
+        return None if found is None else Path(found).parent.name
+    return None
+
+
 class Meeting:
     """One node's connection to the others.
 
@@ -281,12 +300,14 @@ class Meeting:
         self._deadline = time.monotonic() + seconds
         self._done, self._lock = threading.Event(), threading.Lock()
         self._others = {rank: f"node {rank}" for rank in range(nodes.count) if rank != nodes.rank}
-        self._agreed = self._ended = self._unreachable = False
-        self._lost, self._last_heartbeat = "", time.monotonic()
+        self._judged = self._agreed = self._ended = self._unreachable = False
+        self._lost: tuple[int, str] | None = None  # which node, and what has become of it
+        self._last_heartbeat = time.monotonic()
         if self._store.add(f"claim/{nodes.rank}", 1) > 1:
             raise UserError(
                 f"another command says --node-rank {nodes.rank} at {nodes.rendezvous} already; give each node its own"
             )
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def agree(self, facts: Mapping[str, Any], output: Path, start: Path | None) -> dict[str, Any]:
         """Compare every node's facts.
@@ -317,6 +338,7 @@ class Meeting:
             self._store.set(f"node/{self.nodes.rank}", json.dumps(mine))
             if self.nodes.rank == 0:
                 self._store.set("verdict", json.dumps(self._judge()))
+                self._judged = True
             verdict: dict[str, Any] = json.loads(self._wait_for("verdict"))
         finally:
             if probe is not None:
@@ -328,11 +350,8 @@ class Meeting:
             if self.nodes.rank == 0:
                 self._wait_until(lambda: all(self._store.check([f"read/{other}"]) for other in verdict["came"]))
             raise (RunError if verdict["missing"] else UserError)(verdict["refused"])
-        self._others = {int(rank): f"node {rank} ({host})" for rank, host in verdict["hosts"].items()}
-        self._others.pop(self.nodes.rank)
-        self._last_heartbeat = time.monotonic()
+        self._others = {rank: f"node {rank} ({verdict['hosts'][str(rank)]})" for rank in self._others}
         self._agreed = True
-        threading.Thread(target=self._beat, daemon=True).start()
         return verdict
 
     def share(self, value: str | None) -> str:
@@ -346,8 +365,9 @@ class Meeting:
         end = time.monotonic() + seconds
         while True:
             with self._lock:
-                if self._lost or self._is_silent():
-                    return self._lost or f"{self._others[0]} is lost: no heartbeat for {LOST_SECONDS:.0f} s"
+                lost = self._lost or ((0, _silent()) if self._is_silent() else None)
+                if lost is not None:
+                    return f"{self._others.get(lost[0], 'this node')} {lost[1]}"
             if time.monotonic() >= end:
                 return ""
             time.sleep(_POLL_SECONDS)
@@ -355,10 +375,14 @@ class Meeting:
     def _is_silent(self) -> bool:
         """Whether node 0 has not answered this node's heartbeats for too long."""
         silent = time.monotonic() - self._last_heartbeat > LOST_SECONDS
-        return silent and self._agreed and self.nodes.rank > 0 and not self._ended
+        return silent and self.nodes.rank > 0 and not self._ended
 
     def end(self, code: int, message: str = "") -> None:
-        """Tell the others how it ended here; node 0 stays until all others have ended too, or are lost."""
+        """Tell the others how it ended here.
+
+        Node 0 stays until all others have ended too, or are lost; where it refuses before they have come, for at most
+        :data:`REFUSED_SECONDS`.
+        """
         with self._lock:
             gone = self._unreachable or self._is_silent()
             self._ended = True
@@ -367,35 +391,36 @@ class Meeting:
                 self._done.set()
                 return
             self._store.set(f"end/{self.nodes.rank}", json.dumps({"code": code, "message": message}))
-            while self.nodes.rank == 0 and self._agreed and not self.news():
-                if all(self._store.check([f"end/{other}"]) for other in self._others):
+            refuses = bool(code and message and not self._judged)
+            late = time.monotonic() + (REFUSED_SECONDS if refuses else float("inf"))
+            while self.nodes.rank == 0 and (refuses or (self._agreed and not self.news())):
+                if all(self._store.check([f"end/{other}"]) for other in self._others) or time.monotonic() >= late:
                     break
                 time.sleep(_POLL_SECONDS)
             if self.nodes.rank == 0 and code:
-                time.sleep(BEAT_SECONDS)  # for those that are to hear it
+                time.sleep(2 * BEAT_SECONDS)  # for those that are to hear it
         self._done.set()
 
     def _judge(self) -> dict[str, Any]:
         """Node 0's verdict."""
         count = self.nodes.count
+        missing = self._wait_for_others()
         keys = {rank: f"node/{rank}" for rank in range(count)}
-        self._wait_until(
-            lambda: all(self._store.check([key]) or self._end_of(rank) for rank, key in keys.items()),
-            self._deadline,
-        )
         here = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
         verdict: dict[str, Any] = {"count": count, "refused": "", "missing": False, "port": free_port()}
         verdict["came"] = [*here]
         for rank in range(count):
             if end := self._end_of(rank):
-                return {**verdict, "refused": f"node {rank} refuses: {end['message']}"}
-        if missing := [rank for rank in keys if rank not in here]:
+                return {**verdict, "refused": f"node {rank} refuses: {end['message'] or 'it was stopped'}"}
+        if missing:
             names, plural = ", ".join(map(str, missing)), "s" if len(missing) > 1 else ""
             words = (
                 f"node{plural} {names} of {count} did not come to {self.nodes.rendezvous} within "
                 f"{self._seconds:.0f} s; start the same command there, with --node-rank {names}"
             )
             return {**verdict, "refused": words, "missing": True}
+        if len(here) < count:
+            return {**verdict, "refused": f"{self.news()} (before it had read its model and data)", "missing": True}
         verdict["hosts"] = {rank: node["host"] for rank, node in here.items()}
         for rank, node in here.items():
             for name, value in here[0]["facts"].items():
@@ -417,16 +442,31 @@ class Meeting:
         oldest = None if None in steps else min(steps, key=lambda name: int(name.rpartition("-")[2]))
         return {**verdict, "shared": all(node["sees"] for node in here.values()), "start": oldest}
 
+    def _wait_for_others(self) -> list[int]:
+        """Wait until all have said what they would do, or one refuses or is lost; returns those that have not come.
+
+        Only to come is there a time limit: how long a node reads its model and data depends on their size.
+        """
+        late = self._deadline
+        while True:
+            ended = [rank for rank in range(self.nodes.count) if self._end_of(rank)]
+            quiet = [rank for rank in range(self.nodes.count) if not self._store.check([f"node/{rank}"])]
+            missing = [rank for rank in quiet if not self._store.check([f"claim/{rank}"])]
+            if ended:
+                late = min(late, time.monotonic() + REFUSED_SECONDS)
+            if not set(quiet) - set(ended) or (time.monotonic() >= late and (missing or ended)):
+                return missing
+            if not ended and self.news():
+                return missing
+            time.sleep(_POLL_SECONDS)
+
     def _end_of(self, rank: int) -> dict[str, Any] | None:
         key = f"end/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _wait_for(self, key: str) -> str:
-        """What node 0 sets, unless it ends before."""
-        # Node 0 is the first to say who is missing.
-        late = self._deadline + (_READ_SECONDS if self.nodes.rank else 0)
-        if not self._wait_until(lambda: self._store.check([key]) or bool(self._end_of(0)), late):
-            raise RunError(f"node 0 said nothing at {self.nodes.rendezvous} within {self._seconds:.0f} s")
+        """What node 0 sets, unless it ends before: as long as its store answers, it is there."""
+        self._wait_until(lambda: self._store.check([key]) or bool(self._end_of(0)), float("inf"))
         if not self._store.check([key]):
             end = self._end_of(0) or {"message": ""}
             raise UserError(f"node 0 refuses: {end['message']}")
@@ -449,32 +489,57 @@ class Meeting:
 
     def _beat(self) -> None:
         """Give signs of life and look for those of the others."""
-        seen = {rank: (0, time.monotonic()) for rank in self._others}
+        # Node 0 looks at all and tells the others, so that what they ask of its store grows with their number only.
+        seen = {rank: (-1, time.monotonic()) for rank in (self._others if self.nodes.rank == 0 else (0,))}
         while not self._done.wait(BEAT_SECONDS):
             try:
                 self._store.add(f"beat/{self.nodes.rank}", 1)
                 lost = self._look(seen)
+                if lost is not None and self.nodes.rank == 0:
+                    self._store.set("lost", json.dumps(lost))
             except RuntimeError as error:
-                lost = "" if self.nodes.rank == 0 else f"{self._others[0]} is lost: {error}"
-                self._unreachable = bool(lost)
+                lost = None if self.nodes.rank == 0 else (0, f"is lost: {error}")
+                self._unreachable = lost is not None
             with self._lock:
                 self._last_heartbeat = time.monotonic()
                 self._lost = self._lost or lost
-            if lost:
+            if self._unreachable:
                 return
 
-    def _look(self, seen: dict[int, tuple[int, float]]) -> str:
-        for rank, name in self._others.items():
+    def _look(self, seen: dict[int, tuple[int, float]]) -> tuple[int, str] | None:
+        for rank in seen:
             if end := self._end_of(rank):
                 if end["code"]:
-                    return f"{name} ended first: {end['message'] or 'exit code ' + str(end['code'])}"
+                    return rank, f"ended first: {end['message'] or 'exit code ' + str(end['code'])}"
+                continue
+            if not self._store.check([f"claim/{rank}"]):  # it has not come yet
+                seen[rank] = (-1, time.monotonic())
                 continue
             beats, since = self._store.add(f"beat/{rank}", 0), seen[rank]
             if beats != since[0]:
                 seen[rank] = (beats, time.monotonic())
             elif time.monotonic() - since[1] > LOST_SECONDS:
-                return f"{name} is lost: no heartbeat for {LOST_SECONDS:.0f} s"
-        return ""
+                return rank, _silent()
+        if self.nodes.rank and self._store.check(["lost"]):
+            rank, words = json.loads(self._store.get("lost"))
+            return rank, words
+        return None
+
+
+def _silent() -> str:
+    return f"is lost: no heartbeat for {LOST_SECONDS:.0f} s"
+
+
+def tell_refusal(nodes: Nodes, message: str, seconds: float) -> None:
+    """Tell the other nodes that this one refuses before they have met: else they would wait for it.
+
+    Args:
+        nodes: which one this is.
+        message: why.
+        seconds: how long the others wait for it; at most :data:`REFUSED_SECONDS` are spent here.
+    """
+    with suppress(UserError, RunError):
+        Meeting(nodes, min(seconds, REFUSED_SECONDS)).end(USER_ERROR, message)
 
 
 class _AnsweringStore:

@@ -152,7 +152,10 @@ def check_same_recipe(accelerator: Any, recipe: Recipe, data: str) -> None:
         return
     from accelerate.utils import gather_object
 
+    from seqtile.train.nodes import digest_pieces, hub_revision
+
     mine = recipe.model_dump(mode="json") | {"data": data}
+    mine |= {"weights": digest_pieces(recipe.model), "revision": hub_revision(recipe)}
     for rank, other in enumerate(gather_object([mine])):
         for key in (key for key in mine if other[key] != mine[key]):
             raise UserError(

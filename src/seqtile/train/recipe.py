@@ -505,6 +505,11 @@ def _check_engine(recipe: Recipe) -> None:
             "checkpoint 'attention-saved' needs non-reentrant checkpoints, and with lora under engine 'zero3' "
             "TRL makes them reentrant; drop checkpoint, or use --engine zero2 or fsdp2"
         )
+    if engine not in ("single", "ddp") and recipe.trainer.get("save_on_each_node"):
+        raise UserError(
+            f"trainer.save_on_each_node with engine {engine!r} would leave each node a part of every checkpoint, and "
+            "none to go on from; drop it, and give --output a directory that all nodes share"
+        )
     if recipe.cp_size > 1:
         _check_ring(recipe)
     check_engine_offload(engine, recipe.engine_offload)

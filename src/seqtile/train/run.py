@@ -279,10 +279,12 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     from seqtile.train.arguments import adapter_config, trainer_arguments
     from seqtile.train.check_rows import check_rows
     from seqtile.train.data import check_ids, load_rows
-    from seqtile.train.load import causal_model, load_model, tile, tile_head
+    from seqtile.train.load import causal_model, check_split, load_model, tile, tile_head
     from seqtile.train.packing import check_packing
     from seqtile.train.ranks import prepare_on_cpu
 
+    if recipe.split > 1:
+        check_split(recipe)  # for the first time under a launcher of the user's
     documents = False
     rows, left_out, stream = None, dict[str, int](), None
     if recipe.streaming:

@@ -252,7 +252,7 @@ class Trainer(SFTTrainer, _SplitLoss):
             if missing:
                 raise RunError(
                     f"{folder} holds no files of rank {', '.join(map(str, missing))}; every process must write to one "
-                    "shared directory, or set 'trainer: {save_on_each_node: true}'"
+                    "shared directory, or under engine 'ddp' set 'trainer: {save_on_each_node: true}'"
                 )
         write_mark(folder, CheckpointMark(step=step, processes=ranks, run=self.run))
 
