@@ -42,6 +42,41 @@ def save_model(directory: Path, **config: Any) -> Path:
     return directory
 
 
+def save_llava(directory: Path) -> Path:
+    """Write a LLaVA of two decoder layers over a CLIP tower of two, for pictures of 28 x 28, with its processor."""
+    import torch
+    import transformers
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    save_tokenizer(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    sizes = dict(hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**sizes, image_size=28, patch_size=14),
+        text_config=LlamaConfig(**sizes, vocab_size=len(tokenizer), num_key_value_heads=1, max_position_embeddings=4096,
+                                bos_token_id=None, eos_token_id=0, pad_token_id=0),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"), vision_feature_layer=-1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlavaForConditionalGeneration(config).save_pretrained(directory)
+    pictures = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    transformers.LlavaProcessor(
+        pictures, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(directory)  # fmt: skip
+    return directory
+
+
+def save_picture(path: Path, seed: int) -> Path:
+    """Write a PNG of 28 x 28 random pixels."""
+    import numpy
+    from PIL import Image
+
+    Image.fromarray(numpy.random.default_rng(seed).integers(0, 256, (28, 28, 3), dtype=numpy.uint8)).save(path)
+    return path
+
+
 def load_weights(directory: Path) -> dict[str, Any]:
     """The weights of a directory that :func:`save_model` wrote."""
     from safetensors.torch import load_file

@@ -45,7 +45,7 @@ SEEN = {
 """The version of each library in which its private names were last read; "" where no version is pinned."""
 
 TESTED = {
-    "torch": ("2.13", "2.13"), "transformers": ("5.0", "5.23"), "accelerate": ("1.12", "1.15"),
+    "torch": ("2.13", "2.13"), "transformers": ("5.0", "5.23"), "accelerate": ("1.11", "1.15"),
     "peft": ("0.19", "0.21"), "trl": ("1.16", "1.16"), "deepspeed": ("0.18", "0.19"),
 }  # fmt: skip
 """The lowest and the highest version of each library that tests have run with; a release of the same minor counts."""

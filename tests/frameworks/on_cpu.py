@@ -6,10 +6,12 @@ Imported by axolotl, in its own environment. Only tests use it.
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
+import axolotl.kernels.swiglu as swiglu
 import torch
 from accelerate import state
 from accelerate.parallelism_config import ParallelismConfig
@@ -39,6 +41,22 @@ def _init_with_engines(self: Any, *args: Any, **kwargs: Any) -> None:
 
 state.AcceleratorState.__init__ = _init_with_engines
 ParallelismConfig.build_device_mesh = lambda self, kind: _build_device_mesh(self, "cpu")  # axolotl says "cuda"
+
+
+class _TorchOnCpu:
+    """torch, for a module that makes its buffers on "cuda"."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(sizes: Any, *, device: str, **kwargs: Any) -> torch.Tensor:
+        *tokens, _ = sizes
+        print(f"\nswiglu kernel on the CPU: {math.prod(tokens)}", flush=True)
+        return torch.empty(sizes, **kwargs)
+
+
+swiglu.torch = _TorchOnCpu()  # its kernels run on a CPU too, in Triton's interpreter (TRITON_INTERPRET=1)
 
 
 class OnCpu(BasePlugin):

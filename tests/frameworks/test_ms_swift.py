@@ -42,6 +42,19 @@ BASE = f"""--model_type llama --template chatml --torch_dtype float32 --fp16 fal
 ON = ["--use_tiled_mlp", "true", "--tiled_mlp_num_shards", "4"]
 FULL, LORA = ["--tuner_type", "full"], ["--tuner_type", "lora", "--target_modules", "all-linear", "--lora_dropout", "0"]
 
+PACKING = [*FULL, "--packing", "true", "--attn_impl", "flash_attention_2", "--per_device_train_batch_size", "1"]
+IMAGES = [
+    *FULL,
+    "--model",
+    "LLAVA",
+    "--model_type",
+    "llava1_5_hf",
+    "--template",
+    "llava1_5_hf",
+    "--dataset",
+    "PICTURES",
+]
+
 # Name: processes, flags (the first may be a script of examples/ms-swift), environment. Two processes with one
 # micro-batch each see what one process sees with two.
 RUNS: dict[str, tuple[int, list[str], dict[str, str]]] = {
@@ -50,6 +63,10 @@ RUNS: dict[str, tuple[int, list[str], dict[str, str]]] = {
     "one process, seqtile, SEQTILE_TILE=16": (1, FULL, {"SEQTILE_TILE": "16"}),
     "LoRA": (1, LORA, {}),
     "LoRA, seqtile": (1, ["one-device.sh", *LORA], {}),
+    "packing": (1, PACKING, {}),
+    "packing, seqtile": (1, [*PACKING, *ON], {}),
+    "images": (1, IMAGES, {}),
+    "images, seqtile": (1, [*IMAGES, *ON], {}),
     "DDP": (2, FULL, {}),
     "DDP, seqtile": (2, [*FULL, *ON], {}),
     "FSDP1, seqtile": (2, [*FULL, *ON, "--fsdp", "FSDP1"], {}),
@@ -82,6 +99,11 @@ class Swift:
         # Both send weights from the first process to the others through an accelerator.
         fsdp1["fsdp_config"].update(cpu_ram_efficient_loading=False, sync_module_states=False)
         (folder / "fsdp1.json").write_text(json.dumps(fsdp1))
+        tiny_run.save_llava(folder / "llava")
+        pictures = [tiny_run.save_picture(folder / f"{number}.png", number) for number in range(4)]
+        looks = [{"messages": [{"role": "user", "content": f"<image>what is {number}?"}, chat["messages"][1]],
+                  "images": [str(pictures[number % 4])]} for number, chat in enumerate(chats)]  # fmt: skip
+        tiny_run.write_jsonl(folder / "pictures.jsonl", looks)
         self.done: dict[str, Run] = {}
         self.environment = {
             "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions_ms_swift"),
@@ -98,7 +120,8 @@ class Swift:
 
     def train(self, name: str, processes: int, flags: list[str], environment: dict[str, str]) -> Run:
         output = self.folder / name.replace(" ", "-")
-        flags = [str(self.folder / "fsdp1.json") if flag == "FSDP1" else flag for flag in flags]
+        places = {"FSDP1": "fsdp1.json", "LLAVA": "llava", "PICTURES": "pictures.jsonl"}
+        flags = [str(self.folder / places[flag]) if flag in places else flag for flag in flags]
         if flags[0].endswith(".sh"):
             command = [str(EXAMPLES / flags.pop(0))]
         else:
@@ -155,6 +178,8 @@ def same(ours: Run, untiled: Run) -> None:
     [
         ("one process, seqtile", "one process", "NO", 1),
         ("LoRA, seqtile", "LoRA", "NO", 1),
+        ("packing, seqtile", "packing", "NO", 1),
+        ("images, seqtile", "images", "NO", 1),
         ("DDP, seqtile", "DDP", "MULTI_CPU", 2),
         ("FSDP1, seqtile", "one process", "FSDP1", 2),
         ("FSDP2, seqtile", "one process", "FSDP2", 2),
@@ -168,7 +193,8 @@ def test_same_losses_and_weights(swift: Swift, name: str, untiled: str, engine: 
     assert (run.kept["engine"], run.kept["processes"]) == (engine, processes)
     # ms-swift puts a forward of its own on every adapter, which the fused operator does not look through.
     path = "generic" if "LoRA" in name else "fused"
-    assert run.kept["history"][0]["seqtile"].startswith(f"tiled 2 of 2 MLPs (LlamaMLP), 4 tiles, {path}")
+    blocks = "3 of 3 MLPs (LlavaMultiModalProjector, LlamaMLP)" if "images" in name else "2 of 2 MLPs (LlamaMLP)"
+    assert run.kept["history"][0]["seqtile"].startswith(f"tiled {blocks}, 4 tiles, {path}")
 
 
 def test_the_variable_switches_on_without_the_flags(swift: Swift) -> None:

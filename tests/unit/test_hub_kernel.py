@@ -200,36 +200,3 @@ def test_ddp_on_two_processes(tmp_path: Path) -> None:
     for rank in ranks:
         said, _ = rank.communicate(timeout=200)
         assert rank.returncode == 0, said
-
-
-def test_through_transformers_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``kernelize`` of transformers, with the kernel loaded from the local folder by the ``kernels`` package."""
-    from transformers.utils.import_utils import is_kernels_available
-
-    if not is_kernels_available():
-        pytest.skip("transformers finds no version of `kernels` that it accepts")
-    from kernels import LocalLayerRepository, Mode
-    from transformers.integrations.hub_kernels import kernelize
-
-    monkeypatch.setattr(LlamaMLP, "kernel_layer_name", "LlamaMLP", raising=False)
-    model, plain = causal_lm("llama").train(), causal_lm("llama").train()
-    plain.load_state_dict(model.state_dict())
-    # KernelConfig writes this mapping itself, for every device but a CPU.
-    repository = LocalLayerRepository(FOLDER, layer_name="TiledMLP")
-    mapping = {"LlamaMLP": {"cpu": {Mode.TRAINING: repository}}}
-    monkeypatch.setattr(model, "kernel_config", _Config(mapping), raising=False)
-    with pytest.warns(UserWarning, match="No kernel mapping found"):  # for transformers' own kernels, on a CPU
-        kernelize(model)
-    assert model.model.layers[0].mlp.forward.__func__.__qualname__ == "TiledMLP.forward"
-    ids = torch.randint(0, model.config.vocab_size, (1, TOKENS))
-    for one in (model, plain):
-        one(ids, labels=ids).loss.backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-class _Config:
-    use_local_kernel, inherit_mapping = True, False
-
-    def __init__(self, kernel_mapping: object) -> None:
-        self.kernel_mapping = kernel_mapping
