@@ -15,9 +15,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.nn import functional
 
 import seqtile
 from numerics._states import carrier_of, error, model_of, results, tiled, whole
+from seqtile.models.carried_state.state_cache import CarriedState
 
 
 class _Kernel(torch.autograd.Function):
@@ -131,3 +133,50 @@ def test_a_kernel_of_its_signature_hands_the_state_on(
     assert [one is None for one in calls] == [True, False, False, False, False, True], "three tiles, three recomputes"
     assert all(one is None or one.dtype == torch.float32 for one in calls)
     assert error(got, expected) < (1e-3 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("differentiates", [True, False], ids=["a scan with a gradient of its state", "mamba-ssm's"])
+def test_a_scan_that_ignores_the_gradient_of_its_last_state_is_refused(
+    differentiates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``mamba_ssm``'s ``selective_scan_fn``: the last state is right, and no gradient comes back through it.
+
+    What the state before a tile adds is computed beside the scan, as the scan itself takes none.
+    """
+    if importlib.util.find_spec("transformers.models.mamba") is None:
+        pytest.skip(f"transformers {transformers.__version__} has no mamba")
+    module = importlib.import_module("transformers.models.mamba.modeling_mamba")
+    if not hasattr(module, "mamba_selective_scan"):
+        pytest.skip(f"mamba of transformers {transformers.__version__} calls no mamba_selective_scan")
+    scan, former, given = module.mamba_selective_scan, CarriedState.get_recurrent_state, list[Tensor | None]()
+
+    def get(self: CarriedState, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        given[:] = [former(self, layer_idx, state_idx)]
+        return given[0]
+
+    def with_state(
+        u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+        delta_bias: Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False, **_: Any,
+    ) -> Any:  # fmt: skip
+        words = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+        result = scan(u, delta, A, B, C, **words, return_last_state=return_last_state)
+        if not return_last_state:
+            return result
+        output, last = result
+        state = given.pop()
+        if state is not None:
+            assert z is not None and delta_bias is not None
+            steps = functional.softplus(delta + delta_bias[:, None]).cumsum(-1)  # [B, channels, t]
+            decay = torch.exp(A[None, :, None] * steps[..., None])  # [B, channels, t, n]
+            output = output + functional.silu(z) * torch.einsum("bctn,bnt,bcn->bct", decay, C, state)
+            last = last + decay[:, :, -1] * state
+        return output, last if differentiates else last.detach()
+
+    monkeypatch.setattr(module, "mamba_selective_scan", with_state)
+    monkeypatch.setattr(CarriedState, "get_recurrent_state", get)
+    model = model_of("mamba")
+    report = seqtile.apply(model, blocks="none", state=16)
+    assert (": 0 of " not in report.state) == differentiates, report.left
+    if differentiates:
+        return
+    assert all("the recurrent state or its gradient is not handed on" in one.why for one in report.left)
