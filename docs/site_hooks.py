@@ -148,7 +148,7 @@ def with_breaks(html: str, *, everywhere: bool) -> str:
     kind, least = ("", SHORT // 2) if everywhere else (' class="narrow"', SHORT - 4)
     parts, code, inside, whole = [], 0, 0, False
     for part in re.split(r"(<[^>]+>)", html):
-        if tag := re.match(r"<(/?)(pre|code|td)\b", part):
+        if tag := re.match(r"<(/?)(pre|code|td|h[23])\b", part):
             step = -1 if tag[1] else 1
             inside += step * (tag[2] == "pre")
             code += step * (tag[2] != "pre")

@@ -232,7 +232,7 @@ def graphs() -> Picture:
     picture.text(428, 218, "y", "bold")
     picture.line([(364, 294), (106, 294)], "dashed")
     picture.lines(220, 314, "backward: one tile at a time is computed again from its\n"
-                  "rows of x, its weights' gradients are added to one sum", anchor="middle")  # fmt: skip
+                  "tokens of x, its weights' gradients are added to one sum", anchor="middle")  # fmt: skip
     return picture
 
 
@@ -251,7 +251,7 @@ def loss() -> Picture:
     picture.line([(62, 92), (108, 92)])
     picture.text(85, 85, "head", "small faint", "middle")
     for y, words, kind in (
-        (44, "sum of losses", "box"), (90, "gradient of\nhidden rows", "soft-blue"),
+        (44, "sum of losses", "box"), (90, "gradient of\nhidden states", "soft-blue"),
         (136, "one fp32 sum\nfor the head", "box"),
     ):  # fmt: skip
         picture.line([(254, 92), (304, y + 19)])

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from seqtile.cli import main
+from seqtile.train.fit import fit
+from seqtile.train.recipe import build_recipe, resolve
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -97,3 +99,14 @@ def test_a_plan_is_what_the_command_prints(
         at = printed.find(words, at)
         assert at >= 0, f"{page}: {words!r} is not, or not there, in {printed!r}"
         at += len(words)
+
+
+def test_what_fit_chooses_for_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines that ``seqtile train --fit-memory`` prints, without the training behind them."""
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "planning-reference.md").read_text(encoding="utf-8")
+    [(tokens, memory, shown)] = re.findall(
+        r"^\$ seqtile train --max-length (\d+) --fit-memory (\S+)\n\.\.\.\n(.*?)^\.\.\.$", text, re.M | re.S
+    )
+    recipe, _ = build_recipe({}, {"max_length": int(tokens), "fit": f"memory:{memory}"})
+    assert " ".join(shown.split()) == " ".join(fit(resolve(recipe)).why)

@@ -73,8 +73,7 @@ def test_what_is_said_of_the_ladders() -> None:
     inputs = LAYERS * 2 * HIDDEN
     says(
         "longest",
-        f"the plan says {alst / 1e6:.2f}M. The last rung is {ours / alst - 1:.0%}".replace("%", " %") + " longer",
-        f"which the plan misses by {1 - ours / 0.8e6:.0%}".replace("%", " %"),
+        f"The last rung is {ours / alst - 1:.0%} longer".replace("%", " %"),
         f"At {ours:,} tokens there are {ours * inputs / GIB:.0f} GiB of layer inputs",
         f"one takes {inputs // 1024} KiB of layer inputs",
     )
@@ -141,6 +140,10 @@ def test_architectures_of_the_loss() -> None:
             assert len(words.split(": ", 1)[1].split(", ")) == int(count), words
 
 
+OTHERS = {"LoRA in Triton's kernels": "LoRA", "Liger's GLU": "one process"}
+"""Runs in other kernels, by the run that computes the same; every other run without a row of its own is sharded."""
+
+
 @pytest.mark.parametrize("heading", ["axolotl", "ms-swift"])
 def test_runs_in_frameworks_are_those_without_seqtile(heading: str) -> None:
     """Each run with seqtile beside the same run without it; sharded ones beside DDP's."""
@@ -150,7 +153,8 @@ def test_runs_in_frameworks_are_those_without_seqtile(heading: str) -> None:
     for name, curves in rows.items():
         if ", seqtile" not in name:
             continue
-        base = rows.get(name.partition(", seqtile")[0]) or rows["DDP"]
+        plain = name.partition(", seqtile")[0]
+        base = rows.get(plain) or rows[OTHERS.get(plain, "DDP")]
         assert [len(curve) for curve in curves] == [len(curve) for curve in base]
         for ours, untiled in zip(curves, base, strict=True):
             assert ours == pytest.approx(untiled, rel=1e-5), name
