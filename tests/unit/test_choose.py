@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,6 +331,25 @@ def test_ranks_with_different_settings_are_refused(folder: Path, monkeypatch: py
     for rank, recipe in enumerate((mine, other)):
         with pytest.raises(UserError, match=rf"rank {1 - rank} would train with tile .* and rank {rank} with "):
             check_same_recipe(SimpleNamespace(num_processes=2, process_index=rank), recipe, "digest")
+
+
+def test_nodes_with_other_weights_are_refused_under_a_launcher_of_ones_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each would shard its own: the first process of each node looks at them."""
+    recipe, given = recipe_of(folder), list[dict[str, Any]]()
+    other = recipe.model_dump(mode="json") | {"data": "digest", "weights": "others"}
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: given.extend(mine) or [*mine, other])
+    for local_rank in ("1", "0"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        first = local_rank == "0"
+        with (
+            pytest.raises(UserError, match=r"rank 1 would train with weights 'others' and rank 0 with '[0-9a-f]{32}'")
+            if first
+            else nullcontext()
+        ):
+            check_same_recipe(SimpleNamespace(num_processes=2, process_index=0), recipe, "digest")
+    assert [("weights" in one) for one in given] == [False, True]
 
 
 def test_a_launcher_of_the_users_own_cannot_start_ranks_again(

@@ -155,9 +155,10 @@ def check_same_recipe(accelerator: Any, recipe: Recipe, data: str) -> None:
     from seqtile.train.nodes import digest_pieces, hub_revision
 
     mine = recipe.model_dump(mode="json") | {"data": data}
-    mine |= {"weights": digest_pieces(recipe.model), "revision": hub_revision(recipe)}
+    if os.environ.get("LOCAL_RANK") == "0":  # the others of its node read the same files
+        mine["weights"] = digest_pieces(recipe.model) or hub_revision(recipe)
     for rank, other in enumerate(gather_object([mine])):
-        for key in (key for key in mine if other[key] != mine[key]):
+        for key in (key for key in mine if key in other and other[key] != mine[key]):
             raise UserError(
                 f"rank {rank} would train with {key} {other[key]!r} and rank {accelerator.process_index} with "
                 f"{mine[key]!r}; start all with the same settings (a fit needs --fit-memory where devices differ)"
