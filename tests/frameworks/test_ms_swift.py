@@ -61,6 +61,7 @@ RUNS: dict[str, tuple[int, list[str], dict[str, str]]] = {
     "one process": (1, FULL, {}),
     "one process, seqtile": (1, [*FULL, *ON], {}),
     "one process, seqtile, SEQTILE_TILE=16": (1, FULL, {"SEQTILE_TILE": "16"}),
+    "one process, seqtile, --seqtile": (1, [*FULL, "--seqtile", '{"tile": 16, "keep": 0.5, "only": ["*.0.mlp"]}'], {}),
     "LoRA": (1, LORA, {}),
     "LoRA, seqtile": (1, ["one-device.sh", *LORA], {}),
     "packing": (1, PACKING, {}),
@@ -201,6 +202,14 @@ def test_the_variable_switches_on_without_the_flags(swift: Swift) -> None:
     run = swift.run("one process, seqtile, SEQTILE_TILE=16")
     same(run, swift.run("one process"))
     assert "16 tokens per tile" in run.kept["history"][0]["seqtile"]
+
+
+def test_arguments_of_apply_as_json(swift: Swift) -> None:
+    run = swift.run("one process, seqtile, --seqtile")
+    same(run, swift.run("one process"))
+    assert run.kept["history"][0]["seqtile"].startswith(
+        "tiled 1 of 2 MLPs (LlamaMLP), 16 tokens per tile, fused; gate and up kept: 0.5"
+    )
 
 
 def test_training_moves_the_weights(swift: Swift) -> None:
