@@ -20,6 +20,7 @@ from seqtile._errors import UserError
 from seqtile.cli import main
 from seqtile.cli.plan_command import parse_adapters
 from seqtile.counting import count_products
+from seqtile.models.discover.trace import in_a_thread
 from seqtile.options import changed
 from seqtile.planner.accelerators import DEVICES, Device, find_device
 from seqtile.planner.explain import explain, next_step, proposals, recipe
@@ -213,6 +214,27 @@ def test_a_model_without_decoder_layers_is_refused(tmp_path: Path, capsys: pytes
     AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64).save_pretrained(tmp_path)
     assert main(["plan", "--model", str(tmp_path), "--device", "h100"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_model_without_attention_is_planned_untiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64).save_pretrained(tmp_path)
+    command = ["plan", "--model", str(tmp_path), "--device", "h100", "--tile", "none", "--max-length", "4096", "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
+
+
+def test_one_proof_does_for_the_adapters_of_all_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT tells each adapter the name of its layer; with it every layer of a plan took a trace of its own."""
+    traced = []
+
+    def traces(function: Any) -> Any:
+        traced.append(function)
+        return in_a_thread(function)
+
+    monkeypatch.setattr("seqtile.models.discover.proof.in_a_thread", traces)
+    setup = Setup(lora=Lora(3, alpha=7.0))  # which no other test has, whose proof would do
+    built = build(read_config(str(folder)), setup, "meta")
+    assert len(built.blocks) == 4 and len(traced) == 1
 
 
 def test_the_longest_fits_and_a_little_more_does_not(planner: Planner) -> None:

@@ -81,9 +81,7 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
     Raises:
         UserError: Transformers cannot build it, or it has nothing to tile.
     """
-    model, notes = build_bare(config, setup, device, sample), list[str]()
-    if setup.lora is not None:
-        model, notes = _add_lora(model, setup, device)
+    model, notes = build_weights(config, setup, device, sample)
     options, blocks = setup.options, tuple[Any, ...]()
     if options.checkpoint is not None:
         with warnings.catch_warnings():
@@ -114,6 +112,12 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
             if options.beside_blocks:
                 apply_options(model, options.without_blocks())
     return Built(model, blocks, notes)
+
+
+def build_weights(config: Any, setup: Setup, device: str, sample: LayerSample | None = None) -> tuple[Any, list[str]]:
+    """The model of :func:`build` as far as its weights go, adapters too, untiled; and what is to be said of them."""
+    model = build_bare(config, setup, device, sample)
+    return (model, []) if setup.lora is None else _add_lora(model, setup, device)
 
 
 def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | None = None) -> Any:
@@ -172,6 +176,12 @@ def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
             adapted = get_peft_model(model, adapters)
         except ValueError as error:
             raise UserError(f"the adapters cannot be made: {str(error).splitlines()[0]}") from None
+    for part in adapted.modules():
+        # PEFT 0.19 on tells each adapter the name of its layer, which is of no use here, and without which one proof
+        # does for the blocks of all layers:
+        # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/model.py
+        if "target_name" in (told := vars(part).get("kwargs", {})):
+            told["target_name"] = ""
     left_out = without_adapters(adapters)
     return adapted, [] if left_out is None else [left_out]
 

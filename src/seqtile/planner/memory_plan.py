@@ -13,7 +13,7 @@ from seqtile.models.discover.decoder_layers import states_of
 from seqtile.options import changed
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.extrapolate import Lines, fit_for, partly
-from seqtile.planner.fake_step import build, build_bare
+from seqtile.planner.fake_step import build, build_bare, build_weights
 from seqtile.planner.flops import Work, count_work
 from seqtile.planner.grpo import STANDING as BESIDE_THE_STEP
 from seqtile.planner.grpo import add_terms, longest_sequence, notes_of, other_parts
@@ -33,7 +33,7 @@ from seqtile.planner.sharding_terms import (
     on_device,
     on_host,
 )
-from seqtile.planner.step_config import Setup
+from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import head_tile, kept_share, largest_tile, resolve_tiles
 
 MODEL_ERROR = 0.01
@@ -83,23 +83,29 @@ class Planner:
         self._lines: dict[Setup, Lines] = {}
         self._near: int | None = None
         self.host_has_room = False
-        if like is not None and like.request.config is request.config and like.request.lora == request.lora:
+        if like is not None and (like.request.config is not request.config or like.request.lora != request.lora):
+            like = None
+        if like is not None:
             self.share(like)
             self.depths, self.counts, self.states, self.no_ring = like.depths, like.counts, like.states, like.no_ring
         else:
             model = build_bare(request.config, self.setup, "meta")
             self.depths, self.states = find_depths(request.config, model), states_of(model)
             self.no_ring = why_no_ring(model)
+        if like is not None and _same_model(like.setup, self.setup):
+            self.built: Built = like.built
+        else:
+            self.built = build(request.config, self.setup, "meta", self.depths.samples[0])
+        if like is None:
             self.counts = count_layers(self.depths, [self._count(sample) for sample in self.depths.samples])
         setting = "sp-size" if request.cp_size == 1 else "cp-size"
         refuse_split_states(repr(request.model), self.states, request.split, setting)
         check_ranks(request, self.counts, self.no_ring)
-        self.built = build(request.config, self.setup, "meta", self.depths.samples[0])
         flash = flash3_workspace if request.attention == "flash3" else flash2_workspace
         self.workspace = cpu_workspace if request.device_type == "cpu" else flash
 
     def _count(self, sample: LayerSample) -> Counts:
-        return count_weights(self.request.config, build(self.request.config, self.setup, "meta", sample).model)
+        return count_weights(self.request.config, build_weights(self.request.config, self.setup, "meta", sample)[0])
 
     def share(self, other: Planner) -> None:
         """Take the fake runs of a planner of the same model; runs are found by their settings."""
@@ -334,6 +340,11 @@ class Planner:
     def work(self, tokens: int) -> Work:
         """Operations of a step of ``tokens`` tokens per row."""
         return count_work(self.request, self.counts, tokens)
+
+
+def _same_model(one: Setup, other: Setup) -> bool:
+    """Whether models are built alike, however long their rows are and whatever updates them."""
+    return one == replace(other, optimizer=one.optimizer, batch=one.batch, accumulation=one.accumulation)
 
 
 def _scan_note(kind: str, layers: list[str], scans: str) -> str:
