@@ -190,7 +190,15 @@ def test_what_does_not_fit_is_exit_code_1(
     assert "do not fit: " in shown.out or ("at any length" in shown.err and shown.err.count("\n") == 1)
 
 
-@pytest.mark.parametrize(("kind", "words"), [("bert", "an encoder"), ("vit", "no causal language model")])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("bert", "an encoder"),
+        ("whisper", "an encoder or an encoder-decoder"),
+        ("vit", "no causal language model"),
+        ("llava", "give that of its language model alone (llama)"),
+    ],
+)
 def test_what_is_no_causal_language_model_is_refused(
     kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +206,19 @@ def test_what_is_no_causal_language_model_is_refused(
     assert main(["plan", "--model", str(tmp_path), "--device", "h100"]) == 2
     shown = capsys.readouterr().err
     assert words in shown and shown.count("\n") == 1
+
+
+def test_a_tower_that_is_planned_along_is_said(folder: Path) -> None:
+    request = request_of(folder)
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+                     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512},
+        vision_config={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+    )  # fmt: skip
+    notes = Planner(replace(request, config=config)).notes()
+    assert any("its vision tower: its weights are counted" in note for note in notes)
+    assert not any("tower" in note for note in Planner(request).notes())
 
 
 @pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])

@@ -42,6 +42,7 @@ from seqtile.planner.live_at_peaks import (
     Workspace,
     track,
 )
+from seqtile.planner.model_shapes import towers_of
 from seqtile.planner.phases import OPTIMIZER_STEP, label_phases
 from seqtile.planner.scans import planned_scans
 from seqtile.planner.step_config import Built, Setup, make_optimizer
@@ -129,11 +130,16 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM
 
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    encoder |= bool(getattr(config, "is_encoder_decoder", False))
     if encoder or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")):
-        what = "an encoder or an encoder-decoder" if encoder else "no causal language model of transformers"
+        what, instead = "no causal language model of transformers", "the configuration of one"
+        if encoder:
+            what = "an encoder or an encoder-decoder"
+        elif towers_of(config) and type(text := config.get_text_config()) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            what = "a language model with a tower for pictures or sound"
+            instead = f"that of its language model alone ({text.model_type}), and count the tokens of pictures as text"
         raise UserError(
-            f"model type {config.model_type!r} is {what}, and a plan is of a causal language model; give the "
-            "configuration of one"
+            f"model type {config.model_type!r} is {what}, and a plan is of a causal language model; give {instead}"
         )
 
     if getattr(config.get_text_config(), "hidden_size_per_layer_input", None):

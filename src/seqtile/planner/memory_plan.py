@@ -20,7 +20,7 @@ from seqtile.planner.grpo import add_terms, longest_sequence, notes_of, other_pa
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, flash3_workspace
 from seqtile.planner.layer_structure import Counts, Depths, LayerSample, count_layers, count_weights, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
-from seqtile.planner.model_shapes import max_positions
+from seqtile.planner.model_shapes import max_positions, towers_of
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE, Phase
 from seqtile.planner.request import Request, attention_cannot_be_saved, check_ranks, check_request
@@ -116,6 +116,7 @@ class Planner:
         return [
             *self.built.notes,
             *(_scan_note(kind, layers, self.setup.scans) for kind, layers in self.states.items()),
+            *(_tower_note(name) for name in towers_of(self.request.config)),
             *notes_of(self.request, self.counts),
         ]
 
@@ -355,6 +356,14 @@ def _scan_note(kind: str, layers: list[str], scans: str) -> str:
         return f"{which}: transformers' PyTorch path" + (f", as without {source}" if source else ", there is no other")
     where = "" if scans == "kernels" else ", as far as they are installed"
     return f"{which}: a model of what {source} allocate{where}, read from their sources, not measured"
+
+
+def _tower_note(name: str) -> str:
+    """What is counted of a tower for pictures or sound, and what is not."""
+    return (
+        f"its {name} tower: its weights are counted, not what it holds while it reads; the tokens that it makes count "
+        "into the length"
+    )
 
 
 def _alike(one: Setup, other: Setup, within: float = 0.05) -> bool:
