@@ -4,6 +4,7 @@ Run it from the repository, with nothing else running::
 
     python benchmarks/plan_engines.py                      # all cells, docs/planning-reference.md's table
     python benchmarks/plan_engines.py --only zero3         # some, printed only
+    python benchmarks/plan_engines.py --plan               # the plan again, beside what was measured
 
 Measured is what PyTorch's allocator reports in the first process, from before the model is made, at its highest in the
 second update: the lowest of three runs, with the highest beside it. On a CPU device and host are one memory, so that
@@ -285,12 +286,27 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         if isinstance(found, str):
             return {**asdict(cell), "failed": found}
         runs.append(found)
+    return {**asdict(cell), **compared(cell, runs)}
+
+
+def compared(cell: Cell, runs: list[int]) -> dict[str, Any]:
+    """The plan beside the lowest of the measured runs."""
     predicted, terms, peak_at = planned(cell)
     return {
-        **asdict(cell), "predicted_bytes": round(predicted), "measured_bytes": min(runs), "runs": runs,
+        "predicted_bytes": round(predicted), "measured_bytes": min(runs), "runs": runs,
         "error": predicted / min(runs) - 1, "peak_at": peak_at,
         "terms": {name: round(one) for name, one in terms.items()},
     }  # fmt: skip
+
+
+def plan_again() -> None:
+    """Write the results and the page's table with today's plan of what was measured."""
+    rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        if "runs" in row:
+            row |= compared(Cell(row["engine"], row["lora"], row["accumulation"], row["offload"]), row["runs"])
+    RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_between(PAGE, BEGIN, END, table(rows))
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -318,10 +334,14 @@ def main() -> int:
     """Run the cells; write results and the page's table as far as they are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cells whose description holds this word; nothing is written")
+    parser.add_argument("--plan", action="store_true", help="measure nothing: only plan again")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         worker(Cell(**json.loads(given.worker[0])), Path(given.worker[1]))
+        return 0
+    if given.plan:
+        plan_again()
         return 0
     about = stamp(environment(), ["python", *sys.argv])
     rows = []

@@ -20,6 +20,7 @@ from seqtile._errors import UserError
 from seqtile.cli import main
 from seqtile.cli.plan_command import parse_adapters
 from seqtile.counting import count_products
+from seqtile.models.discover.trace import in_a_thread
 from seqtile.options import changed
 from seqtile.planner.accelerators import DEVICES, Device, find_device
 from seqtile.planner.explain import explain, next_step, proposals, recipe
@@ -189,7 +190,15 @@ def test_what_does_not_fit_is_exit_code_1(
     assert "do not fit: " in shown.out or ("at any length" in shown.err and shown.err.count("\n") == 1)
 
 
-@pytest.mark.parametrize(("kind", "words"), [("bert", "an encoder"), ("vit", "no causal language model")])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("bert", "an encoder"),
+        ("whisper", "an encoder or an encoder-decoder"),
+        ("vit", "no causal language model"),
+        ("llava", "give that of its language model alone (llama)"),
+    ],
+)
 def test_what_is_no_causal_language_model_is_refused(
     kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +206,19 @@ def test_what_is_no_causal_language_model_is_refused(
     assert main(["plan", "--model", str(tmp_path), "--device", "h100"]) == 2
     shown = capsys.readouterr().err
     assert words in shown and shown.count("\n") == 1
+
+
+def test_a_tower_that_is_planned_along_is_said(folder: Path) -> None:
+    request = request_of(folder)
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+                     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512},
+        vision_config={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+    )  # fmt: skip
+    notes = Planner(replace(request, config=config)).notes()
+    assert any("its vision tower: its weights are counted" in note for note in notes)
+    assert not any("tower" in note for note in Planner(request).notes())
 
 
 @pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
@@ -213,6 +235,27 @@ def test_a_model_without_decoder_layers_is_refused(tmp_path: Path, capsys: pytes
     AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64).save_pretrained(tmp_path)
     assert main(["plan", "--model", str(tmp_path), "--device", "h100"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_model_without_attention_is_planned_untiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64).save_pretrained(tmp_path)
+    command = ["plan", "--model", str(tmp_path), "--device", "h100", "--tile", "none", "--max-length", "4096", "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
+
+
+def test_one_proof_does_for_the_adapters_of_all_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT tells each adapter the name of its layer; with it every layer of a plan took a trace of its own."""
+    traced = []
+
+    def traces(function: Any) -> Any:
+        traced.append(function)
+        return in_a_thread(function)
+
+    monkeypatch.setattr("seqtile.models.discover.proof.in_a_thread", traces)
+    setup = Setup(lora=Lora(3, alpha=7.0))  # which no other test has, whose proof would do
+    built = build(read_config(str(folder)), setup, "meta")
+    assert len(built.blocks) == 4 and len(traced) == 1
 
 
 def test_the_longest_fits_and_a_little_more_does_not(planner: Planner) -> None:

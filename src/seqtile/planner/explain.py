@@ -103,7 +103,7 @@ def next_step(planner: Planner, longest: int) -> NextSetting | None:
     best: NextSetting | None = None
     request = planner.request
     for technique in proposals(planner):
-        if best is not None and technique is MINIMAL_MEMORY:
+        if technique is MINIMAL_MEMORY and (best is not None or not runs_on_some_heads(planner.built.model)):
             break  # many small kernels: ten seconds of fake runs, which are for where nothing else is left
         try:
             candidate = Planner(technique.on(request), like=planner)
@@ -145,7 +145,7 @@ def proposals(planner: Planner) -> list[Technique]:
         (SHARDED, request.gpus > 1 and request.engine in ("ddp", "zero2")),
         (sequence, request.gpus > request.split and request.cp_size == 1),
         (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None and not idle_states),
-        (MINIMAL_MEMORY, untouched and runs_on_some_heads(planner.built.model)),
+        (MINIMAL_MEMORY, untouched),
     )
     return [technique for technique, is_open in order if is_open]
 

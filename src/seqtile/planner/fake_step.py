@@ -42,6 +42,7 @@ from seqtile.planner.live_at_peaks import (
     Workspace,
     track,
 )
+from seqtile.planner.model_shapes import towers_of
 from seqtile.planner.phases import OPTIMIZER_STEP, label_phases
 from seqtile.planner.scans import planned_scans
 from seqtile.planner.step_config import Built, Setup, make_optimizer
@@ -81,9 +82,7 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
     Raises:
         UserError: Transformers cannot build it, or it has nothing to tile.
     """
-    model, notes = build_bare(config, setup, device, sample), list[str]()
-    if setup.lora is not None:
-        model, notes = _add_lora(model, setup, device)
+    model, notes = build_weights(config, setup, device, sample)
     options, blocks = setup.options, tuple[Any, ...]()
     if options.checkpoint is not None:
         with warnings.catch_warnings():
@@ -116,6 +115,12 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
     return Built(model, blocks, notes)
 
 
+def build_weights(config: Any, setup: Setup, device: str, sample: LayerSample | None = None) -> tuple[Any, list[str]]:
+    """The model of :func:`build` as far as its weights go, adapters too, untiled; and what is to be said of them."""
+    model = build_bare(config, setup, device, sample)
+    return (model, []) if setup.lora is None else _add_lora(model, setup, device)
+
+
 def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | None = None) -> Any:
     """The model as Transformers makes it, with all its layers or those of a ``sample``.
 
@@ -125,11 +130,16 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM
 
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    encoder |= bool(getattr(config, "is_encoder_decoder", False))
     if encoder or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")):
-        what = "an encoder or an encoder-decoder" if encoder else "no causal language model of transformers"
+        what, instead = "no causal language model of transformers", "the configuration of one"
+        if encoder:
+            what = "an encoder or an encoder-decoder"
+        elif towers_of(config) and type(text := config.get_text_config()) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            what = "a language model with a tower for pictures or sound"
+            instead = f"that of its language model alone ({text.model_type}), and count the tokens of pictures as text"
         raise UserError(
-            f"model type {config.model_type!r} is {what}, and a plan is of a causal language model; give the "
-            "configuration of one"
+            f"model type {config.model_type!r} is {what}, and a plan is of a causal language model; give {instead}"
         )
 
     if getattr(config.get_text_config(), "hidden_size_per_layer_input", None):
@@ -172,6 +182,12 @@ def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
             adapted = get_peft_model(model, adapters)
         except ValueError as error:
             raise UserError(f"the adapters cannot be made: {str(error).splitlines()[0]}") from None
+    for part in adapted.modules():
+        # PEFT 0.19 on tells each adapter the name of its layer, which is of no use here, and without which one proof
+        # does for the blocks of all layers:
+        # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/model.py
+        if "target_name" in (told := vars(part).get("kwargs", {})):
+            told["target_name"] = ""
     left_out = without_adapters(adapters)
     return adapted, [] if left_out is None else [left_out]
 

@@ -244,7 +244,7 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
     experts = experts or largest_of_layers(text, "n_routed_experts") or 1
     share = (largest_of_layers(text, "num_experts_per_tok") or experts) / experts
     active = sum(int(weight.numel() * (share if weight.dim() == 3 else 1)) for weight in matrices)
-    heads = int(largest_of_layers(text, "num_attention_heads"))
+    heads = int(largest_of_layers(text, "num_attention_heads") or 1)  # Mamba has none
     hidden = int(text.hidden_size)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return Counts(

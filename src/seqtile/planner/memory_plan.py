@@ -13,14 +13,14 @@ from seqtile.models.discover.decoder_layers import states_of
 from seqtile.options import changed
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.extrapolate import Lines, fit_for, partly
-from seqtile.planner.fake_step import build, build_bare
+from seqtile.planner.fake_step import build, build_bare, build_weights
 from seqtile.planner.flops import Work, count_work
 from seqtile.planner.grpo import STANDING as BESIDE_THE_STEP
 from seqtile.planner.grpo import add_terms, longest_sequence, notes_of, other_parts
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, flash3_workspace
 from seqtile.planner.layer_structure import Counts, Depths, LayerSample, count_layers, count_weights, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
-from seqtile.planner.model_shapes import max_positions
+from seqtile.planner.model_shapes import max_positions, towers_of
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE, Phase
 from seqtile.planner.request import Request, attention_cannot_be_saved, check_ranks, check_request
@@ -33,7 +33,7 @@ from seqtile.planner.sharding_terms import (
     on_device,
     on_host,
 )
-from seqtile.planner.step_config import Setup
+from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import head_tile, kept_share, largest_tile, resolve_tiles
 
 MODEL_ERROR = 0.01
@@ -83,23 +83,29 @@ class Planner:
         self._lines: dict[Setup, Lines] = {}
         self._near: int | None = None
         self.host_has_room = False
-        if like is not None and like.request.config is request.config and like.request.lora == request.lora:
+        if like is not None and (like.request.config is not request.config or like.request.lora != request.lora):
+            like = None
+        if like is not None:
             self.share(like)
             self.depths, self.counts, self.states, self.no_ring = like.depths, like.counts, like.states, like.no_ring
         else:
             model = build_bare(request.config, self.setup, "meta")
             self.depths, self.states = find_depths(request.config, model), states_of(model)
             self.no_ring = why_no_ring(model)
+        if like is not None and _same_model(like.setup, self.setup):
+            self.built: Built = like.built
+        else:
+            self.built = build(request.config, self.setup, "meta", self.depths.samples[0])
+        if like is None:
             self.counts = count_layers(self.depths, [self._count(sample) for sample in self.depths.samples])
         setting = "sp-size" if request.cp_size == 1 else "cp-size"
         refuse_split_states(repr(request.model), self.states, request.split, setting)
         check_ranks(request, self.counts, self.no_ring)
-        self.built = build(request.config, self.setup, "meta", self.depths.samples[0])
         flash = flash3_workspace if request.attention == "flash3" else flash2_workspace
         self.workspace = cpu_workspace if request.device_type == "cpu" else flash
 
     def _count(self, sample: LayerSample) -> Counts:
-        return count_weights(self.request.config, build(self.request.config, self.setup, "meta", sample).model)
+        return count_weights(self.request.config, build_weights(self.request.config, self.setup, "meta", sample)[0])
 
     def share(self, other: Planner) -> None:
         """Take the fake runs of a planner of the same model; runs are found by their settings."""
@@ -110,6 +116,7 @@ class Planner:
         return [
             *self.built.notes,
             *(_scan_note(kind, layers, self.setup.scans) for kind, layers in self.states.items()),
+            *(_tower_note(name) for name in towers_of(self.request.config)),
             *notes_of(self.request, self.counts),
         ]
 
@@ -336,6 +343,11 @@ class Planner:
         return count_work(self.request, self.counts, tokens)
 
 
+def _same_model(one: Setup, other: Setup) -> bool:
+    """Whether models are built alike, however long their rows are and whatever updates them."""
+    return one == replace(other, optimizer=one.optimizer, batch=one.batch, accumulation=one.accumulation)
+
+
 def _scan_note(kind: str, layers: list[str], scans: str) -> str:
     """What the working set of a kind of layers with a state was worked out from."""
     which = f"{len(layers)} layer{'s' if len(layers) > 1 else ''} with a state ({kind})"
@@ -344,6 +356,14 @@ def _scan_note(kind: str, layers: list[str], scans: str) -> str:
         return f"{which}: transformers' PyTorch path" + (f", as without {source}" if source else ", there is no other")
     where = "" if scans == "kernels" else ", as far as they are installed"
     return f"{which}: a model of what {source} allocate{where}, read from their sources, not measured"
+
+
+def _tower_note(name: str) -> str:
+    """What is counted of a tower for pictures or sound, and what is not."""
+    return (
+        f"its {name} tower: its weights are counted, not what it holds while it reads; the tokens that it makes count "
+        "into the length"
+    )
 
 
 def _alike(one: Setup, other: Setup, within: float = 0.05) -> bool:

@@ -82,6 +82,11 @@ def read_config(model: str, trust_remote_code: bool = False) -> Any:
         ) from None
 
 
+def towers_of(config: Any) -> list[str]:
+    """What a model reads beside text: ``"vision"`` and ``"audio"``."""
+    return [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
+
+
 def max_positions(config: Any) -> int | None:
     """How many positions the model knows, its own RoPE scaling included; None where it has no limit."""
     text = config.get_text_config()

@@ -192,15 +192,24 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
         # stage_1_and_2.py, temp_grad_buffer_for_gpu_offload: the largest weight's gradient on its way to the host.
         found[BUFFERS] += size * max(counts.largest, counts.vocabulary * counts.hidden)
     if not whole and not update:
-        # Measured (benchmarks/plan_engines.py): a layer beside the head is all that is gathered at once. Where every
-        # weight trains as much again is taken for the gradients on their way, which were not followed one by one.
-        needed = counts.layer + counts.vocabulary * counts.hidden if request.lora else 2 * counts.layer + counts.root
-        live = max(needed, min(ZERO3_LIVE, counts.weights))
-        found[BUFFERS] += size * (live + min(ZERO3_PREFETCH + counts.layer, counts.weights))
+        found[BUFFERS] += size * _gathered(request, counts, now)
     if update and "optimizer" not in moved:
         # A flat copy of the gradients and its fp32 copy (stage3.py, _prepare_fp32_grad_for_sub_group).
         group = trained / ranks if whole else min(ZERO3_SUB_GROUP, trained / ranks)
         found[BUFFERS] += (size + (4.0 if size < 4 else 0.0)) * group
+
+
+def _gathered(request: Request, counts: Counts, now: Phase) -> float:
+    """Elements that ZeRO-3 holds gathered, for now or ahead of it, flat buffers and all."""
+    kept, ahead = min(ZERO3_LIVE, counts.weights), min(ZERO3_PREFETCH + counts.layer, counts.weights)
+    if request.lora is None:
+        # As much as a layer and the rest again is taken for gradients on their way, which were not followed one by one.
+        return max(2 * counts.layer + counts.root, kept) + ahead
+    # Measured (benchmarks/plan_engines.py): a layer beside the head is all that is needed at once.
+    needed = counts.layer + (counts.vocabulary * counts.hidden if now.part == HEAD else 0)
+    # What would be more than may be kept is not gathered ahead (partitioned_param_coordinator.py, fetch_sub_module):
+    # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/partitioned_param_coordinator.py
+    return max(needed, kept) + (ahead if needed < ZERO3_LIVE else 0)
 
 
 def offload_checkpoints(terms: dict[str, float], layers: int, in_flight: float, share: float = 1.0) -> float:
