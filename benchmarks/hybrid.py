@@ -214,6 +214,8 @@ def _shortened(family: str) -> Any:
     for name in EXPERTS:
         if getattr(config, name, None):
             setattr(config, name, max(FEW_EXPERTS, int(config.num_experts_per_tok)))
+    if family == "lfm2_moe":  # whose default says no kind of layer
+        config.layer_types = ["conv", "full_attention"] * (config.num_hidden_layers // 2)
     return config
 
 
