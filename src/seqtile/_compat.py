@@ -413,6 +413,14 @@ hooks that it calls run under the caller's function modes."""
 without_function_modes: Callable[[], Any] = _find("torch._C.DisableTorchFunction")
 """A context inside which operators run under no function mode."""
 
+_tensor_use_count: Callable[[Tensor], int] = _find("torch.Tensor._use_count")
+_storage_use_count: Callable[[int], int] = _find("torch._C._storage_Use_Count")
+_USES_IN_A_MODE = 4, 2
+"""How often a tensor and its storage are held where a dispatch mode sees one that autograd alone holds."""
+
+_AROUND_A_MODE = ("torch._dynamo.", "torch._compile")
+"""Modules between an operator's caller and the mode's ``__torch_dispatch__``."""
+
 GRAPH_MEMBERS = ("_is_view", "_base", "_backward_hooks")
 """Private members of a tensor that tell how it was made or who watches it, which a traced forward may not ask."""
 
@@ -423,6 +431,28 @@ MEMORY_METHODS = ("_typed_storage", "_version")
 def has_gradient_step(weight: Tensor) -> bool:
     """Whether a hook acts on the weight's gradient once it is accumulated, such as an optimiser's step."""
     return bool(getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def sums_gradients_in_place(first: Tensor) -> bool:
+    """Whether an addition to ``first`` is one of two gradients that autograd does in place where no mode watches.
+
+    Under a dispatch mode it makes a new tensor instead: ``can_accumulate_inplace`` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/input_buffer.cpp. To be called below the mode's
+    ``__torch_dispatch__``, the innermost one.
+    """
+    if torch.is_grad_enabled():
+        return False
+    caller: types.FrameType | None = sys._getframe(1)
+    while caller is not None and caller.f_code.co_name != "__torch_dispatch__":
+        caller = caller.f_back
+    caller = caller and caller.f_back
+    while caller is not None and caller.f_globals["__name__"].startswith(_AROUND_A_MODE):
+        caller = caller.f_back
+    if caller is None or caller.f_code is not run_backward.__code__:  # a formula in Python
+        return False
+    storage = first.untyped_storage()
+    dense = storage.nbytes() == first.numel() * first.element_size()
+    return dense and (_tensor_use_count(first), _storage_use_count(storage_key(storage))) == _USES_IN_A_MODE
 
 
 def in_forward_mode() -> bool:
@@ -503,6 +533,38 @@ def _check_run_backward() -> None:
     x = torch.ones(2, requires_grad=True)
     (gradient,) = run_backward((x * 3,), (torch.ones(2),), False, False, (x,), True, accumulate_grad=False)
     _expect(gradient.tolist() == [3.0, 3.0] and x.grad is None, "the gradient of the inputs alone")
+
+
+@_contract(
+    "torch._C._storage_Use_Count", "torch/csrc/Module.cpp", "autograd adds gradients in place under a dispatch mode too"
+)
+def _check_gradient_sums() -> None:
+    seen: list[bool] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
+                seen.append(sums_gradients_in_place(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    class Plus(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad.exp() + grad
+
+    with Mode():  # type: ignore[no-untyped-call]
+        x = torch.ones(2, requires_grad=True) * 1
+        (x.exp() + x.sin()).exp().sum().backward()
+        _expect(seen == [True], f"a sum of two new gradients to be seen, got {seen}")
+        x, y = (torch.ones(2, requires_grad=True) * 1 for _ in range(2))
+        low = x.sin() * y.sin()
+        ((x + y).exp() + low).exp().sum().backward()  # x and y begin with the same gradient
+        Plus.apply(torch.ones(2, requires_grad=True)).exp().sum().backward()  # type: ignore[no-untyped-call]
+    _expect(seen == [True, False, True, False], f"what others hold and formulas to be told from it, got {seen}")
 
 
 @_contract("torch._C.DisableTorchFunction", "torch/csrc/autograd/init.cpp", "a public context that suspends modes")

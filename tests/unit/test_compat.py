@@ -132,6 +132,7 @@ BREAKS: dict[str, Any] = {
     "torch.UntypedStorage._cdata": ("storage_key", lambda storage: next(NUMBERS)),
     "torch.Tensor._make_wrapper_subclass": ("make_wrapper_subclass", GONE),
     "torch.autograd.graph._engine_run_backward": ("run_backward", GONE),
+    "torch._C._storage_Use_Count": ("_USES_IN_A_MODE", (5, 2)),
     "torch._C.DisableTorchFunction": ("without_function_modes", GONE),
     "torch.Tensor._typed_storage": "torch.Tensor._typed_storage",
     "torch.Tensor._post_accumulate_grad_hooks": ("has_gradient_step", lambda weight: hasattr(weight, "_gone")),

@@ -83,6 +83,9 @@ _IN_PLACE = _overloads(
 )  # fmt: skip
 """Operators that return their first argument as it was: nothing has to be worked out, and half of a step is these."""
 
+_UPDATES = _overloads("_fused_sgd_")
+"""Operators that return nothing, which PyTorch would run on real tensors of all weights, for want of their shapes."""
+
 _VIEWS = {UNSAFE_VIEW} | _overloads(
     "alias", "detach", "expand", "permute", "select", "slice", "squeeze", "t", "transpose", "unsqueeze", "view"
 )
@@ -124,6 +127,8 @@ class _Answers(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _IN_PLACE:
             return args[0]
+        if func in _UPDATES:
+            return None
         out = kwargs.get("out", kwargs.get("grad_input"))
         if isinstance(out, Tensor) and out.numel():
             return out

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from seqtile._compat import OpOverload, schema_of, storage_key
+from seqtile._compat import OpOverload, schema_of, storage_key, sums_gradients_in_place
 from seqtile.counting.watch import Watch, name_of
 from seqtile.devices import accelerator, allocated_bytes, is_accelerator, peak_bytes, reset_peak
 
@@ -75,7 +75,8 @@ class LiveBytes:
     A storage counts once, however many views it has, from the operator that returns it until nothing
     holds it. One that was there before is not counted, and what it held is subtracted when an operator has
     seen it and it goes. So the numbers are those an exact allocator would show, less what kernels use
-    inside themselves.
+    inside themselves. A sum of two gradients that autograd makes in place, except under this counter, counts as if it
+    were made so.
 
     ``peak`` and the peaks of phases come from the allocator of the accelerator where there is one; the
     rest is counted. Reading a number raises ``RuntimeError`` when no byte was seen.
@@ -182,6 +183,8 @@ class LiveBytes:
         name = name_of(func)
         fresh = name == "aten::lift_fresh"  # its input is new: torch.tensor and torch.from_numpy hand it over
         known = {self._visit(tensor, counted=fresh) for tensor in _tensors((*args, *kwargs.values()))}
+        if name == "aten::add" and self._allocator is None and sums_gradients_in_place(args[0]):
+            self.forget(storage_key(args[0].untyped_storage()))  # the sum is there instead
         written = 0
         for tensor in _tensors(result):
             key = self._visit(tensor, counted=True)
