@@ -5,6 +5,7 @@ Run it from the repository::
     python benchmarks/plan_accuracy.py                     # all cells, docs/planning-reference.md's table; goes on
     python benchmarks/plan_accuracy.py --hybrid            # models whose layers carry a state: the table after it
     python benchmarks/plan_accuracy.py --only llama        # some, printed only
+    python benchmarks/plan_accuracy.py --plan              # the plan again, beside what was measured; --hybrid too
 
 Measured is what PyTorch's allocator reports through ``torch.profiler`` (``profile_memory=True``), from before the model
 is made to the end of its second step, at its highest within that step. Predicted comes from fake runs at other lengths
@@ -267,15 +268,28 @@ def measure(config: Any, setup: Setup, tokens: int) -> int:
 
 def run_cell(cell: Cell) -> dict[str, Any]:
     """Both numbers, in bytes, and how far the prediction is off."""
-    config, setup = cell.config(), cell.setup()
-    prediction = predict(config, setup, cell.tokens, workspace=cpu_workspace, device_type="cpu")
-    measured = measure(config, setup, cell.tokens)
+    return compared(cell, measure(cell.config(), cell.setup(), cell.tokens))
+
+
+def compared(cell: Cell, measured: int) -> dict[str, Any]:
+    """The row of a cell: today's plan beside the bytes that were measured."""
+    prediction = predict(cell.config(), cell.setup(), cell.tokens, workspace=cpu_workspace, device_type="cpu")
     return {
         **asdict(cell), "predicted_bytes": round(prediction.peak), "measured_bytes": measured,
         "error": prediction.peak / measured - 1, "peak_at": prediction.peak_at,
         "fake_lengths": list(prediction.lengths), "fake_layers": [len(one.layers) for one in prediction.depths.samples],
         "layers": prediction.depths.layers,
     }  # fmt: skip
+
+
+def plan_again(grid: Grid) -> None:
+    """Write the rows and the page's table with today's plan of what was measured."""
+    rows = [json.loads(line) for line in grid.results.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        if cell := _cell_of(row):
+            row |= compared(cell, row["measured_bytes"])
+            print(f"{row['error']:+.3%}  {row['predicted_bytes']:>12,} {row['measured_bytes']:>12,}  {cell}", flush=True)
+    grid.write(rows)
 
 
 def table(rows: list[dict[str, Any]], of: int) -> list[str]:
@@ -316,9 +330,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cells whose description holds this word; nothing is written")
     parser.add_argument("--hybrid", action="store_true", help="models whose layers carry a state")
+    parser.add_argument("--plan", action="store_true", help="measure nothing: only plan again")
     options = parser.parse_args()
     torch.set_num_threads(1)
     grid = Grid("plan-cpu-hybrid", hybrid_cells()) if options.hybrid else Grid("plan-cpu", all_cells())
+    if options.plan:
+        plan_again(grid)
+        return 0
     about = stamp(environment(), ["python", *sys.argv])
     rows = [] if options.only else grid.known_rows(about["versions"])
     known = {_cell_of(row) for row in rows}
