@@ -182,12 +182,6 @@ def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
             adapted = get_peft_model(model, adapters)
         except ValueError as error:
             raise UserError(f"the adapters cannot be made: {str(error).splitlines()[0]}") from None
-    for part in adapted.modules():
-        # PEFT 0.19 on tells each adapter the name of its layer, which is of no use here, and without which one proof
-        # does for the blocks of all layers:
-        # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/model.py
-        if "target_name" in (told := vars(part).get("kwargs", {})):
-            told["target_name"] = ""
     left_out = without_adapters(adapters)
     return adapted, [] if left_out is None else [left_out]
 

@@ -246,7 +246,9 @@ class Code:
             self.globals |= names
             known = kind != "user" or _package_of(code.co_filename) in KNOWN_LIBRARIES
             self.dynamic |= not known and not (DYNAMIC & names <= _BY_NAME and _are_spelled_out(steps))
-        self.mentioned |= names
+        # A variable of the function around it is no attribute: PEFT's layers keep their own names in one called kwargs,
+        # which such a variable in PyTorch's and PEFT's code would have made another for each layer.
+        self.mentioned |= names if strange else names - ({*code.co_freevars} - {*code.co_names})
         self.stored.update("cell_contents" if step.opname.endswith("DEREF") else step.argval  # a closure's variable
                            for step in steps if step.opcode in _STORES)  # fmt: skip
         self.sets_any |= kind == "user" and not _SETTERS.isdisjoint(names)
