@@ -288,7 +288,9 @@ def plan_again(grid: Grid) -> None:
     for row in rows:
         if cell := _cell_of(row):
             row |= compared(cell, row["measured_bytes"])
-            print(f"{row['error']:+.3%}  {row['predicted_bytes']:>12,} {row['measured_bytes']:>12,}  {cell}", flush=True)
+            print(
+                f"{row['error']:+.3%}  {row['predicted_bytes']:>12,} {row['measured_bytes']:>12,}  {cell}", flush=True
+            )
     grid.write(rows)
 
 
