@@ -440,8 +440,8 @@ def sums_gradients_in_place(first: Tensor) -> bool:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/input_buffer.cpp. To be called below the mode's
     ``__torch_dispatch__``, the innermost one.
     """
-    if torch.is_grad_enabled():
-        return False
+    if torch.is_grad_enabled() or isinstance(_tensor_use_count, _Moved) or isinstance(_storage_use_count, _Moved):
+        return False  # a new tensor, which is what a plan may count too much
     caller: types.FrameType | None = sys._getframe(1)
     while caller is not None and caller.f_code.co_name != "__torch_dispatch__":
         caller = caller.f_back

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from seqtile import _compat
 from seqtile.counting import Product, count_live_bytes, count_products
 
 TOKENS, HIDDEN, INTERMEDIATE = 24, 16, 40
@@ -523,3 +524,10 @@ def test_memory_tracker_of_pytorch_agrees() -> None:
     before = sum(tensor.nbytes for tensor in (*mlp.parameters(), x, upstream))
     total = SimpleNamespace(**tracker.get_tracker_snapshot("peak")[torch.device("cpu")])
     assert live.peak == total.Total - before
+
+
+@pytest.mark.parametrize("name", ["_tensor_use_count", "_storage_use_count"])
+def test_where_pytorch_does_not_count_holders_a_sum_is_a_new_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, name, _compat._find("torch.of_no_version"))
+    with pytest.raises(_compat.MovedError, match=r"two new gradients to be seen, got \[False\]"):
+        _compat._check_gradient_sums()
