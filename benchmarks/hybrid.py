@@ -140,10 +140,9 @@ def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 def tiled(model: Any, settings: dict[str, Any]) -> Any:
-    """``model`` in tiles, with activation checkpoints where the settings need them or it has adapters."""
-    if "checkpoint" in settings or "offload" in settings:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+    """``model`` in tiles, with activation checkpoints."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
     return seqtile.apply(model, **settings)
 
 
