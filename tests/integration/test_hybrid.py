@@ -40,7 +40,6 @@ from tiny_models import build, tiny_config
 from zoo import assert_same_gradients, picture_and_text, vision_language_model
 from zoo import gradients as zoo_gradients
 
-
 TRAINED = [
     pytest.param(one, marks=[pytest.mark.slow] if one in ("bailing_hybrid", "kimi_linear") else []) for one in KINDS
 ]
