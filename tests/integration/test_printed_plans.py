@@ -55,14 +55,6 @@ def test_a_plan_of_grpo(
 
 
 @pytest.mark.slow
-def test_the_hybrid_ladder_with_states_in_tiles(capsys: pytest.CaptureFixture[str]) -> None:
-    [(longest, command)] = re.findall(
-        r"the last one reaches ([\d,]+) tokens: `(seqtile plan [^`]+)`", sentences("longest")
-    )
-    assert longest == f"{planned(command, capsys)['max_length']:,}"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1048576, 131072])
 def test_the_whole_step_with_heads_in_passes(tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
     """In hidden-state tensors of 8 KiB a token: the peak without weights, optimiser states and the context."""
