@@ -216,7 +216,8 @@ def test_a_tower_that_is_planned_along_is_said(folder: Path) -> None:
                      "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512},
         vision_config={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
     )  # fmt: skip
-    notes = Planner(replace(request, config=config)).notes()
+    untiled_loss = replace(request.options, loss=None)  # transformers 5.0 calls no loss function in this model
+    notes = Planner(replace(request, config=config, options=untiled_loss)).notes()
     assert any("its vision tower: its weights are counted" in note for note in notes)
     assert not any("tower" in note for note in Planner(request).notes())
 
@@ -240,7 +241,7 @@ def test_a_model_without_decoder_layers_is_refused(tmp_path: Path, capsys: pytes
 def test_a_model_without_attention_is_planned_untiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64).save_pretrained(tmp_path)
     command = ["plan", "--model", str(tmp_path), "--device", "h100", "--tile", "none", "--max-length", "4096", "--json"]
-    assert main(command) == 0
+    assert main([*command, "--loss", "full"]) == 0  # transformers 5.0 calls no loss function in it
     assert json.loads(capsys.readouterr().out)["fits"]
 
 
