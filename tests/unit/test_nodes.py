@@ -304,7 +304,7 @@ def test_what_else_listens_there_is_not_waited_for(monkeypatch: pytest.MonkeyPat
 def test_the_others_hear_of_a_lost_node(gone: int, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOST_SECONDS", 5.0)  # a busy machine takes a second to answer
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.1)
-    port, heard = free_port(), threading.Event()
+    port, received = free_port(), threading.Event()
 
     def one(rank: int) -> str:
         meeting = Meeting(Nodes(2, rank, "127.0.0.1", port), 10)
@@ -315,10 +315,10 @@ def test_the_others_hear_of_a_lost_node(gone: int, how: str, tmp_path: Path, mon
                 meeting.end(1, "out of memory")
             else:
                 meeting._done.set()
-            heard.wait(60)
+            received.wait(60)
             return ""
         news = meeting.news(seconds=20)
-        heard.set()
+        received.set()
         meeting.end(1)
         return news
 
@@ -330,7 +330,7 @@ def test_the_others_hear_of_a_lost_node(gone: int, how: str, tmp_path: Path, mon
 def test_a_third_node_hears_of_a_lost_one_from_node_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOST_SECONDS", 5.0)
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.1)
-    port, heard = free_port(), threading.Barrier(3)
+    port, received = free_port(), threading.Barrier(3)
 
     def one(rank: int) -> str:
         meeting = Meeting(Nodes(3, rank, "127.0.0.1", port), 10)
@@ -338,7 +338,7 @@ def test_a_third_node_hears_of_a_lost_one_from_node_0(tmp_path: Path, monkeypatc
         if rank == 2:
             meeting._done.set()
         news = meeting.news(seconds=20)
-        heard.wait(60)
+        received.wait(60)
         meeting.end(1)
         return news
 
@@ -468,15 +468,15 @@ def test_what_one_node_refuses_before_they_meet_the_others_hear(
     for name in ("LOCAL_RANK", "WORLD_SIZE", *SRUN):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "recipe.yaml").write_text("engine: ddp\nnproc: 2\nlearning_rates: 1e-4\n")
-    port, heard = free_port(), list[BaseException]()
+    port, received = free_port(), list[BaseException]()
 
     def other() -> None:
         meeting = Meeting(Nodes(2, 1 - refusing, "127.0.0.1", port), 60.0)
         try:
             meeting.agree({}, tmp_path / "out", None)
         except UserError as error:
-            heard.append(error)
-        meeting.end(2, "heard")
+            received.append(error)
+        meeting.end(2, "received")
 
     thread = threading.Thread(target=other, daemon=True)
     thread.start()
@@ -487,8 +487,8 @@ def test_what_one_node_refuses_before_they_meet_the_others_hear(
     assert time.monotonic() - began < 40  # not the minute for which it is offered
     said = capsys.readouterr().err
     assert len(re.findall("learning[_-]rates", said)) == 1 and "telling the other nodes, for at most 60 s" in said
-    assert len(heard) == 1 and str(heard[0]).startswith(f"node {refusing} refuses: ")
-    assert re.search("learning[_-]rates", str(heard[0]))
+    assert len(received) == 1 and str(received[0]).startswith(f"node {refusing} refuses: ")
+    assert re.search("learning[_-]rates", str(received[0]))
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed: it comes with seqtile[train]")
