@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).with_name("times.txt")
-LIMIT = 0.7
+LIMIT = 0.4
 """Seconds of processor time, over all cases of a test function and the processes that it starts."""
 
 PROPERTY = "processor seconds"

@@ -155,10 +155,10 @@ def test_accelerate_is_told_of_the_nodes() -> None:
 
 def agree(
     tmp_path: Path, facts: list[dict[str, Any]], *, ranks: list[int] | None = None, seconds: float = 5.0,
-    outputs: list[Path] | None = None, starts: list[Path | None] | None = None,
+    outputs: list[Path] | None = None, starts: list[Path | None] | None = None, together: bool = False,
 ) -> dict[int, Any]:  # fmt: skip
-    """What each node is told; ``ranks`` are those that come."""
-    port = free_port()
+    """What each node is told; ``ranks`` are those that come; ``together``: none ends before all have been told."""
+    port, told = free_port(), threading.Barrier(len(facts))
 
     def one(place: int) -> Any:
         rank = ranks[place] if ranks else place
@@ -172,6 +172,8 @@ def agree(
             code = 0
             return verdict
         finally:
+            if together:
+                told.wait(60)
             meeting.end(code)
 
     return on_each(len(facts), one)
@@ -210,7 +212,7 @@ def test_each_is_told_what_they_disagree_on(tmp_path: Path) -> None:
 def test_another_number_of_nodes_is_told(tmp_path: Path) -> None:
     told = agree(tmp_path, [{"--nodes": 2}, {"--nodes": 3}])
     assert "--nodes is 2 on node 0" in str(told[1])
-    told = agree(tmp_path, [{"--nodes": 2}, {"--nodes": 2}, {"--nodes": 3}])
+    told = agree(tmp_path, [{"--nodes": 2}, {"--nodes": 2}, {"--nodes": 3}], together=True)
     assert isinstance(told[0], dict) and "node 0 was told --nodes 2 and this one 3" in str(told[2])
 
 
