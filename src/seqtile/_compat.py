@@ -254,10 +254,10 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """Where an instance of ``nn.Module`` keeps hooks on its calls."""
 
 PRE_HOOKS = HOOKS[1]
-"""Those of them that run before the forward."""
+"""The hooks that run before the forward."""
 
 OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Those of them that see or change what it returns."""
+"""The hooks that see or change what the forward returns."""
 
 CALL_CODE: types.CodeType = _find("torch.nn.Module._call_impl.__code__")
 """The code that calls a module's forward, with the module in its local variable ``self``."""
@@ -713,7 +713,7 @@ def _check_pickled_names() -> None:
 
 
 PICKLED_KINDS = {"numpy.dtypes": r"\w+DType", "torch": r"\w+Storage|bool|u?int\d+|b?float\d+\w*|complex\d+"}
-"""The same of names that there are many of: storages and types of numbers."""
+"""What they ask for besides, as patterns by module: storages and number types, of which there are many."""
 
 
 # ---- torch: dispatch, fake tensors and trees ----

@@ -126,7 +126,7 @@ def device_name(index: int | None = None) -> str:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """That of the current CUDA device, such as (9, 0) for Hopper; None on any other kind."""
+    """The compute capability of the current CUDA device, such as (9, 0) for Hopper; None on any other kind."""
     import torch
 
     here = accelerator()

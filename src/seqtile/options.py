@@ -187,11 +187,11 @@ class TilingOptions:
         return (parse_bytes(size) or None) if word == "memory" else None
 
     def without_blocks(self) -> TilingOptions:
-        """The same for a model whose blocks stay untiled: nothing is left that only blocks would heed."""
+        """The options for a model whose blocks stay untiled: those that only concern blocks are at their defaults."""
         return replace(self, blocks="none", **{name: DEFAULTS[name] for name in OF_BLOCKS})
 
     def for_plan(self) -> TilingOptions:
-        """The same with what no plan heeds at its default."""
+        """The options with those that no plan depends on at their defaults."""
         return replace(self, **{name: DEFAULTS[name] for name, how in WRITTEN.items() if not how.plan})
 
 

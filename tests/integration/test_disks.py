@@ -1,4 +1,4 @@
-"""Disks that take no more, while a run saves and while it goes on; and strangers' checkpoints."""
+"""Disks that take no more, while a run saves and while it goes on; and checkpoints from elsewhere."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_resume_reads_the_digests_once(
     )
 
 
-# ---- strangers' files ----
+# ---- files from elsewhere ----
 
 
 class _Calls:

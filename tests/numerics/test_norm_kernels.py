@@ -197,7 +197,7 @@ def assert_as_untiled(layer: Decoder, x: Tensor) -> None:
 
 
 def test_inside_the_tile_and_never_under_a_changed_module(kernels: norms.NormKernels) -> None:
-    """One kernel forward and one backward for every length; another epsilon is another kernel, a stranger's is none."""
+    """One kernel forward and one backward for every length and one epsilon; another library's norm runs none."""
     layer = Decoder(Written(0, 1))
     seqtile.apply(layer, only=["mlp"], tile=16)
     for tokens in (64, 40, 90):

@@ -43,8 +43,8 @@ def test_it_needs_nothing_but_torch() -> None:
                 names = [node.module or ""]
             else:
                 continue
-            strange = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - {"torch"}
-            assert not strange, f"{path.name} imports {strange}"
+            foreign = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - {"torch"}
+            assert not foreign, f"{path.name} imports {foreign}"
 
 
 def test_it_is_not_written_among_other_files(tmp_path: Path) -> None:

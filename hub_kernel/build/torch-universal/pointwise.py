@@ -257,7 +257,7 @@ def _variant(act: Activation, build: Build, gate: Tensor, up: Tensor | None) -> 
 
 
 def _as_bases(variant: Variant, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The same memory as tensors that are no views, which would be compiled again for other sizes of what they view.
+    """The tensors' memory as tensors that are no views: a view is compiled again where its base has another size.
 
     Where they are whole, one dimension leaves no number of rows that is a case of its own. One tensor stays one.
     """

@@ -20,10 +20,10 @@ LIVE_WIDTHS = 6
 """``[tile, intermediate]`` tensors at the peak of a gated MLP's eager backward (5.3 counted); a plain MLP has fewer."""
 
 UNTILED_WIDTHS = 5
-"""The same of an untiled block, rounded down (counted: 5.3 for SiLU), so that "auto" tiles only what pays."""
+"""``[tokens, intermediate]`` tensors of an untiled block, rounded down (5.3 counted): "auto" tiles only what pays."""
 
 FUSED_WIDTHS = 4
-"""The same for the fused operator: the buffers that all its tiles share."""
+"""``[tile, intermediate]`` tensors of the fused operator: the buffers that all its tiles share."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class BlockShape:
 
     @property
     def untiled_bytes_per_token(self) -> int:
-        """The same of the untiled block."""
+        """Bytes of the untiled block's own intermediates, per token."""
         return UNTILED_WIDTHS * self.intermediate * self.itemsize
 
     @property

@@ -152,7 +152,7 @@ class _Forward:
 
 
 class _Recompute:
-    """The same of the recompute."""
+    """Around the recompute: attention outputs that the forward kept are handed back."""
 
     def __init__(self, inner: Any, kept: Kept, away: _Away) -> None:
         self.inner, self.kept, self.away = inner, kept, away

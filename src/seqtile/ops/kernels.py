@@ -22,7 +22,7 @@ input's size on the way, which then are less than half a buffer."""
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of each, a few at a time; a piece must keep the device busy for longer than its calls take."""
+    """Yield the tensors a few rows at a time; a piece must keep the device busy for longer than its calls take."""
     rows, width = tensors[0].shape
     least = 2**12 if tensors[0].device.type == "cpu" else 2**22
     step = max(1, rows // PIECES, least // width)

@@ -36,7 +36,7 @@ LOOPS: dict[str, dict[str, int]] = {
 TURNS = (4, 6, 8)
 """Lengths at which a loop is run, in chunks."""
 _TOKENS_A_TURN = 8
-"""The same for a loop over tokens, whose every token is a turn."""
+"""Tokens per step of :data:`TURNS` where a loop goes over single tokens instead of chunks."""
 _STRAIGHT = 1e-3
 """Largest error of the line at the middle length, relative."""
 

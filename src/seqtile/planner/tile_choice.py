@@ -18,7 +18,7 @@ MOST_TILES = 3
 """Longest fake run, in tiles: each costs its operators once more."""
 
 MOST_HEAD_TILES = 12
-"""The same where only the head is tiled, which has far fewer operators a tile."""
+"""Longest fake run, in tiles, where only the head is tiled, which has far fewer operators a tile."""
 
 
 def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> int | None:

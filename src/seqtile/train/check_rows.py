@@ -117,7 +117,7 @@ def _problems(batch: Mapping[str, Sequence[Any]], kind: Sequence[str], kinds: Se
 
 
 def _problems_of_ids(batch: Any) -> dict[str, list[str]]:
-    """The same of token ids, of which there may be millions in a row: without a Python object for each.
+    """What is wrong with rows of token ids, of which a row may hold millions: without a Python object for each.
 
     What is no list of whole numbers is left to :func:`seqtile.train.data.check_ids`.
     """
@@ -149,7 +149,7 @@ def _problem_of_text(text: Any, name: str) -> str:
 
 
 def _problem_of_messages(messages: Any, name: str, *, answer: bool) -> str:
-    """The same of a conversation.
+    """What is wrong with a conversation, "" for nothing.
 
     Args:
         messages: the column's value.

@@ -1,7 +1,7 @@
 """Pickles in a checkpoint: what they would call is looked at before anybody loads them.
 
-DeepSpeed loads its files whole, and so runs whatever a stranger's pickle says. Each is read here first by an unpickler
-that has nothing to call: every name it asks for is looked up in a list, and stands for an object that does nothing.
+DeepSpeed unpickles its files, which runs whatever code they name. Each is read here first by an unpickler that has
+nothing to call: every name it asks for is looked up in a list, and stands for an object that does nothing.
 """
 
 from __future__ import annotations

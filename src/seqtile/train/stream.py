@@ -87,7 +87,7 @@ class Stream:
             yield {name: row.get(name) for name in self._columns} if self._columns else row
 
     def _of_ids(self, row: dict[str, Any]) -> str:
-        """The same of token ids."""
+        """What is wrong with a row of token ids, "" for nothing."""
         if self._kind != ("input_ids",):
             return ""
         ids = row["input_ids"]

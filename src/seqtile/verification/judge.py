@@ -17,7 +17,7 @@ TIMES = 2
 """The multiple: sums in another order have another rounding error of the same size."""
 
 TIMES_NOISE = 10
-"""The same where the untiled gradient is off by half its size or more: zero in exact arithmetic (the bias of a key
+"""The multiple where the untiled gradient is off by half its size or more: zero in exact arithmetic (the bias of a key
 projection, say), so both runs are rounding noise and how much of it is a matter of chance."""
 
 _WITHOUT_TRUTH = {torch.float64: 1e-7, torch.float32: 1.3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}

@@ -49,8 +49,8 @@ def write(folder: Path) -> None:
         UserError: other files lie where the kernel goes.
     """
     made = files()
-    if strangers := [path.name for path in (folder / VARIANT).glob("*.py") if path.relative_to(folder) not in made]:
-        raise UserError(f"{folder / VARIANT} holds {strangers[0]}, which the kernel does not: give an empty folder")
+    if others := [path.name for path in (folder / VARIANT).glob("*.py") if path.relative_to(folder) not in made]:
+        raise UserError(f"{folder / VARIANT} holds {others[0]}, which the kernel does not: give an empty folder")
     for path, text in made.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")

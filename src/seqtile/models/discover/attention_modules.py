@@ -263,7 +263,7 @@ def why_not_by_heads(module: nn.Module, shape: HeadShape) -> str:
         for rotary in (shape.width, shape.width // 2, shape.width // 4, 3 * shape.width // 4):
             try:
                 return _compare(module, shape, rotary)
-            except Exception as error:  # noqa: BLE001 - whatever a stranger's module raises, it is left alone
+            except Exception as error:  # noqa: BLE001 - whatever a custom module raises, it is left alone
                 reason = reason or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return f"its forward does not run on some of its heads ({reason.rstrip(': ')})"
 

@@ -1,4 +1,4 @@
-"""What a proof rests on besides tensors: everything that the traced code can read, and whether it is still so.
+"""What a proof rests on besides tensors: everything that the traced code can read, and whether it has changed since.
 
 Which names that is, the trace tells: it notes the code that ran. Attributes of the modules, their classes, the globals,
 closures and defaults of that code are remembered, with what dictionaries, lists and objects among them hold.
@@ -42,7 +42,7 @@ from seqtile._compat import (
     version_of,
 )
 from seqtile.engines.flat import is_flat_view
-from seqtile.models.discover.python_code import DYNAMIC, KNOWN_BY_NAME, TORCH, Code, is_strange, is_strange_file
+from seqtile.models.discover.python_code import DYNAMIC, KNOWN_BY_NAME, TORCH, Code, is_custom, is_custom_file
 from seqtile.models.discover.sizes import Untraceable
 
 _FORWARD = repeat("forward")
@@ -56,7 +56,7 @@ _FIXED = (
     OpOverloadPacket, torch.memory_format, torch.layout, torch.qscheme,
     types.GenericAlias, types.UnionType,
 )  # fmt: skip
-"""Types of objects that cannot change, or whose changes change no result."""
+"""Types whose objects cannot change, or whose changes cannot change a result."""
 
 _SCRIPTS = (torch.jit.ScriptFunction, torch.jit.ScriptModule, ScriptMethod)
 _CACHES = (LruCache, functools.cached_property)
@@ -65,12 +65,12 @@ MOST, LARGEST, DEEPEST = 500, 10_000, 8
 """Most things that a proof may rest on, entries of a container among them, and objects one inside another."""
 
 _LOG_STATES = frozenset(("level", "disabled", "handlers", "parent", "propagate", "filters", "manager"))
-"""What tells how a logger or a file is set."""
+"""Attributes that hold the settings of a logger or a handler."""
 
 _MISSING = object()
 _KIND, _OWN = attrgetter("dtype", "requires_grad", "shape"), attrgetter("__dict__")
 _CALLED = {"forward", "__getattr__", "__getattribute__", *(name for name in vars(nn.Module) if "call" in name)}
-"""What calling a module runs, and reading one of its attributes, though no code names it."""
+"""Methods that run when a module is called or one of its attributes is read, though no code names them."""
 
 
 class _Unseen(Untraceable):
@@ -86,7 +86,7 @@ class _Unseen(Untraceable):
 
 
 class Facts:
-    """What the code reads of these modules now, and whether it still would read the same.
+    """What the code reads of these modules now, and whether it would read the same later.
 
     Args:
         modules: the traced modules.
@@ -156,7 +156,7 @@ class Facts:
         tensors = [scope[name] for scope, name in everything]
         self._kind = _kind_here if any(hasattr(one, "ds_shape") for one in tensors) else _KIND
         self._weighed, self._types = list(map(self._kind, tensors)), list(map(type, tensors))
-        self._weights = self._tensors if code.strangers else []
+        self._weights = self._tensors if code.custom_names else []
         if name := next((name for scope, key in self._weights for name in self.reads_of(scope[key])), ""):
             raise Untraceable(f"it reads {name}, an attribute of a weight")
         self._typed += tree
@@ -182,7 +182,7 @@ class Facts:
         return list(map(len, self._sized))
 
     def hold(self) -> bool:
-        """Whether everything is as it was.
+        """Whether everything that is watched is unchanged.
 
         Cost:
             One Python call, some 20 µs for a plain MLP with its norm, 50 µs with adapters.
@@ -224,7 +224,7 @@ class Facts:
     def reads_of(self, tensor: Tensor) -> list[str]:
         """The attributes that someone gave to a tensor, and that the code may read."""
         own = tensor.__dict__
-        return [name for name in own if name in self._code.strangers] if own else []
+        return [name for name in own if name in self._code.custom_names] if own else []
 
     def tensors(self) -> list[tuple[str, Tensor, int]]:
         """(name, tensor, version) of the buffers and of the tensors in attributes, as they are now."""
@@ -236,7 +236,7 @@ class Facts:
         return found
 
     def restore(self, ran: Code | None = None) -> str:
-        """Put back what has changed; what it was, "" for nothing.
+        """Put back what has changed, and return the first name that had changed, "" for none.
 
         Args:
             ran: the code that may have changed it; an attribute that it never sets is another thread's to change.
@@ -373,7 +373,7 @@ class Facts:
         return self._freeze(type(cls), depth) if _is_users(type(cls)) else ()
 
     def _of_specials(self, cls: type, depth: int) -> Any:
-        """The methods of a class that its objects are used by: ``__call__``, ``__add__``, ``__float__``."""
+        """The special methods of a class: ``__call__``, ``__add__``, ``__float__``."""
         own = vars(cls)
         names = [
             name for name in own if name.startswith("__") and name.endswith("__") and isinstance(own[name], _FUNCTIONS)
@@ -389,13 +389,13 @@ class Facts:
         return self._named(scope, [name for name in known if name not in skip], scope, depth)
 
     def _of_globals(self, scope: dict[str, Any]) -> Any:
-        names = (self._code.globals | self._code.strangers).intersection(scope) - _FILE  # another module's code too
+        names = (self._code.globals | self._code.custom_names).intersection(scope) - _FILE  # another module's code too
         if missing := self._code.globals.difference(scope, vars(builtins)):
             self._asks.append(functools.partial(scope.keys().isdisjoint, missing))  # a global that appears
         return self._named(scope, list(names), scope, 0)
 
     def _of_path(self, scope: int, root: str, path: str) -> Any:
-        """What strange code reads of a library's module, which may be a setting of the process."""
+        """What custom code reads of a library's module, which may be a setting of the process."""
         module = self._code.scopes.get(scope, {}).get(root)
         if not isinstance(module, types.ModuleType) or _is_users(module):
             return ()
@@ -429,7 +429,7 @@ class Facts:
             raise
 
     def _of_library(self, scope: dict[str, Any], read: set[str]) -> Any:
-        """PyTorch's functions and Python's, which someone may replace."""
+        """The functions of PyTorch or Python that the code names, which someone may replace."""
         names = sorted(read.intersection(scope))
         if not names:
             return ()
@@ -495,7 +495,7 @@ class Facts:
             return (kind, self._freeze(value.__func__, depth + 1))
         if isinstance(value, _CACHES):
             inner = value.func if isinstance(value, functools.cached_property) else value.__wrapped__
-            if not isinstance(inner, types.FunctionType) or is_strange(inner.__code__, inner.__globals__):
+            if not isinstance(inner, types.FunctionType) or is_custom(inner.__code__, inner.__globals__):
                 raise Untraceable(f"it reads {getattr(inner, '__name__', inner)}, which keeps what it returned before")
             return _Same(value)
         if kind.__module__ == "numpy" and hasattr(value, "tobytes") and value.size < 2**16:
@@ -515,11 +515,11 @@ class Facts:
         raise _Unseen(kind.__name__)
 
     def _asks_for_log(self, value: Any) -> bool:
-        """Whether code of unknown packages reads how a logger or a file is set, or made the value."""
-        return _is_users(type(value)) or not self._code.strangers.isdisjoint(_LOG_STATES)
+        """Whether custom code reads how a logger or a file is set, or defines the value's class."""
+        return _is_users(type(value)) or not self._code.custom_names.isdisjoint(_LOG_STATES)
 
     def _know(self, value: Any) -> None:
-        """Remember where it was met, for what holds it in turn."""
+        """Give the value a number, for values inside it that refer back to it."""
         self._places[id(value)] = -1 - len(self._places)
         self._alive.append(value)
 
@@ -536,7 +536,7 @@ class Facts:
         return (type(value), value.dtype.str, value.shape, value.tobytes())
 
     def _of_member(self, value: enum.Enum, depth: int) -> Any:
-        """What a member of an enumeration holds, which may be a list."""
+        """What a member of an enumeration holds: its value may be a list."""
         self._know(value)
         own = vars(value)
         held = self._named(own, [name for name in own if name != "__objclass__"], own, depth)
@@ -589,7 +589,7 @@ class Facts:
         for base in kind.__mro__[:-1]:
             if _is_users(base):
                 found.append(self._freeze(base, depth))
-            elif set_later := self._code.strangers.intersection(vars(base)):
+            elif set_later := self._code.custom_names.intersection(vars(base)):
                 plain = [name for name in set_later if isinstance(vars(base)[name], _PLAIN)]
                 found.append(self._named(base, plain, vars(base), depth))
             self._counted.append(vars(base))
@@ -629,7 +629,7 @@ class Facts:
         defaults = self._freeze(function.__defaults__ or (), depth + 1)
         named = self._freeze(function.__kwdefaults__ or {}, depth + 1)
         own: Any = ()
-        if is_strange(function.__code__, function.__globals__):
+        if is_custom(function.__code__, function.__globals__):
             self._watch_names(function, function.__dict__)
             own = self._of_scope(function.__dict__, depth)
         return (_Same(function.__code__), tuple(cells), defaults, named, own)
@@ -691,7 +691,7 @@ def _put_back(live: Any, content: Any) -> None:
 
 
 def _holds_the_same(one: Any, other: Any) -> bool:
-    """The same, and for what holds values too."""
+    """Whether two values are the same, or containers that hold the same."""
     if _same(one, other):
         return True
     if type(one) is not type(other) or not isinstance(one, (list, tuple, dict, set)):
@@ -711,12 +711,12 @@ def _now(owner: Any, name: str) -> Any:
 
 
 def _kind_here(tensor: Tensor) -> Any:
-    """The same with its whole shape, where DeepSpeed keeps a part of it here."""
+    """dtype, whether it takes a gradient, and shape: the whole shape where DeepSpeed keeps only a part of it here."""
     return (tensor.dtype, tensor.requires_grad, getattr(tensor, "ds_shape", tensor.shape))
 
 
 def _numbered(values: Sequence[Any]) -> list[int]:
-    """Each value as the place where it occurs first: who shares what with whom."""
+    """For each value the position of its first occurrence: which of them are one object."""
     places: dict[int, int] = {}
     return [places.setdefault(id(value), number) for number, value in enumerate(values)]
 
@@ -777,7 +777,7 @@ def _is_users_name(name: str, imported: bool, file: str | None) -> bool:
     if top in ("torch", "numpy", "transformers", "peft", "accelerate"):
         return False
     # A package of a user's may be named like one of Python's.
-    return top not in sys.stdlib_module_names or not imported or (file is not None and is_strange_file(file))
+    return top not in sys.stdlib_module_names or not imported or (file is not None and is_custom_file(file))
 
 
 INTERNAL = frozenset(vars(nn.Module())).union(("forward", "extra_repr", REPLICATE, "training"))

@@ -114,7 +114,7 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
 
 
 def _computes(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, trained: set[str]) -> bool:
-    """Whether the trace of the operator's plain twin is that of the chain."""
+    """Whether the plain form of the operator has the same trace as the chain."""
     used: set[str] = set()
 
     def plain(view: ViewOf, inputs: list[Tensor]) -> Tensor:
@@ -134,7 +134,7 @@ def _computes(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, trai
 
 
 def _with_norms(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, trained: set[str]) -> Formula:
-    """The same with what its norms compute, so far as the trace is still that of the chain."""
+    """The formula with what its norms compute, as far as the trace still equals the chain's."""
     for place, norm in enumerate((chain.before, chain.after)):
         for one in _norms(norm) if norm is not None else ():
             before, after = formula.norms

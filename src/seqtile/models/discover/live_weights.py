@@ -30,7 +30,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """The same, but for hooks that only note when it runs: seqtile's own counters."""
+    """Whether calling the module does more than its forward, seqtile's own counters left out."""
     return any(True for _ in foreign_hooks(module))
 
 

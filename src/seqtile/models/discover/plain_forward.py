@@ -26,11 +26,11 @@ _FORBIDDEN = (
     "SETUP_", "LOAD_SPECIAL", "MAKE_FUNCTION", "IMPORT_", "YIELD_", "SEND", "GET_AWAITABLE", "LOAD_BUILD_CLASS",
     "LOAD_SUPER_ATTR", "PUSH_EXC_INFO",
 )  # fmt: skip
-"""Instructions that set something that outlives the call, enter a context, or make code of their own."""
+"""Instructions that set something that outlives the call, enter a context, or define a function."""
 
 _SETTERS = re.compile(r"^(set_|use_deterministic|manual_seed|seed$|random$|_?dynamo|__)|rng_state")
 _CALLERS = tuple(f"torch.{name}" for name in "utils func _functorch _higher_order_ops autograd compiler".split())
-"""Modules of functions that call what they are given, once or more, now or later."""
+"""Modules whose functions call their arguments, once or more often, now or later."""
 
 _BUILTINS = frozenset({isinstance, len, int, float, bool, tuple, list, range, min, max, AssertionError, ValueError})
 _CONSTANTS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
@@ -50,7 +50,7 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def _is_plain_function(function: Any, layer: nn.Module | None, seen: set[types.CodeType]) -> bool:
-    """The same of one function; ``layer`` if it is a method of it."""
+    """Whether a function does nothing that outlives a call in it; ``layer`` is given where it is its method."""
     if not isinstance(function, types.FunctionType):
         return False
     code = function.__code__

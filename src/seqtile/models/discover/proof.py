@@ -181,7 +181,7 @@ def _prove(chain: Chain, mode: Mode, code: Code) -> Proof:
         return Proof(str(error), True, None, "")
     except Untraceable as error:
         return Proof(str(error), False, None, "")
-    except Exception as error:  # noqa: BLE001 - whatever a stranger's module raises
+    except Exception as error:  # noqa: BLE001 - whatever a custom module raises
         text = str(error).splitlines()[0][:200] if str(error) else ""
         return Proof(f"it could not be executed here ({type(error).__name__}: {text})", False, None, "")
     finally:
@@ -194,7 +194,7 @@ def _traced(chain: Chain, mode: Mode, code: Code) -> Proof:
     try:
         graph = tracer.judge(lambda view, inputs: chain.run(inputs, view), code, chain.functions)
     except NoRule as error:
-        if why := _written_by_strangers(code):
+        if why := _written_by_others(code):
             raise Untraceable(f"{error}, and {why}") from None
         return replace(_tried_out(chain, mode, code), formula=str(error))
     _check_rows(graph, chain, mode)
@@ -218,7 +218,7 @@ def _check_rows(graph: Graph, chain: Chain, mode: Mode) -> None:
 
 def _tried_out(chain: Chain, mode: Mode, code: Code) -> Proof:
     written = Code.written(chain.modules, chain.functions)
-    if not (why := _written_by_strangers(written)):
+    if not (why := _written_by_others(written)):
         before = Facts(chain.modules, chain.functions, written)
         try:
             try_tiles(chain, mode.inputs, code)
@@ -226,15 +226,15 @@ def _tried_out(chain: Chain, mode: Mode, code: Code) -> Proof:
             changed = before.restore()
         if changed:
             raise NotPerToken(f"its forward changes {changed}")
-        why = _written_by_strangers(code)
+        why = _written_by_others(code)
     if why:
         raise Untraceable(f"it can only be tried out, and {why}")
     return Proof("", False, None, "experts run in the generic operator", BY_TRIAL)
 
 
-def _written_by_strangers(code: Code) -> str:
-    """Why trying code out proves too little: a stranger's may do other things at other lengths."""
-    return "its code belongs to no library whose code is known" if code.strangers else ""
+def _written_by_others(code: Code) -> str:
+    """Why trying code out proves too little: custom code may do other things at other lengths."""
+    return "its code belongs to no library whose code is known" if code.custom_names else ""
 
 
 def generators() -> list[tuple[str, Any, bytes, Any]]:

@@ -42,18 +42,18 @@ KNOWN_BY_NAME = frozenset(map(id, (
     getattr, setattr, hasattr, delattr, vars, dir, globals, locals, eval, exec, attrgetter, methodcaller, type, id,
     hash, is_, is_not,
 )))  # fmt: skip
-"""What reads attributes by names that it is given, or tells objects apart: code that calls it has to name it."""
+"""Functions that read attributes by a name they are given, or tell objects apart: code that calls them names them."""
 
 _QUESTIONS = ("get_", "is_", "are_", "has_")
-"""How the functions of PyTorch begin that tell how the process is set."""
+"""How the names of PyTorch's functions begin that return a setting of the process."""
 
 _IN_THE_MODE = {"is_grad_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype",
                 "get_autocast_gpu_dtype", "get_autocast_cpu_dtype"}  # fmt: skip
-"""Those whose answers a proof is for anyway."""
+"""Of those, the ones whose settings are part of a proof's mode."""
 
 _HARMLESS = {"is_compiling", "is_dynamo_compiling", "is_exporting", "is_scripting", "is_tracing", "is_available",
              "current_device"}  # fmt: skip
-"""Those whose answers do not change."""
+"""Of those, the ones whose answers do not change."""
 
 _NAMESPACES = {"globals", "eval", "exec", "__import__"}
 _ANYWHERE = {"currentframe", "_getframe", "__globals__", "f_globals", "import_module", "tb_frame", "f_back", "gi_frame"}
@@ -74,7 +74,7 @@ _STORES = {dis.opmap[name] for name in ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOB
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _SETTERS = {"setattr", "delattr", "__dict__", "vars", "globals", "locals", "eval", "exec", "__setattr__", "__delattr__",
             "__setstate__", "__init__"}  # fmt: skip
-"""Names of what sets attributes that no instruction names."""
+"""Names of functions that set attributes which no instruction names."""
 
 _KNOWN_CALLS = frozenset(
     "builtins math cmath operator _operator itertools functools _functools collections _collections _abc typing "
@@ -84,10 +84,10 @@ _KNOWN_CALLS = frozenset(
 """Modules whose functions, written in C, return the same for the same arguments."""
 
 ANSWERS = (bool, int, float, str, type(None), torch.dtype, torch.device)
-"""Types of what the process is set to."""
+"""Types that a setting of the process may have."""
 
 _EFFECTS = (print, open, input, breakpoint)
-"""Functions of Python that do something outside, which each tile would do again, and the fused operator never."""
+"""Functions of Python with effects outside: each tile would repeat them, and the fused operator would drop them."""
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
@@ -98,7 +98,7 @@ class Code:
     Attributes:
         mentioned: every name that it mentions.
         names: the names that it may read: those, or None for any, where it looks names up at run time.
-        strangers: those of code that belongs to no library that we know.
+        custom_names: those that custom code mentions: code of no library in :data:`KNOWN_LIBRARIES`.
         imported: what such code imports while it runs.
         in_backward: whether such code, or that of a library, runs in the backward.
         scopes: the global variables of that code.
@@ -106,14 +106,14 @@ class Code:
         globals: the globals and built-in names that it reads.
         stored: the attributes and globals that the code sets.
         sets_any: whether it may set others too.
-        compares: whether strange code asks if things are equal, as modules are to nothing but themselves.
+        compares: whether custom code compares with ``==`` or ``in``: a module equals only itself, never its copy.
         questions: the functions that tell how the process is set, and what they told the code.
         refused: why it cannot be followed, or "".
     """
 
     def __init__(self) -> None:
         self.mentioned: set[str] = set()
-        self.strangers: set[str] = set()
+        self.custom_names: set[str] = set()
         self.imported: set[str] = set()
         self.dynamic = self.in_backward = False
         self.scopes: dict[int, dict[str, Any]] = {}
@@ -143,7 +143,7 @@ class Code:
         return code
 
     def _read(self, value: Any) -> list[Any]:
-        """What a value leads to: the code of a function is noted, and all that it names is returned."""
+        """Note the code of a function and return what it names; of a container or a wrapper return what is inside."""
         if isinstance(value, dict):
             return list(value.values())
         if isinstance(value, (list, tuple)):
@@ -191,20 +191,20 @@ class Code:
             called = getattr(argument, "__qualname__", argument)
             does = "does something outside" if argument in _EFFECTS else "may return anything"
             self._refuse(f"it calls {called} in {place}, which {does}")
-        elif event == "c_call" and kind == "user" and is_strange(frame.f_code, frame.f_globals):
+        elif event == "c_call" and kind == "user" and is_custom(frame.f_code, frame.f_globals):
             self._ask(getattr(argument, "__name__", ""), argument)
         elif event == "c_exception" and kind == "user" and _is_pytorchs(argument):  # whoever catches it may go on
             called = getattr(argument, "__name__", argument)
             self.refused = self.refused or f"{called} failed on a tensor without memory"
 
     def _hear(self, frame: types.FrameType) -> None:
-        """Note what unknown code asks PyTorch: a function without arguments returns a setting of the process."""
+        """Note what custom code asks PyTorch: a function without arguments returns a setting of the process."""
         code, caller = frame.f_code, frame.f_back
         if code.co_name in _SEEDS and _kind_of(caller) == "user":
             self._refuse(f"it sets a random generator with {code.co_name}, so that tiles would draw the same")
         if code is nn.Module.__repr__.__code__:
             self.dynamic = True
-        if caller is None or not is_strange(caller.f_code, caller.f_globals) or not code.co_filename.startswith(TORCH):
+        if caller is None or not is_custom(caller.f_code, caller.f_globals) or not code.co_filename.startswith(TORCH):
             return
         if any(value is not None for value in frame.f_locals.values()):
             return
@@ -238,7 +238,7 @@ class Code:
     def _see(self, code: types.CodeType, kind: str, scope: dict[str, Any], ran: bool = True) -> None:
         self._seen.add(code)
         names = {*code.co_names, *code.co_freevars}
-        strange = is_strange(code, scope)
+        custom = is_custom(code, scope)
         steps = _steps(code)
         self.globals.update(step.argval for step in steps if step.opname in _GLOBALS)
         if not DYNAMIC.isdisjoint(names):  # libraries that we know spell out what they look up
@@ -248,12 +248,12 @@ class Code:
             self.dynamic |= not known and not (DYNAMIC & names <= _BY_NAME and _are_spelled_out(steps))
         # A variable of the function around it is no attribute: PEFT's layers keep their own names in one called kwargs,
         # which such a variable in PyTorch's and PEFT's code would have made another for each layer.
-        self.mentioned |= names if strange else names - ({*code.co_freevars} - {*code.co_names})
+        self.mentioned |= names if custom else names - ({*code.co_freevars} - {*code.co_names})
         self.stored.update("cell_contents" if step.opname.endswith("DEREF") else step.argval  # a closure's variable
                            for step in steps if step.opcode in _STORES)  # fmt: skip
         self.sets_any |= kind == "user" and not _SETTERS.isdisjoint(names)
-        if strange:
-            self.strangers |= names
+        if custom:
+            self.custom_names |= names
             self.dynamic |= any(step.opname == "MATCH_CLASS" for step in steps)
             self.compares |= not _SEARCHES.isdisjoint(names) or any(map(_asks_if_equal, steps))
             self.paths.update((id(scope), root, path) for root, path in _paths(steps))
@@ -268,7 +268,7 @@ class Code:
 
     def same_reading(self) -> tuple[Any, ...]:
         """The same for code that reads the same names."""
-        sets = (self.mentioned, self.globals, self.strangers, self.imported, self.scopes, self.paths)
+        sets = (self.mentioned, self.globals, self.custom_names, self.imported, self.scopes, self.paths)
         return (self.dynamic, *map(frozenset, sets), frozenset(self.questions.items()))
 
     def ran(self, function: Any) -> bool:
@@ -288,13 +288,13 @@ class Code:
         return self.names is None or name in self.names
 
 
-def is_strange(code: types.CodeType, scope: dict[str, Any]) -> bool:
-    """Whether it belongs to none of the libraries that we know."""
+def is_custom(code: types.CodeType, scope: dict[str, Any]) -> bool:
+    """Whether it is custom code: a user's or of a library that is not in :data:`KNOWN_LIBRARIES`."""
     return _place(code, scope) == "user" and _package_of(code.co_filename) not in KNOWN_LIBRARIES
 
 
-def is_strange_file(path: str) -> bool:
-    """The same of a file."""
+def is_custom_file(path: str) -> bool:
+    """Whether a file holds custom code."""
     return _place_of(path) == "user" and _package_of(path) not in KNOWN_LIBRARIES
 
 
@@ -305,7 +305,7 @@ def is_of_known_library(function: Any) -> bool:
 
 
 def _place(code: types.CodeType, scope: dict[str, Any]) -> str:
-    """Whose code it is; one without a file (a console's, a dataclass's) is its module's."""
+    """Whose code it is; code without a file (a console's, a dataclass's) counts as its module's."""
     place = _place_of(code.co_filename)
     return place if place != "made" else _place_of_module(str(scope.get("__name__")).partition(".")[0])
 
@@ -462,7 +462,7 @@ def _package_of(path: str) -> str:
 
 
 def _kind_of(frame: types.FrameType | None) -> str:
-    """Whose code a frame runs: ``"user"``, ``"layer"`` (of ``torch.nn``) or "" for nobody's whose names matter.
+    """Whose code a frame runs: ``"user"``, ``"layer"`` (of ``torch.nn``) or "" for code whose names do not matter.
 
     Python's own library and what PyTorch needs count as their caller's.
     """
@@ -475,7 +475,7 @@ def _kind_of(frame: types.FrameType | None) -> str:
 
 
 def is_raised_by_user(error: BaseException) -> bool:
-    """Whether the code of a module raised it, and nothing that it called."""
+    """Whether a module's own code raised it, rather than something that it called."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

@@ -17,7 +17,7 @@ SIZES = {"b": 10_007, "m": 20_011, "s": 1_000_003}
 
 
 class _Noted(threading.local):
-    """The refusals of the trace in this thread: the traced code may catch them, the tracer still sees them.
+    """The refusals of the trace in this thread: where the traced code catches one, the tracer still sees it.
 
     Attributes:
         refusals: in the order in which they were raised; None where no trace runs.

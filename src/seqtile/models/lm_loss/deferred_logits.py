@@ -99,7 +99,7 @@ class LaterLogits:
         return LaterLogits(rows, self.vocabulary, self._make, before, after, self.source, dtype or self._dtype)
 
     def _of(self, hidden: Tensor, dtype: torch.dtype | None = None) -> LaterLogits:
-        """The same of other tokens, or said to be of another dtype."""
+        """These logits for other tokens, or with another dtype to report."""
         return self._with(self.before, self.after, hidden, dtype)
 
     def __mul__(self, factor: Any) -> Any:

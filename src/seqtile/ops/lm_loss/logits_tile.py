@@ -138,7 +138,7 @@ class Wanted:
     top_k: int = 1
 
     def narrow(self, part: slice) -> Wanted:
-        """The same for some of the tokens."""
+        """The results of some of the tokens."""
         cut = {name: value[part] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return Wanted(**cut, top_k=self.top_k)
 
@@ -199,7 +199,7 @@ class HeadRows:
         self, y: Tensor, targets: TileTargets, factor: Tensor, lse: Tensor, entropy: Tensor | None = None,
         entropy_factor: Tensor | None = None, candidates_factor: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """The same when log-normalisers are known; the other factors are upstream gradients of those results."""
+        """Write the gradient, ``lse`` being known; ``*_factor`` are upstream gradients of entropies and candidates."""
         for part in self.blocks(y.shape[0]):
             z = self.logits(y[part], targets[part].temperature).sub_(lse[part].unsqueeze(-1))
             extra = None
