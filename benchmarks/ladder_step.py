@@ -189,7 +189,7 @@ def measure_attempt(arguments: dict[str, Any]) -> dict[str, Any]:
                 peak.begin()
             others.forward = True
             with names_of_kernels() if number < 2 else nullcontext() as names:
-                loss = compute_loss(model, setup, row)
+                loss = compute_loss(model, setup, {"input_ids": row, "labels": row})
             operators |= names or set()
             others.forward = False
             loss.backward()

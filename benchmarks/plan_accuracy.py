@@ -40,7 +40,7 @@ from pages import write_between
 from seqtile.bench.environment import environment, stamp
 from seqtile.options import WHOLE_LAYER, TilingOptions
 from seqtile.planner.extrapolate import predict
-from seqtile.planner.fake_step import build, compute_loss, prepare_optimizer, update
+from seqtile.planner.fake_step import build, compute_loss, make_batch, prepare_optimizer, update
 from seqtile.planner.kernel_workspace import cpu_workspace
 from seqtile.planner.step_config import Lora, Setup, make_optimizer
 
@@ -246,12 +246,12 @@ def measure(config: Any, setup: Setup, tokens: int) -> int:
             built = build(config, setup, "cpu")
             weights = [weight for weight in built.model.parameters() if weight.requires_grad]
             optimizer = make_optimizer(setup.optimizer, weights)
-            ids = torch.zeros(setup.batch, tokens, dtype=torch.long)
+            batch = make_batch(built.model, setup, tokens, torch.device("cpu"))
             prepare_optimizer(optimizer, weights)
             for _ in range(2):
                 with record_function("whole step"):
                     for _ in range(setup.accumulation):
-                        loss = compute_loss(built.model, setup, ids)
+                        loss = compute_loss(built.model, setup, batch)
                         loss.backward()
                         del loss
                     update(optimizer, weights)

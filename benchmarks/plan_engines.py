@@ -187,7 +187,7 @@ class Run:
             if self.cell.engine == "fsdp2":
                 self.model.set_requires_gradient_sync(last)
             with context:
-                loss = compute_loss(self.model, self.setup, ids)
+                loss = compute_loss(self.model, self.setup, {"input_ids": ids, "labels": ids})
                 if self.cell.engine in DEEPSPEED:
                     self.model.backward(loss)
                     del loss

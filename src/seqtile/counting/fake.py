@@ -24,6 +24,7 @@ from seqtile._compat import (
     TorchDispatchMode,
     active_fake_mode,
     buffers_of,
+    disable_current_modes,
     parameters_of,
     shapes_only,
 )
@@ -44,6 +45,8 @@ def fake_tensors() -> Iterator[None]:
       answered with "yes", which means one unpadded sequence per row. "Is this number below that?" (drawn at random,
       to drop a layer) is answered with "no".
     * The grouped product of experts knows its fake result in bf16 only; for other types it is worked out from that.
+
+    What is computed from real tensors alone, such as the grid of a picture's patches, is computed for real.
 
     Counters such as :func:`seqtile.counting.count_live_bytes` go inside this ``with``.
     """
@@ -69,6 +72,7 @@ def make_fake(model: nn.Module) -> None:
 
 
 _BELOW = "_seqtile_is_below"
+_LIFT = torch.ops.aten.lift_fresh.default
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
@@ -143,6 +147,9 @@ class _Answers(TorchDispatchMode):
         if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
             low = [one.to(torch.bfloat16) if _is_floating(one) else one for one in args]
             return func(*low, **kwargs).to(args[0].dtype)
+        if func is not _LIFT and _are_real(args):
+            with disable_current_modes():
+                return func(*args, **kwargs)
         try:
             result = func(*args, **kwargs)
         except DataDependentOutputException:
@@ -159,6 +166,12 @@ def _is_plain(one: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(one, FakeTensor) and one.fake_device == _CPU and one.numel() > 1
     return not isinstance(one, torch.device) or one == _CPU
+
+
+def _are_real(args: Any) -> bool:
+    """Whether there are tensors among the arguments, all of them with numbers."""
+    held = [one for one in args if isinstance(one, Tensor)]
+    return bool(held) and not any(isinstance(one, FakeTensor) for one in held)
 
 
 def _described(one: Any) -> Any:

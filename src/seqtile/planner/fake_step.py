@@ -43,7 +43,8 @@ from seqtile.planner.live_at_peaks import (
     track,
 )
 from seqtile.planner.model_shapes import towers_of
-from seqtile.planner.phases import OPTIMIZER_STEP, label_phases
+from seqtile.planner.phases import OPTIMIZER_STEP, causal_model, label_phases
+from seqtile.planner.pictures import add_pictures, known_grids
 from seqtile.planner.scans import planned_scans
 from seqtile.planner.step_config import Built, Setup, make_optimizer
 
@@ -127,17 +128,26 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
     Raises:
         UserError: it cannot, or it is no causal language model.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     encoder |= bool(getattr(config, "is_encoder_decoder", False))
-    if encoder or not (type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")):
+    known = setup.pictures is not None or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
+    if encoder or not known:
         what, instead = "no causal language model of transformers", "the configuration of one"
         if encoder:
             what = "an encoder or an encoder-decoder"
         elif towers_of(config) and type(text := config.get_text_config()) in MODEL_FOR_CAUSAL_LM_MAPPING:
             what = "a language model with a tower for pictures or sound"
-            instead = f"that of its language model alone ({text.model_type}), and count the tokens of pictures as text"
+            instead = (
+                f"its pictures too (--images N), or the configuration of its language model alone ({text.model_type}), "
+                "and count the tokens of pictures as text"
+            )
         raise UserError(
             f"model type {config.model_type!r} is {what}, and a plan is of a causal language model; give {instead}"
         )
@@ -155,7 +165,8 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
     try:
         with torch.device(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = AutoModelForCausalLM.from_config(config, dtype=setup.dtype, attn_implementation=attention).train()
+            kind: Any = AutoModelForCausalLM if setup.pictures is None else AutoModelForImageTextToText
+            model = kind.from_config(config, dtype=setup.dtype, attn_implementation=attention).train()
         # Transformers 5.0 leaves weights on the meta device untied:
         # https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/modeling_utils.py
         model.tie_weights()
@@ -201,7 +212,8 @@ def fake_step(
     with _sized_for(setup.device_type, setup.options.keep), fake_tensors(), track("cpu", workspace, tokens) as live:
         with live.phase(WEIGHTS):
             make_fake(built.model)
-        with planned_scans(built.model, setup.scans):
+        pictures = nullcontext() if setup.pictures is None else known_grids(built.model, setup.picture_tokens)
+        with planned_scans(built.model, setup.scans), pictures:
             return tracked_step(built, setup, tokens, live)
 
 
@@ -227,7 +239,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
             given = make_rollouts(setup.rollouts, tokens, device)
         batch = {name: values[: setup.batch] for name, values in given.items()}
     else:
-        batch = {"ids": torch.zeros(setup.batch, tokens, dtype=torch.long, device=device)}
+        batch = make_batch(model, setup, tokens, device)
     with live.phase(OPTIMIZER):
         prepare_optimizer(optimizer, weights)
     layers = [layer.name for layer in decoder_layers(model)]
@@ -258,9 +270,9 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     try:
         with (
             count_generator_states(live) if on_cpu else nullcontext(),
-            label_phases(live, model, built.blocks, layers=True) as labels,
+            label_phases(live, model, built.blocks, layers=True, pictures=setup.pictures is not None) as labels,
         ):
-            loss = compute_loss(model, setup, batch["ids"], batch)
+            loss = compute_loss(model, setup, batch)
             in_forward = False
             labels.begin_backward()
             loss.backward()
@@ -290,12 +302,20 @@ def update(optimizer: Any, weights: Sequence[Tensor]) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def compute_loss(model: Any, setup: Setup, ids: Tensor, scored: Mapping[str, Tensor] | None = None) -> Tensor:
+def make_batch(model: Any, setup: Setup, tokens: int, device: torch.device) -> dict[str, Tensor]:
+    """What the model is given of a supervised step: ``input_ids`` and ``labels`` ``[B, T]``, and of pictures more."""
+    ids = torch.zeros(setup.batch, tokens, dtype=torch.long, device=device)
+    more = {} if setup.pictures is None else add_pictures(causal_model(model), setup.pictures, ids)
+    return {"input_ids": ids, "labels": ids, **more}
+
+
+def compute_loss(model: Any, setup: Setup, batch: Mapping[str, Tensor]) -> Tensor:
     """Forward of one batch up to its loss; of GRPO, with what was generated and scored."""
-    with torch.autocast(ids.device.type, torch.bfloat16) if setup.autocast else nullcontext():
-        if setup.rollouts is not None and scored is not None:
-            return policy_loss(model, setup.rollouts, scored)
-        loss: Tensor = model(input_ids=ids, labels=ids).loss
+    device = next(iter(batch.values())).device
+    with torch.autocast(device.type, torch.bfloat16) if setup.autocast else nullcontext():
+        if setup.rollouts is not None:
+            return policy_loss(model, setup.rollouts, batch)
+        loss: Tensor = model(**batch).loss
         return loss
 
 

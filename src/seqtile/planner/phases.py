@@ -23,6 +23,7 @@ REST = "rest of the model"
 OPTIMIZER_STEP = "optimiser step"
 ATTENTION = "attention"
 STATE = "layers with a state"
+TOWER = "vision tower"
 BLOCK = "MLP"
 BLOCK_AND_NORMS = "MLP and norms"
 
@@ -132,7 +133,7 @@ class _Labels:
 
 @contextmanager
 def label_phases(
-    live: LiveBytes, model: nn.Module, blocks: Iterable[Block], *, layers: bool = False
+    live: LiveBytes, model: nn.Module, blocks: Iterable[Block], *, layers: bool = False, pictures: bool = False
 ) -> Iterator[_Labels]:
     """Name the parts of one step of ``model`` to ``live`` while the ``with`` lasts.
 
@@ -144,6 +145,7 @@ def label_phases(
         model: a Hugging Face causal language model, PEFT's wrapper or not.
         blocks: its position-wise blocks, from the report of :func:`seqtile.apply`.
         layers: put the number of the decoder layer behind each name, ``"MLP#3, backward"``.
+        pictures: give what runs before the language model a name: its vision tower and projector.
     """
     labels = _Labels(live)
     decoder = decoder_layers(model)
@@ -158,10 +160,14 @@ def label_phases(
         label = BLOCK if alone else BLOCK_AND_NORMS
         places[block.name if alone else layer] = Phase(label, _number(numbers, block.name))
     backbone = getattr(causal_model(model), "base_model", model)
+    in_order = {model.get_submodule(layer.name) for layer in decoder}
+    towers = {part for part in backbone.children() if pictures and in_order.isdisjoint(part.modules())}
     try:
         for name, module in model.named_modules():
             if module is backbone and module is not model:
                 labels.watch(module, Phase(REST), Phase(HEAD))
+            elif module in towers:
+                labels.watch(module, Phase(TOWER), Phase(TOWER))
             elif name in places:
                 labels.watch(module, places[name], Phase(REST, _number(numbers, name)))
             elif name in mixers:

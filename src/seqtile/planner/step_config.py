@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from seqtile._errors import UserError
 from seqtile.options import TilingOptions
 from seqtile.planner.grpo import Rollouts
+from seqtile.planner.pictures import Pictures
 
 Optimizer = Any
 
@@ -45,6 +46,7 @@ class Setup:
         accumulation: batches whose gradients one update sums.
         scans: of layers with a state, one of :data:`seqtile.planner.names.SCANS`.
         rollouts: of a step of GRPO; None is a supervised one.
+        pictures: in each row; None is text alone.
         liger: the shapes of Liger's norm and SwiGLU kernels, on fake tensors only.
         device_type: of the device that the step is sized for; fake tensors themselves are on the CPU.
     """
@@ -61,12 +63,18 @@ class Setup:
     scans: str = "pytorch"
     liger: bool = False
     rollouts: Rollouts | None = None
+    pictures: Pictures | None = None
 
     @property
     def loss_tile(self) -> int:
         """Tokens per tile of the head, which are a number before the step runs."""
         assert isinstance(self.options.loss_tile, int)
         return self.options.loss_tile
+
+    @property
+    def picture_tokens(self) -> int:
+        """Of a batch, the tokens that are pictures."""
+        return 0 if self.pictures is None else self.batch * self.pictures.tokens
 
 
 class _StatesOnly(torch.optim.Optimizer):

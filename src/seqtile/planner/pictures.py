@@ -1,0 +1,180 @@
+"""Pictures in the rows of a vision-language model: how many tokens they are, and what the model is given of them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._compat import TorchDispatchMode, disable_current_modes
+from seqtile._errors import UserError
+
+ANY_SIZE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Model types whose vision tower takes pictures of any size, as flat patches and a grid."""
+
+ONE_SIZE = ("llava", "gemma3")
+"""Model types whose processor makes every picture as large as the vision tower's ``image_size``."""
+
+_HELPERS = "get_vision_"
+"""How the functions begin that work out positions and lengths from the grid of patches."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The pictures of each row.
+
+    Attributes:
+        count: how many.
+        each: tokens of one of them in the row.
+        size: (height, width) in pixels, as the vision tower gets them.
+        values: shape of the pixel values of one picture.
+        grid: patches of a picture in (time, height, width); empty for a tower of one size.
+    """
+
+    count: int
+    each: int
+    size: tuple[int, int]
+    values: tuple[int, ...]
+    grid: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Of each row, those that are pictures."""
+        return self.count * self.each
+
+
+def read_pictures(
+    config: Any, count: int | None = None, size: tuple[int, int] | None = None, tokens: int | None = None
+) -> Pictures:
+    """The pictures of each row of a model, by number and size, or by the tokens that they make together.
+
+    Args:
+        config: the model's configuration.
+        count: pictures of each row.
+        size: (height, width) of each in pixels; for a tower of one size it may be left out, and changes nothing.
+        tokens: of each row, those that are pictures, instead of both.
+
+    Raises:
+        UserError: the model takes no pictures, or not so many tokens.
+    """
+    kind = config.model_type
+    vision = getattr(config, "vision_config", None)
+    if vision is None or kind not in ANY_SIZE + ONE_SIZE:
+        what = "takes no pictures" if vision is None else "has a vision tower that is not known here"
+        raise UserError(
+            f"model type {kind!r} {what}; pictures are planned for {', '.join(ANY_SIZE + ONE_SIZE)}; for others count "
+            "their tokens into the length"
+        )
+    if kind in ONE_SIZE:
+        return _of_one_size(config, vision, count, tokens)
+    patch, merge, frames = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+    unit = patch * merge
+    if tokens is not None:
+        count, height, width = 1, merge, tokens * merge
+    elif size is None:
+        raise UserError(f"model type {kind!r} takes pictures of any size; give --image-size HEIGHTxWIDTH too")
+    else:  # to the nearest whole number of tokens, as Transformers' processors resize
+        height, width = (max(1, round(side / unit)) * merge for side in size)
+    channels = getattr(vision, "in_channels", None) or vision.in_chans
+    return Pictures(
+        count=count or 1,
+        each=height * width // merge**2,
+        size=(height * patch, width * patch),
+        values=(height * width, channels * frames * patch**2),
+        grid=(1, height, width),
+    )
+
+
+def _of_one_size(config: Any, vision: Any, count: int | None, tokens: int | None) -> Pictures:
+    side = vision.image_size
+    each = getattr(config, "mm_tokens_per_image", None)
+    if each is None:
+        each = (side // vision.patch_size) ** 2 + (getattr(config, "vision_feature_select_strategy", "") == "full")
+    if tokens is not None:
+        if tokens % each:
+            raise UserError(
+                f"{tokens:,} image tokens are no whole number of pictures of {each:,} tokens, which is what model type "
+                f"{config.model_type!r} makes of each; use --images N"
+            )
+        count = tokens // each
+    return Pictures(count or 1, each, (side, side), (3, side, side))
+
+
+def add_pictures(model: Any, pictures: Pictures, ids: Tensor) -> dict[str, Tensor]:
+    """Put the tokens of pictures first into ``ids`` ``[B, T]``; returns what the model is given besides."""
+    rows, length = ids.shape
+    ids[:, : pictures.tokens] = model.config.image_token_id
+    count, (first, *rest) = rows * pictures.count, pictures.values
+    values = (count * first, *rest) if pictures.grid else (count, first, *rest)
+    given = {"pixel_values": torch.zeros(values, device=ids.device)}
+    if "token_type_ids" in inspect.signature(type(model).forward).parameters:
+        given["token_type_ids"] = torch.zeros_like(ids)
+    if pictures.grid:
+        with disable_current_modes():
+            given["image_grid_thw"] = torch.tensor([pictures.grid] * count)
+        # The model works these out from the grid and the ids, in integers.
+        given["position_ids"] = torch.zeros(3, rows, length, dtype=torch.long, device=ids.device)
+    return given
+
+
+@contextmanager
+def known_grids(model: nn.Module, tokens: int) -> Iterator[None]:
+    """Inside, what depends on the grid of a picture's patches is worked out on numbers, though a step runs on shapes.
+
+    The grid is a real tensor: how many patches there are decides the shapes that follow.
+
+    Args:
+        model: with a vision tower.
+        tokens: of a batch, those that are pictures.
+    """
+    modules = {sys.modules[type(part).__module__] for part in model.modules()}
+    found = [
+        (module, name, function)
+        for module in modules
+        for name, function in vars(module).items()
+        if name.startswith(_HELPERS) and inspect.isfunction(function)
+    ]
+    for module, name, function in found:
+        setattr(module, name, _on_numbers(function))
+    try:
+        with _PicturePlaces(tokens):
+            yield
+    finally:
+        for module, name, function in found:
+            setattr(module, name, function)
+
+
+class _PicturePlaces(TorchDispatchMode):
+    """What a mask of the tokens that are pictures selects: as many rows as there are such tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tokens = tokens
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index.Tensor and args[1][0] is not None and args[1][0].dtype == torch.bool:
+            values, mask = args[0], args[1][0]  # [B, T, ...], [B, T]
+            return values.new_empty(self._tokens, *values.shape[mask.dim() :])
+        return func(*args, **(kwargs or {}))
+
+
+def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` on real tensors; of its results the shapes, but for lengths of sequences, which are asked for."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with disable_current_modes():
+            found = function(*args, **kwargs)
+        return tuple(map(_shape_of, found)) if isinstance(found, tuple) else _shape_of(found)
+
+    return run
+
+
+def _shape_of(value: Any) -> Any:
+    lengths = isinstance(value, Tensor) and value.dim() == 1 and value.dtype == torch.int32
+    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) and not lengths else value
