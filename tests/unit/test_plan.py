@@ -191,6 +191,20 @@ def test_what_does_not_fit_is_exit_code_1(
     assert "do not fit: " in shown.out or ("at any length" in shown.err and shown.err.count("\n") == 1)
 
 
+def test_where_nothing_fits_json_is_one_object_with_what_limits_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    assert main(["plan", "--model", str(folder), "--device", "64MiB", "--json", "--recipe", str(recipe)]) == 1
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert not found["fits"] and found["max_length"] == found["sure_length"] == 0 and found["recipe"] is None
+    assert found["limited_by"].startswith("device memory: ")
+    assert found["peak_device_gib"]["expected"] > found["device_gib"]
+    assert "at any length" in shown.err and shown.err.count("\n") == 1
+    assert not recipe.exists()
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

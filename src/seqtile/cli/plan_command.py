@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from seqtile._errors import RUN_ERROR, UserError
+from seqtile._errors import RUN_ERROR, RunError, UserError
 from seqtile.cli.option_flags import options_of, takes_options
 
 if TYPE_CHECKING:
@@ -128,14 +128,20 @@ def command(
         progress("running the step on shapes")
         from seqtile.cli import plan_show as show
         from seqtile.planner.explain import next_step
-        from seqtile.planner.memory_plan import longest_by_split
+        from seqtile.planner.memory_plan import longest_by_split, why_nothing_fits
         from seqtile.planner.memory_plan import plan as make_plan
 
         planner, estimate, longest, limit, saving = make_plan(request, max_length)
+        nothing_fits = max_length is None and not longest
+        if nothing_fits and not json:
+            raise RunError(why_nothing_fits(planner.request, estimate, limit))
         fits = max_length is None or planner.fits(estimate)
         progress("looking for what would buy length")
         better = next_step(planner, longest) if json or max_length is None or not fits or not longest else None
         by_split = longest_by_split(planner) if nodes > 1 else {}
+    if nothing_fits:
+        show.print_object(planner, estimate, 0, limit, None, saving, better, by_split)
+        raise RunError(why_nothing_fits(planner.request, estimate, limit))
     show.show_plan(
         planner, estimate, longest, limit, as_json=json, reasons=explain, recipe_file=recipe, plot_file=plot,
         asked=max_length, saving=saving, better=better, by_split=by_split,

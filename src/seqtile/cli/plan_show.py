@@ -40,8 +40,7 @@ def show_plan(
 
         plot_lengths(planner, max(longest, estimate.tokens), Path(plot_file).expanduser())
     if as_json:
-        found = _object(planner, estimate, longest, limit, chosen, saving, better, by_split)
-        print(json.dumps(found | {"command": start_command(planner.request, recipe_file)}))
+        print_object(planner, estimate, longest, limit, chosen, saving, better, by_split, recipe_file)
         return
     console = Console(highlight=False, soft_wrap=True, markup=False)
     request = planner.request
@@ -160,17 +159,18 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _object(
+def print_object(
     planner: Planner, estimate: Estimate, longest: int, limit: str, chosen: dict[str, Any] | None,
-    saving: Saving | None, better: NextSetting | None, by_split: dict[int, int],
-) -> dict[str, Any]:  # fmt: skip
+    saving: Saving | None, better: NextSetting | None, by_split: dict[int, int], recipe_file: str | None = None,
+) -> None:  # fmt: skip
+    """Print the plan as one JSON object."""
     request = planner.request
     work = planner.work(estimate.tokens)
     tflops = request.device.tflops
     between, inside = (
         moved(request, planner.counts, estimate.tokens) for moved in (bytes_between_nodes, bytes_inside_a_node)
     )
-    return {
+    found = {
         "fits": planner.fits(estimate),
         "tokens": estimate.tokens,
         "device_gib": request.device.memory / GIB,
@@ -207,7 +207,9 @@ def _object(
         "efficiency": EFFICIENCY,
         "notes": planner.notes(),
         "not_modelled": not_modelled(request, estimate),
+        "command": start_command(request, recipe_file),
     }
+    print(json.dumps(found))
 
 
 def _bounds(bounds: Bounds) -> dict[str, float]:

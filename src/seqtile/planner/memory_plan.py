@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from seqtile._errors import RunError, UserError
+from seqtile._errors import UserError
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.options import changed
@@ -440,11 +440,11 @@ def choose_attention_saved(planner: Planner, tokens: int) -> tuple[Planner, Savi
 def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Estimate, int, str, Saving | None]:
     """Plan ``request``: its planner, the estimate at ``max_length`` or at the longest that fits, that, and its limit.
 
-    Last comes what was decided about attention's output, where the request leaves it to the plan.
+    Where nothing fits at any length, the longest is 0 and the estimate is of :data:`SHORT` tokens a rank. Last comes
+    what was decided about attention's output, where the request leaves it to the plan.
 
     Raises:
         UserError: a setting that cannot run.
-        RunError: nothing fits, at any length.
     """
     auto = request.options.checkpoint == "auto"
     planner = Planner(changed(request, checkpoint="full") if auto else request, max_length)
@@ -452,19 +452,21 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
     if auto and max_length is not None:
         planner, saving = choose_attention_saved(planner, max_length)
     longest, limit = planner.longest(max_length)
-    if max_length is None and longest == 0:
-        short = planner.estimate(SHORT * request.split)
-        raise RunError(
-            f"{request.model!r} does not fit {request.gpus} x {request.device.name} at any length: "
-            f"{short.device.expected / 2**30:.1f} GiB of {request.device.memory / 2**30:.1f} GiB before the first "
-            f"tokens, most of it {limit.partition(': ')[2]}; shard it (--engine zero3 --gpus 8), train adapters "
-            "(--lora r=16) or take a larger device"
-        )
-    if auto and max_length is None:
+    if auto and max_length is None and longest:
         planner, saving = choose_attention_saved(planner, longest)
         if saving.chosen:  # limited by something else
             longest, limit = planner.longest()
-    return planner, planner.estimate(max_length or longest), longest, limit, saving
+    return planner, planner.estimate(max_length or longest or SHORT * request.split), longest, limit, saving
+
+
+def why_nothing_fits(request: Request, short: Estimate, limit: str) -> str:
+    """What to say where no length fits, from what :func:`plan` returns."""
+    return (
+        f"{request.model!r} does not fit {request.gpus} x {request.device.name} at any length: "
+        f"{short.device.expected / 2**30:.1f} GiB of {request.device.memory / 2**30:.1f} GiB before the first "
+        f"tokens, most of it {limit.partition(': ')[2]}; shard it (--engine zero3 --gpus 8), train adapters "
+        "(--lora r=16) or take a larger device"
+    )
 
 
 SPLITS = {"fsdp2": "cp_size", "zero3": "sp_size"}
