@@ -84,6 +84,25 @@ def load_weights(directory: Path) -> dict[str, Any]:
     return load_file(directory / "model.safetensors")
 
 
+def mean_loss(saved: Path, data: Path, batch_size: int, max_length: int) -> float:
+    """The mean over texts of a token's mean loss in their batch, by Transformers' model on each text alone."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    texts = [json.loads(line)["text"] for line in data.read_text(encoding="utf-8").splitlines()]
+    total = 0.0
+    for first in range(0, len(texts), batch_size):
+        batch = texts[first : first + batch_size]
+        losses: list[Any] = []
+        for text in batch:
+            ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id][:max_length]])
+            with torch.no_grad():
+                losses += torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+        total += len(batch) * float(torch.stack(losses).mean())
+    return total / len(texts)
+
+
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     """One JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -215,3 +215,65 @@ def test_a_node_is_killed_the_others_end_with_a_sentence_and_the_run_goes_on(
     assert node_fronts.losses(output) == node_fronts.losses(unbroken)
     weights, expected = (load_file(one / "model.safetensors") for one in (output, unbroken))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [
+        ("DDP", {"batch_size": 2}),
+        ("FSDP2 + context parallel", {}),
+        ("FSDP2 + context parallel, 2 processes a node", {"batch_size": 2}),
+        ("ZeRO-3 + Ulysses", {}),
+        ("ZeRO-3 + Ulysses, 2 processes a node", {"batch_size": 2, "gradient_accumulation": 1}),
+    ],
+)
+def test_an_evaluation_has_the_loss_of_one_process(case: str, more: dict[str, Any], folder: Path) -> None:
+    """Of five rows of different lengths, split as those of the training: neither padding counts, nor the rows that fill
+    up the last batches."""
+    data, length, rows = folder / "five.jsonl", node_fronts.VALUES["max_length"], more.get("batch_size", 1)
+    data.write_text("".join((folder / "rows.jsonl").read_text().splitlines(keepends=True)[:5]))
+    values = {**node_fronts.CASES[case], "eval_dataset": str(data), "eval_steps": 1, "steps": 2, **more}
+    output = folder / f"evaluated-{case}"
+    assert node_fronts.train_on_nodes(folder, output, **values) == {0: 0, 1: 0}
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    _, found = [record["eval_loss"] for record in records if "eval_loss" in record]
+    expected = tiny_run.mean_loss(output, data, rows, length)
+    assert found == pytest.approx(expected, rel=1e-5)
+    report = json.loads((output / "report" / "report.json").read_text())
+    ran = re.search(r"batches of up to (\d+) tokens", report["tiling"])
+    assert ran is not None and int(ran[1]) <= rows * length / max(values.get("cp_size", 1), values.get("sp_size", 1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "number", "engine"), [((1,), signal.SIGINT, "ddp"), ((0, 1), signal.SIGTERM, "fsdp2")], ids=["one", "all"]
+)
+def test_a_node_is_asked_to_stop_all_save_and_the_run_goes_on(
+    asked: tuple[int, ...], number: signal.Signals, engine: str, folder: Path
+) -> None:
+    """Ctrl-C comes to one node; before its time limit Slurm sends SIGTERM to all."""
+    output, port = folder / f"asked-{engine}", free_port()
+    values = {"engine": engine, "nproc": 2}
+    save_recipe(node_fronts.recipe(folder, output, **values, save_steps=5000).changed(steps=3000), folder / "long.yaml")
+    fronts = [start(folder, rank, port, "--recipe", str(folder / "long.yaml")) for rank in range(2)]
+    try:
+        end = time.monotonic() + 200
+        while not (output / "metrics.jsonl").is_file() or len((output / "metrics.jsonl").read_text().splitlines()) < 2:
+            assert time.monotonic() < end and fronts[0].poll() is None, said(folder, 0) + said(folder, 1)
+            time.sleep(0.05)
+        for rank in asked:
+            fronts[rank].send_signal(number)
+        began = time.monotonic()
+        assert [front.wait(timeout=120) for front in fronts] == [128 + number] * 2, said(folder, 0) + said(folder, 1)
+        assert time.monotonic() - began < 60
+    finally:
+        for front in fronts:
+            for pid in descendants(front.pid):
+                if front.poll() is None:
+                    os.kill(pid, signal.SIGKILL)
+    (saved,) = output.glob("checkpoint-*")
+    assert newest_whole(output)[0] == saved
+    sentence = f"{number.name} on one of the nodes stopped the run; the last whole checkpoint is {saved}: go on from it"
+    assert all(sentence in " ".join(said(folder, rank).split()) for rank in range(2)), said(folder, 0) + said(folder, 1)
+    step = int(saved.name.rpartition("-")[2])
+    assert node_fronts.train_on_nodes(folder, output, resume=True, **values, steps=step + 1) == {0: 0, 1: 0}
+    assert len(node_fronts.losses(output)) == step + 1

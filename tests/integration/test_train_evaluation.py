@@ -69,6 +69,19 @@ def test_evaluation_is_tiled_and_the_best_checkpoint_stays(folder: Path, tmp_pat
     torch.testing.assert_close(untiled.best[1], outcome.best[1], rtol=1e-4, atol=0)
 
 
+def test_the_loss_is_the_mean_of_the_batches_of_which_the_last_is_smaller(folder: Path, tmp_path: Path) -> None:
+    rows = [{"text": row["text"][: 40 + 9 * number]} for number, row in enumerate(tiny_run.text_rows(3))]
+    tiny_run.write_jsonl(tmp_path / "three.jsonl", rows)
+    values = {
+        "model": str(folder / "model"), "dataset": str(folder / "rows.jsonl"), "output": str(tmp_path / "out"),
+        "eval_dataset": str(tmp_path / "three.jsonl"), "eval_steps": 1, "steps": 1, "batch_size": 2, "tile": 16,
+        "max_length": 64, "learning_rate": 0.1, "trainer": {"warmup_steps": 0},
+    }  # fmt: skip
+    outcome = train(build_recipe(values, {})[0])
+    expected = tiny_run.mean_loss(tmp_path / "out", tmp_path / "three.jsonl", 2, 64)
+    assert outcome.best is not None and outcome.best[1] == pytest.approx(expected, rel=1e-5)
+
+
 def test_everyday_flags_reach_the_trainer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -44,6 +44,7 @@ FLASH = {"attn_implementation": "flash_attention_2"}
         ({"engine": "zero3", "sp_size": 2, "packing": "bfd"}, "packed documents see each other"),
         ({"engine": "zero3", "sp_size": 2, "trainer": {"padding_free": True}}, "packed documents see each other"),
         ({"engine": "zero3", "sp_size": 2, "packing": True}, "packed documents see each other"),
+        ({"engine": "zero3", "sp_size": 2, "trainer": {"eval_packing": True}}, "packed documents see each other"),
         (
             {"engine": "zero3", "sp_size": 2, "packing": True, "model_kwargs": FLASH},
             "crashes under flash attention; use 'packing: wrapped'",
@@ -61,6 +62,8 @@ FLASH = {"attn_implementation": "flash_attention_2"}
         ({"engine": "fsdp2", "cp_size": 2, "packing": True}, "ring attention knows no documents"),
         ({"engine": "fsdp2", "cp_size": 2, "packing": "wrapped"}, "ring attention knows no documents"),
         ({"engine": "fsdp2", "cp_size": 2, "trainer": {"padding_free": True}}, "ring attention knows no documents"),
+        ({"engine": "fsdp2", "cp_size": 2, "trainer": {"eval_packing": True}}, "ring attention knows no documents"),
+        ({"engine": "fsdp2", "cp_size": 2, "trainer": {"label_smoothing_factor": 0.1}}, "shifts the labels"),
         ({"engine": "fsdp2", "cp_size": 2, "heads": 1}, "heads 1 with cp_size 2"),
         ({"engine": "fsdp2", "cp_size": 2, "checkpoint": "attention-saved"}, "'attention-saved' with cp_size 2"),
         ({"engine": "fsdp2", "cp_size": 2, "model_kwargs": FLASH}, "needs PyTorch's own attention"),

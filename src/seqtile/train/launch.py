@@ -166,7 +166,11 @@ def _launch(
             say(shlex.join(["accelerate", "launch", *command[3:]]))
             run = Launch(recipe, command, folder, meeting)
             try:
-                return run.wait()
+                code = run.wait()
+                if meeting is not None and code > 128:
+                    number = signal.Signals(code - 128)
+                    say(f"{number.name} on one of the nodes stopped the run; {_go_on(Path(str(recipe.output)))}")
+                return code
             except RunError as error:
                 retry, done = run.retry()
                 start, _ = newest_whole(Path(str(recipe.output)))

@@ -534,7 +534,8 @@ def _check_engine(recipe: Recipe) -> None:
     # Ulysses drops attention masks; where flash attention would read the documents' ends beside it, DeepSpeed 0.19 asks
     # cu_seq_lens for a second dimension, which TRL's have not, and crashes:
     # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/sequence_parallel/ulysses_sp.py
-    if recipe.packing not in (None, False, "wrapped") or recipe.trainer.get("padding_free"):
+    packed = recipe.trainer.get("padding_free") or recipe.trainer.get("eval_packing")
+    if recipe.packing not in (None, False, "wrapped") or packed:
         raise UserError(
             f"packing (or padding_free) with sp_size {sp_size} would let packed documents see each other, and crashes "
             "under flash attention; use 'packing: wrapped' or none"
@@ -560,9 +561,14 @@ def _check_ring(recipe: Recipe) -> None:
         raise UserError(f"trainer.pad_to_multiple_of has to be a multiple of twice {given}; drop it")
     if recipe.attention != "sdpa":
         raise UserError(f"{given} needs PyTorch's own attention, got {recipe.attention!r}; drop attn_implementation")
-    if recipe.packing or recipe.trainer.get("padding_free"):
+    if recipe.packing or recipe.trainer.get("padding_free") or recipe.trainer.get("eval_packing"):
         raise UserError(
             f"packing (or padding_free) with {given}: ring attention knows no documents; use 'packing: false'"
+        )
+    if recipe.trainer.get("label_smoothing_factor"):
+        raise UserError(
+            f"label_smoothing_factor with {given}: the trainer shifts the labels of each process's part by themselves, "
+            "and loses those at its ends; drop it"
         )
     if recipe.options.heads is not None:
         raise UserError(

@@ -21,10 +21,13 @@ class SplitRows(DataLoader[Any]):
         rows: the loader of whole rows, prepared by accelerate.
         split: makes DeepSpeed's adapter of such a loader.
         size: processes that share a row.
+
+    Attributes:
+        rows: the loader of whole rows.
     """
 
     def __init__(self, rows: Any, split: Callable[[Any], Any], size: int) -> None:
-        self._parts = _Parts(rows, split, size)
+        self.rows, self._parts = rows, _Parts(rows, split, size)
         super().__init__(
             self._parts, batch_sampler=BatchSampler(SequentialSampler(self._parts), 1, False), collate_fn=_only
         )

@@ -30,6 +30,7 @@ from seqtile.train.checkpoint_files import (
     write_mark,
 )
 from seqtile.train.data_summary import DataSummary, StreamSummary, summarise
+from seqtile.train.evaluation import Evaluated, exchange_in_evaluations
 from seqtile.train.model_card import write_card
 from seqtile.train.split_rows import SplitRows
 
@@ -108,6 +109,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         self._begin_anywhere()
         self._losses: list[torch.Tensor] = []
         self._batches: list[torch.Tensor] = []
+        self._evaluated: Evaluated | None = None
         self._norm: Any = None
         self.add_callback(_Checks(self))
 
@@ -142,6 +144,35 @@ class Trainer(SFTTrainer, _SplitLoss):
                 "whose labels are not all masked, or a larger --max-length"
             )
         return prepared
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Under Ulysses the parts of each row; Transformers (5.23) gives each rank whole ones."""
+        rows = super().get_eval_dataloader(*args, **kwargs)
+        return self.accelerator.deepspeed_ulysses_dl_adapter(rows, self.model) if self._splits_rows else rows
+
+    def evaluation_loop(  # type: ignore[no-untyped-def]
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ) -> Any:
+        """Transformers' own, with the loss of one process: rows that only fill up the last batches do not count."""
+        self._evaluated = Evaluated(dataloader, self.accelerator)
+        if self._splits_rows:
+            exchange_in_evaluations(causal_model(self.model))
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        metrics = {**(output.metrics or {}), f"{metric_key_prefix}_loss": self._evaluated.mean()}
+        return output._replace(metrics=metrics, num_samples=len(self._evaluated.rows))
+
+    def prediction_step(  # type: ignore[no-untyped-def]
+        self, model, inputs, prediction_loss_only, ignore_keys=None
+    ) -> Any:
+        """The loss of a batch of the evaluation; under a ring each rank has its parts of it, as in a step (TRL's own,
+        1.16, has the whole on each)."""
+        assert self._evaluated is not None
+        device = self.args.device
+        batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        with torch.no_grad(), self.compute_loss_context_manager(), self._evaluated.split(batch) as part:
+            loss = self.compute_loss(model, part)  # type: ignore[no-untyped-call]
+        self._evaluated.add(loss, part)
+        return loss, None, None
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Where each node has a directory of its own, its first rank saves the model there.

@@ -122,7 +122,7 @@ class HeadWise(Installed):
             self._tell(reason)
             return ()
         self.check(*(() if norm is None else [("the norm before it", norm)]))
-        if ulysses := ulysses_around(module, kind):
+        if ulysses := ulysses_around(kind):
             _loop_inside(ulysses)
             return ()
         shape, per_pass = self.heads.shape, self.heads.per_pass
@@ -232,7 +232,7 @@ def _sliced(value: Any, cut: HeadGroup, shape: HeadShape) -> Any:
     return value
 
 
-def ulysses_around(module: nn.Module, kind: str) -> Any:
+def ulysses_around(kind: str | None) -> Any:
     """DeepSpeed's Ulysses where it has taken the attention function of ``kind``, else None."""
     if "deepspeed.runtime.sequence_parallel.ulysses_sp" not in sys.modules:
         return None
