@@ -41,6 +41,7 @@ from seqtile.devices import package_version
 SEEN = {
     "python": "3.11", "torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2",
     "trl": "1.16.0", "deepspeed": "0.19.8", "axolotl": "", "ms-swift": "",
+    "unsloth": "", "unsloth_zoo": "",
 }  # fmt: skip
 """The version of each library in which its private names were last read; "" where no version is pinned."""
 
@@ -60,6 +61,8 @@ _SOURCES = {
     "deepspeed": "https://github.com/deepspeedai/DeepSpeed/blob/v{}/",
     "axolotl": "https://github.com/axolotl-ai-cloud/axolotl/blob/main/",
     "ms-swift": "https://github.com/modelscope/ms-swift/blob/main/",
+    "unsloth": "https://github.com/unslothai/unsloth/blob/main/",
+    "unsloth_zoo": "https://github.com/unslothai/unsloth-zoo/blob/main/",
 }
 
 
@@ -208,11 +211,16 @@ def _names_in(function: Any) -> set[str]:
 
 
 def _source_of(module: str) -> str:
-    """The text of a module, without running it."""
-    spec = importlib.util.find_spec(module)
-    _expect(spec is not None and spec.origin, f"a module {module}")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).read_text(encoding="utf-8")
+    """The text of a module, without running it or its package."""
+    package, *parts = module.split(".")
+    return _folder_of(package).joinpath(*parts).with_suffix(".py").read_text(encoding="utf-8")
+
+
+def _folder_of(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    _expect(spec is not None and spec.submodule_search_locations, f"a package {package}")
+    assert spec is not None and spec.submodule_search_locations is not None
+    return Path(list(spec.submodule_search_locations)[0])
 
 
 # ---- Python ----
@@ -1652,10 +1660,13 @@ def _check_ds_shape() -> None:
     _expect("param.ds_shape = " in text and "param.ds_id = " in text, "a sharded parameter's ds_shape and ds_id")
 
 
-# ---- axolotl and ms-swift ----
+# ---- axolotl, ms-swift and Unsloth ----
 
 SWIFT_IMPORTS_PLUGINS = "_import_external_plugins"
 """The method of ms-swift's arguments that runs plugins; its ``self`` are the arguments."""
+
+UNSLOTH_KEEPS_GETATTR = "__unsloth_original__"
+"""The attribute of Unsloth's ``torch.__getattr__`` that holds PyTorch's."""
 
 
 def is_tiled_by_axolotl(module: nn.Module) -> bool:
@@ -1667,6 +1678,15 @@ def is_tiled_by_unsloth(module: nn.Module) -> bool:
     """Whether the forward of this instance is Unsloth's own tiled one (``unsloth_zoo.tiled_mlp.patch_mlp``)."""
     forward = module.__dict__.get("forward")
     return getattr(getattr(forward, "__func__", None), "__module__", "") == "unsloth_zoo.tiled_mlp"
+
+
+def unsloths_torch_getattr() -> set[types.CodeType]:
+    """The code of the ``__getattr__`` that Unsloth puts into ``torch``: PyTorch's own, with more words in its error.
+
+    PyTorch runs it for each ``hasattr(torch, name)`` of its own code.
+    """
+    function: Any = vars(torch).get("__getattr__")
+    return {function.__code__} if hasattr(function, UNSLOTH_KEEPS_GETATTR) else set()
 
 
 def checkpoint_before_swift() -> Any:
@@ -1699,8 +1719,16 @@ def _check_swift_plugins() -> None:
     "swift.trainers._old_checkpoint", "swift/trainers/mixin.py", "ms-swift replaces torch's checkpoint no longer"
 )
 def _check_swift_checkpoint() -> None:
-    spec = importlib.util.find_spec("swift")
-    _expect(spec is not None and spec.origin, "the package swift")
-    assert spec is not None and spec.origin is not None
-    files = Path(spec.origin).parent.rglob("*.py")
+    files = _folder_of("swift").rglob("*.py")
     _expect(any("_old_checkpoint" in file.read_text(encoding="utf-8") for file in files), "where the former is kept")
+
+
+@_contract("unsloth_zoo.tiled_mlp.patch_mlp", "unsloth_zoo/tiled_mlp.py", "Unsloth marks what it has tiled")
+def _check_unsloth_tiles() -> None:
+    text = _source_of("unsloth_zoo.tiled_mlp")
+    _expect("mlp_module.forward = MethodType(" in text, "a method bound to the instance")
+
+
+@_contract("unsloth.import_fixes.__unsloth_original__", "unsloth/import_fixes.py", "Unsloth leaves torch's __getattr__")
+def _check_unsloth_getattr() -> None:
+    _expect(f"__getattr__.{UNSLOTH_KEEPS_GETATTR} = original" in _source_of("unsloth.import_fixes"), "the former in it")

@@ -195,7 +195,9 @@ BREAKS: dict[str, Any] = {
     "deepspeed.runtime.zero.ds_shape": ("_source_of", lambda module: "param.ds_id = 0"),
     "axolotl.monkeypatch.tiled_mlp._tiled_mlp_dist_impl": ("_source_of", lambda module: ""),
     "swift.arguments._import_external_plugins": ("SWIFT_IMPORTS_PLUGINS", "_gone"),
-    "swift.trainers._old_checkpoint": ("_source_of", lambda module: ""),
+    "swift.trainers._old_checkpoint": ("_folder_of", lambda package: Path(__file__).parent / "no_such_folder"),
+    "unsloth_zoo.tiled_mlp.patch_mlp": ("_source_of", lambda module: ""),
+    "unsloth.import_fixes.__unsloth_original__": ("UNSLOTH_KEEPS_GETATTR", "_gone"),
 }
 
 

@@ -1,6 +1,7 @@
 """Unsloth's option strings: what each means here, and the cases that went wrong in the original."""
 
 import copy
+import sys
 from types import MethodType
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 import seqtile
 from seqtile.integrations.unsloth import patch_mlp, patch_tiled_mlp
+from seqtile.models.discover import proof
 from seqtile.models.instance import TiledForward
 from watching import rows_of
 from zoo import causal_lm
@@ -173,6 +175,28 @@ def test_a_model_that_unsloth_has_tiled_is_refused() -> None:
     for call in (lambda: patch_tiled_mlp(model), lambda: patch_mlp(mlp)):
         with pytest.raises(seqtile.UserError, match="Unsloth's own tiled MLP runs LlamaMLP already"):
             call()
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_models_are_proven_beside_unsloths_torch_getattr(marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch asks ``hasattr(torch, "hpu")`` in a trace, which runs what ``import unsloth`` put there (2026.10.9)."""
+    original = vars(torch)["__getattr__"]
+
+    def __getattr__(name: str) -> object:
+        try:
+            return original(name)
+        except AttributeError:
+            if sys._getframe(1).f_globals.get("__name__") == "no_such_module":
+                raise RuntimeError("torch is too old") from None
+            raise
+
+    if marked:
+        __getattr__.__unsloth_original__ = original  # type: ignore[attr-defined]
+    monkeypatch.setitem(vars(torch), "__getattr__", __getattr__)
+    monkeypatch.setattr(proof, "_proofs", type(proof._proofs)())
+    model = causal_lm("llama")
+    patch_tiled_mlp(model, "shards:2")
+    assert len(tiled(model)) == (2 if marked else 0)
 
 
 @pytest.mark.parametrize(("option", "words", "said"), [

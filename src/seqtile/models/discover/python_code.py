@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import seqtile
-from seqtile._compat import HOOKS, backward_pass
+from seqtile._compat import HOOKS, backward_pass, unsloths_torch_getattr
 from seqtile.models.discover.sizes import Untraceable, noted
 
 TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -123,7 +123,7 @@ class Code:
         self.sets_any = self.compares = False
         self.questions: dict[Callable[[], Any], Any] = {}
         self.refused = ""
-        self._seen: set[types.CodeType] = set()
+        self._seen = unsloths_torch_getattr()
         self._awaited: set[types.FrameType] = set()
 
     @classmethod
