@@ -4,6 +4,7 @@ Run it from the repository::
 
     python benchmarks/plan_accuracy.py                     # all cells, docs/planning-reference.md's table; goes on
     python benchmarks/plan_accuracy.py --hybrid            # models whose layers carry a state: the table after it
+    python benchmarks/plan_accuracy.py --pictures          # models that read pictures: the table after that
     python benchmarks/plan_accuracy.py --only llama        # some, printed only
     python benchmarks/plan_accuracy.py --plan              # the plan again, beside what was measured; --hybrid too
 
@@ -42,6 +43,7 @@ from seqtile.options import WHOLE_LAYER, TilingOptions
 from seqtile.planner.extrapolate import predict
 from seqtile.planner.fake_step import build, compute_loss, make_batch, prepare_optimizer, update
 from seqtile.planner.kernel_workspace import cpu_workspace
+from seqtile.planner.pictures import read_pictures
 from seqtile.planner.step_config import Lora, Setup, make_optimizer
 
 ROOT = Path(__file__).parents[1]
@@ -96,6 +98,27 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Models whose layers carry a state, or every other one does."""
+_TOWER = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 7, "num_attention_heads": 2,
+          "image_size": 56, "patch_size": 14}  # fmt: skip
+_PATCHES = {"depth": 7, "hidden_size": 64, "intermediate_size": 176, "num_heads": 2, "patch_size": 14,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 128}  # fmt: skip
+_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+PICTURE_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model", **_TOWER}),
+    "gemma3": ({"model_type": "gemma3_text", "head_dim": 32}, {"model_type": "siglip_vision_model", **_TOWER}),
+    "qwen2_vl": ({"rope_parameters": _ROTARY}, {**_PATCHES, "embed_dim": 64, "hidden_size": 128, "mlp_ratio": 2}),
+    "qwen2_5_vl": ({"rope_parameters": _ROTARY}, {**_PATCHES, "fullatt_block_indexes": [3, 6]}),
+    "qwen3_vl": (
+        {"rope_parameters": _ROTARY, "head_dim": 32},
+        {**_PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": [1, 4]},
+    ),
+    "qwen3_5": (
+        {"rope_parameters": _ROTARY, "head_dim": 32, "layer_types": ["linear_attention", "full_attention"] * 4,
+         "num_hidden_layers": 8, **_LINEAR},
+        {**_PATCHES, "num_position_embeddings": 64},
+    ),
+}  # fmt: skip
+"""By type of model that reads pictures: its language model and its vision tower."""
 HYBRID_TOKENS = {"recurrent_gemma": 768, "jamba": 768, "kimi_linear": 1536}
 """Shorter rows where the PyTorch path is slow on real tensors; all are whole chunks of a scan, up to which it pads."""
 EXPERTS = ("mixtral", "qwen3_moe", "minimax")
@@ -131,6 +154,7 @@ class Cell:
         precision: of the weights, or ``"autocast"``: fp32 weights, bf16 products.
         batch: rows of a micro-batch.
         accumulation: micro-batches per update.
+        pictures: in each row, of 224 x 168 pixels where a model takes any size.
     """
 
     model: str
@@ -141,16 +165,25 @@ class Cell:
     precision: str = "float32"
     batch: int = 1
     accumulation: int = 1
+    pictures: int = 0
 
     def setup(self) -> Setup:
+        pictures = read_pictures(self.config(), self.pictures, (224, 168)) if self.pictures else None
         return Setup(
             dtype=torch.bfloat16 if self.precision == "bfloat16" else torch.float32,
             autocast=self.precision == "autocast", options=TECHNIQUES[self.technique],
             lora=Lora(8) if self.lora else None, optimizer=self.optimizer, batch=self.batch,
-            accumulation=self.accumulation,
+            accumulation=self.accumulation, pictures=pictures,
         )  # fmt: skip
 
     def config(self) -> Any:
+        if self.pictures:
+            text, vision = PICTURE_MODELS[self.model]
+            more = {} if "model_type" in text else {"video_token_id": 1001, "vision_start_token_id": 1002}
+            text = {**COMMON, "bos_token_id": 1, "eos_token_id": 2, **text}
+            one = "image_token_index" if "model_type" in text else "image_token_id"
+            more |= {"mm_tokens_per_image": 4} if self.model == "gemma3" else {}
+            return AutoConfig.for_model(self.model, text_config=text, vision_config=vision, **{one: 1000, **more})
         known = {"num_hidden_layers": 8, **HYBRIDS[self.model]} if self.model in HYBRIDS else MODELS[self.model]
         return AutoConfig.for_model(self.model, **{**COMMON, **known})
 
@@ -191,6 +224,19 @@ def hybrid_cells() -> list[Cell]:
         for model in HYBRIDS
     ]
     return sorted(cells, key=lambda cell: cell.model in HYBRID_TOKENS)
+
+
+def picture_cells() -> list[Cell]:
+    """Each model that reads pictures trained whole, with checkpoints; and its adapters, with and without."""
+    return [
+        Cell(model, 3072, technique, lora, pictures=8)
+        for technique, lora in (
+            ("loss, MLP, checkpoints", False),
+            ("loss, MLP, checkpoints", True),
+            ("loss, MLP", True),
+        )
+        for model in PICTURE_MODELS
+    ]
 
 
 @dataclass(frozen=True)
@@ -322,7 +368,7 @@ def table(rows: list[dict[str, Any]], of: int) -> list[str]:
 def _cell_of(row: dict[str, Any]) -> Cell | None:
     """The cell of a row of results, None of one that is no longer run."""
     try:
-        return Cell(**{field.name: row[field.name] for field in fields(Cell)})
+        return Cell(**{field.name: ({"pictures": 0} | row)[field.name] for field in fields(Cell)})
     except KeyError:
         return None
 
@@ -332,10 +378,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cells whose description holds this word; nothing is written")
     parser.add_argument("--hybrid", action="store_true", help="models whose layers carry a state")
+    parser.add_argument("--pictures", action="store_true", help="models that read pictures")
     parser.add_argument("--plan", action="store_true", help="measure nothing: only plan again")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    grid = Grid("plan-cpu-hybrid", hybrid_cells()) if options.hybrid else Grid("plan-cpu", all_cells())
+    grid = Grid("plan-cpu", all_cells())
+    if options.hybrid or options.pictures:
+        kind, cells = ("hybrid", hybrid_cells()) if options.hybrid else ("pictures", picture_cells())
+        grid = Grid(f"plan-cpu-{kind}", cells)
     if options.plan:
         plan_again(grid)
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,9 @@ def command(
     attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),
     scans: str = typer.Option("kernels", help="Layers with a state: kernels, pytorch or installed."),
     liger: bool = typer.Option(False, "--liger", help="With Liger's norm and SwiGLU kernels (use_liger_kernel)."),
+    images: int = typer.Option(None, help="Pictures in each row of a vision-language model.", metavar="N"),
+    image_size: str = typer.Option(None, help="Of each of them, in pixels, 1024x768.", metavar="HxW"),
+    image_tokens: int = typer.Option(None, help="Or: the tokens of each row that are pictures.", metavar="N"),
     options: Any = None,
     batch_size: int = typer.Option(1, help="Rows per rank and micro-batch.", metavar="N"),
     grad_accumulation: int = typer.Option(None, help="Micro-batches per update: 1, or those of a group.", metavar="N"),
@@ -92,11 +96,17 @@ def command(
             raise UserError(f"{name} {file!r} is a directory; give the name of a file")
     if plot is not None and not plot.endswith(".png"):
         raise UserError(f"--plot {plot!r}: expected a name that ends with .png")
+    size = _size_of(images, image_size, image_tokens)
+    has_pictures = images is not None or image_tokens is not None
     policy = _policy_of(options, group_size, reference, generator, generator_memory)
     if policy is not None and recipe is not None:
         raise UserError(
             "--recipe writes what seqtile train takes, which is a supervised step; drop it, and give the settings to "
             "TRL's GRPOTrainer"
+        )
+    if has_pictures and recipe is not None:
+        raise UserError(
+            "--recipe writes what seqtile train takes, which is text; drop it, and give the settings to TRL's trainer"
         )
     if policy is not None:
         options = {**options, "loss": "tiled"}
@@ -113,17 +123,20 @@ def command(
     with uncollected(), status(json, "reading the model's configuration") as progress:
         adapters = parse_adapters(lora) if lora is not None else parse_adapters("16") if qlora else None
         from seqtile.planner.grpo import Grpo
+        from seqtile.planner.pictures import read_pictures
         from seqtile.planner.request import Request
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
+        config = read_config(model)
         request = Request(
-            model=model, config=read_config(model), device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
+            model=model, config=config, device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
             sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
             engine_offload=moved, attention=attention, options=replace(asked, offload=on_host), batch=batch_size,
             accumulation=grad_accumulation, nodes=nodes, liger=liger, scans=scans,
             node_link=None if node_link is None else node_link * 1e9 / 8,
             device_link=None if device_link is None else device_link * 1e9 / 8,
             grpo=None if policy is None else Grpo(**policy),
+            pictures=read_pictures(config, images, size, image_tokens) if has_pictures else None,
         )  # fmt: skip
         progress("running the step on shapes")
         from seqtile.cli import plan_show as show
@@ -183,6 +196,23 @@ def _check_trains(engine: str, gpus: int, sp_size: int, max_length: int | None) 
     if sp_size > 1 and max_length is not None and max_length % sp_size:
         nearest = max_length // sp_size * sp_size or sp_size
         raise UserError(f"max length {max_length} is not a multiple of sp-size {sp_size}; use --max-length {nearest}")
+
+
+def _size_of(count: int | None, size: str | None, tokens: int | None) -> tuple[int, int] | None:
+    """(height, width) that ``--image-size`` gives; the three flags have to go together."""
+    if tokens is not None and (count is not None or size is not None):
+        raise UserError("--image-tokens says what --images and --image-size make; give it or them")
+    for name, number in (("--images", count), ("--image-tokens", tokens)):
+        if number is not None and not 0 < number < 2**27:
+            raise UserError(f"got {name} {number}, expected at least 1 and fewer than {2**27:,}")
+    if size is None:
+        return None
+    if count is None:
+        raise UserError("--image-size is of each picture; give their number in a row too, --images N")
+    found = re.fullmatch(r"([1-9][0-9]{0,4})[xX]([1-9][0-9]{0,4})", size, re.ASCII)
+    if found is None:
+        raise UserError(f"got --image-size {size!r}, expected height and width in pixels, such as 1024x768")
+    return int(found[1]), int(found[2])
 
 
 def _policy_of(

@@ -32,7 +32,8 @@ def show_plan(
     """Print the plan, write what was asked for."""
     # Of a length that was not asked for, the one that fits at the high estimate.
     length = estimate.tokens if asked is not None else planner.sure() or estimate.tokens
-    chosen = None if planner.request.grpo is not None else recipe(planner, length)
+    supervised_text = planner.request.grpo is None and planner.request.pictures is None
+    chosen = recipe(planner, length) if supervised_text else None
     if recipe_file is not None and chosen is not None:
         _write_recipe(chosen, recipe_lacks(planner.request), Path(recipe_file).expanduser())
     if plot_file is not None:

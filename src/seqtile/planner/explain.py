@@ -33,7 +33,7 @@ NOT_MODELLED = (
     "data loading, evaluation, generation and the peak while weights are loaded",
     "padding: every row is taken to be as long as the longest",
     "torch.compile and CUDA graphs",
-    "image, audio and video tokens: count them into the length",
+    "audio and video: count their tokens into the length",
 )
 """What no plan knows."""
 
@@ -52,6 +52,8 @@ def not_modelled(request: Request, estimate: Estimate) -> list[str]:
             f"nothing smaller than the [tokens, tokens] mask that {request.attention} attention builds for this model; "
             "flash attention needs none"
         )
+    if request.pictures is None:
+        found.append("pictures: count their tokens into the length, or give --images")
     if request.grpo is not None:
         found.append("reward models, the prefill of prompts, and weights on their way to a generator")
         if request.attention == "sdpa":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ from seqtile.planner.live_at_peaks import (
 )
 from seqtile.planner.model_shapes import towers_of
 from seqtile.planner.phases import OPTIMIZER_STEP, causal_model, label_phases
-from seqtile.planner.pictures import add_pictures, known_grids
+from seqtile.planner.pictures import ANY_SIZE, ONE_SIZE, add_pictures, known_grids, tower_depths, with_tower
 from seqtile.planner.scans import planned_scans
 from seqtile.planner.step_config import Built, Setup, make_optimizer
 
@@ -73,6 +74,17 @@ class StepRun:
     def peak(self) -> int:
         """Most bytes live at once, weights and all."""
         return max(part.total for part in self.peaks.values())
+
+    def with_more(self, other: StepRun, times: int) -> StepRun:
+        """This step with what ``other`` holds more, so many times."""
+        peaks = {}
+        for name, part in self.peaks.items():
+            more = other.peaks[name].terms
+            terms = Counter(
+                {what: part.terms[what] + times * (more[what] - part.terms[what]) for what in {*part.terms, *more}}
+            )
+            peaks[name] = PartPeak(sum(terms.values()), terms)
+        return replace(self, peaks=peaks, square=self.square or other.square)
 
 
 def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = None) -> Built:
@@ -142,12 +154,12 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
         what, instead = "no causal language model of transformers", "the configuration of one"
         if encoder:
             what = "an encoder or an encoder-decoder"
+        elif config.model_type in ANY_SIZE + ONE_SIZE:
+            what = "a language model with a tower for pictures"
+            instead = "its pictures too (--images N)"
         elif towers_of(config) and type(text := config.get_text_config()) in MODEL_FOR_CAUSAL_LM_MAPPING:
             what = "a language model with a tower for pictures or sound"
-            instead = (
-                f"its pictures too (--images N), or the configuration of its language model alone ({text.model_type}), "
-                "and count the tokens of pictures as text"
-            )
+            instead = f"that of its language model alone ({text.model_type}), and count the tokens of pictures as text"
         raise UserError(
             f"model type {config.model_type!r} is {what}, and a plan is of a causal language model; give {instead}"
         )
@@ -202,17 +214,31 @@ def fake_step(
 ) -> StepRun:
     """One step of ``tokens`` tokens on fake tensors: its shapes only, in a second or so.
 
-    With a ``sample`` the model has these layers only.
+    With a ``sample`` the model has these layers only. A vision tower is run at two small depths, and what one more of
+    its layers adds is counted for the others.
 
     The model is found and tiled on the meta device, where its structure is proof enough, and then gets fake weights.
     """
+    if setup.pictures is not None and (depths := tower_depths(config)):
+        first, second = (
+            _fake_step(with_tower(config, depth), setup, tokens, workspace, sample) for depth in depths[:2]
+        )
+        return first.with_more(second, depths[2] - depths[0])
+    return _fake_step(config, setup, tokens, workspace, sample)
+
+
+def _fake_step(
+    config: Any, setup: Setup, tokens: int, workspace: Workspace | None, sample: LayerSample | None
+) -> StepRun:
     for dtype in LOW:
         products_sum_in_fp32("cpu", dtype)  # probed with numbers, so before there are none
     built = build(config, setup, "meta", sample)
     with _sized_for(setup.device_type, setup.options.keep), fake_tensors(), track("cpu", workspace, tokens) as live:
         with live.phase(WEIGHTS):
             make_fake(built.model)
-        pictures = nullcontext() if setup.pictures is None else known_grids(built.model, setup.picture_tokens)
+        pictures: Any = nullcontext()
+        if setup.pictures is not None:
+            pictures = known_grids(built.model, setup.picture_tokens, whole=setup.attention == "flash")
         with planned_scans(built.model, setup.scans), pictures:
             return tracked_step(built, setup, tokens, live)
 

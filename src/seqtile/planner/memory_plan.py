@@ -23,6 +23,7 @@ from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS,
 from seqtile.planner.model_shapes import max_positions, towers_of
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE, Phase
+from seqtile.planner.pictures import Pictures
 from seqtile.planner.request import Request, attention_cannot_be_saved, check_ranks, check_request
 from seqtile.planner.scan_kernels import SOURCES
 from seqtile.planner.sharding_terms import (
@@ -116,9 +117,14 @@ class Planner:
         return [
             *self.built.notes,
             *(_scan_note(kind, layers, self.setup.scans) for kind, layers in self.states.items()),
-            *(_tower_note(name) for name in towers_of(self.request.config)),
+            *(_tower_note(name, self.request.pictures) for name in towers_of(self.request.config)),
             *notes_of(self.request, self.counts),
         ]
+
+    @property
+    def least(self) -> int:
+        """Tokens of the shortest row: its pictures', and one more."""
+        return 1 if self.request.pictures is None else self.request.pictures.tokens + 1
 
     def local(self, tokens: int) -> int:
         """Tokens of each row that one rank holds."""
@@ -256,7 +262,8 @@ class Planner:
 
     def sure(self) -> int:
         """The longest sequence that fits at the high estimate too, 0 if none does; faster after :meth:`longest`."""
-        return self._reach(self.fits_at_the_high_estimate, 0.25, self._near)[0]
+        found = self._reach(self.fits_at_the_high_estimate, 0.25, self._near)[0]
+        return found if found >= self.least else 0
 
     def longest(self, near: int | None = None) -> tuple[int, str]:
         """The longest sequence that fits (0 if none does), and what limits it; the search begins at ``near``."""
@@ -264,8 +271,8 @@ class Planner:
             self._near = SHORT * self.request.split  # a long row's fake runs would tell no more
             return 0, self._limit(self.estimate(self._near))
         found, lines, self._near = self._reach(self.fits, 0.05, near)
-        if not found:
-            return 0, self._limit(self.estimate(self.request.split, lines))
+        if found < self.least:
+            return 0, self._limit(self.estimate(max(self.least, self.request.split), lines))
         positions = max_positions(self.request.config)
         grain = SHORT * self.request.split
         beyond = self.estimate(min(found + max(grain, found // 256), 2**27), lines)
@@ -358,8 +365,14 @@ def _scan_note(kind: str, layers: list[str], scans: str) -> str:
     return f"{which}: a model of what {source} allocate{where}, read from their sources, not measured"
 
 
-def _tower_note(name: str) -> str:
+def _tower_note(name: str, pictures: Pictures | None) -> str:
     """What is counted of a tower for pictures or sound, and what is not."""
+    if name == "vision" and pictures is not None:
+        one = f"{pictures.count:,} picture{'s' if pictures.count > 1 else ''} of {pictures.size[0]:,} x "
+        return (
+            f"{one}{pictures.size[1]:,} pixels in each row, {pictures.each:,} tokens each, {pictures.tokens:,} of the "
+            "length; the vision tower runs on them, and its operations are not in those of a step"
+        )
     return (
         f"its {name} tower: its weights are counted, not what it holds while it reads; the tokens that it makes count "
         "into the length"
@@ -423,6 +436,9 @@ def choose_attention_saved(planner: Planner, tokens: int) -> tuple[Planner, Savi
     if over <= 0:  # worth fake runs
         other = Planner(kept, like=planner)
         found = other.estimate(tokens)
+        if request.pictures is not None and more:  # those of the vision tower are kept too
+            more = max(more, found.device.expected - planner.estimate(tokens).device.expected)
+            words = f"{more / 2**30:,.2f} GiB more"
         if found.moved < 1 and more == 0:  # the host has no room for all of it
             more = max(0.0, found.device.expected - planner.estimate(tokens).device.expected)
             words = f"{more / 2**30:,.2f} GiB more on the device, whose host has no room for all"
@@ -456,7 +472,8 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
         planner, saving = choose_attention_saved(planner, longest)
         if saving.chosen:  # limited by something else
             longest, limit = planner.longest()
-    return planner, planner.estimate(max_length or longest or SHORT * request.split), longest, limit, saving
+    short = max(SHORT * request.split, planner.least)
+    return planner, planner.estimate(max_length or longest or short), longest, limit, saving
 
 
 def why_nothing_fits(request: Request, short: Estimate, limit: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ ANY_SIZE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qw
 
 ONE_SIZE = ("llava", "gemma3")
 """Model types whose processor makes every picture as large as the vision tower's ``image_size``."""
+
+_TAPPED = "deepstack_visual_indexes"
+"""Which layers of a tower hand their output to the language model besides."""
 
 _HELPERS = "get_vision_"
 """How the functions begin that work out positions and lengths from the grid of patches."""
@@ -70,6 +75,11 @@ def read_pictures(
         raise UserError(
             f"model type {kind!r} {what}; pictures are planned for {', '.join(ANY_SIZE + ONE_SIZE)}; for others count "
             "their tokens into the length"
+        )
+    if kind in ANY_SIZE and find_spec("transformers.vision_utils") is None:
+        raise UserError(
+            f"the installed Transformers works out the places of a picture's patches inside {kind!r}, which a plan "
+            "cannot follow; use a newer one, or count the tokens of pictures as text"
         )
     if kind in ONE_SIZE:
         return _of_one_size(config, vision, count, tokens)
@@ -123,8 +133,30 @@ def add_pictures(model: Any, pictures: Pictures, ids: Tensor) -> dict[str, Tenso
     return given
 
 
+def tower_depths(config: Any) -> tuple[int, int, int] | None:
+    """Two small depths of a vision tower and its own; None where it is hardly deeper."""
+    vision = config.vision_config
+    whole = getattr(vision, _depth_of(vision))
+    few = max(2, len(getattr(vision, _TAPPED, None) or ()))
+    return (few, few + 1, whole) if whole > few + 2 else None
+
+
+def with_tower(config: Any, depth: int) -> Any:
+    """A copy of ``config`` with a vision tower of ``depth`` layers."""
+    config = copy.deepcopy(config)
+    vision = config.vision_config
+    setattr(vision, _depth_of(vision), depth)
+    if tapped := getattr(vision, _TAPPED, None):
+        setattr(vision, _TAPPED, list(range(len(tapped))))
+    return config
+
+
+def _depth_of(vision: Any) -> str:
+    return "depth" if hasattr(vision, "depth") else "num_hidden_layers"
+
+
 @contextmanager
-def known_grids(model: nn.Module, tokens: int) -> Iterator[None]:
+def known_grids(model: nn.Module, tokens: int, *, whole: bool) -> Iterator[None]:
     """Inside, what depends on the grid of a picture's patches is worked out on numbers, though a step runs on shapes.
 
     The grid is a real tensor: how many patches there are decides the shapes that follow.
@@ -132,6 +164,7 @@ def known_grids(model: nn.Module, tokens: int) -> Iterator[None]:
     Args:
         model: with a vision tower.
         tokens: of a batch, those that are pictures.
+        whole: attention runs once for all windows and pictures, as FlashAttention does, and not once for each.
     """
     modules = {sys.modules[type(part).__module__] for part in model.modules()}
     found = [
@@ -141,7 +174,7 @@ def known_grids(model: nn.Module, tokens: int) -> Iterator[None]:
         if name.startswith(_HELPERS) and inspect.isfunction(function)
     ]
     for module, name, function in found:
-        setattr(module, name, _on_numbers(function))
+        setattr(module, name, _on_numbers(function, whole))
     try:
         with _PicturePlaces(tokens):
             yield
@@ -164,17 +197,20 @@ class _PicturePlaces(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_numbers(function: Callable[..., Any], whole: bool) -> Callable[..., Any]:
     """``function`` on real tensors; of its results the shapes, but for lengths of sequences, which are asked for."""
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() == 1 and value.dtype == torch.int32:  # where each sequence begins
+            with disable_current_modes():
+                return value[[0, -1]] if whole else value
+        return torch.empty(value.shape, dtype=value.dtype)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with disable_current_modes():
             found = function(*args, **kwargs)
-        return tuple(map(_shape_of, found)) if isinstance(found, tuple) else _shape_of(found)
+        return tuple(map(given, found)) if isinstance(found, tuple) else given(found)
 
     return run
-
-
-def _shape_of(value: Any) -> Any:
-    lengths = isinstance(value, Tensor) and value.dim() == 1 and value.dtype == torch.int32
-    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) and not lengths else value

@@ -15,6 +15,7 @@ from seqtile.planner.grpo import Grpo, Rollouts, check_grpo
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.model_shapes import max_positions
 from seqtile.planner.names import SHARDED, check_names
+from seqtile.planner.pictures import Pictures
 from seqtile.planner.step_config import PLANNED, Lora, Setup
 
 
@@ -49,6 +50,7 @@ class Request:
         liger: Liger's norm and SwiGLU kernels (``use_liger_kernel``), which write gradients over what was saved.
         device_type: of the device, which ``tile="auto"`` asks for.
         grpo: a step of GRPO; None is a supervised one.
+        pictures: in each row; None is text alone.
     """
 
     model: str
@@ -75,6 +77,7 @@ class Request:
     liger: bool = False
     device_type: str = "cuda"
     grpo: Grpo | None = None
+    pictures: Pictures | None = None
 
     @property
     def per_node(self) -> int:
@@ -115,6 +118,7 @@ class Request:
             scans="pytorch" if self.device_type == "cpu" else self.scans,
             liger=self.liger,
             rollouts=self.rollouts(),
+            pictures=self.pictures,
         )
 
 
@@ -147,6 +151,17 @@ def check_request(request: Request, max_length: int | None) -> None:
             f"heads {options.heads} with cp-size {request.cp_size}: ring attention takes all heads at once; drop it"
         )
     check_grpo(request)
+    if request.pictures is not None and request.split > 1:
+        raise UserError(
+            "pictures in a sequence that ranks share are not modelled; drop --images or sp-size and cp-size"
+        )
+    if request.pictures is not None and request.grpo is not None:
+        raise UserError("pictures in a step of GRPO are not modelled; drop --images, and count their tokens as text")
+    if request.pictures is not None and max_length is not None and max_length <= request.pictures.tokens:
+        raise UserError(
+            f"{max_length:,} tokens hold no text beside {request.pictures.tokens:,} tokens of pictures; give a longer "
+            "--max-length, fewer pictures or smaller ones"
+        )
     refusal = attention_cannot_be_saved(request) if options.checkpoint == "attention-saved" else None
     if refusal is not None:
         raise UserError(f"checkpoint 'attention-saved' {refusal}")

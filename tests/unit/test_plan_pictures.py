@@ -1,0 +1,169 @@
+"""Plans of models that read pictures: the vision tower is in the step, and its tokens are in the row."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from seqtile._errors import UserError
+from seqtile.cli import main
+from seqtile.options import TilingOptions
+from seqtile.planner.fake_step import build_bare, fake_step, real_step
+from seqtile.planner.phases import TOWER, Phase
+from seqtile.planner.pictures import ANY_SIZE, ONE_SIZE, read_pictures
+from seqtile.planner.step_config import Lora, Setup
+
+TEXT = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+TOWER_OF_ONE_SIZE = {
+    "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "image_size": 56, "patch_size": 14,
+}  # fmt: skip
+TOWER_OF_ANY_SIZE = {
+    "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "out_hidden_size": 64,
+}  # fmt: skip
+SETUP = Setup(
+    dtype=torch.float32, options=TilingOptions(tile=64, loss="tiled", loss_tile=64, checkpoint="full"), batch=2
+)
+
+
+def config_of(kind: str, depth: int = 2) -> Any:
+    """A small model of this type, with a tower of so many layers."""
+    text: dict[str, Any] = dict(TEXT)
+    vision: dict[str, Any]
+    if kind in ONE_SIZE:
+        text["model_type"] = "llama" if kind == "llava" else "gemma3_text"
+        vision = {**TOWER_OF_ONE_SIZE, "num_hidden_layers": depth}
+        vision["model_type"] = "clip_vision_model" if kind == "llava" else "siglip_vision_model"
+        more = {} if kind == "llava" else {"mm_tokens_per_image": 4}
+        return AutoConfig.for_model(kind, text_config=text, vision_config=vision, image_token_index=250, **more)
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    vision = {**TOWER_OF_ANY_SIZE, "depth": depth}
+    if kind == "qwen2_vl":
+        vision |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+    if kind.startswith("qwen3"):
+        vision["num_position_embeddings"] = 64
+    if kind.startswith("qwen3_vl"):
+        vision["deepstack_visual_indexes"] = [1]
+    if kind.startswith("qwen3_5"):
+        text |= {
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        }  # fmt: skip
+    if "moe" in kind:
+        text |= {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        }  # fmt: skip
+    ids = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
+    return AutoConfig.for_model(kind, text_config=text, vision_config=vision, **ids)
+
+
+def skip_where_unknown(kind: str) -> None:
+    if kind in ANY_SIZE and find_spec("transformers.vision_utils") is None:
+        pytest.skip("this Transformers works out a picture's places inside the model, where no plan can follow")
+
+
+def save(config: Any, folder: Path) -> str:
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(4)], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("kind", ANY_SIZE + ONE_SIZE)
+def test_a_step_on_shapes_holds_what_a_real_one_does(kind: str, lora: Lora | None) -> None:
+    skip_where_unknown(kind)
+    config = config_of(kind)
+    setup = replace(SETUP, lora=lora, pictures=read_pictures(config, 3, (112, 84)))
+    planned, measured = fake_step(config, setup, 160), real_step(config, setup, 160)
+    assert planned.peaks.keys() == measured.peaks.keys()
+    assert any(Phase.read(name).part == TOWER for name in planned.peaks)
+    high = 0.04 if kind.startswith("qwen3_5") else 0.011  # a scan's turns, and what a tower's backward frees in between
+    for name, part in measured.peaks.items():
+        assert -128 <= planned.peaks[name].total - part.total <= high * part.total, name
+    if not kind.startswith("qwen3_5"):
+        assert abs(planned.peak - measured.peak) <= 128
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_two_small_depths_tell_what_a_deep_tower_holds(kind: str) -> None:
+    skip_where_unknown(kind)
+    config = config_of(kind, depth=7)
+    setup = replace(SETUP, pictures=read_pictures(config, 3, (112, 84)))
+    planned, measured = fake_step(config, setup, 160), real_step(config, setup, 160)
+    assert planned.peak == pytest.approx(measured.peak, abs=64)
+    for name, part in measured.peaks.items():
+        off = 0.05 if Phase.read(name).part == TOWER or name.startswith("rest") else 1e-5
+        assert planned.peaks[name].total == pytest.approx(part.total, rel=off), name
+
+
+def test_a_larger_picture_is_more_tokens_and_more_memory() -> None:
+    skip_where_unknown("qwen2_5_vl")
+    config = config_of("qwen2_5_vl")
+    small, large = (read_pictures(config, 2, (side, side)) for side in (56, 112))
+    assert (small.each, small.tokens, large.each) == (4, 8, 16)
+    assert read_pictures(config, 1, (100, 130)).size == (112, 140)  # to whole tokens, as the processor does
+    assert read_pictures(config, tokens=8).tokens == 8
+    setup = replace(SETUP, options=replace(SETUP.options, checkpoint=None))
+    peaks = [fake_step(config, replace(setup, pictures=one), 160).peak for one in (small, large)]
+    assert peaks[1] > peaks[0]
+
+
+def test_towers_of_one_size_make_the_same_tokens_of_every_picture() -> None:
+    assert read_pictures(config_of("llava"), 3, (999, 10)).each == 16
+    assert read_pictures(config_of("gemma3"), tokens=12).count == 3
+    with pytest.raises(UserError, match="10 image tokens are no whole number of pictures of 4 tokens"):
+        read_pictures(config_of("gemma3"), tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--images", "0"], "got --images 0, expected at least 1"),
+        (["--images", "2", "--image-tokens", "8"], "--image-tokens says what --images and --image-size make"),
+        (["--image-size", "56x56"], "give their number in a row too, --images N"),
+        (["--images", "2", "--image-size", "56"], "got --image-size '56', expected height and width in pixels"),
+        (["--images", "2", "--recipe", "r.yaml"], "--recipe writes what seqtile train takes, which is text"),
+        (["--images", "9", "--max-length", "144"], "144 tokens hold no text beside 144 tokens of pictures"),
+        (["--images", "2", "--engine", "zero3", "--gpus", "2", "--sp-size", "2"], "that ranks share are not modelled"),
+        (["--images", "2", "--loss", "grpo"], "pictures in a step of GRPO are not modelled"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(
+    flags: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--model", save(config_of("llava"), tmp_path / "model"), *flags]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_models_without_a_known_tower_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama = AutoConfig.for_model("llama", **TEXT)
+    assert main(["plan", "--model", save(llama, tmp_path), "--images", "2"]) == 2
+    assert "model type 'llama' takes no pictures" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(UserError, match=r"give its pictures too \(--images N\)"):
+        build_bare(config_of("llava"), SETUP, "meta")
+    skip_where_unknown("qwen2_5_vl")
+    with pytest.raises(UserError, match="'qwen2_5_vl' takes pictures of any size; give --image-size"):
+        read_pictures(config_of("qwen2_5_vl"), 2)
+
+
+def test_the_command_says_how_many_tokens_pictures_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save(config_of("llava"), tmp_path)
+    command = ["plan", "--model", model, "--device", "40GB", "--max-length", "512", "--images", "3"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["recipe"] is None
+    told = "3 pictures of 56 x 56 pixels in each row, 16 tokens each, 48 of the length"
+    assert any(told in note for note in found["notes"])
+    assert not any("pictures" in one for one in found["not_modelled"])
