@@ -198,17 +198,18 @@ def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
 
 
 def fake_step(
-    config: Any, setup: Setup, tokens: int, workspace: Workspace | None = None, sample: LayerSample | None = None
-) -> StepRun:
+    config: Any, setup: Setup, tokens: int, workspace: Workspace | None = None, sample: LayerSample | None = None,
+    built: Built | None = None,
+) -> StepRun:  # fmt: skip
     """One step of ``tokens`` tokens on fake tensors: its shapes only, in a second or so.
 
-    With a ``sample`` the model has these layers only.
+    With a ``sample`` the model has these layers only. ``built`` is that model from :func:`build`, of which a copy runs.
 
     The model is found and tiled on the meta device, where its structure is proof enough, and then gets fake weights.
     """
     for dtype in LOW:
         products_sum_in_fp32("cpu", dtype)  # probed with numbers, so before there are none
-    built = build(config, setup, "meta", sample)
+    built = build(config, setup, "meta", sample) if built is None else copy.deepcopy(built)
     with _sized_for(setup.device_type, setup.options.keep), fake_tensors(), track("cpu", workspace, tokens) as live:
         with live.phase(WEIGHTS):
             make_fake(built.model)
