@@ -298,6 +298,60 @@ def test_where_weights_alone_do_not_fit_only_a_short_row_is_run(
     assert lengths and max(lengths) < 1024
 
 
+class Runs:
+    """The fake runs of what follows, by the lengths they ran at."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.lengths: list[int] = []
+        patch.setattr("seqtile.planner.extrapolate.fake_step", self)
+
+    def __call__(self, config: Any, setup: Setup, tokens: int, *rest: Any) -> Any:
+        self.lengths.append(tokens)
+        return fake_step(config, setup, tokens, *rest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({}, 3),
+        ({"lora": Lora(8)}, 3),
+        ({"engine": "zero3", "gpus": 8}, 3),
+        ({"engine": "fsdp2", "gpus": 8, "accumulation": 2}, 3),
+        ({"checkpoint": None}, 4),  # layers in between add what they saved, which the length decides
+    ],
+    ids=["all weights", "adapters", "zero3", "fsdp2", "no checkpoints"],
+)
+def test_a_length_is_planned_from_few_fake_runs(
+    changes: dict[str, Any], most: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer in between is run at one length where it adds the same bytes, or the same bytes a token, at each."""
+    planner = Planner(request_of(folder, **changes))
+    with monkeypatch.context() as patch:
+        runs = Runs(patch)
+        found = planner.lines(16384)
+        assert len(runs.lengths) == most
+        again = Planner(planner.request)
+        patch.setattr("seqtile.planner.extrapolate._added_plainly", lambda *_: None)
+        assert again.lines(16384).runs == found.runs and len(runs.lengths) == most + 4
+
+
+def test_smaller_states_are_run_only_where_they_may_reach_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention fills the device: half a sequence for each rank buys more than no states at all would."""
+    config = AutoConfig.for_model("llama", **{**SIZES, "max_position_embeddings": 2**24})
+    large = Device("large", 2**34, 10.0, "made up")
+    planner = Planner(changed(Request("long", config, large), engine="zero3", gpus=2, offload=True))
+    longest, _ = planner.longest()
+    assert "8-bit states" in {technique.name for technique in proposals(planner)}
+    with monkeypatch.context() as patch:
+        runs = Runs(patch)
+        step = next_step(planner, longest)
+        assert step is not None and step.flags == "--sp-size 2" and not runs.lengths
+        patch.setattr(Planner, "fits_at_best", lambda *_: True)
+        assert next_step(planner, longest) == step and len(runs.lengths) == 3
+    smaller = Planner(changed(planner.request, optimizer="adamw-8bit"), like=planner)
+    assert smaller.fits_at_best(smaller.longest()[0], planner)  # what it does reach is not ruled out
+
+
 def test_smaller_states_are_not_tried_where_the_host_has_room_for_all(planner: Planner) -> None:
     """They would change nothing on the device; where the host has no room for all checkpoints, they make some."""
     request = changed(planner.request, engine="zero2", gpus=2, engine_offload=("optimizer",), offload=True)

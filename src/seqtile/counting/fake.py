@@ -82,20 +82,22 @@ def _overloads(*names: str) -> frozenset[Any]:
 
 
 _IN_PLACE = _overloads(
-    "add_", "copy_", "div_", "exp_", "fill_", "index_add_", "log_", "masked_fill_", "mul_", "neg_", "scatter_add_",
-    "square_", "sub_", "tanh_", "zero_",
+    "add_", "copy_", "div_", "exp_", "fill_", "index_add_", "index_copy_", "log_", "masked_fill_", "mul_", "neg_",
+    "scatter_add_", "square_", "sub_", "tanh_", "zero_",
 )  # fmt: skip
 """Operators that return their first argument as it was: nothing has to be worked out, and half of a step is these."""
 
-_UPDATES = _overloads("_fused_sgd_")
-"""Operators that return nothing, which PyTorch would run on real tensors of all weights, for want of their shapes."""
+_UPDATES = _overloads("_foreach_add_", "_foreach_mul_", "_fused_adamw_", "_fused_sgd_")
+"""Operators that return nothing: of all weights at once, whose shapes the fake mode would look through, or, for want of
+a rule, run on real tensors."""
 
 _VIEWS = {UNSAFE_VIEW} | _overloads(
     "alias", "detach", "expand", "permute", "select", "slice", "squeeze", "t", "transpose", "unsqueeze", "view"
 )
 _NEW = {TO_COPY} | _overloads(
-    "add", "addmm", "bmm", "clone", "div", "empty", "empty_like", "mean", "mm", "mul", "neg", "new_empty",
-    "new_zeros", "pow", "rsqrt", "sigmoid", "silu", "slice_backward", "sub", "sum", "zeros", "zeros_like",
+    "add", "addmm", "amax", "bmm", "cat", "clone", "div", "embedding", "empty", "empty_like", "gather", "index_select",
+    "mean", "mm", "mul", "neg", "new_empty", "new_ones", "new_zeros", "ones_like", "pow", "rsqrt", "sigmoid", "silu",
+    "silu_backward", "slice_backward", "stack", "sub", "sum", "zeros", "zeros_like",
 )  # fmt: skip
 """Operators with one result: a view, or a new tensor on the device of its arguments. Four fifths of a step are these,
 and the fake mode's own way round takes four times as long."""
@@ -119,9 +121,16 @@ class _Laid(NamedTuple):
 @lru_cache(8192, typed=True)
 def _new(func: Any, names: tuple[str, ...], *values: Any) -> _Laid:
     """What ``func`` returns for these arguments, the last of which have ``names``."""
-    given = [one.make() if isinstance(one, _Laid) else one for one in values]
+    given = [_made(one) for one in values]
     first = len(given) - len(names)
     return _Laid.of(func(*given[:first], **dict(zip(names, given[first:], strict=True))))
+
+
+def _made(one: Any) -> Any:
+    """An argument of an operator on the meta device, from one of :func:`_new`."""
+    if isinstance(one, _Laid):
+        return one.make()
+    return [_made(each) for each in one] if isinstance(one, tuple) else one
 
 
 class _Answers(TorchDispatchMode):
@@ -165,6 +174,8 @@ def _is_plain(one: Any) -> bool:
     """Whether an argument is a fake tensor on the CPU, of more than a number, or no tensor and no other device."""
     if isinstance(one, Tensor):
         return isinstance(one, FakeTensor) and one.fake_device == _CPU and one.numel() > 1
+    if isinstance(one, list):
+        return all(map(_is_plain, one))
     return not isinstance(one, torch.device) or one == _CPU
 
 
@@ -178,7 +189,7 @@ def _described(one: Any) -> Any:
     """An argument as :func:`_new` takes it."""
     if isinstance(one, Tensor):
         return _Laid.of(one)
-    return _META if isinstance(one, torch.device) else tuple(one) if isinstance(one, list) else one
+    return _META if isinstance(one, torch.device) else tuple(map(_described, one)) if isinstance(one, list) else one
 
 
 def _is_floating(one: Any) -> bool:

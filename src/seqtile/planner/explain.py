@@ -113,6 +113,9 @@ def next_step(planner: Planner, longest: int) -> NextSetting | None:
             continue
         if candidate.at_least(1) > request.device.memory:
             continue
+        if technique is EIGHT_BIT_STATES and best is not None:
+            if not candidate.fits_at_best(round(0.9 * best.length), planner):  # tiles of another length move a peak
+                continue
         length, _ = candidate.longest()
         if length > longest and (best is None or length > best.length):
             best = NextSetting(technique.flags_for(request), length, technique.why)

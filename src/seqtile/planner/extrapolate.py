@@ -16,8 +16,8 @@ from typing import Any
 from seqtile.options import changed
 from seqtile.planner.fake_step import StepRun, build, build_bare, fake_step
 from seqtile.planner.layer_structure import Depths, find_depths
-from seqtile.planner.live_at_peaks import Workspace
-from seqtile.planner.phases import Phase
+from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS, Workspace
+from seqtile.planner.phases import OPTIMIZER_STEP, Phase
 from seqtile.planner.step_config import Setup
 from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve_tiles
 
@@ -95,12 +95,65 @@ def fit_lines(config: Any, setup: Setup, depths: Depths, lengths: Sequence[int],
     """Run the step on fake tensors at the given lengths, with the layers of each sample."""
     runs: dict[tuple[int, int], Mapping[str, Terms]] = {}
     square: dict[bool, bool] = {}  # by whether a length cannot tell
-    for length in lengths:
-        for number, sample in enumerate(depths.samples):
-            run = fake_step(config, setup, length, workspace, sample)
+    first, copies = lengths[0], dict[int, Mapping[str, Terms]]()
+    for number, sample in enumerate(depths.samples):
+        # Liger's shapes hold their own modules, and a vision tower is made at several depths.
+        alone = setup.liger or setup.pictures is not None
+        built = None if alone else build(config, setup, "meta", sample)
+        added: Mapping[str, Terms] | None = None
+        for length in lengths:
+            if number and length != first and added is not None:
+                runs[length, number] = _with_added(runs[length, 0], added, length / first)
+                continue
+            run = fake_step(config, setup, length, workspace, sample, built)
             square[run.as_wide] = square.get(run.as_wide, False) or run.square
             runs[length, number] = by_place(run, sample.layers, depths)
+            if length == first:
+                copies[number] = by_place(run, sample.layers, depths, copies=True)
+                added = _added_plainly(runs[first, 0], runs[first, number], copies[0], copies[number])
     return Lines(depths, runs, square.get(False, True) and any(square.values()))
+
+
+_STANDING, _OF_TOKENS = (WEIGHTS, GRADIENTS, OPTIMIZER), (CHECKPOINTS, KEPT)
+
+
+def _added_plainly(
+    fewer: Mapping[str, Terms], more: Mapping[str, Terms], copies: Mapping[str, Terms], more_copies: Mapping[str, Terms]
+) -> dict[str, Terms] | None:
+    """What one more layer adds in each place, where a row of another length need not be run to know it there.
+
+    That is where it adds nothing but weights, their copies, gradients and states, which do not depend on the length,
+    and what checkpoints keep, which is so many bytes a token; else None.
+
+    Args:
+        fewer: of a run without the layer.
+        more: of a run with it, of the same length.
+        copies, more_copies: of both, what of it is copies of weights.
+    """
+    if fewer.keys() != more.keys():
+        return None
+    found: dict[str, Terms] = {}
+    for place, terms in fewer.items():
+        names = terms.keys() | more[place].keys()
+        added = {name: more[place].get(name, 0.0) - terms.get(name, 0.0) for name in names}
+        copied = {name: more_copies[place].get(name, 0.0) - copies[place].get(name, 0.0) for name in names}
+        update = Phase.read(place).part == OPTIMIZER_STEP  # where no activation is left
+        for name, value in added.items():
+            if value != copied[name] and name not in (*_STANDING, *_OF_TOKENS) and not update:
+                return None
+        found[place] = added
+    return found
+
+
+def _with_added(fewer: Mapping[str, Terms], added: Mapping[str, Terms], times: float) -> dict[str, Terms]:
+    """A run with one more layer, from one without it, and what it adds in a row that is ``times`` shorter."""
+    return {
+        place: {
+            name: terms.get(name, 0.0) + added[place].get(name, 0.0) * (times if name in _OF_TOKENS else 1.0)
+            for name in (*terms, *(added[place].keys() - terms.keys()))
+        }
+        for place, terms in fewer.items()
+    }
 
 
 def fit_for(
@@ -131,13 +184,14 @@ def partly(keep: float | str) -> float:
     return 0.0 if not keep else 1.0 if keep == 1 else 0.5
 
 
-def by_place(run: StepRun, layers: Sequence[int], depths: Depths) -> dict[str, Terms]:
+def by_place(run: StepRun, layers: Sequence[int], depths: Depths, *, copies: bool = False) -> dict[str, Terms]:
     """Phases by the number that their layer has in the whole model, of those that are told apart.
 
     Args:
         run: a step.
         layers: the numbers of its layers.
         depths: which ones are told apart.
+        copies: only what is copies of weights.
     """
     found: dict[str, Terms] = {}
     for name, part in run.peaks.items():
@@ -146,7 +200,7 @@ def by_place(run: StepRun, layers: Sequence[int], depths: Depths) -> dict[str, T
             phase = replace(phase, layer=layers[phase.layer])
             if phase.layer not in depths.ends:
                 continue
-        found[str(phase)] = part.terms
+        found[str(phase)] = part.copies if copies else part.terms
     return found
 
 

@@ -210,12 +210,13 @@ def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
 
 
 def fake_step(
-    config: Any, setup: Setup, tokens: int, workspace: Workspace | None = None, sample: LayerSample | None = None
-) -> StepRun:
+    config: Any, setup: Setup, tokens: int, workspace: Workspace | None = None, sample: LayerSample | None = None,
+    built: Built | None = None,
+) -> StepRun:  # fmt: skip
     """One step of ``tokens`` tokens on fake tensors: its shapes only, in a second or so.
 
-    With a ``sample`` the model has these layers only. A vision tower is run at two small depths, and what one more of
-    its layers adds is counted for the others.
+    With a ``sample`` the model has these layers only; ``built`` is that model from :func:`build`, of which a copy runs.
+    A vision tower is run at two small depths, and what one more of its layers adds is counted for the others.
 
     The model is found and tiled on the meta device, where its structure is proof enough, and then gets fake weights.
     """
@@ -224,15 +225,16 @@ def fake_step(
             _fake_step(with_tower(config, depth), setup, tokens, workspace, sample) for depth in depths[:2]
         )
         return first.with_more(second, depths[2] - depths[0])
-    return _fake_step(config, setup, tokens, workspace, sample)
+    return _fake_step(config, setup, tokens, workspace, sample, built)
 
 
 def _fake_step(
-    config: Any, setup: Setup, tokens: int, workspace: Workspace | None, sample: LayerSample | None
-) -> StepRun:
+    config: Any, setup: Setup, tokens: int, workspace: Workspace | None, sample: LayerSample | None,
+    built: Built | None = None,
+) -> StepRun:  # fmt: skip
     for dtype in LOW:
         products_sum_in_fp32("cpu", dtype)  # probed with numbers, so before there are none
-    built = build(config, setup, "meta", sample)
+    built = build(config, setup, "meta", sample) if built is None else copy.deepcopy(built)
     with _sized_for(setup.device_type, setup.options.keep), fake_tensors(), track("cpu", workspace, tokens) as live:
         with live.phase(WEIGHTS):
             make_fake(built.model)

@@ -28,12 +28,23 @@ Workspace = Callable[[str, tuple[Any, ...], dict[str, Any]], int]
 """Bytes that a kernel takes inside itself, from its operator's name and arguments."""
 
 
+COPY_OF_WEIGHT = "copy of a weight"
+"""In place of a direction, in the phase of a weight's copy in another type, which autocast keeps for its next use."""
+
+
 @dataclass(frozen=True)
 class PartPeak:
-    """The most bytes that one part of the step held, and what they were for."""
+    """The most bytes that one part of the step held, and what they were for.
+
+    Attributes:
+        total: bytes.
+        terms: by what they were for.
+        copies: those of ``terms`` that are copies of weights in another type.
+    """
 
     total: int
     terms: Mapping[str, int]
+    copies: Mapping[str, int]
 
 
 class Tracker(LiveBytes):
@@ -74,6 +85,8 @@ class Tracker(LiveBytes):
                 if isinstance(tensor, Tensor):
                     self.file(tensor, KEPT)
         name = name_of(func)
+        if name == "aten::_to_copy" and self._is_weight(args[0]):
+            self.file(result, str(replace(Phase.read(self._phase), direction=COPY_OF_WEIGHT)))
         if not name.startswith("prim::") and name != "aten::detach":  # fake tensors are asked and aliased more often
             self.operators.append(name)
         inside = self._workspace(name, args, kwargs) if self._workspace is not None else 0
@@ -82,16 +95,25 @@ class Tracker(LiveBytes):
             if self._tokens and isinstance(result, Tensor):
                 self.square |= list(result.shape).count(self._tokens) > 1
             terms = Counter({KERNELS: inside}) if inside else Counter()
+            copies: Counter[str] = Counter()
             for known in self._live.values():
                 if known.counted and known.tensor.nbytes:
-                    terms[_what(known.tensor.phase)] += known.tensor.nbytes
-            self.peaks[self._phase] = PartPeak(self._now + inside, terms)
+                    what, is_copy = _what(known.tensor.phase)
+                    terms[what] += known.tensor.nbytes
+                    if is_copy:
+                        copies[what] += known.tensor.nbytes
+            self.peaks[self._phase] = PartPeak(self._now + inside, terms, copies)
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        known = self._live.get(storage_key(tensor.untyped_storage()))
+        return known is not None and known.tensor.phase == WEIGHTS
 
 
 @cache
-def _what(phase: str) -> str:
-    """What a tensor of that phase is for: ``"attention"`` of ``"attention#3, backward"``."""
-    return Phase.read(phase).part or REST
+def _what(phase: str) -> tuple[str, bool]:
+    """What a tensor of that phase is for, ``"attention"`` of ``"attention#3, backward"``; if it is a weight's copy."""
+    found = Phase.read(phase)
+    return found.part or REST, found.direction == COPY_OF_WEIGHT
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from seqtile.planner.layer_structure import Counts, Depths, LayerSample, count_l
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
 from seqtile.planner.model_shapes import max_positions, towers_of
 from seqtile.planner.names import STATE_BYTES
-from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE, Phase
+from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, OPTIMIZER_STEP, REST, STATE, Phase
 from seqtile.planner.pictures import Pictures
 from seqtile.planner.request import Request, attention_cannot_be_saved, check_ranks, check_request
 from seqtile.planner.scan_kernels import SOURCES
@@ -301,6 +301,22 @@ class Planner:
             reference = shorter
         return found, lines, reference
 
+    def fits_at_best(self, tokens: int, like: Planner) -> bool:
+        """Whether ``tokens`` tokens may fit, by no fake run of its own.
+
+        Args:
+            tokens: of a row.
+            like: a planner that differs in the optimiser alone, whose fake runs are read without states and updates.
+        """
+        lines = like.lines(like._near or tokens)
+        if lines.kept is not None:
+            return True
+        idle = {
+            run: {place: _without_states(place, terms) for place, terms in places.items()}
+            for run, places in lines.runs.items()
+        }
+        return self.fits(self.estimate(tokens, replace(lines, runs=idle)))
+
     def _furthest(self, holds: Callable[[int], bool]) -> int:
         """The longest sequence for which ``holds`` is true, to half a percent; 0 if there is none."""
         top = max_positions(self.request.config) or LONGEST
@@ -348,6 +364,12 @@ class Planner:
     def work(self, tokens: int) -> Work:
         """Operations of a step of ``tokens`` tokens per row."""
         return count_work(self.request, self.counts, tokens)
+
+
+def _without_states(place: str, terms: Mapping[str, float]) -> dict[str, float]:
+    """What no optimiser changes of ``terms``: in the update the weights, elsewhere all but its states."""
+    update = Phase.read(place).part == OPTIMIZER_STEP
+    return {name: value for name, value in terms.items() if (name == WEIGHTS if update else name != OPTIMIZER)}
 
 
 def _same_model(one: Setup, other: Setup) -> bool:
