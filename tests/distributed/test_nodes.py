@@ -277,3 +277,34 @@ def test_a_node_is_asked_to_stop_all_save_and_the_run_goes_on(
     step = int(saved.name.rpartition("-")[2])
     assert node_fronts.train_on_nodes(folder, output, resume=True, **values, steps=step + 1) == {0: 0, 1: 0}
     assert len(node_fronts.losses(output)) == step + 1
+
+
+SRUN = {
+    "SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2",
+    "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": "{port}", "SLURM_NODEID": "{rank}", "SLURM_PROCID": "{rank}",
+    "SLURM_LOCALID": "0",
+}  # fmt: skip
+"""What srun says to each of two tasks, each on a node of its own."""
+
+TORCHRUN = ["torch.distributed.run", "--nnodes=2", "--node-rank={rank}", "--nproc-per-node=1",
+            "--master-addr=127.0.0.1", "--master-port={port}", "-m"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("launcher", "environment"), [([], SRUN), (TORCHRUN, {})], ids=["srun", "torchrun"])
+def test_the_nodes_are_those_that_a_launcher_names(
+    launcher: list[str], environment: dict[str, str], folder: Path
+) -> None:
+    """The same command on each node, without a flag that says which it is."""
+    output, values = folder / f"named-{len(launcher)}", node_fronts.CASES["DDP"]
+    save_recipe(node_fronts.recipe(folder, output, **values), folder / "named.yaml")
+    port = str(free_port())
+    fronts = []
+    for rank in range(2):
+        words = [*launcher, "seqtile.cli", "train", "--recipe", str(folder / "named.yaml")]
+        told = {name: value.format(rank=rank, port=port) for name, value in environment.items()}
+        command = [sys.executable, "-m", *(word.format(rank=rank, port=port) for word in words)]
+        with (folder / f"node-{rank}.log").open("w") as log:
+            fronts.append(subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **told}))
+    assert [front.wait(timeout=300) for front in fronts] == [0, 0], said(folder, 0) + said(folder, 1)
+    by_losses, _ = node_fronts.differences(folder, output, node_fronts.rows_of_a_step(values))
+    assert by_losses < 1e-5

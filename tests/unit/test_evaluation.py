@@ -61,7 +61,7 @@ def test_each_row_counts_once_and_is_the_same_on_ranks_that_share_it(
 def test_the_mean_is_over_rows_of_the_loss_of_what_ranks_ran_together() -> None:
     """Two rings of two; of the second batch only the first ring's row counts."""
     gathered = [
-        torch.tensor([[6.0, 3.0, 1.0], [2.0, 1.0, 1.0], [8.0, 4.0, 1.0], [0.0, 0.0, 1.0]]),
+        torch.tensor([[6.0, 3.0, 1.0], [6.0, 1.0, 1.0], [8.0, 4.0, 1.0], [0.0, 0.0, 1.0]]),
         torch.tensor([[3.0, 1.0, 1.0], [9.0, 3.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
     ]
     accelerator = SimpleNamespace(
@@ -71,4 +71,4 @@ def test_the_mean_is_over_rows_of_the_loss_of_what_ranks_ran_together() -> None:
     found = Evaluated(SimpleNamespace(dataset=range(3), total_batch_size=2), accelerator)
     for _ in range(2):
         found.add(torch.tensor(0.0), {"shift_labels": torch.zeros(1, 2)})
-    assert found.mean() == (2 + 2 + 3) / 3
+    assert found.mean() == (3 + 2 + 3) / 3

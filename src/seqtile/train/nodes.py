@@ -300,9 +300,8 @@ class Meeting:
         self._deadline = time.monotonic() + seconds
         self._done, self._lock = threading.Event(), threading.Lock()
         self._others = {rank: f"node {rank}" for rank in range(nodes.count) if rank != nodes.rank}
-        self._judged = self._agreed = self._ended = self._unreachable = False
+        self._judged = self._agreed = self._unreachable = False
         self._lost: tuple[int, str] | None = None  # which node, and what has become of it
-        self._last_heartbeat = time.monotonic()
         if self._store.add(f"claim/{nodes.rank}", 1) > 1:
             raise UserError(
                 f"another command says --node-rank {nodes.rank} at {nodes.rendezvous} already; give each node its own"
@@ -365,17 +364,11 @@ class Meeting:
         end = time.monotonic() + seconds
         while True:
             with self._lock:
-                lost = self._lost or ((0, _silent()) if self._is_silent() else None)
-                if lost is not None:
-                    return f"{self._others.get(lost[0], 'this node')} {lost[1]}"
+                if self._lost is not None:
+                    return f"{self._others.get(self._lost[0], 'this node')} {self._lost[1]}"
             if time.monotonic() >= end:
                 return ""
             time.sleep(_POLL_SECONDS)
-
-    def _is_silent(self) -> bool:
-        """Whether node 0 has not answered this node's heartbeats for too long."""
-        silent = time.monotonic() - self._last_heartbeat > LOST_SECONDS
-        return silent and self.nodes.rank > 0 and not self._ended
 
     def end(self, code: int, message: str = "") -> None:
         """Tell the others how it ended here.
@@ -383,11 +376,8 @@ class Meeting:
         Node 0 stays until all others have ended too, or are lost; where it refuses before they have come, for at most
         :data:`REFUSED_SECONDS`.
         """
-        with self._lock:
-            gone = self._unreachable or self._is_silent()
-            self._ended = True
         with suppress(RuntimeError):
-            if gone:  # nobody is there to be told, and a call would wait for an answer
+            if self._unreachable:  # nobody is there to be told, and a call would wait for an answer
                 self._done.set()
                 return
             self._store.set(f"end/{self.nodes.rank}", json.dumps({"code": code, "message": message}))
@@ -501,7 +491,6 @@ class Meeting:
                 lost = None if self.nodes.rank == 0 else (0, f"is lost: {error}")
                 self._unreachable = lost is not None
             with self._lock:
-                self._last_heartbeat = time.monotonic()
                 self._lost = self._lost or lost
             if self._unreachable:
                 return
