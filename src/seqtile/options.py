@@ -230,7 +230,7 @@ def unknown_keys(given: Iterable[str]) -> str:
     if not (unknown := [key for key in given if key not in DEFAULTS]):
         return ""
     near = difflib.get_close_matches(str(unknown[0]), DEFAULTS, n=1)
-    meant = f"; did you mean {near[0]}?" if near else ""
+    meant = f"; did you mean {near[0]}?" if near else "."
     return f"{', '.join(map(repr, unknown))} is no key{meant} The keys are {', '.join(DEFAULTS)}"
 
 

@@ -247,7 +247,10 @@ PLUGIN = "plugins: [seqtile.integrations.axolotl.SeqtilePlugin]\n"
     ("base_model: x\n", 1, "nothing of seqtile runs"),
     (PLUGIN + "seqtile: {tyle: 512}\n", 1, "'tyle' is no key; did you mean tile?"),
     (PLUGIN + "seqtile: true\n", 1, "got bool, expected keys"),
-    (PLUGIN + "seqtile: {tile: 512, loss: tiled}\n", 0, "every key under seqtile: is one of ours"),
+    (PLUGIN + "seqtile: {tile: 512, loss: tiled}\n", 0, "what stands under seqtile: is right"),
+    (PLUGIN + "seqtile: {zzz: 512}\n", 1, "'zzz' is no key. The keys are tile,"),
+    (PLUGIN + "seqtile: {tile: banana}\n", 1, "seqtile: tile='banana' is not a tile rule"),
+    (PLUGIN.replace("[", "").replace("]", "") + "seqtile: {tile: 8}\n", 1, "got str, expected a list of names"),
     (PLUGIN + "tiled_mlp: true\n", 0, "the plugin is listed"), ("[1]\n", 2, "got list"),
     ("a: [\n", 2, "cannot be read"),
 ])  # fmt: skip

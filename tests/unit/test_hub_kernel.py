@@ -150,6 +150,36 @@ def test_another_formula_is_refused(kind: type[nn.Module], kernel: ModuleType) -
         bind(kernel, kind())(torch.randn(1, TOKENS, 16))
 
 
+class Switched(UpFirst):
+    """An activation and a clamp that may change after the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.other, self.limit = nn.GELU(), F.silu, None
+
+    def forward(self, x):
+        up, gate = self.wi(x).chunk(2, dim=-1)
+        up = up if self.limit is None else up.clamp(max=self.limit)
+        return self.wo(up * (self.act if self.other is None else self.other)(gate))
+
+
+def test_what_changes_after_the_first_call_is_read_again(kernel: ModuleType) -> None:
+    torch.manual_seed(0)
+    module, x = bind(kernel, Switched().double()), torch.randn(1, TOKENS, 16, dtype=torch.float64)
+    for change in ({}, {"other": F.relu}, {"other": None}, {"act": nn.GELU("tanh")}):
+        vars(module).update({key: one for key, one in change.items() if key != "act"})
+        module.act = change.get("act", module.act)
+        y = module(x)
+        assert "_Fused" in type(y.grad_fn).__name__
+        torch.testing.assert_close(y, Switched.forward(module, x))
+    module.act.register_forward_hook(lambda _, __, y: y.clamp(max=1e-3))
+    with pytest.raises(NotImplementedError, match="cannot tile Switched"):
+        module(x)
+    module.act, module.limit = nn.ReLU(), 1e-3
+    with pytest.raises(NotImplementedError, match="cannot tile Switched"):
+        module(x)
+
+
 def test_layers_that_are_not_plain_are_refused(kernel: ModuleType) -> None:
     x = torch.randn(1, TOKENS, 16)
     module = bind(kernel, MODULES["llama"]())

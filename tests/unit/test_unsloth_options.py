@@ -172,9 +172,10 @@ def test_a_model_that_unsloth_has_tiled_is_refused() -> None:
     model = causal_lm("llama")
     mlp = model.model.layers[1].mlp
     mlp.forward = MethodType(tiled_forward, mlp)
-    for call in (lambda: patch_tiled_mlp(model), lambda: patch_mlp(mlp)):
+    for call in (lambda: patch_tiled_mlp(model), lambda: patch_mlp(mlp), lambda: seqtile.apply(model)):
         with pytest.raises(seqtile.UserError, match="Unsloth's own tiled MLP runs LlamaMLP already"):
             call()
+    seqtile.apply(model, blocks="none", loss="tiled")
 
 
 @pytest.mark.parametrize("marked", [True, False])

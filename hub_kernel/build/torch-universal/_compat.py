@@ -22,6 +22,7 @@ import platform
 SEEN = {
     "python": "3.11", "torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2",
     "trl": "1.16.0", "deepspeed": "0.19.8", "axolotl": "", "ms-swift": "",
+    "unsloth": "", "unsloth_zoo": "",
 }  # fmt: skip
 """The version of each library in which its private names were last read; "" where no version is pinned."""
 

@@ -119,12 +119,19 @@ _layouts: WeakKeyDictionary[nn.Module, tuple[Any, Layout]] = WeakKeyDictionary()
 
 
 def _layout_of(module: nn.Module) -> Layout:
-    """The layout of this module, traced again when its mode or its children have changed."""
-    state = (module.training, *((name, type(child)) for name, child in module.named_modules()))
+    """The layout of this module, traced again when it, or a module in it, has changed."""
+    state = tuple((name, type(part), _read_by_forward(part)) for name, part in module.named_modules())
     known = _layouts.get(module)
     if known is None or known[0] != state:
         known = _layouts[module] = state, _Reader(module).layout()
     return known[1]
+
+
+def _read_by_forward(part: nn.Module) -> tuple[Any, ...]:
+    """What a forward may decide by: numbers, words and functions on the module, and how many hooks it has."""
+    own = vars(part)
+    plain = [(key, one) for key, one in own.items() if callable(one) or type(one) in (bool, int, float, str)]
+    return *plain, *(len(own[kind]) for kind in HOOKS)
 
 
 class _LinearsAreLeaves(fx.Tracer):

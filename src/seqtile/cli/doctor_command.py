@@ -90,7 +90,7 @@ def _show_axolotl(file: Path) -> None:
     import yaml
 
     from seqtile._errors import UserError
-    from seqtile.options import unknown_keys
+    from seqtile.options import TilingOptions, unknown_keys
 
     try:
         cfg = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -100,7 +100,9 @@ def _show_axolotl(file: Path) -> None:
         raise UserError(f"--axolotl {file}: got {type(cfg).__name__}, expected keys and values")
     plugins, ours = cfg.get("plugins") or [], cfg.get("seqtile")
     wrong = []
-    if AXOLOTL_PLUGIN not in plugins:
+    if not isinstance(plugins, list):
+        wrong.append(f"plugins: {plugins!r}: got {type(plugins).__name__}, expected a list of names")
+    elif AXOLOTL_PLUGIN not in plugins:
         if "seqtile" in cfg:
             wrong.append(f"seqtile: is ignored by axolotl without a word: add {AXOLOTL_PLUGIN} to plugins:")
         elif cfg.get("tiled_mlp"):
@@ -111,11 +113,16 @@ def _show_axolotl(file: Path) -> None:
         wrong.append(f"seqtile: {ours!r}: got {type(ours).__name__}, expected keys and values below it")
     elif said := unknown_keys(ours or {}):
         wrong.append(f"seqtile: {said}")
+    else:
+        try:
+            TilingOptions(**{key: value for key, value in (ours or {}).items() if value is not None})
+        except UserError as error:
+            wrong.append(f"seqtile: {error}")
     for line in wrong:
         print(line)
     if wrong:
         raise typer.Exit(1)
-    print(f"{file}: the plugin is listed, and every key under seqtile: is one of ours")
+    print(f"{file}: the plugin is listed, and what stands under seqtile: is right")
 
 
 def _host_memory() -> str:

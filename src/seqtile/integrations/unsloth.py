@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from seqtile._compat import is_tiled_by_unsloth
 from seqtile._errors import UserError
 from seqtile.devices import available_host_bytes
 from seqtile.models.apply import apply, free_bytes, replacing
@@ -57,7 +56,6 @@ def patch_tiled_mlp(
         UserError: an option is wrong (a target that is no number too), nothing matches, a module mixes tokens or holds
             attention, or Unsloth has tiled the model already.
     """
-    _refuse_tiled(model)
     tile, named = _read(patch_options_str, model)
     if named and modules is not None:
         raise UserError(f"patch_options_str={patch_options_str!r} and modules= both name modules: give one of them")
@@ -123,18 +121,8 @@ def patch_mlp(
         tile = f"memory:{_bytes(f'target_gb={target_gb!r}', str(target_gb))}"
     else:
         tile, _ = _read("target" if target_arctic is False else "arctic", mlp_module)
-    _refuse_tiled(mlp_module)
     tile_module(mlp_module, tile=tile)
     return mlp_module
-
-
-def _refuse_tiled(model: nn.Module) -> None:
-    """Refuse what Unsloth has tiled: its tiles would run inside ours, and every block once more."""
-    if theirs := next((type(one).__name__ for one in model.modules() if is_tiled_by_unsloth(one)), ""):
-        raise UserError(
-            f"Unsloth's own tiled MLP runs {theirs} already: load the model with unsloth_tiled_mlp=False and without "
-            "UNSLOTH_TILED_MLP, or leave this call out"
-        )
 
 
 def _read(option: str, model: nn.Module) -> tuple[str, list[str]]:

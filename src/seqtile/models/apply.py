@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqtile._compat import untested
+from seqtile._compat import is_tiled_by_unsloth, untested
 from seqtile._errors import UserError, expect_module
 from seqtile.activation_checkpointing.policies import standing_checkpointing
 from seqtile.devices import device_bytes
@@ -135,6 +135,7 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
             carried, kept = install_state(model, options.state)
         kept = [*untouched, *kept]
         return _finish(Report((), tuple(kept), 0, options.keep_rule(1), weakref.ref(model), *done, state=carried))
+    refuse_tiled_by_unsloth(model)
     found, left = find_blocks(
         model,
         everything=only is not None,
@@ -189,6 +190,19 @@ def _finish(report: Report) -> Report:
     _warn_of_versions()
     logger.info("%s", report)
     return report
+
+
+def refuse_tiled_by_unsloth(model: nn.Module) -> None:
+    """Raise if Unsloth has tiled blocks of the model: its tiles would run inside ours, and every block once more.
+
+    Raises:
+        UserError: the forward of a module is Unsloth's tiled one.
+    """
+    if theirs := next((type(one).__name__ for one in model.modules() if is_tiled_by_unsloth(one)), ""):
+        raise UserError(
+            f"Unsloth's own tiled MLP runs {theirs} already: load the model with unsloth_tiled_mlp=False and without "
+            "UNSLOTH_TILED_MLP, or leave this call out"
+        )
 
 
 def _check_alone(options: TilingOptions) -> None:

@@ -14,7 +14,7 @@ from seqtile._compat import tree_map
 from seqtile._errors import UserError, expect_module
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import mark_leaf
-from seqtile.models.apply import replacing, with_free_memory
+from seqtile.models.apply import refuse_tiled_by_unsloth, replacing, with_free_memory
 from seqtile.models.call_arguments import why_opaque
 from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.proof import Mode, Proof, for_training, prove
@@ -69,6 +69,7 @@ def tile_module(
     options = TilingOptions(tile=tile, path=path, keep=keep)
     rule, keeping = options.tile_rule, options.keep_rule(1)
     refuse_wrapped(module)
+    refuse_tiled_by_unsloth(module)
     name = type(module).__name__
     hidden, widest = _widths(module)
     along = _proof(module, _dims_along(dim, hidden), trust, ("along", dim))
