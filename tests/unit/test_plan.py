@@ -211,7 +211,7 @@ def test_where_nothing_fits_json_is_one_object_with_what_limits_it(
         ("bert", "an encoder"),
         ("whisper", "an encoder or an encoder-decoder"),
         ("vit", "no causal language model"),
-        ("llava", "give that of its language model alone (llama)"),
+        ("llava", "give its pictures too (--images N)"),
     ],
 )
 def test_what_is_no_causal_language_model_is_refused(

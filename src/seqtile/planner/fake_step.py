@@ -77,13 +77,15 @@ class StepRun:
 
     def with_more(self, other: StepRun, times: int) -> StepRun:
         """This step with what ``other`` holds more, so many times."""
+
+        def summed(one: Mapping[str, int], more: Mapping[str, int]) -> Counter[str]:
+            counts = {what: one.get(what, 0) + times * (more.get(what, 0) - one.get(what, 0)) for what in {*one, *more}}
+            return Counter(counts)
+
         peaks = {}
         for name, part in self.peaks.items():
-            more = other.peaks[name].terms
-            terms = Counter(
-                {what: part.terms[what] + times * (more[what] - part.terms[what]) for what in {*part.terms, *more}}
-            )
-            peaks[name] = PartPeak(sum(terms.values()), terms)
+            terms = summed(part.terms, other.peaks[name].terms)
+            peaks[name] = PartPeak(sum(terms.values()), terms, summed(part.copies, other.peaks[name].copies))
         return replace(self, peaks=peaks, square=self.square or other.square)
 
 
