@@ -82,6 +82,22 @@ def test_the_loss_is_the_mean_of_the_batches_of_which_the_last_is_smaller(folder
     assert outcome.best is not None and outcome.best[1] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_run_in_passes_over_the_heads_is_the_plain_one_and_saves(folder: Path, tmp_path: Path) -> None:
+    tiny_run.save_model(tmp_path / "model", num_attention_heads=4, num_key_value_heads=2)
+    values = {
+        "model": str(tmp_path / "model"), "dataset": str(folder / "rows.jsonl"), "steps": 2, "max_length": 64,
+        "eval_dataset": str(folder / "rows.jsonl"), "eval_steps": 1, "learning_rate": 0.01,
+    }  # fmt: skip
+    more: dict[str, dict[str, Any]] = {"passes": {"tile": 16, "heads": 1}, "plain": {"tiled_mlp": False}}
+    passes, plain = (
+        train(build_recipe({**values, **one, "output": str(tmp_path / name)}, {})[0]) for name, one in more.items()
+    )
+    assert passes.ran == "batches of up to 64 tokens were cut into up to 4 tiles"
+    assert "1 key-value heads per pass" in str(passes.tiling)
+    assert dict(passes.losses) == pytest.approx(dict(plain.losses), rel=1e-4)
+    assert passes.best == pytest.approx(plain.best, rel=1e-4)
+
+
 def test_everyday_flags_reach_the_trainer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from seqtile.models.attention.headwise import HeadLayer, HeadWise
 from seqtile.models.carried_state.tiled_state import StateForward
 from seqtile.models.instance import installed_forwards
 from seqtile.models.norms_and_projections import TiledRows
@@ -49,13 +50,13 @@ def forget_runs(model: nn.Module) -> None:
 def what_ran(model: nn.Module) -> Runs:
     """The calls of the model's tiled blocks, of those that ran outside of compiled code.
 
-    Norms, projections and layers with a state that run in tiles are no blocks.
+    Norms, projections, layers with a state and attention that runs in passes are no blocks.
     """
     tiles: dict[str, int] = {}
     rules: dict[str, None] = {}
     tokens = 0
     for one in installed_forwards(model):
-        if not isinstance(one, TiledRows | StateForward):
+        if not isinstance(one, TiledRows | StateForward | HeadWise | HeadLayer):
             name = one.setting.name
             tiles[name] = max(one.most_tiles, tiles.get(name, 0))
             tokens = max(tokens, one.most_tokens)
