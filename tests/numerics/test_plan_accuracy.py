@@ -46,6 +46,14 @@ def test_the_table_covers_what_it_says() -> None:
             assert len({getattr(cell, name) for cell in CELLS if cell.model == model}) > 1, (model, name)
 
 
+def test_every_measured_cell_is_within_the_bounds() -> None:
+    for name, cells in (("plan-cpu", CELLS), ("plan-cpu-hybrid", plan_accuracy.hybrid_cells())):
+        found = plan_accuracy.Grid(name, cells).results.read_text(encoding="utf-8").splitlines()
+        for row in map(json.loads, found):
+            bound = 2 if row["model"] in plan_accuracy.EXPERTS else 1
+            assert -0.005 * bound <= row["error"] <= 0.01 * bound, row
+
+
 @pytest.mark.parametrize(
     "cell",
     [
@@ -53,6 +61,8 @@ def test_the_table_covers_what_it_says() -> None:
         plan_accuracy.Cell("phi3", 2500, "loss", True, "sgd", "bfloat16", 1, 1),
         plan_accuracy.Cell("gpt2", 2500, "loss, checkpoints", False, "adafactor", "autocast", 1, 1),
         plan_accuracy.Cell("mixtral", 2500, "loss, checkpoints", True, "adamw", "float32", 3, 1),
+        # The peak is in a kernel in the shorter rows that are run for it, and beside the kernels in its own.
+        plan_accuracy.Cell("llama", 4096, "loss, layer, heads, checkpoints", True, "adamw", "bfloat16", 3, 1),
     ],
     ids=str,
 )

@@ -53,7 +53,7 @@ class Tracker(LiveBytes):
     Every tensor is filed under the part of the step that made it, unless :meth:`file` says what it is.
 
     Attributes:
-        peaks: for each phase its peak, with what the running kernel takes inside itself.
+        peaks: for each phase its peak, apart for kernels that take memory inside themselves, with that.
         operators: names of all operators in order.
         keeps: tells the operators whose results an activation checkpoint keeps; they are filed as :data:`KEPT`.
         square: whether a tensor with two dimensions of ``tokens`` was seen.
@@ -90,7 +90,9 @@ class Tracker(LiveBytes):
         if not name.startswith("prim::") and name != "aten::detach":  # fake tensors are asked and aliased more often
             self.operators.append(name)
         inside = self._workspace(name, args, kwargs) if self._workspace is not None else 0
-        best = self.peaks.get(self._phase)
+        # What a kernel takes does not grow as tensors do, so that the two peaks are on lines of their own.
+        phase = _in_kernel(self._phase) if inside else self._phase
+        best = self.peaks.get(phase)
         if best is None or self._now + inside > best.total:
             if self._tokens and isinstance(result, Tensor):
                 self.square |= list(result.shape).count(self._tokens) > 1
@@ -102,11 +104,16 @@ class Tracker(LiveBytes):
                     terms[what] += known.tensor.nbytes
                     if is_copy:
                         copies[what] += known.tensor.nbytes
-            self.peaks[self._phase] = PartPeak(self._now + inside, terms, copies)
+            self.peaks[phase] = PartPeak(self._now + inside, terms, copies)
 
     def _is_weight(self, tensor: Tensor) -> bool:
         known = self._live.get(storage_key(tensor.untyped_storage()))
         return known is not None and known.tensor.phase == WEIGHTS
+
+
+@cache
+def _in_kernel(phase: str) -> str:
+    return str(replace(Phase.read(phase), in_kernel=True))
 
 
 @cache

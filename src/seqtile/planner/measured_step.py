@@ -198,7 +198,8 @@ def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: 
     for phase, terms in planned.parts.items():
         where = _stage(phase)
         expected[where] = max(expected[where], sum(terms.values()))
-    there = by_place(run, range(run.layers), planned.depths).get(planned.peak_at, {})
+    place = str(replace(Phase.read(planned.peak_at), in_kernel=False))  # real kernels show nothing of their inside
+    there = by_place(run, range(run.layers), planned.depths).get(place, {})
     meant = dict(planned.parts[planned.peak_at])
     if KEPT_TILES in meant:  # real tensors are filed by the part that made them
         block = next((name for name in meant if name in (BLOCK, BLOCK_AND_NORMS)), BLOCK)

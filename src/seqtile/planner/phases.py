@@ -28,6 +28,9 @@ BLOCK = "MLP"
 BLOCK_AND_NORMS = "MLP and norms"
 
 
+_IN_KERNEL = " in a kernel"
+
+
 @dataclass(frozen=True)
 class Phase:
     """One part of a training step; as text, which counters keep, ``"MLP#3, backward"``.
@@ -36,22 +39,25 @@ class Phase:
         part: ``"MLP"``, ``"attention"``, ``"head and loss"``, ``"optimiser step"``, ...
         layer: the number of its decoder layer, negative from the back; None for what is in no layer, or in any.
         direction: ``"forward"``, ``"recompute"`` or ``"backward"``; "" for what has none.
+        in_kernel: while a kernel runs that takes memory inside itself.
     """
 
     part: str
     layer: int | None = None
     direction: str = ""
+    in_kernel: bool = False
 
     @classmethod
     def read(cls, text: str) -> Phase:
         """The phase that ``str`` wrote."""
-        place, _, direction = text.partition(", ")
+        place, _, direction = text.removesuffix(_IN_KERNEL).partition(", ")
         part, _, layer = place.partition("#")
-        return cls(part, int(layer) if layer else None, direction)
+        return cls(part, int(layer) if layer else None, direction, text.endswith(_IN_KERNEL))
 
     def __str__(self) -> str:
         layer = "" if self.layer is None else f"#{self.layer}"
-        return f"{self.part}{layer}{', ' if self.direction else ''}{self.direction}"
+        kernel = _IN_KERNEL if self.in_kernel else ""
+        return f"{self.part}{layer}{', ' if self.direction else ''}{self.direction}{kernel}"
 
     def named(self, layers: int) -> str:
         """``"backward of attention in the last layer"``, for a model of ``layers`` layers."""
