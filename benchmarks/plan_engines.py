@@ -6,10 +6,10 @@ Run it from the repository, with nothing else running::
     python benchmarks/plan_engines.py --only zero3         # some, printed only
     python benchmarks/plan_engines.py --plan               # the plan again, beside what was measured
 
-Measured is what PyTorch's allocator reports in the first process, from before the model is made, at its highest in the
-second update: the lowest of three runs, with the highest beside it. On a CPU device and host are one memory, so that
-the plan's device bytes and its part of the host's are added; what no allocator shows (driver context, communicator,
-fragmentation, the process itself) is left out of both.
+Measured is what PyTorch's allocator reports in the process that needs most, which the plan is of, from before the model
+is made, at its highest in the second update: the lowest of three runs, with the highest beside it. On a CPU device and
+host are one memory, so that the plan's device bytes and its part of the host's are added; what no allocator shows
+(driver context, communicator, fragmentation, the process itself) is left out of both.
 
 DeepSpeed's bucket is set to vocabulary * hidden elements on both sides, and what ZeRO-3 keeps gathered or gathers ahead
 to a part of the model: its defaults are larger than a small model. gloo's threads hold buffers of collectives for some
@@ -71,6 +71,8 @@ CONFIG: dict[str, Any] = {
 BUCKET = CONFIG["hidden_size"] * CONFIG["vocab_size"]  # no gradient is larger
 LIVE, PREFETCH, PERSISTENT = 1_500_000, 200_000, 1_000  # elements that ZeRO-3 keeps, gathers ahead and never shards
 RUNS = 3
+LARGEST = "largest"
+"""What a row's ``rank`` says; rows of 2026-11-23, without it, are of the first process."""
 COLLECTIVES = (
     "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_reduce", "reduce", "broadcast",
 )  # fmt: skip
@@ -243,9 +245,10 @@ def measure(cell: Cell) -> int:
 def worker(cell: Cell, result: Path) -> None:
     """What each of the two processes runs."""
     warnings.simplefilter("ignore")
-    peak = measure(cell)
+    peak = torch.tensor(measure(cell))
+    torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
     if torch.distributed.get_rank() == 0:
-        result.write_text(json.dumps(peak), encoding="utf-8")
+        result.write_text(json.dumps(peak.item()), encoding="utf-8")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -286,7 +289,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         if isinstance(found, str):
             return {**asdict(cell), "failed": found}
         runs.append(found)
-    return {**asdict(cell), **compared(cell, runs)}
+    return {**asdict(cell), "rank": LARGEST, **compared(cell, runs)}
 
 
 def compared(cell: Cell, runs: list[int]) -> dict[str, Any]:
@@ -312,19 +315,21 @@ def plan_again() -> None:
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The rows in Markdown, with what they were measured with."""
     first, found = rows[0], [row for row in rows if "error" in row]
+    dates = sorted({row["date"][:10] for row in rows})
     versions = ", ".join(f"{name} {first['versions'][name]}" for name in ("torch", "deepspeed", "transformers", "peft"))
     errors = [row["error"] for row in found]
     lines = [
-        f"{len(found)} cells, {first['date'][:10]}, {first['device_name']}, {versions}; `{first['command']}`. "
+        f"{len(found)} cells, {' and '.join(dates)}, {first['device_name']}, {versions}; `{first['command']}`. "
         f"Errors from {min(errors):+.1%} to {max(errors):+.1%}.", "",
-        "| engine | trains | accumulation | optimiser | predicted MiB | measured MiB | error | highest run, MiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| engine | trains | accumulation | optimiser | predicted MiB | measured MiB | error | highest run, MiB "
+        "| rank |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in rows:
         trains, place = "adapters" if row["lora"] else "all", "host" if row["offload"] else "device"
         numbers = row.get("failed") or (
             f"{row['predicted_bytes'] / 2**20:.1f} | {row['measured_bytes'] / 2**20:.1f} | {row['error']:+.1%} "
-            f"| {max(row['runs']) / 2**20:.1f}"
+            f"| {max(row['runs']) / 2**20:.1f} | {row.get('rank', 'first')}"
         )
         lines.append(f"| {row['engine']} | {trains} | {row['accumulation']} | {place} | {numbers} |")
     return lines

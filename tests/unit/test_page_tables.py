@@ -52,9 +52,7 @@ def test_engines_on_two_ranks() -> None:
     assert "\n".join(plan_engines.table(found)) in PAGE.read_text(encoding="utf-8")
     cells = [{name: row[name] for name in ("engine", "lora", "accumulation", "offload")} for row in found]
     assert cells == [plan_engines.asdict(cell) for cell in plan_engines.all_cells()]
-    assert all(-0.02 <= row["error"] <= 0.055 for row in found)
-    (above,) = (row for row in found if row["error"] > 0.05)  # which the page explains
-    assert (above["engine"], above["lora"], above["accumulation"], above["offload"]) == ("zero2", False, 2, False)
+    assert all(-0.02 <= row["error"] <= 0.05 for row in found)
 
 
 @pytest.mark.parametrize("index", [0, 5, 9, 15, 17, 20])
