@@ -40,10 +40,10 @@ from tiny_models import build, tiny_config
 from zoo import assert_same_gradients, picture_and_text, vision_language_model
 from zoo import gradients as zoo_gradients
 
-TRAINED = [
-    pytest.param(one, marks=[pytest.mark.slow] if one in ("bailing_hybrid", "kimi_linear") else []) for one in KINDS
-]
-"""The families; KDA's loop over tokens in PyTorch takes half a minute for all techniques."""
+LOOPS = ("bailing_hybrid", "kimi_linear", "jamba", "recurrent_gemma")
+"""Families whose loop over tokens in PyTorch takes up to half a minute for all techniques."""
+
+TRAINED = [pytest.param(one, marks=[pytest.mark.slow] if one in LOOPS else []) for one in KINDS]
 
 
 def model_of(family: str) -> Any:

@@ -20,6 +20,9 @@ from seqtile.planner.phases import TOWER, Phase
 from seqtile.planner.pictures import ANY_SIZE, ONE_SIZE, read_pictures
 from seqtile.planner.step_config import Lora, Setup
 
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers.vision_utils") is None, reason="this Transformers looks at values of pictures' tokens"
+)
 TEXT = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
     "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1,
@@ -69,20 +72,16 @@ def config_of(kind: str, depth: int = 2) -> Any:
     return AutoConfig.for_model(kind, text_config=text, vision_config=vision, **ids)
 
 
-def skip_where_unknown(kind: str) -> None:
-    if kind in ANY_SIZE and find_spec("transformers.vision_utils") is None:
-        pytest.skip("this Transformers works out a picture's places inside the model, where no plan can follow")
-
-
 def save(config: Any, folder: Path) -> str:
     config.save_pretrained(folder)
     return str(folder)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(4)], ids=["all weights", "adapters"])
-@pytest.mark.parametrize("kind", ANY_SIZE + ONE_SIZE)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=[pytest.mark.slow] if "moe" in one else []) for one in ANY_SIZE + ONE_SIZE]
+)
 def test_a_step_on_shapes_holds_what_a_real_one_does(kind: str, lora: Lora | None) -> None:
-    skip_where_unknown(kind)
     config = config_of(kind)
     setup = replace(SETUP, lora=lora, pictures=read_pictures(config, 3, (112, 84)))
     planned, measured = fake_step(config, setup, 160), real_step(config, setup, 160)
@@ -97,7 +96,6 @@ def test_a_step_on_shapes_holds_what_a_real_one_does(kind: str, lora: Lora | Non
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl"])
 def test_two_small_depths_tell_what_a_deep_tower_holds(kind: str) -> None:
-    skip_where_unknown(kind)
     config = config_of(kind, depth=7)
     setup = replace(SETUP, pictures=read_pictures(config, 3, (112, 84)))
     planned, measured = fake_step(config, setup, 160), real_step(config, setup, 160)
@@ -108,7 +106,6 @@ def test_two_small_depths_tell_what_a_deep_tower_holds(kind: str) -> None:
 
 
 def test_a_larger_picture_is_more_tokens_and_more_memory() -> None:
-    skip_where_unknown("qwen2_5_vl")
     config = config_of("qwen2_5_vl")
     small, large = (read_pictures(config, 2, (side, side)) for side in (56, 112))
     assert (small.each, small.tokens, large.each) == (4, 8, 16)
@@ -153,9 +150,15 @@ def test_models_without_a_known_tower_are_refused(tmp_path: Path, capsys: pytest
     assert "model type 'llama' takes no pictures" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(UserError, match=r"give its pictures too \(--images N\)"):
         build_bare(config_of("llava"), SETUP, "meta")
-    skip_where_unknown("qwen2_5_vl")
     with pytest.raises(UserError, match="'qwen2_5_vl' takes pictures of any size; give --image-size"):
         read_pictures(config_of("qwen2_5_vl"), 2)
+
+
+def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("llava")
+    monkeypatch.setattr("seqtile.planner.pictures.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"have transformers\.vision_utils, which the installed \d+\..* has not"):
+        read_pictures(config, 2)
 
 
 def test_the_command_says_how_many_tokens_pictures_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

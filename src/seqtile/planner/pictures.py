@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from seqtile._compat import TorchDispatchMode, disable_current_modes
 from seqtile._errors import UserError
+from seqtile.devices import package_version
 
 ANY_SIZE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Model types whose vision tower takes pictures of any size, as flat patches and a grid."""
@@ -76,10 +77,10 @@ def read_pictures(
             f"model type {kind!r} {what}; pictures are planned for {', '.join(ANY_SIZE + ONE_SIZE)}; for others count "
             "their tokens into the length"
         )
-    if kind in ANY_SIZE and find_spec("transformers.vision_utils") is None:
+    if find_spec("transformers.vision_utils") is None:
         raise UserError(
-            f"the installed Transformers works out the places of a picture's patches inside {kind!r}, which a plan "
-            "cannot follow; use a newer one, or count the tokens of pictures as text"
+            "pictures are planned with versions of Transformers that have transformers.vision_utils, which the "
+            f"installed {package_version('transformers')} has not; use a newer one, or count the tokens of pictures as text"
         )
     if kind in ONE_SIZE:
         return _of_one_size(config, vision, count, tokens)
