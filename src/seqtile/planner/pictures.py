@@ -80,7 +80,8 @@ def read_pictures(
     if find_spec("transformers.vision_utils") is None:
         raise UserError(
             "pictures are planned with versions of Transformers that have transformers.vision_utils, which the "
-            f"installed {package_version('transformers')} has not; use a newer one, or count the tokens of pictures as text"
+            f"installed {package_version('transformers')} has not; use a newer one, or count the tokens of pictures as "
+            "text"
         )
     if kind in ONE_SIZE:
         return _of_one_size(config, vision, count, tokens)
