@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,14 @@ def said(folder: Path, rank: int) -> str:
     return (folder / f"node-{rank}.log").read_text()
 
 
+def end_all(fronts: Sequence[subprocess.Popen[Any]]) -> None:
+    """Kill what a failed test has left running."""
+    for front in fronts:
+        for pid in descendants(front.pid):
+            if front.poll() is None:
+                os.kill(pid, signal.SIGKILL)
+
+
 def descendants(pid: int) -> list[int]:
     children = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     pairs = [tuple(map(int, line.split())) for line in children.splitlines()]
@@ -194,10 +203,7 @@ def test_a_node_is_killed_the_others_end_with_a_sentence_and_the_run_goes_on(
         code = fronts[1 - killed].wait(timeout=120)
         assert time.monotonic() - began < 60
     finally:
-        for front in fronts:
-            for pid in descendants(front.pid):
-                if front.poll() is None:
-                    os.kill(pid, signal.SIGKILL)
+        end_all(fronts)
     told = [line for line in said(folder, 1 - killed).splitlines() if line.startswith("seqtile: ")]
     assert code == 1 and len(told) == 1, said(folder, 1 - killed)
     assert re.search(
@@ -266,10 +272,7 @@ def test_a_node_is_asked_to_stop_all_save_and_the_run_goes_on(
         assert [front.wait(timeout=120) for front in fronts] == [128 + number] * 2, said(folder, 0) + said(folder, 1)
         assert time.monotonic() - began < 60
     finally:
-        for front in fronts:
-            for pid in descendants(front.pid):
-                if front.poll() is None:
-                    os.kill(pid, signal.SIGKILL)
+        end_all(fronts)
     (saved,) = output.glob("checkpoint-*")
     assert newest_whole(output)[0] == saved
     sentence = f"{number.name} on one of the nodes stopped the run; the last whole checkpoint is {saved}: go on from it"

@@ -15,9 +15,12 @@ from transformers import AutoConfig
 from seqtile._errors import UserError
 from seqtile.cli import main
 from seqtile.options import TilingOptions
+from seqtile.planner.accelerators import find_device
 from seqtile.planner.fake_step import build_bare, fake_step, real_step
+from seqtile.planner.memory_plan import Planner, choose_attention_saved
 from seqtile.planner.phases import TOWER, Phase
 from seqtile.planner.pictures import ANY_SIZE, ONE_SIZE, read_pictures
+from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora, Setup
 
 pytestmark = pytest.mark.skipif(
@@ -111,6 +114,7 @@ def test_a_larger_picture_is_more_tokens_and_more_memory() -> None:
     assert (small.each, small.tokens, large.each) == (4, 8, 16)
     assert read_pictures(config, 1, (100, 130)).size == (112, 140)  # to whole tokens, as the processor does
     assert read_pictures(config, tokens=8).tokens == 8
+    assert read_pictures(config, 1, (1024, 1024)).each == 1369  # as docs/planning-reference.md says
     setup = replace(SETUP, options=replace(SETUP.options, checkpoint=None))
     peaks = [fake_step(config, replace(setup, pictures=one), 160).peak for one in (small, large)]
     assert peaks[1] > peaks[0]
@@ -152,6 +156,21 @@ def test_models_without_a_known_tower_are_refused(tmp_path: Path, capsys: pytest
         build_bare(config_of("llava"), SETUP, "meta")
     with pytest.raises(UserError, match="'qwen2_5_vl' takes pictures of any size; give --image-size"):
         read_pictures(config_of("qwen2_5_vl"), 2)
+
+
+def test_the_vision_towers_attention_is_saved_too() -> None:
+    config = config_of("llava")
+    options = TilingOptions(loss="tiled", loss_tile="auto", checkpoint="full")
+    request = Request(model="m", config=config, device=find_device("40GB"), options=options)
+    more = {}
+    for pictures in (None, read_pictures(config, 32)):
+        planner = Planner(replace(request, config=config.get_text_config() if pictures is None else config,
+                                  pictures=pictures))  # fmt: skip
+        _, saving = choose_attention_saved(planner, 4096)
+        assert saving.chosen and saving.more is not None
+        more[pictures is None] = saving.more
+        outputs = planner.attention_outputs(4096)
+    assert more[True] == outputs < more[False]
 
 
 def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -458,12 +458,10 @@ def choose_attention_saved(planner: Planner, tokens: int) -> tuple[Planner, Savi
     if over <= 0:  # worth fake runs
         other = Planner(kept, like=planner)
         found = other.estimate(tokens)
-        if request.pictures is not None and more:  # those of the vision tower are kept too
+        crowded = found.moved < 1 and more == 0  # the host has no room for all of it
+        if crowded or (more and request.pictures is not None):  # of pictures the vision tower's outputs are kept too
             more = max(more, found.device.expected - planner.estimate(tokens).device.expected)
-            words = f"{more / 2**30:,.2f} GiB more"
-        if found.moved < 1 and more == 0:  # the host has no room for all of it
-            more = max(0.0, found.device.expected - planner.estimate(tokens).device.expected)
-            words = f"{more / 2**30:,.2f} GiB more on the device, whose host has no room for all"
+            words = f"{more / 2**30:,.2f} GiB more" + (" on the device, whose host has no room for all" * crowded)
         if other.fits_at_the_high_estimate(found):
             return other, Saving(True, more, share, f"{words}, saves {share:.0%} of the step; fits, chosen")
         if other.fits(found):

@@ -193,9 +193,10 @@ class _PicturePlaces(TorchDispatchMode):
         self._tokens = tokens
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.index.Tensor and args[1][0] is not None and args[1][0].dtype == torch.bool:
-            values, mask = args[0], args[1][0]  # [B, T, ...], [B, T]
-            return values.new_empty(self._tokens, *values.shape[mask.dim() :])
+        if func is torch.ops.aten.index.Tensor:
+            values, mask = args[0], args[1][0]  # [B, T, ...], [B, T]; an index has other shapes
+            if mask is not None and mask.dtype == torch.bool and mask.dim() == 2:
+                return values.new_empty(self._tokens, *values.shape[2:])
         return func(*args, **(kwargs or {}))
 
 
