@@ -251,6 +251,7 @@ def test_the_search_starts_near_the_plan(model: str) -> None:
     assert tried[0] == planned >= 16 and len(tried) <= 4
 
 
+@pytest.mark.slow
 def test_a_rung_ends_when_its_time_is_up_and_the_script_says_what_it_needs(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

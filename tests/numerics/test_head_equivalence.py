@@ -64,7 +64,13 @@ def check(recipe: str) -> None:
     torch.testing.assert_close(got[1], expected[1], rtol=STEPS * 1.3e-6, atol=STEPS * 1e-6)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+CONTAINED = ("tiled-loss", "offload", "attention-saved")
+"""Recipes whose parts are in the next ones too."""
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(one, marks=[pytest.mark.slow] if one in CONTAINED else []) for one in RECIPES]
+)
 def test_one_trajectory(recipe: str) -> None:
     check(recipe)
 

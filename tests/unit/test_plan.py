@@ -317,9 +317,10 @@ class Runs:
         ({"lora": Lora(8)}, 3),
         ({"engine": "zero3", "gpus": 8}, 3),
         ({"engine": "fsdp2", "gpus": 8, "accumulation": 2}, 3),
+        ({"lora": Lora(8), "blocks": "mlp+norm+projections", "heads": 1}, 3),
         ({"checkpoint": None}, 4),  # layers in between add what they saved, which the length decides
     ],
-    ids=["all weights", "adapters", "zero3", "fsdp2", "no checkpoints"],
+    ids=["all weights", "adapters", "zero3", "fsdp2", "attention in parts", "no checkpoints"],
 )
 def test_a_length_is_planned_from_few_fake_runs(
     changes: dict[str, Any], most: int, folder: Path, monkeypatch: pytest.MonkeyPatch

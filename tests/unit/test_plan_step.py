@@ -83,6 +83,21 @@ def test_the_heads_blocks_in_the_middle_hold_what_the_second_does(
     }
 
 
+@pytest.mark.parametrize("lora", [None, Lora(4)], ids=["all weights", "adapters"])
+def test_the_passes_in_the_middle_of_a_backward_hold_what_the_second_does(
+    lora: Lora | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("llama", num_attention_heads=8, num_key_value_heads=8)
+    how = setup(device_type="cuda", heads=1, blocks="mlp+norm+projections", lora=lora)
+    short = fake_step(config, how, LENGTH)
+    monkeypatch.setattr(planner_step, "_ends", lambda parts: parts)
+    whole = fake_step(config, how, LENGTH)
+    assert len(short.operators) < 0.8 * len(whole.operators)
+    assert {name: part.terms for name, part in short.peaks.items()} == {
+        name: part.terms for name, part in whole.peaks.items()
+    }
+
+
 @pytest.mark.parametrize(("attention", "square"), [("sdpa", False), ("eager", True)])
 def test_hidden_states_as_wide_as_the_step_is_long_are_no_mask(attention: str, square: bool) -> None:
     config = config_of("llama")

@@ -110,7 +110,7 @@ def fit_lines(config: Any, setup: Setup, depths: Depths, lengths: Sequence[int],
             runs[length, number] = by_place(run, sample.layers, depths)
             if length == first:
                 copies[number] = by_place(run, sample.layers, depths, copies=True)
-                added = _added_plainly(runs[first, 0], runs[first, number], copies[0], copies[number])
+                added = _added_plainly(runs[first, 0], runs[first, number], copies[0], copies[number], first)
     return Lines(depths, runs, square.get(False, True) and any(square.values()))
 
 
@@ -118,17 +118,19 @@ _STANDING, _OF_TOKENS = (WEIGHTS, GRADIENTS, OPTIMIZER), (CHECKPOINTS, KEPT)
 
 
 def _added_plainly(
-    fewer: Mapping[str, Terms], more: Mapping[str, Terms], copies: Mapping[str, Terms], more_copies: Mapping[str, Terms]
-) -> dict[str, Terms] | None:
+    fewer: Mapping[str, Terms], more: Mapping[str, Terms], copies: Mapping[str, Terms],
+    more_copies: Mapping[str, Terms], tokens: int,
+) -> dict[str, Terms] | None:  # fmt: skip
     """What one more layer adds in each place, where a row of another length need not be run to know it there.
 
     That is where it adds nothing but weights, their copies, gradients and states, which do not depend on the length,
-    and what checkpoints keep, which is so many bytes a token; else None.
+    what checkpoints keep, which is so many bytes a token, and numbers that take less than a byte a token; else None.
 
     Args:
         fewer: of a run without the layer.
         more: of a run with it, of the same length.
         copies, more_copies: of both, what of it is copies of weights.
+        tokens: their length.
     """
     if fewer.keys() != more.keys():
         return None
@@ -139,7 +141,7 @@ def _added_plainly(
         copied = {name: more_copies[place].get(name, 0.0) - copies[place].get(name, 0.0) for name in names}
         update = Phase.read(place).part == OPTIMIZER_STEP  # where no activation is left
         for name, value in added.items():
-            if value != copied[name] and name not in (*_STANDING, *_OF_TOKENS) and not update:
+            if abs(value - copied[name]) >= tokens and name not in (*_STANDING, *_OF_TOKENS) and not update:
                 return None
         found[place] = added
     return found

@@ -21,6 +21,7 @@ from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.models.adapters import lora_config, without_adapters
 from seqtile.models.apply import apply, apply_options, undo
 from seqtile.models.discover.decoder_layers import decoder_layers
+from seqtile.ops.attention.group_core import Groups as HeadPasses
 from seqtile.ops.attention.head_groups import HeadGroupsPlan as HeadWiseCall
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
@@ -384,15 +385,17 @@ def count_generator_states(live: Tracker) -> Iterator[None]:
 def _sized_for(device_type: str, keep: float | str) -> Iterator[None]:
     """The head's blocks of rows as large as on ``device_type``, and weight gradients summed as there.
 
-    Of the head's tiles, of a tile's blocks of logits, of a product's pieces, of the tiles around head-wise attention,
-    and of those of an MLP unless they ``keep`` gate and up, only the first two and the last are run.
+    Of the head's tiles, of a tile's blocks of logits, of a product's pieces, of the tiles around head-wise attention
+    and the passes of its backward, and of the tiles of an MLP unless they ``keep`` gate and up, only the first two and
+    the last are run.
     """
     if device_type == "cpu":
         yield
         return
     before = BLOCK_ELEMENTS["cpu"]
     looped: list[tuple[type, str]] = [(HeadCall, "parts"), (HeadRows, "blocks"), (Layer, "pieces")]
-    looped += [(HeadWiseCall, "tiles")] if keep else [(HeadWiseCall, "tiles"), (MlpCall, "tiles")]
+    looped += [(HeadWiseCall, "tiles"), (HeadPasses, "recorded")]
+    looped += [] if keep else [(MlpCall, "tiles")]
     whole = [getattr(owner, name) for owner, name in looped]
     BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
     for (owner, name), parts in zip(looped, whole, strict=True):

@@ -6,7 +6,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -118,6 +118,14 @@ class Groups:
         assert whole is not None
         return Done(whole, beside, tensors, tuple(notes), random, RandomState(whole.device) if self.draws else None)
 
+    def recorded(self, done: Done) -> Iterator[tuple[HeadGroup, Recorded, Sequence[Tensor]]]:
+        """Each pass with what its kernels returned in the forward; a plan of memory has only some of them run."""
+        left = 0
+        for cut, recorded in zip(self.cuts, done.recorded, strict=True):
+            count = sum(isinstance(leaf, Position) for _, leaves in recorded.calls for leaf in leaves)
+            yield cut, recorded, done.tensors[left : left + count]
+            left += count
+
     def backward(
         self,
         parts: Sequence[Tensor],
@@ -127,11 +135,8 @@ class Groups:
         gradient_of: Callable[[HeadGroup], Tensor],
     ) -> None:
         """Write the gradients of ``q, k, v`` into ``into``, which may be themselves, and add those of the weights."""
-        left = 0
         with done.random.replayed() if done.random else nullcontext():
-            for cut, recorded in zip(self.cuts, done.recorded, strict=True):
-                count = sum(isinstance(leaf, Position) for _, leaves in recorded.calls for leaf in leaves)
-                extra, left = done.tensors[left : left + count], left + count
+            for cut, recorded, extra in self.recorded(done):
                 leaves = [cut.of(part, self.heads_dim).detach().requires_grad_() for part in parts]
                 others = [weight.detach().requires_grad_(total is not None) for weight, total in weights]
                 with torch.enable_grad(), self.autocast.on():

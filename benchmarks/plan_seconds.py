@@ -1,0 +1,67 @@
+"""How long ``seqtile plan`` takes for a model of 8B: ``python benchmarks/plan_seconds.py [--write PAGE.md]``.
+
+Processor time of the whole command, user and system together, in a process of its own; the least of some repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pages import write_between
+from seqtile.devices import package_version
+
+QUESTIONS = (
+    "--model llama-8b --device h100",
+    "--model llama-8b --device h100 --gpus 8 --engine zero3",
+    "--model llama-8b --device h100 --gpus 8 --engine zero3 --max-length 4000000",
+    "--model llama-8b --device h100 --gpus 8 --engine fsdp2 --grad-accumulation 2",
+    "--model llama-8b --device h100 --lora r=16 --max-length 131072",
+    "--model llama-8b --device h100 --lora r=16 --max-length 1000000",
+    "--model llama-8b --device h100 --lora r=16",
+    "--model llama-8b --device h100 --lora r=16 --offload checkpoints",
+    "--model llama-8b --device h100 --lora r=16 --loss grpo",
+    "--model qwen3-8b --device a100-80 --qlora",
+    "--model qwen3-8b --device h100 --gpus 8 --engine zero3 --offload checkpoints,optimizer --host-memory 1TiB",
+)
+"""Lengths that are asked for and those that are looked for, some of which fit."""
+
+BEGIN, END = "<!-- plan seconds -->", "<!-- end of plan seconds -->"
+
+
+def seconds_of(question: str) -> tuple[float, int]:
+    """Processor seconds of one plan, and its exit code."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = subprocess.run(
+        [Path(sys.executable).with_name("seqtile"), "plan", *question.split()],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    ).returncode  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, code
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--write", type=Path, help="a page with the two marks")
+    given = parser.parse_args()
+    lines = ["| `seqtile plan` | exit code | seconds |", "|---|---|---|"]
+    for question in QUESTIONS:
+        runs = [seconds_of(question) for _ in range(given.repeats)]
+        lines.append(f"| `{question}` | {runs[0][1]} | {min(seconds for seconds, _ in runs):.1f} |")
+        print(lines[-1], flush=True)
+    versions = ", ".join(f"{name} {package_version(name)}" for name in ("torch", "transformers", "peft"))
+    lines += ["", f"{datetime.now(UTC).date()}, {platform.machine()}, Python {platform.python_version()}, {versions}."]
+    print(lines[-1])
+    if given.write:
+        write_between(given.write, BEGIN, END, lines)
+
+
+if __name__ == "__main__":
+    main()
