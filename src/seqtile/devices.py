@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -176,6 +177,19 @@ def synchronize(device: torch.device | None = None) -> None:
 
     if accelerator() is not None if device is None else is_accelerator(device):
         torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Operators on the CPU run in one thread meanwhile: on some thousand numbers several only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def empty_cache(device: torch.device | None = None) -> None:

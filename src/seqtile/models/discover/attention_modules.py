@@ -26,6 +26,7 @@ from seqtile._compat import (
     disable_current_modes,
     parameters_of,
 )
+from seqtile.devices import one_thread
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
 from seqtile.models.discover.candidates import LayerTraces, Left, is_per_row
@@ -255,7 +256,7 @@ def nothing_like(like: Tensor) -> Tensor:
 def why_not_by_heads(module: nn.Module, shape: HeadShape) -> str:
     """Why the module cannot run one group of heads at a time; "" if the trace and the numbers show that it can."""
     with (
-        disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]),
+        disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]), one_thread(),
         torch.inference_mode(False), torch.enable_grad(),  # the caller may have switched gradients off
     ):  # fmt: skip
         torch.manual_seed(0)
