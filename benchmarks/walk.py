@@ -8,7 +8,7 @@ first ``mm``, ``addmm`` or ``linear`` that seqtile's own code calls: calls of fu
 and transformers' own are left out; every resumption of a generator is a call, as the interpreter sees it), those files,
 and how often one call is in another file than the one before. ``fused`` is the tiled MLP with its norm, ``head-wise``
 attention one key-value head at a time. The first step proves and remembers; the second counts as every later one does.
-``us`` is the least processor time of a layer's forward without a profile, in 10 rounds of 100.
+``us`` is the least processor time of a layer's forward in one thread, without a profile, in 10 rounds of 100.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def main() -> None:
         path = os.pathsep.join(part for part in (folder, os.environ.get("PYTHONPATH", "")) if part)
         for way in ways:
             command = [sys.executable, __file__, "--way", way, *(["--show"] if options.show else [])]
-            environment = os.environ | {"PYTHONPATH": path}
+            # In one thread: on so few numbers several wait for each other, which is processor time too.
+            environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
             found[source, way] = {"source": source or "installed", **json.loads(done.stdout.splitlines()[-1])}
     import torch
