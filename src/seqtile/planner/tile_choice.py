@@ -6,8 +6,10 @@ import math
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from seqtile.models.instance import Installed
+from seqtile.models.layer import TiledLayer
 from seqtile.options import changed
 from seqtile.planner.layer_structure import Depths
 from seqtile.planner.phases import causal_model
@@ -34,12 +36,16 @@ def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> i
     x = torch.empty(0, dtype=dtype, device="meta")
     sizes: list[int] = []
     for block in built.blocks:
-        module = built.model.get_submodule(block.name)
-        owner = built.model.get_submodule(block.name.rpartition(".")[0]) if block.kind == "inline" else module
-        standing = owner.__dict__.get("forward")
+        parts = [built.model.get_submodule(block.name)]
+        standing = parts[0].__dict__.get("forward")
+        if block.kind in ("inline", "pair"):  # children of a layer, whose forward runs them
+            layer = built.model.get_submodule(block.name.rpartition(".")[0])
+            standing = layer.__dict__.get("forward")
+            members = [getattr(layer, name) for name in standing.names] if isinstance(standing, TiledLayer) else []
+            parts = [member for member in members if isinstance(member, nn.Module)]
         if not isinstance(standing, Installed):
             continue
-        weights = [weight for weight in owner.parameters() if weight.requires_grad]
+        weights = [weight for part in parts for weight in part.parameters() if weight.requires_grad]
         shape = replace(standing.setting.shape(x, weights, block.path == "fused"), device_type=device_type)
         sizes += standing.setting.rule.tile_sizes(tokens, shape)
     return max(sizes) if sizes else None
