@@ -19,6 +19,12 @@ from seqtile.tiling import BlockShape, head_sizes, parse_tile, sizes_within
 MOST_TILES = 3
 """Longest fake run, in tiles: each costs its operators once more."""
 
+MANY_ROWS = 8
+"""Rows of a batch from which fake rows are shorter than a tile, which would take as many tiles as there are rows."""
+
+SHORTEST = 128
+"""Fake rows of so many are multiples of this, so that they are longer than windows of local attention are."""
+
 MOST_HEAD_TILES = 12
 """Longest fake run, in tiles, where only the head is tiled, which has far fewer operators a tile."""
 
@@ -116,6 +122,8 @@ def other_lengths(setup: Setup, tokens: int, points: int = 2) -> tuple[int, ...]
     unit = math.lcm(*tiles)
     if unit > 4 * max(tiles):  # sizes that share nothing: the smaller one is then a little smaller than it should be
         unit = max(tiles)
+    if setup.batch >= MANY_ROWS:  # a tile is of all rows together: few tokens of each fill it
+        unit = max(unit // setup.batch, min(SHORTEST, tokens // 4), 1)
     most = MOST_TILES if isinstance(tile, int) else MOST_HEAD_TILES
     top = min(max(tokens // unit, points + 1), most)
     # The longest that is affordable, and the others not far below: a part's line may bend at short lengths.
