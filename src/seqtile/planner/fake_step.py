@@ -258,7 +258,8 @@ def _fake_step(
     with _sized_for(setup.device_type, setup.options.keep), fake_tensors(), track("cpu", workspace, tokens) as live:
         with live.phase(WEIGHTS):
             make_fake(built.model)
-            lengthen_positions(built.model, tokens)
+            if is_masked_lm(config):
+                lengthen_positions(built.model, tokens)
         pictures: Any = nullcontext()
         if setup.pictures is not None:
             pictures = known_grids(built.model, setup.picture_tokens, whole=setup.attention == "flash")
