@@ -126,7 +126,6 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "roberta": {"pad_token_id": 1, "type_vocab_size": 1, **_NO_DROPOUT},
     "modernbert": {"num_hidden_layers": 11, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
     "distilbert": {"dim": 128, "hidden_dim": 352, "n_layers": 5, "n_heads": 4, "attention_dropout": 0.0},
-    "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False},
     "electra": {"embedding_size": 128},
 }  # fmt: skip
 """Encoders, with the dropouts that they have by default but in attention under a kernel."""
@@ -263,8 +262,6 @@ def encoder_cells() -> list[Cell]:
         Cell("modernbert", 4096, "MLP, attention saved", True, precision="autocast", attention="flash"),
         Cell("distilbert", 2500, "MLP, checkpoints", False, precision="autocast", batch=3),
         Cell("electra", 700, "MLP", False, batch=3),
-        Cell("deberta-v2", 700, "checkpoints", False, batch=3, attention="eager"),
-        Cell("deberta-v2", 500, "MLP", True, precision="bfloat16", attention="eager"),
     ]
 
 

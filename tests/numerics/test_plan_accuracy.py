@@ -131,7 +131,7 @@ def test_layers_with_a_state_are_predicted(model: str) -> None:
 )
 def test_encoders_are_predicted(cell: Any) -> None:
     kind = MODEL_FOR_MASKED_LM_MAPPING[CONFIG_MAPPING[cell.model]]
-    if cell.attention != "eager" and not attention_is_exchangeable(kind):
+    if not attention_is_exchangeable(kind):
         pytest.skip(f"{kind.__name__} of this Transformers computes attention in code of its own")
     row = plan_accuracy.run_cell(cell)
     assert -0.005 <= row["error"] <= 0.01

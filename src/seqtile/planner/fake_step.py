@@ -179,7 +179,7 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
             f"{instead}"
         )
     if masked:
-        check_attention(config, setup.attention)
+        check_attention(config)
 
     if getattr(config.get_text_config(), "hidden_size_per_layer_input", None):
         raise UserError(
