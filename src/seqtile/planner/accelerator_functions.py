@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,10 @@ def accelerator_functions() -> Iterator[None]:
     for name, function in attentions.items():
         AttentionInterface.register(name, _drops_nothing(function))
     try:
-        yield
+        with warnings.catch_warnings():
+            # Hidden states in fp32 under weights in bf16, of which PyTorch's CPU says that no kernel is fused.
+            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+            yield
     finally:
         for name, function in former.items():
             setattr(F, name, function)
