@@ -5,6 +5,7 @@ Run it from the repository::
     python benchmarks/plan_accuracy.py                     # all cells, docs/planning-reference.md's table; goes on
     python benchmarks/plan_accuracy.py --hybrid            # models whose layers carry a state: the table after it
     python benchmarks/plan_accuracy.py --pictures          # models that read pictures: the table after that
+    python benchmarks/plan_accuracy.py --encoders          # masked language models: the table after that
     python benchmarks/plan_accuracy.py --only llama        # some, printed only
     python benchmarks/plan_accuracy.py --plan              # the plan again, beside what was measured; --hybrid too
 
@@ -119,6 +120,15 @@ PICTURE_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """By type of model that reads pictures: its language model and its vision tower."""
+_NO_DROPOUT = {"attention_probs_dropout_prob": 0.0}  # the CPU's kernel has none, and falls back to products
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": _NO_DROPOUT,
+    "roberta": {"pad_token_id": 1, "type_vocab_size": 1, **_NO_DROPOUT},
+    "modernbert": {"num_hidden_layers": 11, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    "distilbert": {"dim": 128, "hidden_dim": 352, "n_layers": 5, "n_heads": 4, "attention_dropout": 0.0},
+    "electra": {"embedding_size": 128},
+}  # fmt: skip
+"""Encoders, with the dropouts that they have by default but in attention under a kernel."""
 HYBRID_TOKENS = {"recurrent_gemma": 768, "jamba": 768, "kimi_linear": 1536}
 """Shorter rows where the PyTorch path is slow on real tensors; all are whole chunks of a scan, up to which it pads."""
 EXPERTS = ("mixtral", "qwen3_moe", "minimax")
@@ -135,6 +145,10 @@ TECHNIQUES = {
     "loss, MLP, attention saved": replace(TILED, checkpoint="attention-saved"),
     "loss, layer, checkpoints": replace(TILED, blocks=WHOLE_LAYER),
     "loss, layer, heads, checkpoints": replace(TILED, blocks=WHOLE_LAYER, heads=1),
+    "checkpoints": replace(TILED, loss=None).without_blocks(),
+    "MLP": replace(TILED, loss=None, checkpoint=None),
+    "MLP, checkpoints": replace(TILED, loss=None),
+    "MLP, attention saved": replace(TILED, loss=None, checkpoint="attention-saved"),
 }
 """What is in tiles, and what is computed again in the backward."""
 ONE_PROJECTION = ("phi3", "gpt2")
@@ -146,7 +160,7 @@ class Cell:
     """One step to predict and to measure.
 
     Attributes:
-        model: a type of :data:`MODELS` or :data:`HYBRIDS`.
+        model: a type of :data:`MODELS`, :data:`HYBRIDS`, :data:`PICTURE_MODELS` or :data:`ENCODERS`.
         tokens: of each row.
         technique: one of :data:`TECHNIQUES`.
         lora: adapters instead of every weight.
@@ -155,6 +169,7 @@ class Cell:
         batch: rows of a micro-batch.
         accumulation: micro-batches per update.
         pictures: in each row, of 224 x 168 pixels where a model takes any size.
+        attention: of :attr:`seqtile.planner.step_config.Setup.attention`.
     """
 
     model: str
@@ -166,6 +181,7 @@ class Cell:
     batch: int = 1
     accumulation: int = 1
     pictures: int = 0
+    attention: str = "sdpa"
 
     def setup(self) -> Setup:
         pictures = read_pictures(self.config(), self.pictures, (224, 168)) if self.pictures else None
@@ -173,7 +189,7 @@ class Cell:
             dtype=torch.bfloat16 if self.precision == "bfloat16" else torch.float32,
             autocast=self.precision == "autocast", options=TECHNIQUES[self.technique],
             lora=Lora(8) if self.lora else None, optimizer=self.optimizer, batch=self.batch,
-            accumulation=self.accumulation, pictures=pictures,
+            accumulation=self.accumulation, pictures=pictures, attention=self.attention,
         )  # fmt: skip
 
     def config(self) -> Any:
@@ -184,7 +200,8 @@ class Cell:
             one = "image_token_index" if "model_type" in text else "image_token_id"
             more |= {"mm_tokens_per_image": 4} if self.model == "gemma3" else {}
             return AutoConfig.for_model(self.model, text_config=text, vision_config=vision, **{one: 1000, **more})
-        known = {"num_hidden_layers": 8, **HYBRIDS[self.model]} if self.model in HYBRIDS else MODELS[self.model]
+        known = {"num_hidden_layers": 8, **HYBRIDS[self.model]} if self.model in HYBRIDS else (
+            MODELS | ENCODERS)[self.model]  # fmt: skip
         return AutoConfig.for_model(self.model, **{**COMMON, **known})
 
 
@@ -224,6 +241,28 @@ def hybrid_cells() -> list[Cell]:
         for model in HYBRIDS
     ]
     return sorted(cells, key=lambda cell: cell.model in HYBRID_TOKENS)
+
+
+def encoder_cells() -> list[Cell]:
+    """Encoders trained whole and by adapters, with and without checkpoints and tiles, under each attention."""
+    return [
+        Cell("bert", 2500, "none", False),
+        Cell("bert", 3000, "MLP, checkpoints", False, precision="autocast", batch=3),
+        Cell("bert", 4096, "checkpoints", True, precision="bfloat16", batch=3),
+        Cell("bert", 3000, "MLP, attention saved", False, "sgd", "autocast", accumulation=2),
+        Cell("bert", 700, "MLP", True, precision="autocast", batch=3, attention="eager"),
+        Cell("roberta", 3000, "none", True, "adafactor", precision="autocast", batch=3),
+        Cell("roberta", 4096, "MLP", False, "sgd", precision="bfloat16", accumulation=2),
+        Cell("roberta", 2500, "MLP, checkpoints", True, batch=3),
+        Cell("roberta", 3000, "checkpoints", False, precision="autocast", attention="flash"),
+        Cell("modernbert", 3000, "none", False, precision="autocast", attention="flash"),
+        Cell("modernbert", 2500, "MLP, checkpoints", False, batch=3, attention="flash"),
+        Cell("modernbert", 1500, "MLP, checkpoints", True, precision="bfloat16"),
+        Cell("modernbert", 1500, "none", False, "sgd", batch=3),
+        Cell("modernbert", 4096, "MLP, attention saved", True, precision="autocast", attention="flash"),
+        Cell("distilbert", 2500, "MLP, checkpoints", False, precision="autocast", batch=3),
+        Cell("electra", 700, "MLP", False, batch=3),
+    ]
 
 
 def picture_cells() -> list[Cell]:
@@ -357,8 +396,9 @@ def table(rows: list[dict[str, Any]], of: int) -> list[str]:
     ]  # fmt: skip
     for row in rows:
         trains = "adapters" if row["lora"] else "all"
+        attention = "" if row.get("attention", "sdpa") == "sdpa" else f" ({row['attention']})"
         lines.append(
-            f"| {row['model']} | {row['batch']} x {row['tokens']:,} | {row['technique']} | {trains} "
+            f"| {row['model']}{attention} | {row['batch']} x {row['tokens']:,} | {row['technique']} | {trains} "
             f"| {row['optimizer']} | {row['precision']} | {row['accumulation']} "
             f"| {row['predicted_bytes'] / 2**20:.2f} | {row['measured_bytes'] / 2**20:.2f} | {row['error']:+.2%} |"
         )
@@ -368,7 +408,8 @@ def table(rows: list[dict[str, Any]], of: int) -> list[str]:
 def _cell_of(row: dict[str, Any]) -> Cell | None:
     """The cell of a row of results, None of one that is no longer run."""
     try:
-        return Cell(**{field.name: ({"pictures": 0} | row)[field.name] for field in fields(Cell)})
+        filled: dict[str, Any] = {"pictures": 0, "attention": "sdpa"} | row
+        return Cell(**{field.name: filled[field.name] for field in fields(Cell)})
     except KeyError:
         return None
 
@@ -379,13 +420,14 @@ def main() -> int:
     parser.add_argument("--only", help="cells whose description holds this word; nothing is written")
     parser.add_argument("--hybrid", action="store_true", help="models whose layers carry a state")
     parser.add_argument("--pictures", action="store_true", help="models that read pictures")
+    parser.add_argument("--encoders", action="store_true", help="masked language models")
     parser.add_argument("--plan", action="store_true", help="measure nothing: only plan again")
     options = parser.parse_args()
     torch.set_num_threads(1)
     grid = Grid("plan-cpu", all_cells())
-    if options.hybrid or options.pictures:
-        kind, cells = ("hybrid", hybrid_cells()) if options.hybrid else ("pictures", picture_cells())
-        grid = Grid(f"plan-cpu-{kind}", cells)
+    for kind, cells in (("hybrid", hybrid_cells), ("pictures", picture_cells), ("encoders", encoder_cells)):
+        if getattr(options, kind):
+            grid = Grid(f"plan-cpu-{kind}", cells())
     if options.plan:
         plan_again(grid)
         return 0

@@ -1249,6 +1249,11 @@ def supports_sdpa(model: Any) -> bool:
     return bool(getattr(model, "_supports_sdpa", True))
 
 
+def attention_is_exchangeable(kind: type) -> bool:
+    """Whether a class of transformers' models calls whichever attention function its configuration names."""
+    return bool(getattr(kind, "_supports_attention_backend", False))
+
+
 def _tiny_llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -1384,6 +1389,18 @@ def _check_supports_sdpa() -> None:
     for model, expected in ((_tiny_llama(), True), (bloom, False)):
         _expect(supports_sdpa(model) is expected, f"{expected} for {type(model).__name__}")
         _expect((attention_kind(model) == "sdpa") is expected, "the default where a model has it")
+
+
+@_contract(
+    "transformers.PreTrainedModel._supports_attention_backend",
+    _MODELING,
+    "a model says in public whether its attention can be exchanged",
+)
+def _check_exchangeable_attention() -> None:
+    from transformers import BertForMaskedLM, MPNetForMaskedLM
+
+    for kind, expected in ((BertForMaskedLM, True), (MPNetForMaskedLM, False)):
+        _expect(attention_is_exchangeable(kind) is expected, f"{expected} for {kind.__name__}")
 
 
 # ---- accelerate ----

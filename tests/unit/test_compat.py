@@ -171,6 +171,7 @@ BREAKS: dict[str, Any] = {
     "transformers.models.recurrent_gemma.RecurrentGemmaRglru._rnn_scan": ("RG_LRU_SCAN", "_gone"),
     "transformers.PretrainedConfig._attn_implementation": ("compute_attention_plainly", lambda config: None),
     "transformers.PreTrainedModel._supports_sdpa": ("supports_sdpa", lambda model: True),
+    "transformers.PreTrainedModel._supports_attention_backend": ("attention_is_exchangeable", lambda kind: True),
     "transformers.modeling_layers.GradientCheckpointingLayer.forward": ("checkpoints_in_forward", lambda layer: None),
     "transformers.utils.output_capturing._active_collector": ("captures_nothing", lambda hook: False),
     "accelerate.hooks._old_forward": ("HOOKED_FORWARD", "_gone"),

@@ -208,13 +208,13 @@ def test_where_nothing_fits_json_is_one_object_with_what_limits_it(
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("bert", "an encoder"),
-        ("whisper", "an encoder or an encoder-decoder"),
-        ("vit", "no causal language model"),
+        ("bart", "an encoder-decoder"),
+        ("whisper", "an encoder-decoder"),
+        ("vit", "no causal or masked language model"),
         ("llava", "give its pictures too (--images N)"),
     ],
 )
-def test_what_is_no_causal_language_model_is_refused(
+def test_what_is_no_language_model_of_one_length_is_refused(
     kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     AutoConfig.for_model(kind).save_pretrained(tmp_path)

@@ -141,11 +141,13 @@ def ladder(
     from seqtile.bench.environment import environment, stamp
     from seqtile.cli import bench_show as show
     from seqtile.planner.model_shapes import read_config
-    from seqtile.planner.request import Request
+    from seqtile.planner.request import Request, refuse_encoder
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    config = read_config(model)
+    refuse_encoder(config, model, "seqtile bench ladder adds techniques to steps of")
     request = Request(
-        model=model, config=read_config(model), device=target, gpus=gpus, host_memory=host_bytes(host_memory),
+        model=model, config=config, device=target, gpus=gpus, host_memory=host_bytes(host_memory),
         engine=engine, sp_size=sp_size, lora=adapters, optimizer=optimizer,
         precision=precision, engine_offload=moved, attention=attention,
         options=replace(Request.options, offload=on_host),

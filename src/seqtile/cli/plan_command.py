@@ -66,7 +66,7 @@ def command(
     from pathlib import Path
 
     from seqtile.planner.accelerators import find_device
-    from seqtile.planner.model_shapes import read_config
+    from seqtile.planner.model_shapes import is_masked_lm, read_config
     from seqtile.planner.names import check_names, split_offload
 
     # All that names, numbers and paths can have wrong comes first: what runs the step takes seconds to import.
@@ -128,6 +128,14 @@ def command(
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
         config = read_config(model)
+        if is_masked_lm(config):
+            if recipe is not None:
+                raise UserError(
+                    "--recipe writes what seqtile train takes, which is a causal language model; drop it, and train "
+                    "the encoder with transformers' Trainer after seqtile.apply"
+                )
+            if policy is None:
+                asked = replace(asked, loss=None)  # the default is of causal language models; the notes say so
         request = Request(
             model=model, config=config, device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
             sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
@@ -140,11 +148,13 @@ def command(
         )  # fmt: skip
         progress("running the step on shapes")
         from seqtile.cli import plan_show as show
+        from seqtile.planner.encoders import in_one_sentence
         from seqtile.planner.explain import next_step
         from seqtile.planner.memory_plan import longest_by_split, why_nothing_fits
         from seqtile.planner.memory_plan import plan as make_plan
 
-        planner, estimate, longest, limit, saving = make_plan(request, max_length)
+        with in_one_sentence(config):
+            planner, estimate, longest, limit, saving = make_plan(request, max_length)
         nothing_fits = max_length is None and not longest
         if nothing_fits and not json:
             raise RunError(why_nothing_fits(planner.request, estimate, limit))

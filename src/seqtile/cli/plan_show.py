@@ -32,8 +32,7 @@ def show_plan(
     """Print the plan, write what was asked for."""
     # Of a length that was not asked for, the one that fits at the high estimate.
     length = estimate.tokens if asked is not None else planner.sure() or estimate.tokens
-    supervised_text = planner.request.grpo is None and planner.request.pictures is None
-    chosen = recipe(planner, length) if supervised_text else None
+    chosen = recipe(planner, length) if planner.request.has_recipe else None
     if recipe_file is not None and chosen is not None:
         _write_recipe(chosen, recipe_lacks(planner.request), Path(recipe_file).expanduser())
     if plot_file is not None:
@@ -144,9 +143,9 @@ def _moved(by_part: dict[str, float], link: float | None, out_of: str) -> str:
 def start_command(request: Request, recipe_file: str | None) -> str | None:
     """What starts the emitted recipe on every node; under Slurm and torchrun without the last three flags.
 
-    None for one node.
+    None for one node, and where there is no recipe.
     """
-    if request.nodes == 1:
+    if request.nodes == 1 or not request.has_recipe:
         return None
     recipe = "RECIPE" if recipe_file is None else shlex.quote(recipe_file)
     return (
@@ -197,7 +196,7 @@ def print_object(
             "why": saving.why,
         },
         "recipe": chosen,
-        "recipe_lacks": recipe_lacks(request),
+        "recipe_lacks": recipe_lacks(request) if request.has_recipe else [],
         "nodes": request.nodes,
         "between_nodes_gib": {name: value / GIB for name, value in between.items()},
         "between_nodes_seconds": None if request.node_link is None else sum(between.values()) / request.node_link,

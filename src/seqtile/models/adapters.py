@@ -41,7 +41,7 @@ def lora_config(
         lora_alpha=alpha or 2 * r,  # type: ignore[arg-type]
         lora_dropout=dropout,
         target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,  # an encoder has no task
     )
     if target_modules == ALL_LINEAR:
         config.exclude_modules = _refused(model, config) or None

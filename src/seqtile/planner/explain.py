@@ -52,12 +52,14 @@ def not_modelled(request: Request, estimate: Estimate) -> list[str]:
             f"nothing smaller than the [tokens, tokens] mask that {request.attention} attention builds for this model; "
             "flash attention needs none"
         )
-    if request.pictures is None:
+    if request.pictures is None and not request.masked:
         found.append("pictures: count their tokens into the length, or give --images")
     if request.grpo is not None:
         found.append("reward models, the prefill of prompts, and weights on their way to a generator")
         if request.attention == "sdpa":
             found.append("a [tokens, tokens] mask for each completion that is padded under sdpa; use flash")
+    elif request.attention == "sdpa" and request.masked:
+        found.append("a [tokens, tokens] mask of each row under sdpa where rows are padded; use flash")
     elif request.attention == "sdpa":
         found.append("packed rows under sdpa build a [tokens, tokens] mask (16 GiB at 131,072 tokens); use flash")
     if request.engine == "single" or not request.sharded:
@@ -138,7 +140,7 @@ def proposals(planner: Planner) -> list[Technique]:
         f"{'' if request.engine == 'zero3' else '--engine zero3 '}--sp-size {double}",
     )
     order = (
-        (TILED_LOSS, options.loss is None),
+        (TILED_LOSS, options.loss is None and not request.masked),
         (sleeping(request.grpo), request.grpo is not None and request.grpo.generator == "colocate"),
         (FLASH_ATTENTION, request.attention in ("sdpa", "eager")),
         (LAYER_CHECKPOINTS, options.checkpoint != "full"),
@@ -148,7 +150,7 @@ def proposals(planner: Planner) -> list[Technique]:
         (CHECKPOINTS_ON_HOST, not options.offload and options.checkpoint is not None),
         (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.engine_offload),
         (SHARDED, request.gpus > 1 and request.engine in ("ddp", "zero2")),
-        (sequence, request.gpus > request.split and request.cp_size == 1),
+        (sequence, request.gpus > request.split and request.cp_size == 1 and not request.masked),
         (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None and not idle_states),
         (MINIMAL_MEMORY, untouched),
     )

@@ -29,6 +29,8 @@ from seqtile.ops.linear import Layer
 from seqtile.ops.lm_loss.cross_entropy import LossPlan as HeadCall
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS, HeadRows
 from seqtile.ops.mlp import MlpPlan as MlpCall
+from seqtile.planner.accelerator_functions import accelerator_functions
+from seqtile.planner.encoders import add_masks, check_attention, lengthen_positions
 from seqtile.planner.flash_shapes import register_flash_shapes as register_flash
 from seqtile.planner.grpo import ROLLOUTS, make_rollouts, policy_loss
 from seqtile.planner.layer_structure import LayerSample, first_layers
@@ -44,7 +46,7 @@ from seqtile.planner.live_at_peaks import (
     Workspace,
     track,
 )
-from seqtile.planner.model_shapes import towers_of
+from seqtile.planner.model_shapes import is_masked_lm, towers_of
 from seqtile.planner.phases import OPTIMIZER_STEP, causal_model, label_phases
 from seqtile.planner.pictures import ANY_SIZE, ONE_SIZE, add_pictures, known_grids, tower_depths, with_tower
 from seqtile.planner.scans import planned_scans
@@ -101,6 +103,12 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
     model, notes = build_weights(config, setup, device, sample)
     options, blocks = setup.options, tuple[Any, ...]()
     if options.checkpoint is not None:
+        own: Any = causal_model(model)
+        if not own.supports_gradient_checkpointing:
+            raise UserError(
+                f"{type(own).__name__} of the installed transformers has no activation checkpoints; use --checkpoint "
+                "none"
+            )
         with warnings.catch_warnings():
             # Transformers 5.23 has another name for it, and warns; 5.0 has this one alone:
             # https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py
@@ -141,22 +149,25 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
     """The model as Transformers makes it, with all its layers or those of a ``sample``.
 
     Raises:
-        UserError: it cannot, or it is no causal language model.
+        UserError: it cannot, or it is no causal or masked language model.
     """
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_MASKED_LM_MAPPING,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
+        AutoModelForMaskedLM,
     )
 
-    encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
-    encoder |= bool(getattr(config, "is_encoder_decoder", False))
-    known = setup.pictures is not None or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
-    if encoder or not known:
-        what, instead = "no causal language model of transformers", "the configuration of one"
-        if encoder:
-            what = "an encoder or an encoder-decoder"
+    masked = is_masked_lm(config) and not towers_of(config)
+    both = bool(getattr(config, "is_encoder_decoder", False))
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not is_masked_lm(config)
+    known = masked or causal or setup.pictures is not None or hasattr(config, "auto_map")
+    if both or not known:
+        what, instead = "no causal or masked language model of transformers", "the configuration of one"
+        if both:
+            what = "an encoder-decoder, whose rows have two lengths"
+        elif is_masked_lm(config):
+            what = "an encoder with a tower for pictures"
         elif config.model_type in ANY_SIZE + ONE_SIZE:
             what = "a language model with a tower for pictures"
             instead = "its pictures too (--images N)"
@@ -164,8 +175,11 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
             what = "a language model with a tower for pictures or sound"
             instead = f"that of its language model alone ({text.model_type}), and count the tokens of pictures as text"
         raise UserError(
-            f"model type {config.model_type!r} is {what}, and a plan is of a causal language model; give {instead}"
+            f"model type {config.model_type!r} is {what}, and a plan is of a causal or a masked language model; give "
+            f"{instead}"
         )
+    if masked:
+        check_attention(config)
 
     if getattr(config.get_text_config(), "hidden_size_per_layer_input", None):
         raise UserError(
@@ -175,12 +189,15 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
 
     attention = register_flash() if setup.attention == "flash" else setup.attention
     whole, config = config, copy.deepcopy(config) if sample is None else first_layers(config, max(sample.like) + 1)
+    if getattr(config, "sparse_prediction", False):  # ModernBERT's logits of masked tokens alone: no shape tells them
+        config.sparse_prediction = False  # as many as tokens at most, which the plan's notes say
     config.use_cache = False
     config.get_text_config().use_cache = False
     try:
         with torch.device(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            kind: Any = AutoModelForCausalLM if setup.pictures is None else AutoModelForImageTextToText
+            of_text: Any = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+            kind: Any = of_text if setup.pictures is None else AutoModelForImageTextToText
             model = kind.from_config(config, dtype=setup.dtype, attn_implementation=attention).train()
         # Transformers 5.0 leaves weights on the meta device untied:
         # https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/modeling_utils.py
@@ -241,6 +258,8 @@ def _fake_step(
     with _sized_for(setup.device_type, setup.options.keep), fake_tensors(), track("cpu", workspace, tokens) as live:
         with live.phase(WEIGHTS):
             make_fake(built.model)
+            if is_masked_lm(config):
+                lengthen_positions(built.model, tokens)
         pictures: Any = nullcontext()
         if setup.pictures is not None:
             pictures = known_grids(built.model, setup.picture_tokens, whole=setup.attention == "flash")
@@ -336,7 +355,10 @@ def update(optimizer: Any, weights: Sequence[Tensor]) -> None:
 def make_batch(model: Any, setup: Setup, tokens: int, device: torch.device) -> dict[str, Tensor]:
     """What the model is given of a supervised step: ``input_ids`` and ``labels`` ``[B, T]``, and of pictures more."""
     ids = torch.zeros(setup.batch, tokens, dtype=torch.long, device=device)
-    more = {} if setup.pictures is None else add_pictures(causal_model(model), setup.pictures, ids)
+    own = causal_model(model)
+    if is_masked_lm(own.config):
+        return {"input_ids": ids, "labels": ids.clone(), **add_masks(own, ids)}
+    more = {} if setup.pictures is None else add_pictures(own, setup.pictures, ids)
     return {"input_ids": ids, "labels": ids, **more}
 
 
@@ -401,7 +423,7 @@ def _sized_for(device_type: str, keep: float | str) -> Iterator[None]:
     for (owner, name), parts in zip(looped, whole, strict=True):
         setattr(owner, name, _ends(parts))
     try:
-        with as_on_an_accelerator():
+        with as_on_an_accelerator(), accelerator_functions():
             yield
     finally:
         for (owner, name), parts in zip(looped, whole, strict=True):

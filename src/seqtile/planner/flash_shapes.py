@@ -28,6 +28,12 @@ def _attention(
     if width < query.shape[-1]:  # latent attention: values are padded to the keys' width and cut afterwards
         value = nn.functional.pad(value, (0, query.shape[-1] - width))
     output = nn.functional.scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+        query,
+        key,
+        value,
+        dropout_p=dropout,
+        scale=scaling,
+        is_causal=getattr(module, "is_causal", True),
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return output[..., :width].transpose(1, 2).contiguous(), None

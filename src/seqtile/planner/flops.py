@@ -17,7 +17,7 @@ class Work:
 
     Attributes:
         products: of matrices with weights.
-        attention: of queries with keys, and of scores with values, causal.
+        attention: of queries with keys, and of scores with values.
     """
 
     products: float
@@ -38,9 +38,10 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     Each weight costs 2 a token forward, 2 for the input's gradient, 2 for its own where it trains; a checkpoint
     computes decoder layers once more but for their last product, and attention's kernel once more unless its output
     is kept. A causal attention costs ``2 * tokens**2 * heads * width`` forward and 2.5 times that backward
-    (FlashAttention recomputes its scores). The scan of a layer with a state is not counted: it is linear in the tokens,
-    and small beside the layer's products. A step of GRPO computes the logits again in the backward, and every row once
-    more for each forward that scores it; generation is not counted.
+    (FlashAttention recomputes its scores); that of an encoder, which reads the whole row, twice as much. The scan of a
+    layer with a state is not counted: it is linear in the tokens, and small beside the layer's products. A step of GRPO
+    computes the logits again in the backward, and every row once more for each forward that scores it; generation is
+    not counted.
     """
     rows = request.batch * tokens
     inside = counts.active - counts.vocabulary * counts.hidden
@@ -52,5 +53,6 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     scored, logits = (0, 0) if request.grpo is None else (request.grpo.passes, 2)
     products = rows * (inside * (4 + own + again) - spared * counts.layers + head * (4 + own + logits))
     products += scored * rows * 2 * counts.active
-    one = 2.0 * request.batch * tokens**2 * counts.heads * counts.head_width * counts.attentions
+    of_a_head = (2.0 if counts.causal else 4.0) * tokens**2 * counts.head_width
+    one = request.batch * of_a_head * counts.heads * counts.attentions
     return Work(products, one * (1 + 2.5 + scored + (1 if request.options.checkpoint == "full" else 0)))

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from seqtile._errors import UserError
 from seqtile.activation_checkpointing.keep_attention import largest_of_layers
 from seqtile.models.discover.decoder_layers import DecoderLayer, decoder_layers
+from seqtile.planner.model_shapes import is_masked_lm
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,14 @@ def find_depths(config: Any, model: nn.Module) -> Depths:
     layers = decoder_layers(model)
     if not layers:
         raise UserError(
-            f"no list of decoder layers (with attention or a state) in {type(model).__name__}; plan a causal language "
-            "model"
+            f"no list of layers (with attention or a state) in {type(model).__name__}; plan a language model that has "
+            "one"
+        )
+    depth = getattr(config, "num_hidden_layers", None)
+    if is_masked_lm(config) and len(layers) != depth:
+        raise UserError(
+            f"{type(model).__name__} has {len(layers)} layers with weights of their own for a depth of {depth}, and a "
+            "plan is of models with as many; plan another encoder"
         )
     types = list(getattr(config.get_text_config(), "layer_types", None) or ())
     modules = [model.get_submodule(layer.name) for layer in layers]
@@ -204,6 +211,7 @@ class Counts:
         layers, hidden, vocabulary: of the model.
         heads, key_heads, head_width: of the model, the most where its layers differ.
         attentions: decoder layers with attention; the others carry a state, or are an MLP alone.
+        causal: whether a token reads those before it alone.
     """
 
     weights: int
@@ -221,6 +229,7 @@ class Counts:
     head_width: int
     vocabulary: int
     attentions: int
+    causal: bool
 
 
 def count_layers(depths: Depths, counts: Sequence[Counts]) -> Counts:
@@ -263,6 +272,7 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
         head_width=int(largest_of_layers(text, "head_dim") or hidden // heads),
         vocabulary=int(text.vocab_size),
         attentions=sum(any(not mixer.has_state for mixer in layer.mixers) for layer in found),
+        causal=not is_masked_lm(config),
     )
 
 

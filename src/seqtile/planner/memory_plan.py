@@ -11,6 +11,7 @@ from seqtile._errors import UserError
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.options import changed
+from seqtile.planner.encoders import encoder_notes
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.extrapolate import Lines, fit_for, partly
 from seqtile.planner.fake_step import build, build_bare, build_weights
@@ -119,6 +120,7 @@ class Planner:
             *(_scan_note(kind, layers, self.setup.scans) for kind, layers in self.states.items()),
             *(_tower_note(name, self.request.pictures) for name in towers_of(self.request.config)),
             *notes_of(self.request, self.counts),
+            *(encoder_notes(self.request.config) if self.request.masked else ()),
         ]
 
     @property

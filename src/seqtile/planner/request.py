@@ -13,7 +13,7 @@ from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
 from seqtile.planner.grpo import Grpo, Rollouts, check_grpo
 from seqtile.planner.layer_structure import Counts
-from seqtile.planner.model_shapes import max_positions
+from seqtile.planner.model_shapes import is_masked_lm, max_positions
 from seqtile.planner.names import SHARDED, check_names
 from seqtile.planner.pictures import Pictures
 from seqtile.planner.step_config import PLANNED, Lora, Setup
@@ -90,6 +90,16 @@ class Request:
         return max(self.sp_size, self.cp_size)
 
     @property
+    def masked(self) -> bool:
+        """Whether it trains an encoder, as a masked language model."""
+        return is_masked_lm(self.config)
+
+    @property
+    def has_recipe(self) -> bool:
+        """Whether ``seqtile train`` runs it: a supervised step of a causal language model on text."""
+        return self.grpo is None and self.pictures is None and not self.masked
+
+    @property
     def sharded(self) -> bool:
         """Whether the engine cuts weights into shards."""
         return self.engine in SHARDED
@@ -146,6 +156,8 @@ def check_request(request: Request, max_length: int | None) -> None:
         accumulation=request.accumulation, nodes=request.nodes, scans=request.scans, cp_size=request.cp_size,
     )  # fmt: skip
     check_keep(options)
+    if request.masked:
+        check_encoder(request)
     if request.cp_size > 1 and options.heads is not None:
         raise UserError(
             f"heads {options.heads} with cp-size {request.cp_size}: ring attention takes all heads at once; drop it"
@@ -180,6 +192,45 @@ def check_request(request: Request, max_length: int | None) -> None:
         raise UserError(
             f"{max_length:,} tokens are beyond the {positions:,} positions of {request.model!r}; use at most those, "
             "or a configuration whose rotary scaling reaches further"
+        )
+
+
+def refuse_encoder(config: Any, model: str, what: str) -> None:
+    """Refuse an encoder where only causal language models train.
+
+    Args:
+        config: of the model.
+        model: as the user named it.
+        what: what is of causal language models, as the beginning of a sentence.
+
+    Raises:
+        UserError: it is one.
+    """
+    if is_masked_lm(config):
+        raise UserError(
+            f"{what} causal language models, and {model!r} is an encoder ({config.model_type}); plan its training with "
+            "seqtile plan, and train it with transformers' Trainer after seqtile.apply"
+        )
+
+
+def check_encoder(request: Request) -> None:
+    """Refuse what an encoder cannot be trained with.
+
+    Raises:
+        UserError: with what to drop.
+    """
+    options, kind = request.options, request.config.model_type
+    if request.grpo is not None:
+        raise UserError(f"GRPO trains causal language models, and {kind!r} is an encoder; drop --loss grpo")
+    if request.split > 1:
+        setting = f"sp-size {request.sp_size}" if request.sp_size > 1 else f"cp-size {request.cp_size}"
+        raise UserError(
+            f"{setting} splits the sequences of causal language models, and {kind!r} is an encoder; drop it"
+        )
+    if options.loss is not None or options.loss_tile != "auto":
+        raise UserError(
+            f"the tiled loss is of causal language models, and {kind!r} is an encoder, whose loss takes whole logits; "
+            "use loss full and no loss tile"
         )
 
 

@@ -6,8 +6,10 @@ import math
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from seqtile.models.instance import Installed
+from seqtile.models.layer import TiledLayer
 from seqtile.options import changed
 from seqtile.planner.layer_structure import Depths
 from seqtile.planner.phases import causal_model
@@ -16,6 +18,12 @@ from seqtile.tiling import BlockShape, head_sizes, parse_tile, sizes_within
 
 MOST_TILES = 3
 """Longest fake run, in tiles: each costs its operators once more."""
+
+MANY_ROWS = 8
+"""Rows of a batch from which fake rows are shorter than a tile, which would take as many tiles as there are rows."""
+
+SHORTEST = 128
+"""Fake rows of so many are multiples of this, so that they are longer than windows of local attention are."""
 
 MOST_HEAD_TILES = 12
 """Longest fake run, in tiles, where only the head is tiled, which has far fewer operators a tile."""
@@ -34,12 +42,16 @@ def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> i
     x = torch.empty(0, dtype=dtype, device="meta")
     sizes: list[int] = []
     for block in built.blocks:
-        module = built.model.get_submodule(block.name)
-        owner = built.model.get_submodule(block.name.rpartition(".")[0]) if block.kind == "inline" else module
-        standing = owner.__dict__.get("forward")
+        parts = [built.model.get_submodule(block.name)]
+        standing = parts[0].__dict__.get("forward")
+        if block.kind in ("inline", "pair"):  # children of a layer, whose forward runs them
+            layer = built.model.get_submodule(block.name.rpartition(".")[0])
+            standing = layer.__dict__.get("forward")
+            members = [getattr(layer, name) for name in standing.names] if isinstance(standing, TiledLayer) else []
+            parts = [member for member in members if isinstance(member, nn.Module)]
         if not isinstance(standing, Installed):
             continue
-        weights = [weight for weight in owner.parameters() if weight.requires_grad]
+        weights = [weight for part in parts for weight in part.parameters() if weight.requires_grad]
         shape = replace(standing.setting.shape(x, weights, block.path == "fused"), device_type=device_type)
         sizes += standing.setting.rule.tile_sizes(tokens, shape)
     return max(sizes) if sizes else None
@@ -110,6 +122,8 @@ def other_lengths(setup: Setup, tokens: int, points: int = 2) -> tuple[int, ...]
     unit = math.lcm(*tiles)
     if unit > 4 * max(tiles):  # sizes that share nothing: the smaller one is then a little smaller than it should be
         unit = max(tiles)
+    if setup.batch >= MANY_ROWS:  # a tile is of all rows together: few tokens of each fill it
+        unit = max(unit // setup.batch, min(SHORTEST, tokens // 4), 1)
     most = MOST_TILES if isinstance(tile, int) else MOST_HEAD_TILES
     top = min(max(tokens // unit, points + 1), most)
     # The longest that is affordable, and the others not far below: a part's line may bend at short lengths.

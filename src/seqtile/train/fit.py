@@ -103,7 +103,7 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
     Raises:
         UserError: something that no plan knows.
     """
-    from seqtile.planner.request import Request
+    from seqtile.planner.request import Request, refuse_encoder
     from seqtile.train.load import load_config
 
     optim = str(recipe.trainer.get("optim", "adamw_torch_fused"))
@@ -116,6 +116,7 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
     if quantised and not (four_bit and recipe.lora):
         raise UserError("no plan knows this quantization_config, only 4-bit weights under lora; leave --fit out")
     config = load_config(recipe)
+    refuse_encoder(config, recipe.model, "seqtile train trains")
     attention = recipe.attention.replace("flash_attention_2", "flash").replace("flash_attention_3", "flash3")
     return Request(
         model=recipe.model, config=config, device=find_memory(recipe, memory, nodes), gpus=recipe.nproc or 1,
