@@ -6,10 +6,11 @@ Run it from the repository, with nothing else running::
     python benchmarks/plan_engines.py --only zero3         # some, printed only
     python benchmarks/plan_engines.py --plan               # the plan again, beside what was measured
 
-Measured is what PyTorch's allocator reports in the process that needs most, which the plan is of, from before the model
-is made, at its highest in the second update: the lowest of three runs, with the highest beside it. On a CPU device and
-host are one memory, so that the plan's device bytes and its part of the host's are added; what no allocator shows
-(driver context, communicator, fragmentation, the process itself) is left out of both.
+Measured is what PyTorch's allocator has given out and not had back, by all threads, in the process that needs most,
+which the plan is of: from before the model is made, at its highest in an update, the lowest of three updates after a
+first one, with the highest beside it. On a CPU device and host are one memory, so that the plan's device bytes and its
+part of the host's are added; what no allocator shows (driver context, communicator, fragmentation, the process itself)
+is left out of both.
 
 DeepSpeed's bucket is set to vocabulary * hidden elements on both sides, and what ZeRO-3 keeps gathered or gathers ahead
 to a part of the model: its defaults are larger than a small model. gloo's threads hold buffers of collectives for some
@@ -19,6 +20,7 @@ time, depending on the machine's load, so that every collective is waited for, a
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import gc
 import json
@@ -70,11 +72,10 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 BUCKET = CONFIG["hidden_size"] * CONFIG["vocab_size"]  # no gradient is larger
 LIVE, PREFETCH, PERSISTENT = 1_500_000, 200_000, 1_000  # elements that ZeRO-3 keeps, gathers ahead and never shards
-RUNS = 3
-LARGEST = "largest"
-"""What a row's ``rank`` says; rows of 2026-11-23, without it, are of the first process."""
+UPDATES, UPDATE = 3, "whole update"  # those that are measured after a first one, and what a trace calls one
 COLLECTIVES = (
-    "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_reduce", "reduce", "broadcast",
+    "all_gather_into_tensor", "all_gather_single", "all_gather", "reduce_scatter_tensor", "reduce_scatter_single",
+    "all_reduce", "reduce", "broadcast",
 )  # fmt: skip
 
 
@@ -218,43 +219,63 @@ def wait_for_collectives() -> None:
         return call
 
     for name in COLLECTIVES:
-        setattr(torch.distributed, name, waiting(getattr(torch.distributed, name)))
+        if hasattr(torch.distributed, name):  # PyTorch before 2.13 has no *_single
+            setattr(torch.distributed, name, waiting(getattr(torch.distributed, name)))
 
 
-def measure(cell: Cell) -> int:
-    """Highest total of this rank's allocator events within the second update."""
+def count_every_thread(on: bool = True) -> None:
+    """Let the allocator's count of bytes follow every thread.
+
+    By itself it follows the threads under a profiler, and what one of gloo's threads is the last to hold would stay
+    counted after it is freed (c10/core/CPUAllocator.cpp, ProfiledCPUMemoryReporter::Delete).
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = on
+
+
+def measure(cell: Cell) -> list[int]:
+    """Highest bytes that this rank's allocator had given out, in each update but the first."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     wait_for_collectives()
     gc.collect()
+    count_every_thread()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
         run = Run(cell, torch.distributed.get_rank())
-        for _ in range(2):
-            with record_function("whole update"):
+        for _ in range(1 + UPDATES):
+            with record_function(UPDATE):
                 run.update()
-    found = events.profiler.kineto_results.events()
-    begin = max(event.start_ns() for event in found if event.name() == "whole update")
-    live = peak = 0
-    for when, change in sorted((one.start_ns(), one.nbytes()) for one in found if one.name() == "[memory]"):
-        live += change
-        if when >= begin:
-            peak = max(peak, live)
-    return peak
+    return highest(events)
+
+
+def highest(events: profile) -> list[int]:
+    """Highest count of allocated bytes in each update but the first."""
+    updates, counts = [], []
+    assert events.profiler is not None and events.profiler.kineto_results is not None
+    rest = events.profiler.kineto_results.experimental_event_tree()
+    while rest:
+        event = rest.pop()
+        rest += event.children
+        if event.name == UPDATE:
+            updates.append((event.start_time_ns, event.end_time_ns))
+        elif hasattr(event.extra_fields, "total_allocated"):
+            counts.append((event.start_time_ns, event.extra_fields.total_allocated))
+    return [max(count for when, count in counts if begin <= when <= end) for begin, end in sorted(updates)[1:]]
 
 
 def worker(cell: Cell, result: Path) -> None:
     """What each of the two processes runs."""
     warnings.simplefilter("ignore")
-    peak = torch.tensor(measure(cell))
-    torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
+    peaks = torch.tensor(measure(cell))
+    torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX)
     if torch.distributed.get_rank() == 0:
-        result.write_text(json.dumps(peak.item()), encoding="utf-8")
+        result.write_text(json.dumps(peaks.tolist()), encoding="utf-8")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def run_once(cell: Cell, seconds: float = 300.0) -> int | str:
-    """Measured bytes of one run, or why there are none."""
+def run_once(cell: Cell, seconds: float = 300.0) -> list[int] | str:
+    """Measured bytes of each update, or why there are none."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -278,26 +299,22 @@ def run_once(cell: Cell, seconds: float = 300.0) -> int | str:
                 rank.kill()
         if not result.is_file():
             return said[0].strip().splitlines()[-1][:300] if said[0].strip() else "unknown"
-        return int(json.loads(result.read_text(encoding="utf-8")))
+        found: list[int] = json.loads(result.read_text(encoding="utf-8"))
+        return found
 
 
 def run_cell(cell: Cell) -> dict[str, Any]:
     """Both numbers, in bytes, or why there is none."""
-    runs: list[int] = []
-    for _ in range(RUNS):
-        found = run_once(cell)
-        if isinstance(found, str):
-            return {**asdict(cell), "failed": found}
-        runs.append(found)
-    return {**asdict(cell), "rank": LARGEST, **compared(cell, runs)}
+    found = run_once(cell)
+    return {**asdict(cell), **({"failed": found} if isinstance(found, str) else compared(cell, found))}
 
 
-def compared(cell: Cell, runs: list[int]) -> dict[str, Any]:
-    """The plan beside the lowest of the measured runs."""
+def compared(cell: Cell, updates: list[int]) -> dict[str, Any]:
+    """The plan beside the lowest of the measured updates."""
     predicted, terms, peak_at = planned(cell)
     return {
-        "predicted_bytes": round(predicted), "measured_bytes": min(runs), "runs": runs,
-        "error": predicted / min(runs) - 1, "peak_at": peak_at,
+        "predicted_bytes": round(predicted), "measured_bytes": min(updates), "updates": updates,
+        "error": predicted / min(updates) - 1, "peak_at": peak_at,
         "terms": {name: round(one) for name, one in terms.items()},
     }  # fmt: skip
 
@@ -306,8 +323,8 @@ def plan_again() -> None:
     """Write the results and the page's table with today's plan of what was measured."""
     rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
     for row in rows:
-        if "runs" in row:
-            row |= compared(Cell(row["engine"], row["lora"], row["accumulation"], row["offload"]), row["runs"])
+        if "updates" in row:
+            row |= compared(Cell(row["engine"], row["lora"], row["accumulation"], row["offload"]), row["updates"])
     RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     write_between(PAGE, BEGIN, END, table(rows))
 
@@ -321,15 +338,14 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         f"{len(found)} cells, {' and '.join(dates)}, {first['device_name']}, {versions}; `{first['command']}`. "
         f"Errors from {min(errors):+.1%} to {max(errors):+.1%}.", "",
-        "| engine | trains | accumulation | optimiser | predicted MiB | measured MiB | error | highest run, MiB "
-        "| rank |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| engine | trains | accumulation | optimiser | predicted MiB | measured MiB | error | highest update, MiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in rows:
         trains, place = "adapters" if row["lora"] else "all", "host" if row["offload"] else "device"
         numbers = row.get("failed") or (
             f"{row['predicted_bytes'] / 2**20:.1f} | {row['measured_bytes'] / 2**20:.1f} | {row['error']:+.1%} "
-            f"| {max(row['runs']) / 2**20:.1f} | {row.get('rank', 'first')}"
+            f"| {max(row['updates']) / 2**20:.1f}"
         )
         lines.append(f"| {row['engine']} | {trains} | {row['accumulation']} | {place} | {numbers} |")
     return lines

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from seqtile.planner import sharding_terms
 
@@ -52,10 +55,28 @@ def test_engines_on_two_ranks() -> None:
     assert "\n".join(plan_engines.table(found)) in PAGE.read_text(encoding="utf-8")
     cells = [{name: row[name] for name in ("engine", "lora", "accumulation", "offload")} for row in found]
     assert cells == [plan_engines.asdict(cell) for cell in plan_engines.all_cells()]
-    assert all(-0.02 <= row["error"] <= 0.05 for row in found)
+    assert all(row["error"] == row["predicted_bytes"] / min(row["updates"]) - 1 for row in found)
+    assert all(-0.02 <= row["predicted_bytes"] / measured - 1 <= 0.05 for row in found for measured in row["updates"])
+    assert {len(row["updates"]) for row in found} == {plan_engines.UPDATES}
 
 
-@pytest.mark.parametrize("index", [0, 5, 9, 15, 17, 20])
+def test_what_another_thread_frees_is_no_longer_counted() -> None:
+    plan_engines.count_every_thread()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+            for _ in range(3):
+                with record_function(plan_engines.UPDATE):
+                    held = [torch.empty(2**20, dtype=torch.uint8)]
+                    last_owner = Thread(target=held.clear)
+                    last_owner.start()
+                    last_owner.join()
+    finally:
+        plan_engines.count_every_thread(False)
+    second, third = plan_engines.highest(events)
+    assert second == third >= 2**20
+
+
+@pytest.mark.parametrize("index", [0, 4, 5, 9, 15, 16, 17, 20])
 def test_an_engine_is_planned_as_its_row_says(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ZERO_BUCKET", "ZERO3_LIVE", "ZERO3_PREFETCH"):
         monkeypatch.setattr(sharding_terms, name, getattr(sharding_terms, name))  # put back afterwards

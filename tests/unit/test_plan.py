@@ -630,7 +630,40 @@ def test_gathered_weights_that_zero3_keeps(sharded: Planner) -> None:
     assert small - 2 * ZERO_BUCKET == 2 * 2 * counts.weights
     large = replace(counts, weights=70 * 10**9, layer=856 * 10**6, root=2 * 10**9)
     held = on_device(request, large, {}, "MLP#0, forward")["engine buffers"]
-    assert held - 2 * ZERO_BUCKET == 2 * (2 * large.layer + large.root) + 2 * (50 * 10**6 + large.layer)
+    assert held - 2 * ZERO_BUCKET == 2 * 10**9 + 2 * (50 * 10**6 + large.layer)
+    # nothing is gathered ahead of a layer that is more than may be kept
+    larger = replace(large, layer=3 * 10**9)
+    assert on_device(request, larger, {}, "MLP#0, forward")["engine buffers"] - 2 * ZERO_BUCKET == 2 * larger.layer
+
+
+def test_gradients_of_engines_during_the_backward(sharded: Planner) -> None:
+    trained, layer, largest = 8 * 10**9, 200 * 10**6, 50 * 10**6
+    head = sharded.counts.vocabulary * sharded.counts.hidden
+    counts = replace(sharded.counts, weights=trained, trained=trained, layer=layer, largest=largest, root=2 * head)
+
+    def held(engine: str, phase: str, share: float = 0.25, **changes: Any) -> dict[str, float]:
+        request = replace(sharded.request, engine=engine, **changes)
+        return on_device(request, counts, {"gradients": 2.0 * share * trained}, phase)
+
+    # ZeRO-2: a rank has the buffer of its whole part as soon as one of its gradients is reduced
+    assert held("zero2", "MLP#31, backward", share=0.01)["gradients"] == 2 * trained / 8
+    assert held("zero2", "MLP#31, backward", share=0.0)["gradients"] == 0
+    # a bucket that belongs to one rank is reduced where it is, one of several ranks from a copy, and ZeRO-3's too
+    bucket, on_its_way = 2 * ZERO_BUCKET, 2 * largest
+    assert held("zero2", "MLP#31, backward")["engine buffers"] == bucket + on_its_way
+    assert held("zero2", "MLP#31, backward", gpus=16)["engine buffers"] == 2 * bucket + on_its_way
+    gathered = held("zero3", "MLP#31, forward")["engine buffers"] - bucket
+    assert held("zero3", "MLP#31, backward")["engine buffers"] - gathered == 2 * bucket + on_its_way
+    # FSDP2: the head's gradient stays whole, a layer's until it is reduced, and those of a tiled MLP are in its tile
+    reduced = held("fsdp2", "attention#31, backward")
+    assert reduced["gradients"] == 4 * (0.25 * trained - head) / 8
+    assert reduced["engine buffers"] == 2 * (2 * layer + 2 * head) + 2 * layer + 2 * (layer + head)
+    tiled = held("fsdp2", "MLP#31, backward")["engine buffers"]
+    assert reduced["engine buffers"] - tiled == 2 * layer
+    assert held("fsdp2", "head and loss, forward")["engine buffers"] == 2 * (layer + 2 * head)
+    # between updates they are all there, and one at a time is added to them
+    several = held("fsdp2", "attention#31, backward", accumulation=2)["engine buffers"]
+    assert reduced["engine buffers"] - several == 2 * (layer + head - largest)
 
 
 def test_offloaded_shards_are_not_on_the_device(sharded: Planner) -> None:

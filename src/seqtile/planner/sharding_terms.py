@@ -14,7 +14,7 @@ from seqtile.planner.accelerators import GIB
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS
 from seqtile.planner.names import DEEPSPEED, STATE_BYTES
-from seqtile.planner.phases import ATTENTION, HEAD, OPTIMIZER_STEP, Phase
+from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, OPTIMIZER_STEP, Phase
 from seqtile.planner.request import Request
 
 BUFFERS = "engine buffers"
@@ -153,58 +153,74 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
     now = Phase.read(phase)
     update = now.part in (OPTIMIZER, OPTIMIZER_STEP)
     backward = now.direction in ("backward", "recompute") and not update
-    layer_gradients = size * counts.layer if backward and request.lora is None else 0.0
+    head = min(counts.root, counts.vocabulary * counts.hidden)
     moved = request.engine_offload
     found[OPTIMIZER] = 0.0 if "optimizer" in moved else STATE_BYTES[request.optimizer] * trained / ranks
     if request.engine == "fsdp2":
         # What is gathered are bf16 copies of fp32 shards; a frozen model is in bf16 itself.
         found[WEIGHTS] = 0.0 if "weights" in moved else (4.0 * trained + size * (counts.weights - trained)) / ranks
+        full_backward = backward and request.lora is None
+        # The outermost unit's gradients are reduced last, so that they are whole until the backward ends: the head's
+        # from its beginning, the embedding's at its end.
+        of_root = (head if now.layer is not None or now.part == HEAD else counts.root) if full_backward else 0
         # Offloaded, each shard of a gradient goes to the host as soon as it is reduced.
-        found[GRADIENTS] = 0.0 if "weights" in moved else 4.0 * gradient_share * trained / ranks
+        reduced = max(0.0, gradient_share * trained - of_root)
+        found[GRADIENTS] = 0.0 if "weights" in moved else 4.0 * reduced / ranks
+        # A layer's gradients are whole until its backward ends; those of a tiled MLP are among the tile's tensors.
+        in_tile = request.options.tile is not None and now.part in (BLOCK, BLOCK_AND_NORMS)
+        unreduced = of_root + (counts.layer if full_backward and now.layer is not None and not in_tile else 0)
         if request.accumulation > 1 and not update:
             # Between updates nothing is reduced: every rank keeps every gradient whole, in the type that is gathered
             # (accelerate's no_sync; torch/distributed/fsdp/_fully_shard/_fsdp_param.py, unsharded_accumulated_grad).
             found[GRADIENTS] = size * trained
-        # The outermost unit's gradients are reduced last, so that they are whole until the backward ends: the head's
-        # from its beginning, the embedding's at its end.
-        head = min(counts.root, counts.vocabulary * counts.hidden) if now.layer is not None else counts.root
-        root_gradients = size * head if backward and request.lora is None else 0.0
-        gathered = 0.0 if update else size * (2 * counts.layer + counts.root)
-        # Only what trains is reduced: of adapters a layer's part, in fp32.
-        reduced = size * counts.layer if request.lora is None else 4.0 * trained / max(1, counts.layers)
-        reduction = 0.0 if update else reduced
-        found[BUFFERS] = gathered + reduction + layer_gradients + root_gradients
+            unreduced = counts.largest if full_backward and not in_tile else 0  # added to what is there, one at a time
+        # A layer, the next one on its way, and the outermost unit. Behind the layers' forward it is the buffer that
+        # the last one was gathered into (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, wait_for_unshard).
+        at_once = 1 if now.part == HEAD and now.direction == "forward" else 2
+        gathered = 0.0 if update else size * (at_once * counts.layer + counts.root)
+        # Only what trains is reduced: of adapters a layer's part, in fp32. The input stands until the next reduction.
+        reduction = size * counts.layer if request.lora is None else 4.0 * trained / max(1, counts.layers)
+        found[BUFFERS] = gathered + (reduction if backward and now.part != HEAD else 0.0) + size * unreduced
         return
     # DeepSpeed's fp32 weights are copies, of whatever type the others are, and go to the host with the optimiser.
     master = 0.0 if "optimizer" in moved else 4.0 * trained / ranks
     whole = request.engine == "zero2"
     copies = size * counts.weights / (1 if whole else ranks)
     found[WEIGHTS] = master + (0.0 if "weights" in moved else copies)
-    # ZeRO-3 has one buffer of all gradients from set-up on (stage3.py, grad_partitions_flat_buffer).
-    # A rank's part of ZeRO-2's is a stretch of the weights in order, whose gradients may all be there early.
+    # ZeRO-3 has one buffer of all gradients from set-up on (stage3.py, grad_partitions_flat_buffer), ZeRO-2 one from
+    # the first reduction into this rank's part on: at the backward's beginning on the rank that has the last weights
+    # (stage_1_and_2.py, copy_grads_in_partition). What one bucket holds is reduced when the backward ends.
     # With accumulation that of the batches before stands beside it (independent_gradient_partition_epilogue).
-    share = 1.0 if not whole else 2.0 if request.accumulation > 1 else min(1.0, ranks * gradient_share)
+    buckets = trained > ZERO_BUCKET
+    share = 1.0
+    if whole:
+        there = gradient_share > 0 and (update or backward and buckets)
+        share = 2.0 if request.accumulation > 1 else float(there)
     found[GRADIENTS] = 0.0 if "optimizer" in moved else size * share * trained / ranks
     # ZeRO-2 has its bucket during the backward (stage_1_and_2.py, setup_buckets), ZeRO-3 from set-up on.
     bucket = size * ZERO_BUCKET if backward or not whole else 0.0
-    found[BUFFERS] = bucket + layer_gradients
+    found[BUFFERS] = bucket
+    if backward and request.lora is None:
+        found[BUFFERS] += size * (counts.largest if now.layer is not None else head)  # one on its way into the bucket
+    if backward and buckets and now.part != HEAD and (not whole or trained / ranks < head + counts.layer + ZERO_BUCKET):
+        # A bucket is reduced from a copy of it in the order of the ranks (coalesced_collectives.py,
+        # reduce_scatter_coalesced); ZeRO-2's only where it belongs to several (stage_1_and_2.py, average_tensor),
+        # which is not so at the backward's beginning on a rank whose part is larger.
+        found[BUFFERS] += size * ZERO_BUCKET
     if whole and "optimizer" in moved and request.lora is None:
         # stage_1_and_2.py, temp_grad_buffer_for_gpu_offload: the largest weight's gradient on its way to the host.
         found[BUFFERS] += size * max(counts.largest, counts.vocabulary * counts.hidden)
     if not whole and not update:
-        found[BUFFERS] += size * _gathered(request, counts, now)
+        found[BUFFERS] += size * _gathered(counts, now)
     if update and "optimizer" not in moved:
         # A flat copy of the gradients and its fp32 copy (stage3.py, _prepare_fp32_grad_for_sub_group).
         group = trained / ranks if whole else min(ZERO3_SUB_GROUP, trained / ranks)
         found[BUFFERS] += (size + (4.0 if size < 4 else 0.0)) * group
 
 
-def _gathered(request: Request, counts: Counts, now: Phase) -> float:
+def _gathered(counts: Counts, now: Phase) -> float:
     """Elements that ZeRO-3 holds gathered, for now or ahead of it, flat buffers and all."""
     kept, ahead = min(ZERO3_LIVE, counts.weights), min(ZERO3_PREFETCH + counts.layer, counts.weights)
-    if request.lora is None:
-        # As much as a layer and the rest again is taken for gradients on their way, which were not followed one by one.
-        return max(2 * counts.layer + counts.root, kept) + ahead
     # Measured (benchmarks/plan_engines.py): a layer beside the head is all that is needed at once.
     needed = counts.layer + (counts.vocabulary * counts.hidden if now.part == HEAD else 0)
     # What would be more than may be kept is not gathered ahead (partitioned_param_coordinator.py, fetch_sub_module):
