@@ -18,6 +18,7 @@ from seqtile.models.apply import apply
 from seqtile.models.lm_loss.deferred_logits import DeferredLogits
 from seqtile.models.lm_loss.tiled_loss import HeadOf, deferred_logits
 from seqtile.ops.lm_loss.divergence import linear_divergence
+from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.ops.lm_loss.token_logprobs import HeadInput
 
 
@@ -110,7 +111,7 @@ def generalized_jsd_loss(
     if num_items_in_batch is not None:
         divisor = num_items_in_batch
     elif reduction == "batchmean":
-        divisor = (labels != -100).sum().clamp(min=1)
+        divisor = (labels != IGNORED).sum().clamp(min=1)
     total = _plain_inside(student, of_student)
     return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
 

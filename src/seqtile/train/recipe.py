@@ -45,8 +45,6 @@ RECIPE_FILE = "recipe.yaml"
 TRL_LOSS_TILE = 4096
 """Tokens per tile of the trainer's own head."""
 
-ENGINES = ("single", "ddp", "fsdp2", "zero2", "zero3")
-
 NAMED_TRAINER_KEYS = {
     "output_dir": "output",
     "max_steps": "steps",

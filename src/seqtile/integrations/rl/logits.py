@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from seqtile._errors import expect_tensors
 from seqtile.models.lm_loss.deferred_logits import DeferredLogits
-from seqtile.ops.lm_loss.kept_tokens import KeptTokens
+from seqtile.ops.lm_loss.kept_tokens import IGNORED, KeptTokens
 from seqtile.ops.lm_loss.logits_tile import LogitScaling
 from seqtile.ops.lm_loss.token_logprobs import HeadInput, TokenScores, token_logprobs
 
@@ -74,8 +74,8 @@ def scores_of(
         raise ValueError(
             f"targets have shape {tuple(targets.shape)}, expected one per token, {tuple(logits.shape[:-1])}"
         )
-    KeptTokens.of(targets.reshape(-1).to(logits.device), -100, logits.shape[-1])  # refuses targets outside
-    kept = targets != -100
+    KeptTokens.of(targets.reshape(-1).to(logits.device), IGNORED, logits.shape[-1])  # refuses targets outside
+    kept = targets != IGNORED
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_p = wide.log_softmax(-1)
     log_probs = log_p.gather(-1, torch.where(kept, targets, 0).long().unsqueeze(-1)).squeeze(-1)
