@@ -49,9 +49,11 @@ SHOWN_SEQUENCES = 4
 class _SplitLoss(transformers.Trainer):
     """Under Ulysses every token of a step weighs the same, whichever row, rank and micro-batch it is in.
 
-    Transformers averages each row's tokens, and then the rows (``deepspeed_sp_compute_loss``, 5.23). It also gathers
-    the ranks' losses by an operation whose backward, with gloo, fails where a group does not begin at rank 0 (torch
-    2.13). TRL's trainer comes before this class and asks it for the loss of its fused head.
+    Transformers averages each row's tokens, and then the rows (``deepspeed_sp_compute_loss``):
+    https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/deepspeed.py
+    It also gathers the ranks' losses by an operation whose backward, with gloo, fails where a group does not begin at
+    rank 0: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/nn/functional.py (``_AllGather``).
+    TRL's trainer comes before this class and asks it for the loss of its fused head.
     """
 
     @property
