@@ -98,7 +98,7 @@ times: $(VENV)/.ready  ## measure the test functions and write tests/times.txt, 
 
 lint: $(VENV)/.ready  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check src tests benchmarks examples
+	$(VENV)/bin/ruff format --check src tests benchmarks examples $(wildcard docs/*.py docs/*/*.py)
 	$(VENV)/bin/mypy
 
 # Another Python has an environment of its own: make test-python-3.12, test-python-3.13 (or any other that is installed).

@@ -253,7 +253,7 @@ def tree(package: Path) -> str:
 
 
 def names(package: Path) -> str:
-    """One table of the public names, then one per module: each class and function with its docstring's first line.
+    """One table of the public names; then each module, its classes and its functions, by their docstrings' first lines.
 
     Args:
         package: the package's folder; what its ``__init__`` imports for type checkers is public.
@@ -266,11 +266,13 @@ def names(package: Path) -> str:
     for file, module in modules.items():
         defined = [node for node in module.body if _is_definition(node)]
         shown = [node for node in defined if not node.name.startswith("_")]
-        if not shown:
+        if not shown and file.stem.startswith("__"):
             continue
         dotted = ".".join(file.relative_to(package).with_suffix("").parts)
-        lines += ["", f"## {dotted}", "", first_line(file), "", "| | |", "|---|---|"]
-        lines += [f"| `{node.name}` | {summary(ast.get_docstring(node))} |" for node in shown]
+        lines += ["", f"## {dotted}", "", first_line(file)]
+        if shown:
+            lines += ["", "| | |", "|---|---|"]
+            lines += [f"| `{node.name}` | {summary(ast.get_docstring(node))} |" for node in shown]
     return "\n".join(lines)
 
 

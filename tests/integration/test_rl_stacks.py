@@ -17,7 +17,7 @@ from numerics._births import births
 from rl_stand_ins import OpenRLHF, PrimeRL, SkyRL, Slime, Verl
 from seqtile.integrations.rl import openrlhf, prime_rl, skyrl, slime, verl
 from seqtile.integrations.rl.logits import logits_of
-from seqtile.models.lm_loss.deferred_logits import LaterLogits
+from seqtile.models.lm_loss.deferred_logits import DeferredLogits
 from seqtile.ops.lm_loss.token_logprobs import HeadInput
 from zoo import causal_lm, tokens
 
@@ -129,7 +129,7 @@ def test_the_scaling_of_deferred_logits() -> None:
     hidden, weight = torch.randn(5, 4), torch.randn(7, 4)
     for scaling in (seqtile.LogitScaling(0.5), seqtile.LogitScaling(0.7, softcap=1.5, temperature=1.3)):
         made = logits_of(HeadInput(hidden, weight, scaling=scaling))
-        assert isinstance(made, LaterLogits)
+        assert isinstance(made, DeferredLogits)
         expected = scaling.on(hidden @ weight.t()).log_softmax(-1)
         index = torch.randint(0, 7, (5, 3))
         torch.testing.assert_close(made.log_softmax(-1).gather(-1, index), expected.gather(-1, index))

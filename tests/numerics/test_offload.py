@@ -152,7 +152,9 @@ def test_undo_and_copies() -> None:
 
 
 def test_the_host_is_asked_before_the_first_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_offload.Parked, "__init__", lambda *_: pytest.fail("copied before the budget was checked"))
+    monkeypatch.setattr(
+        host_offload.OffloadedTensor, "__init__", lambda *_: pytest.fail("copied before the budget was checked")
+    )
     model = checkpointed()
     monkeypatch.setattr(host_offload, "available_host_bytes", lambda: 4 * INPUT)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
@@ -169,7 +171,7 @@ def test_what_a_bound_has_no_room_for_stays_on_the_device(checkpoint: str, monke
     most = 0
     parked = HostMemory.park
 
-    def park(self: HostMemory, tensor: torch.Tensor) -> host_offload.Parked:
+    def park(self: HostMemory, tensor: torch.Tensor) -> host_offload.OffloadedTensor:
         nonlocal most
         one = parked(self, tensor)
         most = max(most, self.parked_bytes)
@@ -208,8 +210,8 @@ def test_refusals(settings: dict[str, Any], words: str) -> None:
 
 
 def test_the_checker_notices_a_wrong_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = host_offload.Parked.take
-    monkeypatch.setattr(host_offload.Parked, "take", lambda self: take(self) * 1.0001)
+    take = host_offload.OffloadedTensor.take
+    monkeypatch.setattr(host_offload.OffloadedTensor, "take", lambda self: take(self) * 1.0001)
     with pytest.raises(AssertionError):
         test_exact("llama")
 

@@ -118,7 +118,7 @@ def host(model: nn.Module) -> HostMemory:
     return found
 
 
-def park(memory: HostMemory, tensor: Tensor) -> host_offload.Parked:
+def park(memory: HostMemory, tensor: Tensor) -> host_offload.OffloadedTensor:
     assert memory.has_room(tensor)
     return memory.park(tensor)
 

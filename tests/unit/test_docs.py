@@ -130,6 +130,10 @@ def test_every_module_and_public_name_has_a_line(made: Callable[[Path], str]) ->
     headings = re.findall(r"^## (\S+)\n\n(.*)$", shown, re.M)
     assert len(rows) > 100
     assert [name for name, line in (*rows, *headings) if not line] == []
+    if made is site_hooks.names:
+        files = [file.relative_to(ROOT / "src" / "seqtile") for file in (ROOT / "src" / "seqtile").rglob("*.py")]
+        modules = {".".join(file.with_suffix("").parts) for file in files if not file.stem.startswith("__")}
+        assert modules <= {name for name, _ in headings}
 
 
 def test_the_page_of_names_follows_the_source(tmp_path: Path) -> None:
@@ -138,7 +142,9 @@ def test_the_page_of_names_follows_the_source(tmp_path: Path) -> None:
     (package / "__init__.py").write_text('"""P."""\nfrom seqtile.one import new as new\n')
     code = '"""One."""\ndef new():\n    """First ``a | b``.\n\n    More."""\n\ndef _own(): ...\n'
     (package / "one.py").write_text(code)
+    (package / "two.py").write_text('"""Two."""\n\ndef _own(): ...\n')
     shown = site_hooks.names(package)
+    assert shown.endswith("\n## two\n\nTwo.")
     assert "| `seqtile.new` | First `a \\| b`. |" in shown and "## one\n\nOne.\n" in shown and "_own" not in shown
 
 

@@ -13,7 +13,8 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate.data_loader import BatchSamplerShard
 
-from seqtile.train.evaluation import IGNORED, Evaluated
+from seqtile.ops.lm_loss.kept_tokens import IGNORED
+from seqtile.train.evaluation import Evaluated
 
 
 def counted(rows: int, batch_size: int, processes: int, ring: int, ulysses: int, rank: int) -> list[int]:

@@ -382,12 +382,51 @@ def stale_paths(root: Path) -> list[str]:
     ]
 
 
+ROLE = re.compile(r":(?:func|class|data|meth|mod|attr|exc):`~?([\w.]+)`")
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Every name that a file defines, imports or assigns, attributes among them."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+    return names
+
+
+def stale_references(root: Path) -> list[str]:
+    """Names of ours in roles of docstrings (``:func:`name```) that the file, or the module that is named, has not."""
+    files = list(modules(root))
+    defined = {".".join(("seqtile", *file.with_suffix("").parts)).removesuffix(".__init__"): _defined(tree)
+               for file, tree in files}  # fmt: skip
+    found = []
+    for file, tree in files:
+        text, own = (root / file).read_text(encoding="utf-8"), _defined(tree)
+        for match in ROLE.finditer(text):
+            home, _, name = match[1].rpartition(".")
+            if home.partition(".")[0] == "seqtile":
+                owner = home if home in defined else home.rpartition(".")[0]  # of a method: its class's module
+                is_known = match[1] in defined or name in defined.get(owner, ())
+            else:
+                is_known = name in own if not home else home.partition(".")[0] in {*own, "torch"}
+            if not is_known:
+                found.append(f"{file}:{text.count(chr(10), 0, match.start()) + 1}: {match[1]}")
+    return found
+
+
 CHECKS: dict[Callable[[Path], list[str]], tuple[str, str]] = {
     wrong_imports: ("ops/bad.py", "def late():\n    from ..models import find\n"),
     prints: ("models/bad.py", "print('hello')\n"),
     shared_names: ("tiling/tiling.py", "x = 1\n"),
     shared_definitions: ("ops/bad.py", "class Recipe:\n    pass\n\n\nclass _Recipe:\n    pass\n"),
     stale_paths: ("train/bad.py", 'known = "/seqtile/ops/head" in "a path"\n'),
+    stale_references: ("ops/bad.py", '"""As :func:`gone`, :func:`kept` and :mod:`torch.nn`."""\n\ndef kept(): ...\n'),
     device_names: ("ops/bad.py", "import torch\n\ntorch.cuda.synchronize()\n"),
     machine_facts: ("train/bad.py", "import torch\n\ntorch.accelerator.memory_allocated()\n"),
     private_names: ("ops/bad.py", "import torch\n\ntorch._C\n"),

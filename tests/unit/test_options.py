@@ -104,6 +104,15 @@ from seqtile.integrations import ms_swift
 rest = ["--seqtile", '{"dummy": 5}']
 found["ms-swift"] = ms_swift.settings(SimpleNamespace(callbacks=[]), rest, None)["dummy"]
 
+sys.path.insert(0, sys.argv[3])
+import axolotl_standin, pytest
+
+axolotl_standin.install(pytest.MonkeyPatch())
+from seqtile.integrations import axolotl
+
+section = axolotl.SeqtileSettings(dummy=5).model_dump()
+found["axolotl"] = axolotl.apply_arguments({"seqtile": section})
+
 memory_plan.plan = plan
 main(["plan", "--model", "llama-8b", "--dummy", "7"])
 
@@ -120,14 +129,14 @@ print(json.dumps(found))
 def test_a_new_option_is_one_line() -> None:
     """The line is put into the source of ``seqtile.options``, in a fresh interpreter."""
     line = '    dummy: int = option(3, "A dummy")\n'
-    command = [sys.executable, "-c", ONE_MORE, str(SOURCE / "options.py"), line]
+    command = [sys.executable, "-c", ONE_MORE, str(SOURCE / "options.py"), line, str(Path(__file__).parents[1])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "train --help": True, "plan --help": True, "probe --help": True, "verify --help": False,
         "recipe": [5, 5, 6], "apply": 5, "resumed": True, "a plan of the recipe": 5, "request": 7, "step": 7,
         "the recipe of a plan": 7, "train": 9,
-        "ladder": [7, 7], "bench": [5, 5, 5, 5], "ms-swift": 5,
+        "ladder": [7, 7], "bench": [5, 5, 5, 5], "ms-swift": 5, "axolotl": {"dummy": 5},
         "refused": "recipe key 'dummy': got 'many'; "
         "input should be a valid integer, unable to parse string as an integer",
     }  # fmt: skip

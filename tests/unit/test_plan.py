@@ -30,6 +30,7 @@ from seqtile.planner.layer_structure import count_weights
 from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose_attention_saved
 from seqtile.planner.model_shapes import NAMED, read_config
 from seqtile.planner.names import STATE_BYTES
+from seqtile.planner.plan_plot import colours_of
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, on_device, on_host
 from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_optimizer
@@ -94,6 +95,13 @@ def test_the_command_answers_in_one_object(folder: Path, tmp_path: Path, capsys:
     assert sum(found["terms"]["host_gib"].values()) == pytest.approx(found["peak_host_gib"]["expected"])
     assert build_recipe(read_recipe(written), {"dataset": "rows.jsonl"})[0].max_length == 16384
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_leaves_no_term_out_but_those_that_nobody_would_see() -> None:
+    terms = {"weights": 4e9, "gradients": 1e6, "vision tower": 1e9, "generator's cache": 2e9, "rollouts": 5e8}
+    estimate: Any = SimpleNamespace(terms=terms, device=SimpleNamespace(expected=sum(terms.values())))
+    colours = colours_of([estimate])
+    assert colours.keys() == terms.keys() - {"gradients"} and len({*colours.values()}) == len(colours)
 
 
 def test_the_command_says_it_in_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,9 @@ import yaml
 import tiny_run
 from seqtile import UserError
 from seqtile.cli import main
+from seqtile.planner.names import ENGINES
 from seqtile.train import callbacks, launch, ranks
-from seqtile.train.recipe import ENGINES, build_recipe, resolve
+from seqtile.train.recipe import build_recipe, resolve
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -207,7 +207,7 @@ class Lane:
                 start += len(here)
 
 
-class Parked:
+class OffloadedTensor:
     """One tensor on the host, and how it comes back."""
 
     def __init__(self, owner: HostMemory, tensor: Tensor) -> None:
@@ -272,7 +272,7 @@ class HostMemory:
     def __init__(self, budget: int = 0, in_flight: int = IN_FLIGHT) -> None:
         self.budget, self.in_flight = budget, in_flight
         self.layer = 0
-        self._order: deque[weakref.ref[Parked]] = deque()
+        self._order: deque[weakref.ref[OffloadedTensor]] = deque()
         self._lanes: dict[torch.device, Lane] = {}
         self._checked = 0
 
@@ -306,17 +306,17 @@ class HostMemory:
             return lane.pool.make_room(nbytes)
         return not self.budget or self.parked_bytes + nbytes <= self.budget
 
-    def park(self, tensor: Tensor) -> Parked:
+    def park(self, tensor: Tensor) -> OffloadedTensor:
         """Begin to copy ``tensor``, which there is room for, to the host."""
         while self._order and self._order[-1]() is None:  # what an earlier step left behind
             self._order.pop()
         while self._order and self._order[0]() is None:
             self._order.popleft()
-        one = Parked(self, tensor)
+        one = OffloadedTensor(self, tensor)
         self._order.append(weakref.ref(one))
         return one
 
-    def before(self, one: Parked) -> list[Parked]:
+    def before(self, one: OffloadedTensor) -> list[OffloadedTensor]:
         """What the layers before ``one``'s have parked and not taken, as many of them as may be in flight with it."""
         parked = [other for ref in self._order if (other := ref()) is not None]
         return [

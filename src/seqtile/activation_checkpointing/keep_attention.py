@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from seqtile._compat import HOOKS_SEE_WHAT_IS_KEPT, SavedValue, saved_values, tree_iter
-from seqtile.activation_checkpointing.host_offload import HostMemory, Parked
+from seqtile.activation_checkpointing.host_offload import HostMemory, OffloadedTensor
 from seqtile.counting.watch import LettingCompile, name_of
 from seqtile.ops.attention.backends import refuse_wrong
 from seqtile.ops.attention.kernel_calls import Kept, is_attention, keeping, kept_now
@@ -99,7 +99,7 @@ class _Away:
 
     def __init__(self, host: HostMemory | None, mode: Any, kept: Kept) -> None:
         self.host, self.mode, self.kept = host, mode, kept
-        self.parked: list[tuple[SavedValue, Parked]] = []
+        self.parked: list[tuple[SavedValue, OffloadedTensor]] = []
         self.outputs: list[tuple[Any, list[Any]]] = []
 
     def park(self) -> None:
@@ -115,7 +115,7 @@ class _Away:
             self.outputs.append((done, away))
         self.kept.outputs.clear()
 
-    def _move(self, tensor: Tensor) -> Tensor | Parked:
+    def _move(self, tensor: Tensor) -> Tensor | OffloadedTensor:
         assert self.host is not None
         return self.host.park(tensor) if tensor.dim() > 2 and self.host.has_room(tensor) else tensor
 
@@ -123,7 +123,7 @@ class _Away:
         for saved, parked in self.parked:
             saved.put(parked.take())
         for done, away in self.outputs:
-            whole, *tensors = [one.take() if isinstance(one, Parked) else one for one in away]
+            whole, *tensors = [one.take() if isinstance(one, OffloadedTensor) else one for one in away]
             self.kept.outputs.append(replace(done, whole=whole, tensors=tensors))
         self.parked.clear()
         self.outputs.clear()

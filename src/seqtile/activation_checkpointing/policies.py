@@ -100,7 +100,6 @@ class Checkpointing(StandIn):
 
     def __init__(self, module: nn.Module, policy: str, offload: bool | int) -> None:
         super().__init__(module)
-        self.policy = policy
         self.offload = bool(offload)
         self.host = HostMemory(0 if isinstance(offload, bool) else offload) if offload else None
         self.attention = AttentionSaved(self.host) if policy == "attention-saved" else None

@@ -50,7 +50,7 @@ def show_plan(
         f"{request.gpus} x {device.name} ({device.memory / GIB:.1f} GiB), {request.engine}"
         + (f", on {request.nodes} nodes" if request.nodes > 1 else "")
     )
-    console.print(_table(planner, estimate))
+    console.print(_table(estimate))
     _print_verdict(console, planner, estimate, longest, limit, asked, better, by_split)
     if command := start_command(request, recipe_file):
         console.print(f"Start it on each node with: {command}")
@@ -67,7 +67,7 @@ def show_plan(
             console.print(f"{name}: {file}")
 
 
-def _table(planner: Planner, estimate: Estimate) -> Table:
+def _table(estimate: Estimate) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=f"{estimate.tokens:,} tokens a row, peak in the {estimate.peak_at}")
     table.title_justify = "left"
     table.add_column("GiB at the peak")

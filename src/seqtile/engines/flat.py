@@ -8,13 +8,13 @@ not named or not replaced would lose its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from seqtile._compat import PARAMETERS, base_of, is_flat_parameter, is_view
+from seqtile._compat import PARAMETERS, base_of, children_of, is_flat_parameter, is_view
 
 
 def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -50,6 +50,21 @@ def call_with_weights(module: nn.Module, weights: Mapping[str, Tensor], argument
     finally:
         for attributes, name, value in hidden:
             attributes[name] = value
+
+
+class ParameterSwap(nn.Module):
+    """Modules below a parent of their own, so that :func:`call_with_weights` replaces weights and runs no hook.
+
+    A weight's name begins with the number of its module, ``"0.weight"``. The parent is called with a function and its
+    arguments.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        children_of(self).update({str(number): module for number, module in enumerate(modules)})
+
+    def forward(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        return call(*arguments)
 
 
 def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

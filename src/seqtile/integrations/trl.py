@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from seqtile._compat import ONLINE_DPO_FORWARD
 from seqtile._errors import UserError
 from seqtile.models.apply import apply
-from seqtile.models.lm_loss.deferred_logits import LaterLogits
+from seqtile.models.lm_loss.deferred_logits import DeferredLogits
 from seqtile.models.lm_loss.tiled_loss import HeadOf, deferred_logits
 from seqtile.ops.lm_loss.divergence import linear_divergence
+from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.ops.lm_loss.token_logprobs import HeadInput
 
 
@@ -84,7 +85,7 @@ def generalized_jsd_loss(
     Raises:
         UserError: a reduction that is not one number, or a head that is more than its weight.
     """
-    if not (isinstance(student_logits, LaterLogits) and isinstance(teacher_logits, LaterLogits)):
+    if not (isinstance(student_logits, DeferredLogits) and isinstance(teacher_logits, DeferredLogits)):
         from trl.experimental.gkd import GKDTrainer
 
         return GKDTrainer.generalized_jsd_loss(  # type: ignore[no-any-return]
@@ -110,18 +111,18 @@ def generalized_jsd_loss(
     if num_items_in_batch is not None:
         divisor = num_items_in_batch
     elif reduction == "batchmean":
-        divisor = (labels != -100).sum().clamp(min=1)
+        divisor = (labels != IGNORED).sum().clamp(min=1)
     total = _plain_inside(student, of_student)
     return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
 
 
-def _head_of(logits: LaterLogits) -> HeadOf:
+def _head_of(logits: DeferredLogits) -> HeadOf:
     if not isinstance(logits.source, HeadOf) or logits.written is not None:
         raise UserError("expected deferred logits of a model with a tiled loss that nothing was written to")
     return logits.source
 
 
-def _plain_inside(logits: LaterLogits, compute: Callable[..., Tensor]) -> Tensor:
+def _plain_inside(logits: DeferredLogits, compute: Callable[..., Tensor]) -> Tensor:
     """Call ``compute(hidden, weight, bias)`` inside the head's module, where engines have gathered its weight."""
     head = _head_of(logits)
 

@@ -20,7 +20,6 @@ from seqtile._compat import (
     PARAMETRIZE,
     PER_SEQUENCE,
     PRE_HOOKS,
-    children_of,
     dispatch_mode_count,
     dispatch_modes,
     function_mode_count,
@@ -31,7 +30,7 @@ from seqtile._compat import (
 )
 from seqtile._log import first_rank_logger
 from seqtile._stand_in import ForwardStandIn
-from seqtile.engines.flat import call_with_weights, named_weights
+from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import unmark_leaf
 from seqtile.engines.zero12 import reduces_as_they_arrive
@@ -220,7 +219,7 @@ class Installed(ForwardStandIn):
         def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
             if not aliases:
                 return call(list(tiles))
-            return call_with_weights(Bare(parts), aliases, (call, list(tiles)))
+            return call_with_weights(ParameterSwap(parts), aliases, (call, list(tiles)))
 
         if any(one.is_nested for one in tensors):
             self._tell_untiled("it was called with a nested tensor, which has no rows to cut")
@@ -511,14 +510,3 @@ def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:
                     if word in PER_SEQUENCE:
                         return str(word)
     return ""
-
-
-class Bare(nn.Module):
-    """The parts of a block under one roof, so that a call replaces their weights and runs no hook."""
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        super().__init__()
-        children_of(self).update({str(number): part for number, part in enumerate(parts)})
-
-    def forward(self, call: Callable[[list[Tensor]], Any], tiles: list[Tensor]) -> Any:
-        return call(tiles)

@@ -27,10 +27,10 @@ def run_compiled(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
 
 
 def run_in_plain_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
-    """The twin of :func:`run_in_tiles`: the same tiles in the same order under plain autograd, nothing recomputed.
+    """The same tiles in the same order under plain autograd, nothing recomputed.
 
-    It draws the same random numbers in the forward, so it is what a recompute has to agree with. Costs the memory that
-    tiling saves.
+    The twin of :func:`seqtile.ops.tile_checkpoint.run_in_tiles`. It draws the same random numbers in the forward, so
+    it is what a recompute has to agree with. Costs the memory that tiling saves.
     """
     return _run_joined(run, tensors, Cuts(tensors, sizes))
 

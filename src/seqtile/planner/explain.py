@@ -14,7 +14,7 @@ from seqtile.options import DEFAULTS, WRITTEN
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.extrapolate import KEPT_TILES
 from seqtile.planner.grpo import Grpo
-from seqtile.planner.live_at_peaks import KEPT
+from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora
@@ -176,7 +176,7 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
     if options.loss:
         whole = 14 * planner.counts.vocabulary * planner.local(estimate.tokens) / 2**30
         lines.append(f"loss tiled: {setup.loss_tile:,} tokens of logits at a time; whole, they take {whole:,.0f} GiB.")
-    kept = terms.get("checkpointed hidden states", 0.0) / 2**30
+    kept = terms.get(CHECKPOINTS, 0.0) / 2**30
     if options.checkpoint is not None:
         place = "in flight, the rest on the host" if options.offload else "on the device"
         only = " only" if options.checkpoint == "full" else ""

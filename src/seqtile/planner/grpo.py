@@ -124,11 +124,12 @@ def policy_loss(model: Any, rollouts: Rollouts, batch: Mapping[str, Tensor]) -> 
     from torch.nn import functional as F
 
     from seqtile.models.lm_loss.tiled_loss import deferred_logits
+    from seqtile.ops.lm_loss.kept_tokens import IGNORED
     from seqtile.ops.lm_loss.policy import importance_ratios
 
     ids, mask = batch["ids"], batch["mask"]
-    labels = ids.masked_fill(mask == 0, -100)
-    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    labels = ids.masked_fill(mask == 0, IGNORED)
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     with deferred_logits(model):
         scores = model(input_ids=ids).logits.scores(targets, entropy=True)
     log_probs = scores.log_probs

@@ -1,8 +1,8 @@
 """The settings that a length needs, in one order: what costs the step least time first.
 
-:data:`LADDER` is that order. A plan goes down it until the length fits (:func:`choose`); a run that is out of memory
-goes on from where it stands (:func:`tighter`). What spends spare memory on speed (``keep``) is tried on the rung that
-fits.
+:data:`LADDER` is that order. A plan goes down it until the length fits (:func:`choose_rung`); a run that is out of
+memory goes on from where it stands (:func:`tighter`). What spends spare memory on speed (``keep``) is tried on the rung
+that fits.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ LADDER = (
 
 @dataclass(frozen=True)
 class Chosen:
-    """What :func:`choose` found.
+    """What :func:`choose_rung` found.
 
     Attributes:
         settings: the choice; tiles are numbers of tokens, but for a rule that is given and for ``tile="auto"`` where it

@@ -143,8 +143,8 @@ def label_phases(
 ) -> Iterator[_Labels]:
     """Name the parts of one step of ``model`` to ``live`` while the ``with`` lasts.
 
-    A block that shares its tile with a norm is not heard by itself, because hooks on either would part them: there
-    everything in its layer but the attention has one name.
+    A block that shares its tile with a norm gets no hooks, which would make the two run apart: there everything in
+    its layer but the attention has one name.
 
     Args:
         live: a running counter.

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from seqtile._errors import UserError
+from seqtile.planner.estimate import Estimate
+from seqtile.planner.extrapolate import KEPT_TILES
+from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS
 from seqtile.planner.memory_plan import Planner
+from seqtile.planner.phases import TOWER
+from seqtile.planner.sharding_terms import BUFFERS, CONTEXT
 
 GIB = 2**30
 COLOURS = {
-    "weights": "#30638e", "gradients": "#4f8fc0", "optimiser state": "#87b5d9", "engine buffers": "#b79ab5",
-    "context and allocator": "#bbbbbb", "checkpointed hidden states": "#edae49", "kept attention outputs": "#f3cf8b",
-    "kept gate and up": "#a3c9ad", "attention working set": "#d1495b",
-    "MLP tile": "#5f9e6e", "MLP": "#5f9e6e", "loss tile": "#8e6c8a", "logits and loss": "#8e6c8a",
-    "other activations": "#d8c9a5",
+    WEIGHTS: "#30638e", GRADIENTS: "#4f8fc0", OPTIMIZER: "#87b5d9", BUFFERS: "#b79ab5", CONTEXT: "#bbbbbb",
+    CHECKPOINTS: "#edae49", KEPT: "#f3cf8b", KEPT_TILES: "#a3c9ad", "attention working set": "#d1495b",
+    "working set of layers with a state": "#e58a75", "MLP tile": "#5f9e6e", "MLP": "#5f9e6e", "loss tile": "#8e6c8a",
+    "logits and loss": "#8e6c8a", TOWER: "#c08552", "other activations": "#d8c9a5",
 }  # fmt: skip
+OTHER_COLOURS = ("#6b7f82", "#8fa3a6", "#adbfc2", "#c9d6d8", "#dfe8ea")
+"""For terms that are in few plans, such as those of GRPO, in order."""
 
 
 def require_matplotlib() -> None:
@@ -33,11 +40,11 @@ def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
     lines = planner.lines(max(tokens, 2))
     lengths = [max(1, round(tokens * number / 40)) for number in range(1, 51)]
     found = [planner.estimate(length, lines) for length in lengths]
-    names = [name for name in COLOURS if any(one.terms.get(name, 0.0) > 0.002 * one.device.expected for one in found)]
+    colours = colours_of(found)
     figure = Figure(figsize=(5.6, 4.8), layout="constrained")
     axes = figure.subplots()
-    stacks = [[one.terms.get(name, 0.0) / GIB for one in found] for name in names]
-    axes.stackplot(lengths, stacks, labels=names, colors=[COLOURS[name] for name in names])
+    stacks = [[one.terms.get(name, 0.0) / GIB for one in found] for name in colours]
+    axes.stackplot(lengths, stacks, labels=[*colours], colors=[*colours.values()])
     axes.plot(
         lengths, [one.device.high / GIB for one in found], color="#222222", linestyle=":", linewidth=1.2, label="high"
     )
@@ -57,6 +64,16 @@ def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
     trains = "adapters" if request.lora else "every weight"
     axes.set_title(f"{request.model}, {trains}, {request.gpus} x {request.device.name}, {request.engine}", fontsize=10)
     figure.savefig(path, dpi=180)
+
+
+def colours_of(estimates: Sequence[Estimate]) -> dict[str, str]:
+    """A colour for each term of more than a five-hundredth of some estimate, in the order in which they are stacked."""
+    others = dict.fromkeys(name for one in estimates for name in one.terms if name not in COLOURS)
+    colours = COLOURS | {name: OTHER_COLOURS[number % len(OTHER_COLOURS)] for number, name in enumerate(others)}
+    return {
+        name: colour for name, colour in colours.items()
+        if any(one.terms.get(name, 0.0) > 0.002 * one.device.expected for one in estimates)
+    }  # fmt: skip
 
 
 def _step(top: int) -> int:

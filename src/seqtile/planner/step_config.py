@@ -38,7 +38,7 @@ class Setup:
         dtype: of the weights.
         autocast: products in bf16 while the weights stay what they are.
         options: what :func:`seqtile.apply` is told; ``checkpoint`` is non-reentrant, and None is no checkpoints.
-            Resolved for a length (:func:`seqtile.planner.tile_choice.resolve`), its tiles are numbers of tokens.
+            Resolved for a length (:func:`seqtile.planner.tile_choice.resolve_tiles`), its tiles are numbers of tokens.
         lora: adapters on a frozen model; None trains every weight.
         optimizer: one of :data:`OPTIMIZERS`.
         attention: ``"flash"``, the shapes of FlashAttention, or Transformers' name of an attention function.

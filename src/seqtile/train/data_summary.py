@@ -114,12 +114,14 @@ def _trained(prepared: Dataset) -> int:
     import numpy
     from pyarrow import compute
 
+    from seqtile.ops.lm_loss.kept_tokens import IGNORED
+
     count = 0
     packed = "seq_lengths" in prepared.column_names
     for table in _tables(prepared, ["labels", *(["seq_lengths"] if packed else [])]):
         labels = table["labels"].combine_chunks()
         lengths = table["seq_lengths"].combine_chunks().flatten() if packed else compute.list_value_length(labels)
-        flat = labels.flatten().to_numpy(zero_copy_only=False) != -100
+        flat = labels.flatten().to_numpy(zero_copy_only=False) != IGNORED
         lengths = lengths.to_numpy(zero_copy_only=False)
         starts = numpy.cumsum(lengths) - lengths
         count += int(flat.sum() - flat[starts[lengths > 0]].sum())

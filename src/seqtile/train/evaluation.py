@@ -16,9 +16,7 @@ import torch
 from seqtile._compat import attention_kind
 from seqtile._errors import RunError
 from seqtile.models.attention.headwise import ulysses_around
-
-IGNORED = -100
-"""The label of a token that does not count."""
+from seqtile.ops.lm_loss.kept_tokens import IGNORED
 
 
 class Evaluated:

@@ -45,8 +45,6 @@ RECIPE_FILE = "recipe.yaml"
 TRL_LOSS_TILE = 4096
 """Tokens per tile of the trainer's own head."""
 
-ENGINES = ("single", "ddp", "fsdp2", "zero2", "zero3")
-
 NAMED_TRAINER_KEYS = {
     "output_dir": "output",
     "max_steps": "steps",
@@ -162,7 +160,7 @@ def options_of_keys(keys: Any) -> TilingOptions:
 
 
 def keys_of(options: TilingOptions) -> dict[str, Any]:
-    """The keys and values that :func:`options_of` gives ``options`` for."""
+    """The keys and values that :func:`options_of_keys` gives ``options`` for."""
     found: dict[str, Any] = {"tiled_mlp": options.tiled}
     for name, how in WRITTEN.items():
         value = getattr(options, name)

@@ -390,13 +390,13 @@ def _is_of_template(error: Exception) -> bool:
     )
 
 
-def _all_done(trainer: Any, checkpoint: Path, output: Path) -> bool:
+def _all_done(trainer: Any, resume_from: Path, output: Path) -> bool:
     """Whether no step is left to train and only the model is to be saved; refuses a run that is complete."""
     import json
 
     from seqtile.train.checkpoint_files import TRAINER_STATE, why_not_whole
 
-    state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
+    state = json.loads((resume_from / TRAINER_STATE).read_text(encoding="utf-8"))
     steps = trainer.args.max_steps if trainer.args.max_steps > 0 else state["max_steps"]
     if state["global_step"] < steps:
         return False
@@ -411,7 +411,7 @@ def _run(
     output: Path,
     trainer: Any,
     tiling: Report | None,
-    checkpoint: Path | None,
+    resume_from: Path | None,
     callbacks: Sequence[TrainerCallback],
     display: Display,
 ) -> Outcome:
@@ -432,7 +432,7 @@ def _run(
     failed: Exception | None = None
     with stop.listening():
         try:
-            trainer.train_all(checkpoint)
+            trainer.train_all(resume_from)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -18,6 +18,7 @@ from trl import SFTTrainer  # type: ignore[attr-defined]
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
 from seqtile.models.runs import what_ran
+from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.planner.phases import causal_model
 from seqtile.train.checkpoint_files import (
     FSDP_SHARDS,
@@ -48,9 +49,11 @@ SHOWN_SEQUENCES = 4
 class _SplitLoss(transformers.Trainer):
     """Under Ulysses every token of a step weighs the same, whichever row, rank and micro-batch it is in.
 
-    Transformers averages each row's tokens, and then the rows (``deepspeed_sp_compute_loss``, 5.23). It also gathers
-    the ranks' losses by an operation whose backward, with gloo, fails where a group does not begin at rank 0 (torch
-    2.13). TRL's trainer comes before this class and asks it for the loss of its fused head.
+    Transformers averages each row's tokens, and then the rows (``deepspeed_sp_compute_loss``):
+    https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/deepspeed.py
+    It also gathers the ranks' losses by an operation whose backward, with gloo, fails where a group does not begin at
+    rank 0: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/nn/functional.py (``_AllGather``).
+    TRL's trainer comes before this class and asks it for the loss of its fused head.
     """
 
     @property
@@ -62,7 +65,7 @@ class _SplitLoss(transformers.Trainer):
         batches, count = super().get_batch_samples(*args, **kwargs)
         if self._splits_rows and batches:
             # Of all ranks, each of which has counted its own part; Transformers takes the parts for whole rows.
-            mine = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
+            mine = torch.stack([(batch["shift_labels"] != IGNORED).sum() for batch in batches]).sum()
             count = self.accelerator.gather(mine.to(self.args.device)).sum()
         return batches, count
 
@@ -216,13 +219,13 @@ class Trainer(SFTTrainer, _SplitLoss):
         with _refused(f"schedule {name!r}", "--lr-scheduler-type or trainer.lr_scheduler_kwargs"):
             return super().create_scheduler(*args, **kwargs)
 
-    def train_all(self, checkpoint: Path | None) -> None:
-        """Train, from ``checkpoint`` on if there is one."""
-        self.loaded = checkpoint is not None
-        if checkpoint is not None:
-            self._save_in_shards((checkpoint / FSDP_SHARDS).is_dir())
+    def train_all(self, resume_from: Path | None) -> None:
+        """Train, from ``resume_from`` on if there is one."""
+        self.loaded = resume_from is not None
+        if resume_from is not None:
+            self._save_in_shards((resume_from / FSDP_SHARDS).is_dir())
         with suppress(_NothingToTrain):
-            self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            self.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
             if self.state.global_step == 0:
                 raise UserError(
                     "no step was trained: no token of any row counts in the loss; give rows with more text, or a "

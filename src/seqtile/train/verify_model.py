@@ -54,7 +54,7 @@ def check(recipe: Recipe, worker: str) -> VerifyResult:
         raise UserError(f"got --nproc {recipe.nproc} without --engine; give --engine ddp, fsdp2, zero2 or zero3")
     model = build_model(recipe)
     result = verify(model, build_batch(recipe, model), tile=recipe.options.tile, seed=recipe.seed)
-    refuse_whole(result, recipe)
+    refuse_whole(result)
     return result
 
 
@@ -83,11 +83,11 @@ def check_rank(recipe: Recipe) -> VerifyResult:
         result = verify_under(recipe.engine, model, batch, tile=recipe.options.tile, seed=recipe.seed)
     finally:
         leave()
-    refuse_whole(result, recipe)
+    refuse_whole(result)
     return result
 
 
-def refuse_whole(result: VerifyResult, recipe: Recipe) -> None:
+def refuse_whole(result: VerifyResult) -> None:
     """Raise where no block was cut."""
     if not result.cut:
         raise UserError(

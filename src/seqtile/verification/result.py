@@ -76,7 +76,7 @@ class Run:
 
 @dataclass(frozen=True, repr=False)
 class VerifyResult(PrintsAsSentence):
-    """What :func:`verify` found; ``str(result)`` is one line.
+    """What :func:`seqtile.verify` found; ``str(result)`` is one line.
 
     Attributes:
         ok: every gradient and the loss are within what is allowed, and the blocks were cut.

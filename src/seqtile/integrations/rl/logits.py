@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seqtile._errors import expect_tensors
-from seqtile.models.lm_loss.deferred_logits import LaterLogits
-from seqtile.ops.lm_loss.kept_tokens import KeptTokens
+from seqtile.models.lm_loss.deferred_logits import DeferredLogits
+from seqtile.ops.lm_loss.kept_tokens import IGNORED, KeptTokens
 from seqtile.ops.lm_loss.logits_tile import LogitScaling
 from seqtile.ops.lm_loss.token_logprobs import HeadInput, TokenScores, token_logprobs
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def logits_of(
     source: HeadInput, *, vocabulary_group: dist.ProcessGroup | None = None, tile: int | str = "auto"
-) -> LaterLogits:
+) -> DeferredLogits:
     """Deferred logits ``[..., V]`` of ``source.hidden`` ``[..., D]``: to be scaled, sliced and scored, never made.
 
     Args:
@@ -34,7 +34,7 @@ def logits_of(
         return F.linear(hidden, source.weight, source.bias)
 
     scaling = source.scaling
-    made = LaterLogits(
+    made = DeferredLogits(
         source.hidden, source.weight.shape[0], make, source=_Plain(source, vocabulary_group, tile)
     )  # fmt: skip
     if scaling != LogitScaling():
@@ -49,7 +49,7 @@ class _Plain:
     group: Any
     tile: int | str
 
-    def scores(self, logits: LaterLogits, targets: Tensor, temperature: float, **wanted: Any) -> TokenScores:
+    def scores(self, logits: DeferredLogits, targets: Tensor, temperature: float, **wanted: Any) -> TokenScores:
         return token_logprobs(
             logits.hidden, self.source.weight, targets, bias=self.source.bias, scaling=logits.scaling,
             temperature=temperature, tile=self.tile, vocabulary_group=self.group, **wanted,
@@ -57,7 +57,7 @@ class _Plain:
 
 
 def scores_of(
-    logits: Tensor | LaterLogits, targets: Tensor, temperature: float = 1.0, entropy: bool = False
+    logits: Tensor | DeferredLogits, targets: Tensor, temperature: float = 1.0, entropy: bool = False
 ) -> TokenScores:
     """Log-probabilities, and entropies, of deferred logits in tiles and of real ones as they are, ``[...]``.
 
@@ -65,7 +65,7 @@ def scores_of(
         ValueError: shapes that do not fit, targets outside the vocabulary, or a temperature that is not above 0.
     """
     LogitScaling(temperature=temperature)  # refuses what is not above 0
-    if isinstance(logits, LaterLogits):
+    if isinstance(logits, DeferredLogits):
         if logits.written is None:
             return logits.scores(targets, temperature=temperature, entropy=entropy)
         logits = logits.written
@@ -74,8 +74,8 @@ def scores_of(
         raise ValueError(
             f"targets have shape {tuple(targets.shape)}, expected one per token, {tuple(logits.shape[:-1])}"
         )
-    KeptTokens.of(targets.reshape(-1).to(logits.device), -100, logits.shape[-1])  # refuses targets outside
-    kept = targets != -100
+    KeptTokens.of(targets.reshape(-1).to(logits.device), IGNORED, logits.shape[-1])  # refuses targets outside
+    kept = targets != IGNORED
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_p = wide.log_softmax(-1)
     log_probs = log_p.gather(-1, torch.where(kept, targets, 0).long().unsqueeze(-1)).squeeze(-1)
@@ -83,7 +83,7 @@ def scores_of(
     return TokenScores(torch.where(kept, log_probs, 0), entropies)
 
 
-def entropy_of(logits: Tensor | LaterLogits) -> Tensor:
+def entropy_of(logits: Tensor | DeferredLogits) -> Tensor:
     """Entropy of each position, ``[...]``, whatever the target."""
     targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     found = scores_of(logits, targets, entropy=True).entropy

@@ -9,14 +9,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from seqtile.integrations.rl.logits import entropy_of, scores_of
-from seqtile.models.lm_loss.deferred_logits import LaterLogits
+from seqtile.models.lm_loss.deferred_logits import DeferredLogits
 
 
-def log_probs_from_logits(logits: Tensor | LaterLogits, labels: Tensor, temperature: float = 1.0) -> Tensor:
+def log_probs_from_logits(logits: Tensor | DeferredLogits, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probability of each label, ``[batch, length]``."""
     return scores_of(logits, labels, temperature).log_probs
 
 
-def compute_entropy(logits: Tensor | LaterLogits) -> Tensor:
+def compute_entropy(logits: Tensor | DeferredLogits) -> Tensor:
     """Entropy of each position, ``[batch, length]``."""
     return entropy_of(logits)

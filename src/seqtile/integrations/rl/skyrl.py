@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from seqtile.integrations.rl.logits import entropy_of, scores_of
-from seqtile.models.lm_loss.deferred_logits import LaterLogits
+from seqtile.models.lm_loss.deferred_logits import DeferredLogits
 
 
-def logprobs_from_logits(logits: Tensor | LaterLogits, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+def logprobs_from_logits(logits: Tensor | DeferredLogits, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """Log-probability of each label, ``[batch, length]``; ``inplace_backward`` is a setting of another kernel's."""
     return scores_of(logits, labels).log_probs
 
 
 def chunked_entropy_from_logits(
-    logits: Tensor | LaterLogits, requires_grad: bool = False, attention_mask: Tensor | None = None,
+    logits: Tensor | DeferredLogits, requires_grad: bool = False, attention_mask: Tensor | None = None,
     chunk_size: int = 1024,
 ) -> Tensor:  # fmt: skip
     """Entropy of each position, ``[batch, length]``, 0 where ``attention_mask`` is; ``chunk_size`` is not looked at."""

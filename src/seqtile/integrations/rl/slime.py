@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from seqtile.integrations.rl.logits import scores_of
-from seqtile.models.lm_loss.deferred_logits import LaterLogits
+from seqtile.models.lm_loss.deferred_logits import DeferredLogits
 
 
 def calculate_log_probs_and_entropy(
-    logits: LaterLogits, tokens: Tensor, tp_group: Any, with_entropy: bool = False, chunk_size: int = -1,
+    logits: DeferredLogits, tokens: Tensor, tp_group: Any, with_entropy: bool = False, chunk_size: int = -1,
     log_prob_keep_mask: Tensor | None = None, with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Log-probabilities ``[T, 1]`` and entropies ``[T]`` (or None) of deferred logits ``[T, V]``.
@@ -26,7 +26,7 @@ def calculate_log_probs_and_entropy(
     Raises:
         ValueError: real logits, of which nothing can be saved any more; or the mask of a replayed nucleus.
     """
-    if not isinstance(logits, LaterLogits):
+    if not isinstance(logits, DeferredLogits):
         raise ValueError(
             f"got real logits of shape {tuple(logits.shape)}, expected deferred ones; return "
             "seqtile.integrations.rl.logits.logits_of(...) from the output layer"

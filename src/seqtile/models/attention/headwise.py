@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from seqtile._compat import attention_kind
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.engines.flat import call_with_weights
+from seqtile.engines.flat import ParameterSwap, call_with_weights
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.models.discover.attention_modules import (
@@ -164,8 +164,8 @@ class HeadWise(Installed):
                     )
                 return output, view.beside
 
-            aliases = {f"part.{name}": weight for name, weight in zip(names, weights, strict=True)}
-            return call_with_weights(_Roof(module), aliases, (call,)) if aliases else call()
+            aliases = {f"0.{name}": weight for name, weight in zip(names, weights, strict=True)}
+            return call_with_weights(ParameterSwap((module,)), aliases, (call,)) if aliases else call()
 
         groups = Groups(between, cuts, 2, 2, Autocast.of(x), _draws(module))
         weights = self._weights(x, norm, tuple(others.values()))
@@ -199,17 +199,6 @@ class HeadWise(Installed):
         news = f"its projections run as modules, beside two more hidden states: {why}"
         if self.is_news(news):
             logger.warning("%s: %s", self.heads.name, news)
-
-
-class _Roof(nn.Module):
-    """The attention under a name of its own, so that a call replaces weights and runs no hook."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self._modules["part"] = part
-
-    def forward(self, call: Callable[[], Any]) -> Any:
-        return call()
 
 
 def _draws(module: nn.Module) -> bool:

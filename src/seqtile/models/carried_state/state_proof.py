@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from seqtile._compat import FakeTensor, tree_leaves
-from seqtile.engines.flat import call_with_weights, named_weights
+from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.models.carried_state.state_cache import CACHES, CarriedState, cache_argument
 from seqtile.models.carried_state.tile_call import TileCall, forward_of, in_tiles
-from seqtile.models.instance import Bare, inside
+from seqtile.models.instance import inside
 from seqtile.ops.grad_accumulator import LOW
 from seqtile.ops.rng import Autocast
 from seqtile.ops.tile_checkpoint import State
@@ -180,7 +180,7 @@ class _Trial:
     def _with_weights(self, run: Callable[[], Any]) -> Any:
         named = {f"0.{name}": weight for name, weight in self.weights.items()}
         with inside():
-            return call_with_weights(Bare((self.module,)), named, (lambda _: run(), []))
+            return call_with_weights(ParameterSwap((self.module,)), named, (run,))
 
     def call(self, x: Tensor, padded: bool = False) -> TileCall:
         """The call that is cut."""

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqtile._compat import tree_flatten, tree_unflatten
-from seqtile.engines.flat import call_with_weights
+from seqtile.engines.flat import ParameterSwap, call_with_weights
 from seqtile.models.carried_state.state_cache import CarriedState, Key
-from seqtile.models.instance import Bare, inside
+from seqtile.models.instance import inside
 from seqtile.models.layer import view_of
 from seqtile.ops.tile_checkpoint import State, Weights, run_with_state
 from seqtile.tiling import StateTiles
@@ -160,7 +160,7 @@ def in_tiles(module: nn.Module, call: TileCall, tensors: Sequence[Tensor], cuts:
         cuts: where.
         weights: its live weights by name.
     """
-    roof = Bare((module,))
+    below_parent = ParameterSwap((module,))
 
     def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: State) -> tuple[Any, State]:
         one = partial(call.run, module, state=state)
@@ -168,7 +168,7 @@ def in_tiles(module: nn.Module, call: TileCall, tensors: Sequence[Tensor], cuts:
             if not aliases:
                 return one(tiles)
             named = {f"0.{name}": alias for name, alias in aliases.items()}
-            result: tuple[Any, State] = call_with_weights(roof, named, (one, tiles))
+            result: tuple[Any, State] = call_with_weights(below_parent, named, (one, tiles))
             return result
 
     return run_with_state(run, tensors, cuts.sizes, cuts.begins, weights)

@@ -27,7 +27,7 @@ from seqtile._compat import (
     parameters_of,
 )
 from seqtile.devices import one_thread
-from seqtile.engines.flat import call_with_weights, named_weights
+from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
 from seqtile.models.discover.candidates import LayerTraces, Left, is_per_row
 from seqtile.models.discover.decoder_layers import ATTENTION, kind_of, looks_like_attention
@@ -304,7 +304,8 @@ def _compare_at(module: nn.Module, shape: HeadShape, rotary: int, tokens: int) -
                 view = View(bare, shape, cut, mine, traced=True)
                 return view, view.run(hidden_states, (), words)
 
-            view, output = call_with_weights(_Calling(bare), {f"part.{n}": w for n, w in weights.items()}, (call,))
+            named = {f"0.{name}": weight for name, weight in weights.items()}
+            view, output = call_with_weights(ParameterSwap((bare,)), named, (call,))
             if not view.is_plain:
                 return "its forward does more with its input or its output than the four projections"
             cut.of(whole, -1).copy_(output.detach())
@@ -317,15 +318,6 @@ def _compare_at(module: nn.Module, shape: HeadShape, rotary: int, tokens: int) -
         if not torch.allclose(one, other, rtol=1e-4, atol=1e-4 * float(one.abs().max()) + 1e-9):
             return "its heads are not independent: one group at a time gave other numbers"
     return ""
-
-
-class _Calling(nn.Module):
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, call: Any) -> Any:
-        return call()
 
 
 def _bare(module: nn.Module) -> nn.Module:

@@ -182,9 +182,9 @@ def _candidates(parts: Mapping[str, Any], hidden: int, graph: Graph, mentioned: 
     if len(linears) not in (2, 3):
         yield f"{len(linears)} linear layers where 2 or 3 were expected"
         return
-    heard = [name for name, part in parts.items() if isinstance(part, nn.Module) and has_hooks(part)]
-    if heard:
-        yield f"{heard[0]} has hooks"
+    hooked = [name for name, part in parts.items() if isinstance(part, nn.Module) and has_hooks(part)]
+    if hooked:
+        yield f"{hooked[0]} has hooks"
         return
     firsts = list[tuple[str, list[str], bool]]()  # (down, the others, whether gate and up are one), by their widths
     for down, (inner, out) in reversed(linears.items()):

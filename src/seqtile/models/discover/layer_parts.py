@@ -186,7 +186,7 @@ class _LayerRun(TorchFunctionMode):
                 own[name] = value.copy()
         return view
 
-    def stand_in(self, name: str, width: int | None = None) -> Callable[..., Any]:
+    def stand_in(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **words: Any) -> Any:
             given = list(_tensors((words.get("hidden_states"), *args, *words.values())))
             if not given:
@@ -519,10 +519,10 @@ def _closing(layer: nn.Module, steps: LayerSteps, members: list[LayerCall], near
 
 def pair(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:
     """An MLP in two children of the layer (BERT): ``h = first(x)``, ``second(h, other)``."""
-    return _agreed(_pair(layer, one, widths) for one in steps.modes)
+    return _agreed(_pair(one, widths) for one in steps.modes)
 
 
-def _pair(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:
+def _pair(steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:
     for name, (wide, inner) in widths.items():
         call = steps.call_of(name)
         second = steps.reader(call) if call is not None else None

@@ -20,11 +20,11 @@ from seqtile.ops.lm_loss.token_logprobs import TokenScores
 class ScoreSource(Protocol):
     """The head behind logits that are not there yet."""
 
-    def scores(self, logits: LaterLogits, targets: Tensor, temperature: float, **wanted: Any) -> TokenScores:
+    def scores(self, logits: DeferredLogits, targets: Tensor, temperature: float, **wanted: Any) -> TokenScores:
         """What :func:`seqtile.token_logprobs` finds."""
 
 
-class LaterLogits:
+class DeferredLogits:
     """Stands for ``scaling(head(hidden))``.
 
     Args:
@@ -94,11 +94,11 @@ class LaterLogits:
 
     def _with(
         self, before: float, after: float | None, hidden: Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> LaterLogits:
+    ) -> DeferredLogits:
         rows = self.hidden if hidden is None else hidden
-        return LaterLogits(rows, self.vocabulary, self._make, before, after, self.source, dtype or self._dtype)
+        return DeferredLogits(rows, self.vocabulary, self._make, before, after, self.source, dtype or self._dtype)
 
-    def _of(self, hidden: Tensor, dtype: torch.dtype | None = None) -> LaterLogits:
+    def _of(self, hidden: Tensor, dtype: torch.dtype | None = None) -> DeferredLogits:
         """These logits for other tokens, or with another dtype to report."""
         return self._with(self.before, self.after, hidden, dtype)
 
@@ -120,20 +120,20 @@ class LaterLogits:
     def div_(self, divisor: Any) -> Any:
         """In place, as a statement: by a number it is written down too."""
         scaled = self / divisor
-        if isinstance(scaled, LaterLogits):
+        if isinstance(scaled, DeferredLogits):
             self.before, self.after = scaled.before, scaled.after
         else:
             self.written = scaled
         return self
 
-    def float(self) -> LaterLogits:
+    def float(self) -> DeferredLogits:
         """The loss is computed in fp32 in any case."""
         return self.to(torch.float32)
 
-    def contiguous(self, *_: Any, **__: Any) -> LaterLogits:
+    def contiguous(self, *_: Any, **__: Any) -> DeferredLogits:
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> LaterLogits:
+    def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
         asked = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
         return self._of(self.hidden, asked[0]) if asked and self.written is None else self
 
@@ -149,12 +149,12 @@ class LaterLogits:
         last = dim in (-1, self.hidden.dim() - 1)
         if self.source is None or self.written is not None or not last or dtype not in (None, torch.float32):
             return self.real("log_softmax").log_softmax(dim, dtype=dtype)
-        return LaterLogProbs(self)
+        return DeferredLogProbs(self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = args[0] if args else None
-        if isinstance(first, LaterLogits) and not kwargs:
+        if isinstance(first, DeferredLogits) and not kwargs:
             if func is torch.tanh:
                 return first.tanh()
             if func in (torch.log_softmax, F.log_softmax) and len(args) == 2:
@@ -162,8 +162,8 @@ class LaterLogits:
             if func in (torch.mul, torch.div, torch.true_divide) and len(args) == 2:
                 return first * args[1] if func is torch.mul else first / args[1]
         why = getattr(func, "__name__", str(func))
-        real = [one.real(why) if isinstance(one, LaterLogits) else one for one in args]
-        named = {k: v.real(why) if isinstance(v, LaterLogits) else v for k, v in (kwargs or {}).items()}
+        real = [one.real(why) if isinstance(one, DeferredLogits) else one for one in args]
+        named = {k: v.real(why) if isinstance(v, DeferredLogits) else v for k, v in (kwargs or {}).items()}
         return func(*real, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -198,10 +198,10 @@ class LaterLogits:
         return -self.real("negated")
 
 
-class LaterLogProbs:
+class DeferredLogProbs:
     """``log_softmax`` of logits that are not there yet, for whoever gathers some tokens' of it."""
 
-    def __init__(self, logits: LaterLogits) -> None:
+    def __init__(self, logits: DeferredLogits) -> None:
         self.logits = logits
 
     @property
@@ -226,15 +226,15 @@ class LaterLogProbs:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.gather, torch.take_along_dim) and args and isinstance(args[0], LaterLogProbs):
+        if func in (torch.gather, torch.take_along_dim) and args and isinstance(args[0], DeferredLogProbs):
             rest = dict(zip(("dim", "index") if func is torch.gather else ("indices", "dim"), args[1:], strict=False))
             rest |= kwargs
             index = rest.pop("index", rest.pop("indices", None))
             if rest.keys() == {"dim"} and index is not None:
                 return args[0].gather(rest["dim"], index)
         why = getattr(func, "__name__", str(func))
-        real = [one.real(why) if isinstance(one, LaterLogProbs) else one for one in args]
-        return func(*real, **{k: v.real(why) if isinstance(v, LaterLogProbs) else v for k, v in kwargs.items()})
+        real = [one.real(why) if isinstance(one, DeferredLogProbs) else one for one in args]
+        return func(*real, **{k: v.real(why) if isinstance(v, DeferredLogProbs) else v for k, v in kwargs.items()})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -242,7 +242,7 @@ class LaterLogProbs:
         return getattr(self.real(name), name)
 
 
-class LaterHead(nn.Module):
+class DeferredHead(nn.Module):
     """Takes the head's place while the model's forward runs."""
 
     def __init__(
@@ -251,8 +251,8 @@ class LaterHead(nn.Module):
         super().__init__()
         self.__dict__.update(_head=head, _make=make, _source=source)  # not submodules: they are not ours
 
-    def forward(self, hidden: Tensor) -> LaterLogits:
-        return LaterLogits(hidden, head_width(self._head), self._make, source=self._source)
+    def forward(self, hidden: Tensor) -> DeferredLogits:
+        return DeferredLogits(hidden, head_width(self._head), self._make, source=self._source)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_head"], name)  # its weight, for a model that looks

@@ -1,6 +1,6 @@
 """The loss of a causal language model over tiles of tokens: ``model(input_ids, labels=labels)`` without logits.
 
-The model's own forward runs. For its length the head is replaced by one that returns :class:`LaterLogits`, and the
+The model's own forward runs. For its length the head is replaced by one that returns :class:`DeferredLogits`, and the
 loss function by one that computes the loss from them: so scales, soft-caps, auxiliary losses and whatever a model's
 forward does besides stay its own. The head's real module is then called once, hooks and all, around the whole tile
 loop: engines gather its weight there, once per step.
@@ -23,11 +23,10 @@ from seqtile._compat import HOOKED_FORWARD, LOSS_FUNCTION, OUTPUT_HOOKS, childre
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile._stand_in import ForwardStandIn
-from seqtile.engines.flat import call_with_weights, named_weights
+from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import mark_leaf, unmark_leaf
-from seqtile.models.instance import Bare
-from seqtile.models.lm_loss.deferred_logits import LaterHead, LaterLogits, head_width
+from seqtile.models.lm_loss.deferred_logits import DeferredHead, DeferredLogits, head_width
 from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
 from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective
 from seqtile.ops.lm_loss.module_head import module_cross_entropy, module_logprobs
@@ -224,9 +223,9 @@ class TiledLoss(ForwardStandIn):
         if keep_logits:
             return output
         if isinstance(output, tuple):
-            return tuple(value for value in output if not isinstance(value, LaterLogits))
+            return tuple(value for value in output if not isinstance(value, DeferredLogits))
         if is_dataclass(output):
-            later = [f.name for f in fields(output) if isinstance(getattr(output, f.name), LaterLogits)]
+            later = [f.name for f in fields(output) if isinstance(getattr(output, f.name), DeferredLogits)]
             return replace(output, **dict.fromkeys(later))  # type: ignore[type-var]
         return output
 
@@ -246,9 +245,9 @@ class TiledLoss(ForwardStandIn):
             logits: Any, labels: Any, vocab_size: Any = None, num_items_in_batch: Any = None, ignore_index: int = -100,
             shift_labels: Any = None, **rest: Any,
         ) -> Tensor:  # fmt: skip
-            if isinstance(logits, LaterLogits) and logits.written is not None:
+            if isinstance(logits, DeferredLogits) and logits.written is not None:
                 logits = logits.written
-            if not isinstance(logits, LaterLogits):
+            if not isinstance(logits, DeferredLogits):
                 return former(  # type: ignore[no-any-return]
                     logits, labels, vocab_size, num_items_in_batch=num_items_in_batch, ignore_index=ignore_index,
                     shift_labels=shift_labels, **rest,
@@ -261,7 +260,7 @@ class TiledLoss(ForwardStandIn):
             return compute(head, logits, targets.to(logits.device), num_items_in_batch, ignore_index)
 
         had = model.__dict__.get(LOSS_FUNCTION, _NOTHING)
-        children_of(parent)[attribute] = LaterHead(head, make, HeadOf(self, head))
+        children_of(parent)[attribute] = DeferredHead(head, make, HeadOf(self, head))
         model.__dict__[LOSS_FUNCTION] = loss
         try:
             yield
@@ -272,7 +271,7 @@ class TiledLoss(ForwardStandIn):
             else:
                 model.__dict__[LOSS_FUNCTION] = had
 
-    def _loss(self, head: nn.Module, later: LaterLogits, targets: Tensor, count: Any, ignore_index: int) -> Tensor:
+    def _loss(self, head: nn.Module, later: DeferredLogits, targets: Tensor, count: Any, ignore_index: int) -> Tensor:
         rule, scaling = self.rule, later.scaling
 
         def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -339,7 +338,7 @@ class TiledLoss(ForwardStandIn):
                 return {f"0.{name}": weight for name, weight in named_weights(head) if weight.requires_grad}
 
             def call(tile: Tensor, aliases: Mapping[str, Tensor]) -> Tensor:
-                return call_with_weights(Bare([head]), aliases, (lambda tiles: own(tiles[0]), [tile]))  # type: ignore[no-any-return]
+                return call_with_weights(ParameterSwap([head]), aliases, (own, tile))  # type: ignore[no-any-return]
 
             return module(rows, call, weights, partial(self._sizes, rows, head))
 
@@ -366,7 +365,7 @@ class HeadOf:
     def __init__(self, installed: TiledLoss, head: nn.Module) -> None:
         self.installed, self.head = installed, head
 
-    def scores(self, logits: LaterLogits, targets: Tensor, temperature: float, **wanted: Any) -> TokenScores:
+    def scores(self, logits: DeferredLogits, targets: Tensor, temperature: float, **wanted: Any) -> TokenScores:
         scaling = logits.scaling
         asked = LogitScaling(scaling.scale, scaling.softcap, scaling.temperature * temperature)
         ignore_index = wanted.pop("ignore_index", -100)

@@ -169,7 +169,7 @@ def in_groups(parts: Sequence[Tensor], weights: Sequence[Tensor], groups: Groups
     """``groups.between`` on queries, keys and values that are there already, one pass after another.
 
     For projections that run as modules, and for heads that other ranks have sent. Costs their gradients beside them,
-    which :func:`head_wise` does not.
+    which :func:`seqtile.ops.attention.head_groups.head_wise` does not.
 
     Args:
         parts: queries, keys and values.

@@ -49,7 +49,7 @@ class Recorded:
 
     Attributes:
         calls: for each kernel the form of its results and the results themselves; a number in place of a tensor is its
-            position among the tensors, a :class:`Place` its place in the output.
+            position among the tensors, an :class:`OutputAlias` its place in the output.
     """
 
     calls: tuple[tuple[TreeSpec, tuple[Any, ...]], ...]

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from seqtile._compat import FakeTensor
 
+IGNORED = -100
+"""The label of a token that does not count, as PyTorch and Transformers write it."""
+
 
 @dataclass(frozen=True)
 class Condition:
