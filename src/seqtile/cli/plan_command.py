@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import re
 import sys
@@ -20,11 +21,29 @@ if TYPE_CHECKING:
     from seqtile.planner.step_config import Lora
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No search for reference cycles meanwhile, nor when the process ends.
+
+    Imports make a million objects, which it looks through again and again: two seconds of a plan's six.
+    """
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 @takes_options(
     "plan",
     defaults={"loss": "tiled", "checkpoint": "auto"},
     more={"tile": ", or none", "checkpoint": "; auto: what fits", "loss": "; grpo: a step of GRPO, tiled"},
 )
+@uncollected()
 def command(
     model: str = typer.Option(..., help="config.json, model directory, Hub id, or a shape: llama-8b, qwen3-8b, ..."),
     device: str = typer.Option("h100", help="h200, h100, a100-80, a100-40, rtx4090, ... or its memory, 141GiB."),
@@ -120,7 +139,7 @@ def command(
     )  # fmt: skip
     target, of_the_host = find_device(device), host_bytes(host_memory)
     refuse_unreachable(model)
-    with uncollected(), status(json, "reading the model's configuration") as progress:
+    with status(json, "reading the model's configuration") as progress:
         adapters = parse_adapters(lora) if lora is not None else parse_adapters("16") if qlora else None
         from seqtile.planner.grpo import Grpo
         from seqtile.planner.pictures import read_pictures
@@ -171,18 +190,6 @@ def command(
     )  # fmt: skip
     if not fits:
         raise typer.Exit(RUN_ERROR)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No search for reference cycles meanwhile: imports make many objects, which it looks through again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager
