@@ -206,6 +206,8 @@ def test_the_command_plans_an_encoder(tmp_path: Path, capsys: pytest.CaptureFixt
     assert any("an encoder trains as a masked language model" in note for note in found["notes"])
     assert not any("pictures" in one or "packed" in one for one in found["not_modelled"])
     assert "logits and loss" in found["terms"]["device_gib"]
+    for rows, words in (("4", "One step of 4 rows: "), ("1", "One step of one row: ")):
+        assert main([*command[:-1], rows]) == 0 and words in capsys.readouterr().out
 
 
 def test_what_is_proposed_runs() -> None:

@@ -118,9 +118,9 @@ def _print_verdict(
     if better is not None:
         console.print(f"Next: {better.flags} reaches {better.length:,} tokens ({better.why}).")
     work = planner.work(estimate.tokens)
-    line = (
-        f"One step of one row: {work.total:.3g} floating-point operations, {work.attention / work.total:.0%} attention"
-    )
+    rows = "one row" if request.batch == 1 else f"{request.batch:,} rows"
+    share = work.attention / work.total
+    line = f"One step of {rows}: {work.total:.3g} floating-point operations, {share:.0%} attention"
     if request.device.tflops is not None:
         seconds = work.seconds(request.device.tflops, request.split)
         line += f"; about {_time(seconds)} at {EFFICIENCY:.0%} of {request.device.tflops:g} TFLOPS (assumed)"
