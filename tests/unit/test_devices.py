@@ -23,6 +23,18 @@ def files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return found
 
 
+def test_one_thread_for_a_while() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(ValueError), devices.one_thread():
+            assert torch.get_num_threads() == 1
+            raise ValueError
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_host_is_read() -> None:
     assert 2**20 < devices.available_host_bytes() <= devices.total_host_bytes()
     assert 1 <= devices.cpu_cores() <= (os.cpu_count() or 1)

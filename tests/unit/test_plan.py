@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import subprocess
@@ -18,7 +19,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from seqtile._errors import UserError
-from seqtile.cli import main
+from seqtile.cli import main, plan_show
 from seqtile.cli.plan_command import parse_adapters
 from seqtile.counting import count_products
 from seqtile.models.discover.trace import in_a_thread
@@ -342,6 +343,16 @@ def test_a_length_is_planned_from_few_fake_runs(
         again = Planner(planner.request)
         patch.setattr("seqtile.planner.extrapolate._added_plainly", lambda *_: None)
         assert again.lines(16384).runs == found.runs and len(runs.lengths) == most + 4
+
+
+def test_a_plan_is_made_without_the_cycle_collector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is on again afterwards, and has nothing to look through when the process ends."""
+    seen, at_exit = list[bool](), list[Any]()
+    own = plan_show.show_plan
+    monkeypatch.setattr(plan_show, "show_plan", lambda *a, **k: (seen.append(gc.isenabled()), own(*a, **k)))
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    assert gc.isenabled() and main(["plan", "--model", str(folder), "--max-length", "1024"]) == 0
+    assert seen == [False] and gc.isenabled() and at_exit == [gc.freeze]
 
 
 def test_smaller_states_are_run_only_where_they_may_reach_further(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -668,6 +679,8 @@ def test_gradients_of_engines_during_the_backward(sharded: Planner) -> None:
     assert reduced["engine buffers"] == 2 * (2 * layer + 2 * head) + 2 * layer + 2 * (layer + head)
     tiled = held("fsdp2", "MLP#31, backward")["engine buffers"]
     assert reduced["engine buffers"] - tiled == 2 * layer
+    untiled = replace(sharded.request.options, blocks="none")
+    assert held("fsdp2", "MLP#31, backward", options=untiled)["engine buffers"] == reduced["engine buffers"]
     assert held("fsdp2", "head and loss, forward")["engine buffers"] == 2 * (layer + 2 * head)
     # between updates they are all there, and one at a time is added to them
     several = held("fsdp2", "attention#31, backward", accumulation=2)["engine buffers"]

@@ -179,8 +179,9 @@ def command(
             raise RunError(why_nothing_fits(planner.request, estimate, limit))
         fits = max_length is None or planner.fits(estimate)
         progress("looking for what would buy length")
-        better = next_step(planner, longest) if json or max_length is None or not fits or not longest else None
-        by_split = longest_by_split(planner) if nodes > 1 else {}
+        with in_one_sentence(config):
+            better = next_step(planner, longest) if json or max_length is None or not fits or not longest else None
+            by_split = longest_by_split(planner) if nodes > 1 else {}
     if nothing_fits:
         show.print_object(planner, estimate, 0, limit, None, saving, better, by_split)
         raise RunError(why_nothing_fits(planner.request, estimate, limit))

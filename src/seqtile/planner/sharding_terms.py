@@ -167,7 +167,7 @@ def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str
         reduced = max(0.0, gradient_share * trained - of_root)
         found[GRADIENTS] = 0.0 if "weights" in moved else 4.0 * reduced / ranks
         # A layer's gradients are whole until its backward ends; those of a tiled MLP are among the tile's tensors.
-        in_tile = request.options.tile is not None and now.part in (BLOCK, BLOCK_AND_NORMS)
+        in_tile = request.options.tiled and now.part in (BLOCK, BLOCK_AND_NORMS)
         unreduced = of_root + (counts.layer if full_backward and now.layer is not None and not in_tile else 0)
         if request.accumulation > 1 and not update:
             # Between updates nothing is reduced: every rank keeps every gradient whole, in the type that is gathered

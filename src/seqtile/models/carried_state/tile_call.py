@@ -160,7 +160,7 @@ def in_tiles(module: nn.Module, call: TileCall, tensors: Sequence[Tensor], cuts:
         cuts: where.
         weights: its live weights by name.
     """
-    below_parent = ParameterSwap((module,))
+    swap = ParameterSwap((module,))
 
     def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: State) -> tuple[Any, State]:
         one = partial(call.run, module, state=state)
@@ -168,7 +168,7 @@ def in_tiles(module: nn.Module, call: TileCall, tensors: Sequence[Tensor], cuts:
             if not aliases:
                 return one(tiles)
             named = {f"0.{name}": alias for name, alias in aliases.items()}
-            result: tuple[Any, State] = call_with_weights(below_parent, named, (one, tiles))
+            result: tuple[Any, State] = call_with_weights(swap, named, (one, tiles))
             return result
 
     return run_with_state(run, tensors, cuts.sizes, cuts.begins, weights)
