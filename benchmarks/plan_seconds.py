@@ -1,6 +1,7 @@
 """How long ``seqtile plan`` takes for a model of 8B: ``python benchmarks/plan_seconds.py [--write PAGE.md]``.
 
 Processor time of the whole command, user and system together, in a process of its own; the least of some repeats.
+Python keeps its bytecode meanwhile, as for an installed package.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ QUESTIONS = (
     "--model llama-8b --device h100 --lora r=16 --max-length 1000000",
     "--model llama-8b --device h100 --lora r=16",
     "--model llama-8b --device h100 --lora r=16 --offload checkpoints",
+    "--model llama-8b --device h100 --lora r=16 --offload checkpoints --max-length 400000",
+    "--model llama-8b --device h100 --lora r=16 --offload checkpoints --max-length 1000000",
+    "--model llama-8b --device h100 --gpus 8 --engine fsdp2 --keep 0.5",
+    "--model llama-8b --device h100 --lora r=16 --attention eager",
+    "--model llama-8b --device h100 --lora r=16 --checkpoint none",
+    "--model llama-8b --device h100 --lora r=16 --liger",
     "--model llama-8b --device h100 --lora r=16 --loss grpo",
     "--model qwen3-8b --device a100-80 --qlora",
     "--model qwen3-8b --device h100 --gpus 8 --engine zero3 --offload checkpoints,optimizer --host-memory 1TiB",
@@ -37,10 +44,11 @@ BEGIN, END = "<!-- plan seconds -->", "<!-- end of plan seconds -->"
 
 def seconds_of(question: str) -> tuple[float, int]:
     """Processor seconds of one plan, and its exit code."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     code = subprocess.run(
         [Path(sys.executable).with_name("seqtile"), "plan", *question.split()],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**kept, "HF_HUB_OFFLINE": "1"},
     ).returncode  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, code

@@ -9,6 +9,7 @@ import itertools
 import pkgutil
 import re
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,8 @@ BREAKS: dict[str, Any] = {
     "trl.SFTTrainer._clip_grad_norm": "transformers.Trainer._clip_grad_norm",
     "torch._utils._rebuild_tensor_v2": "torch._utils._rebuild_tensor_v2",
     "torch._subclasses.fake_tensor.in_kernel_invocation_manager": ("shapes_only", GONE),
+    "torch.Tensor._make_subclass": ("fake_on", GONE),
+    "torch._C._DisableTorchDispatch": ("without_dispatch", nullcontext),
     "torch.ops.aten._to_copy": ("TO_COPY", GONE),
     "trl.SFTTrainer._get_output_dir": "transformers.Trainer._get_output_dir",
     "deepspeed.utils.mixed_precision_linkage._hp_mapping": ("is_in_zero12", lambda weight: hasattr(weight, "_gone")),

@@ -25,8 +25,10 @@ from seqtile._compat import (
     active_fake_mode,
     buffers_of,
     disable_current_modes,
+    fake_on,
     parameters_of,
     shapes_only,
+    without_dispatch,
 )
 
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
@@ -50,7 +52,7 @@ def fake_tensors() -> Iterator[None]:
 
     Counters such as :func:`seqtile.counting.count_live_bytes` go inside this ``with``.
     """
-    with _no_tensor_is_fake(), FakeTensorMode(), _Answers():  # type: ignore[no-untyped-call]
+    with _no_tensor_is_fake(), FakeTensorMode(), _Answers():
         yield
 
 
@@ -103,6 +105,9 @@ _NEW = {TO_COPY} | _overloads(
 and the fake mode's own way round takes four times as long."""
 
 
+_KNOWN = {func: group for group in (_IN_PLACE, _UPDATES, _VIEWS, _NEW) for func in group}
+
+
 class _Laid(NamedTuple):
     """How a tensor lies in memory."""
 
@@ -133,26 +138,26 @@ def _made(one: Any) -> Any:
     return [_made(each) for each in one] if isinstance(one, tuple) else one
 
 
-class _Answers(TorchDispatchMode):
-    """Answers what a fake tensor cannot."""
+class _Answering:
+    """What :class:`_Answers` does at every operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mode: Any = None
+        self._like: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _IN_PLACE:
+        known = _KNOWN.get(func)
+        if known is _IN_PLACE:
             return args[0]
-        if func in _UPDATES:
+        if known is _UPDATES:
             return None
+        kwargs = kwargs or {}
         out = kwargs.get("out", kwargs.get("grad_input"))
         if isinstance(out, Tensor) and out.numel():
             return out
-        if (func in _VIEWS or func in _NEW) and all(map(_is_plain, (*args, *kwargs.values()))):
-            mode = active_fake_mode()
-            with shapes_only(mode):
-                if func in _VIEWS:
-                    found = func(*args, **kwargs)
-                else:
-                    found = _new(func, tuple(kwargs), *map(_described, (*args, *kwargs.values()))).make()
-            return FakeTensor(mode, found, _CPU)
+        if known is not None and all(map(_is_plain, (*args, *kwargs.values()))):
+            return self._fake(func, args, kwargs, is_view=known is _VIEWS)
         if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
             low = [one.to(torch.bfloat16) if _is_floating(one) else one for one in args]
             return func(*low, **kwargs).to(args[0].dtype)
@@ -168,6 +173,28 @@ class _Answers(TorchDispatchMode):
         if func is torch.ops.aten.lt.Scalar and result.dim() == 0:
             setattr(result, _BELOW, True)
         return result
+
+    def _fake(self, func: Any, args: Any, kwargs: Any, *, is_view: bool) -> Any:
+        """The one result of ``func``, a view or a new tensor."""
+        mode = active_fake_mode()
+        if is_view:
+            with shapes_only(mode):
+                found = func(*args, **kwargs)
+        else:
+            with without_dispatch():
+                found = _new(func, tuple(kwargs), *map(_described, (*args, *kwargs.values()))).make()
+        if self._mode is not mode:
+            with shapes_only(mode):
+                self._mode, self._like = mode, FakeTensor(mode, torch.empty((), device=_META), _CPU)
+        return fake_on(found, self._like)
+
+
+class _Answers(_Answering, TorchDispatchMode):
+    """Answers what a fake tensor cannot.
+
+    Nobody compiles what runs under it: its method is inherited, so that PyTorch does not keep torch.compile out of it
+    at every operator (as :class:`seqtile.counting.watch.WatchUncompiled`).
+    """
 
 
 def _is_plain(one: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -186,7 +186,7 @@ class LiveBytes:
         if name == "aten::add" and self._allocator is None and sums_gradients_in_place(args[0]):
             self.forget(storage_key(args[0].untyped_storage()))  # the sum is there instead
         written = 0
-        for tensor in _tensors(result):
+        for tensor in _tensors((result,)):
             key = self._visit(tensor, counted=True)
             if key is not None and key not in known:
                 written += tensor.numel() * tensor.element_size()
@@ -207,7 +207,7 @@ class LiveBytes:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in _tensors(value):
+            for tensor in _tensors((value,)):
                 if tensor.device.type != self._device.type:
                     continue
                 source = args[_WRITES_ITS_SOURCE[name]] if name in _WRITES_ITS_SOURCE else tensor
@@ -216,14 +216,15 @@ class LiveBytes:
 
     def _visit(self, tensor: Tensor, *, counted: bool) -> int | None:
         """Follow the tensor's storage from now on; returns its key, or None if it is not on this device."""
-        if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
+        device = tensor.device
+        if device.type != self._device.type or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
-        if storage.device.type != tensor.device.type:
-            self._allocator = None  # a fake tensor: nothing is allocated for it, so its bytes are counted
         key, nbytes = storage_key(storage), storage.nbytes()
         known = self._live.get(key)
         if known is None:
+            if self._allocator is not None and storage.device.type != device.type:
+                self._allocator = None  # a fake tensor: nothing is allocated for it, so its bytes are counted
             born = LiveTensor(
                 nbytes,
                 tuple(tensor.shape),
@@ -236,7 +237,8 @@ class LiveBytes:
                 self._change(nbytes)
         elif known.tensor.nbytes != nbytes:
             self._resize(key, known, nbytes)
-        self._seen |= nbytes > 0
+        if nbytes:
+            self._seen = True
         return key
 
     def _resize(self, key: int, known: _Storage, nbytes: int) -> None:
@@ -359,10 +361,12 @@ def count_live_bytes(device: torch.device | str | None = None) -> Iterator[LiveB
         live.close()
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of an operator's arguments or result, which nest in lists and tuples only."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for branch in tree:
-            yield from _tensors(branch)
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an operator's arguments or results, which nest in lists and tuples only."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found

@@ -7,9 +7,11 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from seqtile._compat import (
     DispatchKey,
+    FakeTensor,
     OpOverload,
     TorchDispatchMode,
     active_fake_mode,
@@ -19,6 +21,7 @@ from seqtile._compat import (
 )
 
 _DEVICE = torch.ops.prim.device.default
+_NO_WRAPPERS = frozenset((Tensor, nn.Parameter, FakeTensor))
 
 
 class LettingCompile(TorchDispatchMode):
@@ -29,33 +32,47 @@ class LettingCompile(TorchDispatchMode):
         return True
 
 
-class Watch(LettingCompile):
-    """Hand every operator call to ``see`` with its arguments and result.
-
-    Calls under a fake tensor mode are handed on only if that mode was entered first.
-    """
+class _Seeing:
+    """What a watching mode does at every operator."""
 
     supports_higher_order_operators = True
 
     def __init__(self, see: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._see = see
         self._fake_mode = active_fake_mode()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is _DEVICE:
             return args[0].device  # a question that C++ asks of fake tensors before every operator
-        if any(is_wrapper_subclass(kind) for kind in types):
-            return NotImplemented  # the subclass runs next, and what it calls on its inner tensors comes here
+        kwargs = kwargs or {}
+        for kind in types:
+            if kind not in _NO_WRAPPERS and is_wrapper_subclass(kind):
+                return NotImplemented  # the subclass runs next, and what it calls on its inner tensors comes here
         if torch.is_inference_mode_enabled() and isinstance(func, OpOverload) and _is_composite(func):
             # Here composite operators (linear, matmul) arrive whole: count what they are made of.
-            with self:
+            with self:  # type: ignore[attr-defined]
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
         if active_fake_mode() is self._fake_mode:  # else shapes are being worked out, as DTensor does: nothing runs
             self._see(func, args, kwargs, result)
         return result
+
+
+class Watch(_Seeing, LettingCompile):
+    """Hand every operator call to ``see`` with its arguments and result.
+
+    Calls under a fake tensor mode are handed on only if that mode was entered first.
+    """
+
+    __torch_dispatch__ = _Seeing.__torch_dispatch__
+
+
+class WatchUncompiled(_Seeing, TorchDispatchMode):
+    """The same for code that nobody compiles, in less time: PyTorch keeps torch.compile out of a mode's own method.
+
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_python_dispatch.py, ``__init_subclass__``
+    """
 
 
 def name_of(func: Any) -> str:

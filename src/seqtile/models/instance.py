@@ -38,7 +38,7 @@ from seqtile.models.call_arguments import Places, by_position, why_opaque
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.live_weights import row_wise
-from seqtile.models.discover.proof import Mode, Proof, process_switches, prove
+from seqtile.models.discover.proof import Mode, Proof, autocast_dtype, process_switches, prove
 from seqtile.models.discover.sizes import Untraceable
 from seqtile.models.discover.trace import is_tracing
 from seqtile.models.discover.views import is_known_kind
@@ -313,7 +313,7 @@ class Installed(ForwardStandIn):
             return False
         [(dim, dtype)] = kinds
         axes = _AXES.get(dim) or ("b",) * (dim - 1)
-        mode = Mode((((*axes, setting.hidden), dtype),), device, _autocast_dtype(device.type), gradients)
+        mode = Mode((((*axes, setting.hidden), dtype),), device, autocast_dtype(device.type), gradients)
         proof = self.proof(Chain(((setting.name, self.module),)), mode)
         if proof.why_not:
             self._tell_untiled(proof.why_not)
@@ -418,12 +418,7 @@ def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode
         inputs.append(((*axes, one.shape[-1]), one.dtype))
     for one in constants:
         inputs.append((tuple(one.shape), one.dtype))
-    return Mode(tuple(inputs), x.device, _autocast_dtype(x.device.type), torch.is_grad_enabled())
-
-
-def _autocast_dtype(kind: str) -> torch.dtype | None:
-    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if casts else None
+    return Mode(tuple(inputs), x.device, autocast_dtype(x.device.type), torch.is_grad_enabled())
 
 
 class _Unchanged:

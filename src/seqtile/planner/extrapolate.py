@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from seqtile.options import changed
-from seqtile.planner.fake_step import StepRun, build, build_bare, fake_step
-from seqtile.planner.layer_structure import Depths, find_depths
+from seqtile.planner.fake_step import StepRun, build, build_bare, fake_step, fake_update
+from seqtile.planner.layer_structure import Depths, LayerSample, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS, Workspace
 from seqtile.planner.phases import OPTIMIZER_STEP, Phase
 from seqtile.planner.step_config import Setup
@@ -92,70 +92,80 @@ def _weights(points: Sequence[int], at: float) -> list[float]:
 
 
 def fit_lines(config: Any, setup: Setup, depths: Depths, lengths: Sequence[int], workspace: Workspace | None) -> Lines:
-    """Run the step on fake tensors at the given lengths, with the layers of each sample."""
-    runs: dict[tuple[int, int], Mapping[str, Terms]] = {}
+    """Run the step on fake tensors at the given lengths, with the layers at the ends.
+
+    With one more layer of a kind it is run too where that cannot be told from those (:func:`_like_its_ends`).
+    """
+    # Liger's shapes hold their own modules, and a vision tower is made at several depths.
+    alone = setup.liger or setup.pictures is not None
+    losses_of_layers = getattr(config.get_text_config(), "output_router_logits", False)  # what the head makes of them
     square: dict[bool, bool] = {}  # by whether a length cannot tell
-    first, copies = lengths[0], dict[int, Mapping[str, Terms]]()
-    for number, sample in enumerate(depths.samples):
-        # Liger's shapes hold their own modules, and a vision tower is made at several depths.
-        alone = setup.liger or setup.pictures is not None
+
+    def run_all(sample: LayerSample) -> dict[int, StepRun]:
         built = None if alone else build(config, setup, "meta", sample)
-        added: Mapping[str, Terms] | None = None
-        for length in lengths:
-            if number and length != first and added is not None:
-                runs[length, number] = _with_added(runs[length, 0], added, length / first)
-                continue
-            run = fake_step(config, setup, length, workspace, sample, built)
-            square[run.as_wide] = square.get(run.as_wide, False) or run.square
-            runs[length, number] = by_place(run, sample.layers, depths)
-            if length == first:
-                copies[number] = by_place(run, sample.layers, depths, copies=True)
-                added = _added_plainly(runs[first, 0], runs[first, number], copies[0], copies[number], first)
+        steps = {length: fake_step(config, setup, length, workspace, sample, built) for length in lengths}
+        for step in steps.values():
+            square[step.as_wide] = square.get(step.as_wide, False) or step.square
+        return steps
+
+    ends = run_all(depths.samples[0])
+    runs = {(length, 0): by_place(step, depths.ends, depths) for length, step in ends.items()}
+    for number, sample in enumerate(depths.samples[1:], 1):
+        (layer,) = set(sample.layers) - set(depths.ends)
+        more = None if losses_of_layers else _like_its_ends(ends, setup, depths, layer)
+        if more is None:
+            more = {length: by_place(step, sample.layers, depths) for length, step in run_all(sample).items()}
+        runs |= {(length, number): places for length, places in more.items()}
     return Lines(depths, runs, square.get(False, True) and any(square.values()))
 
 
-_STANDING, _OF_TOKENS = (WEIGHTS, GRADIENTS, OPTIMIZER), (CHECKPOINTS, KEPT)
+_OUTLIVES = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS, KEPT)
 
 
-def _added_plainly(
-    fewer: Mapping[str, Terms], more: Mapping[str, Terms], copies: Mapping[str, Terms],
-    more_copies: Mapping[str, Terms], tokens: int,
-) -> dict[str, Terms] | None:  # fmt: skip
-    """What one more layer adds in each place, where a row of another length need not be run to know it there.
+def _like_its_ends(
+    ends: Mapping[int, StepRun], setup: Setup, depths: Depths, layer: int
+) -> dict[int, dict[str, Terms]] | None:
+    """Steps with one more ``layer``, worked out from those with the layers at the ends.
 
-    That is where it adds nothing but weights, their copies, gradients and states, which do not depend on the length,
-    what checkpoints keep, which is so many bytes a token, and numbers that take less than a byte a token; else None.
+    While another layer runs, a checkpointed layer holds its weights and their copies, gradients and states, and what
+    its checkpoint keeps. Until its backward that is as much as the first layer of its kind holds then, afterwards as
+    much as the last one does. What the optimiser's step makes of its weights is run.
 
     Args:
-        fewer: of a run without the layer.
-        more: of a run with it, of the same length.
-        copies, more_copies: of both, what of it is copies of weights.
-        tokens: their length.
+        ends: the step at each length.
+        setup: how it runs.
+        depths: which layers are at the ends.
+        layer: the number of another one in the whole model.
+
+    Returns:
+        For each length the bytes by place, as of :func:`by_place`; None where layers hold more after they have run.
     """
-    if fewer.keys() != more.keys():
+    # On a CPU a checkpoint also keeps the generator's state, which is made outside of its layer.
+    if setup.options.checkpoint is None or setup.device_type == "cpu":
         return None
-    found: dict[str, Terms] = {}
-    for place, terms in fewer.items():
-        names = terms.keys() | more[place].keys()
-        added = {name: more[place].get(name, 0.0) - terms.get(name, 0.0) for name in names}
-        copied = {name: more_copies[place].get(name, 0.0) - copies[place].get(name, 0.0) for name in names}
-        update = Phase.read(place).part == OPTIMIZER_STEP  # where no activation is left
-        for name, value in added.items():
-            if abs(value - copied[name]) >= tokens and name not in (*_STANDING, *_OF_TOKENS) and not update:
-                return None
-        found[place] = added
+    alike = [number for number, end in enumerate(depths.ends) if depths.kinds[end] == depths.kinds[layer]]
+    trained = next(iter(ends.values())).trained
+    same = [weight for weight in trained if weight.layer == alike[0]]
+    once, twice = fake_update(setup, trained).terms, fake_update(setup, (*trained, *same)).terms
+    update = {what: float(size - once.get(what, 0)) for what, size in twice.items() if what != WEIGHTS}
+    found: dict[int, dict[str, Terms]] = {}
+    for length, step in ends.items():
+        found[length] = {}
+        for name, part in step.peaks.items():
+            in_update = Phase.read(name).part == OPTIMIZER_STEP
+            has_run = part.running is not None and layer < depths.ends[part.running]
+            more = dict(update) if in_update else {}
+            for (number, what, is_copy), size in part.held.items():
+                if number != alike[0 if has_run else -1]:
+                    continue
+                stays = what in _OUTLIVES or is_copy or size < step.tokens
+                if not stays and (has_run or in_update):
+                    return None
+                if what == WEIGHTS if in_update else stays:
+                    more[what] = more.get(what, 0.0) + size
+            summed = {what: part.terms.get(what, 0.0) + more.get(what, 0.0) for what in {*part.terms, *more}}
+            found[length][str(in_model(name, depths.ends))] = summed
     return found
-
-
-def _with_added(fewer: Mapping[str, Terms], added: Mapping[str, Terms], times: float) -> dict[str, Terms]:
-    """A run with one more layer, from one without it, and what it adds in a row that is ``times`` shorter."""
-    return {
-        place: {
-            name: terms.get(name, 0.0) + added[place].get(name, 0.0) * (times if name in _OF_TOKENS else 1.0)
-            for name in (*terms, *(added[place].keys() - terms.keys()))
-        }
-        for place, terms in fewer.items()
-    }
 
 
 def fit_for(
@@ -186,24 +196,26 @@ def partly(keep: float | str) -> float:
     return 0.0 if not keep else 1.0 if keep == 1 else 0.5
 
 
-def by_place(run: StepRun, layers: Sequence[int], depths: Depths, *, copies: bool = False) -> dict[str, Terms]:
+def by_place(run: StepRun, layers: Sequence[int], depths: Depths) -> dict[str, Terms]:
     """Phases by the number that their layer has in the whole model, of those that are told apart.
 
     Args:
         run: a step.
         layers: the numbers of its layers.
         depths: which ones are told apart.
-        copies: only what is copies of weights.
     """
     found: dict[str, Terms] = {}
     for name, part in run.peaks.items():
-        phase = Phase.read(name)
-        if phase.layer is not None:
-            phase = replace(phase, layer=layers[phase.layer])
-            if phase.layer not in depths.ends:
-                continue
-        found[str(phase)] = part.copies if copies else part.terms
+        phase = in_model(name, layers)
+        if phase.layer is None or phase.layer in depths.ends:
+            found[str(phase)] = part.terms
     return found
+
+
+def in_model(name: str, layers: Sequence[int]) -> Phase:
+    """A phase of a step with some ``layers`` of a model, with the number that its layer has there."""
+    phase = Phase.read(name)
+    return phase if phase.layer is None else replace(phase, layer=layers[phase.layer])
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,15 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from seqtile._compat import tree_iter
 from seqtile._errors import UserError
 from seqtile._log import log_level
 from seqtile.activation_checkpointing.policies import standing_checkpointing
@@ -53,6 +55,21 @@ from seqtile.planner.scans import planned_scans
 from seqtile.planner.step_config import Built, Setup, make_optimizer
 
 
+class Trained(NamedTuple):
+    """A weight that trains.
+
+    Attributes:
+        shape, dtype: its own.
+        layer: the number of its decoder layer, None where it is in none.
+        has_gradient: whether the step computes one.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    layer: int | None
+    has_gradient: bool
+
+
 @dataclass(frozen=True)
 class StepRun:
     """What one step held, part by part.
@@ -64,6 +81,7 @@ class StepRun:
         operators: names of all operators of the step in order.
         square: whether a tensor of ``[tokens, tokens]`` was seen at a peak.
         as_wide: whether a weight is as wide as a row is long, so that its hidden states look ``square`` too.
+        trained: its weights that train.
     """
 
     layers: int
@@ -72,6 +90,7 @@ class StepRun:
     operators: tuple[str, ...]
     square: bool
     as_wide: bool = False
+    trained: tuple[Trained, ...] = field(default=(), repr=False)
 
     @property
     def peak(self) -> int:
@@ -88,7 +107,7 @@ class StepRun:
         peaks = {}
         for name, part in self.peaks.items():
             terms = summed(part.terms, other.peaks[name].terms)
-            peaks[name] = PartPeak(sum(terms.values()), terms, summed(part.copies, other.peaks[name].copies))
+            peaks[name] = replace(part, total=sum(terms.values()), terms=terms)
         return replace(self, peaks=peaks, square=self.square or other.square)
 
 
@@ -116,7 +135,8 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if setup.liger:
         use_liger_shapes(model, tiled=options.tiled)
-    with log_level("seqtile.models", logging.ERROR):  # what was tiled is the plan's to say
+    # Proven in the mode in which the step will run; what was tiled is the plan's to say.
+    with log_level("seqtile.models", logging.ERROR), in_precision(setup, "cpu"):
         if options.checkpoint == "full":
             options = replace(options, checkpoint=None)  # what the model has now
         if options.loss is None:
@@ -267,6 +287,23 @@ def _fake_step(
             return tracked_step(built, setup, tokens, live)
 
 
+def fake_update(setup: Setup, trained: Sequence[Trained]) -> PartPeak:
+    """What the optimiser's step of such weights holds, nothing else run."""
+    with _sized_for(setup.device_type, 0.0), fake_tensors(), track("cpu") as live:
+        with live.phase(WEIGHTS):
+            weights = [nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="cpu")) for one in trained]
+        optimizer = make_optimizer(setup.optimizer, weights)
+        with live.phase(OPTIMIZER):
+            prepare_optimizer(optimizer, weights)
+        with live.phase(GRADIENTS):
+            for weight, one in zip(weights, trained, strict=True):
+                weight.grad = torch.zeros_like(weight) if one.has_gradient else None
+        live.watching = True
+        with live.phase(OPTIMIZER_STEP):
+            update(optimizer, weights)
+    return live.peaks[OPTIMIZER_STEP]
+
+
 def real_step(config: Any, setup: Setup, tokens: int) -> StepRun:
     """The same step on real tensors on the CPU, followed by the same tracker."""
     with track("cpu", None, tokens) as live:
@@ -282,6 +319,12 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     """
     model = built.model
     weights = [weight for weight in model.parameters() if weight.requires_grad]
+    layers = [model.get_submodule(layer.name) for layer in decoder_layers(model)]
+    layer_of: dict[int, int] = {}
+    for number, layer in enumerate(layers):
+        for held in (*layer.parameters(), *layer.buffers()):
+            layer_of[id(held)] = number
+            live.file(held, WEIGHTS, number)
     optimizer = make_optimizer(setup.optimizer, weights)
     device = weights[0].device
     if setup.rollouts is not None:
@@ -292,19 +335,24 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         batch = make_batch(model, setup, tokens, device)
     with live.phase(OPTIMIZER):
         prepare_optimizer(optimizer, weights)
-    layers = [layer.name for layer in decoder_layers(model)]
+    for weight, states in optimizer.state.items():
+        for one in tree_iter(states):
+            if isinstance(one, Tensor):
+                live.file(one, OPTIMIZER, layer_of.get(id(weight)))
     in_forward = True
 
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
         if in_forward and setup.options.checkpoint and hidden is not None:
-            live.file(hidden, CHECKPOINTS)
+            live.file(hidden, CHECKPOINTS, number)
 
     handles: list[Any] = [
-        model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True) for name in layers
+        layer.register_forward_pre_hook(partial(enter, number), with_kwargs=True) for number, layer in enumerate(layers)
     ]
     handles += [
-        weight.register_post_accumulate_grad_hook(lambda weight: live.file(weight.grad, GRADIENTS))
+        weight.register_post_accumulate_grad_hook(
+            lambda weight: live.file(weight.grad, GRADIENTS, layer_of.get(id(weight)))
+        )
         for weight in weights
     ]
     live.keeps = is_attention if setup.options.checkpoint == "attention-saved" else None
@@ -315,6 +363,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         with live.phase(GRADIENTS):
             for weight in weights:
                 weight.grad = torch.zeros_like(weight)
+                live.file(weight.grad, GRADIENTS, layer_of.get(id(weight)))
     live.watching = True
     on_cpu = setup.device_type == "cpu"
     try:
@@ -327,6 +376,9 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
             labels.begin_backward()
             loss.backward()
             del loss
+        trained = tuple(
+            Trained(weight.shape, weight.dtype, layer_of.get(id(weight)), weight.grad is not None) for weight in weights
+        )
         with live.phase(OPTIMIZER_STEP):
             update(optimizer, weights)
     finally:
@@ -334,7 +386,9 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         for handle in handles:
             handle.remove()
     as_wide = any(tokens in weight.shape for weight in model.parameters())
-    return StepRun(len(layers), tokens * setup.batch, dict(live.peaks), tuple(live.operators), live.square, as_wide)
+    return StepRun(
+        len(layers), tokens * setup.batch, dict(live.peaks), tuple(live.operators), live.square, as_wide, trained
+    )
 
 
 def prepare_optimizer(optimizer: Any, weights: Sequence[Tensor]) -> None:
@@ -362,10 +416,15 @@ def make_batch(model: Any, setup: Setup, tokens: int, device: torch.device) -> d
     return {"input_ids": ids, "labels": ids, **more}
 
 
+def in_precision(setup: Setup, device_type: str) -> AbstractContextManager[Any]:
+    """Autocast to bf16 where the step runs under it."""
+    return torch.autocast(device_type, torch.bfloat16) if setup.autocast else nullcontext()
+
+
 def compute_loss(model: Any, setup: Setup, batch: Mapping[str, Tensor]) -> Tensor:
     """Forward of one batch up to its loss; of GRPO, with what was generated and scored."""
     device = next(iter(batch.values())).device
-    with torch.autocast(device.type, torch.bfloat16) if setup.autocast else nullcontext():
+    with in_precision(setup, device.type):
         if setup.rollouts is not None:
             return policy_loss(model, setup.rollouts, batch)
         loss: Tensor = model(**batch).loss

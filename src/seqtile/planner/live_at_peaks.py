@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from seqtile._compat import storage_key, tree_iter
-from seqtile.counting.live import LiveBytes, LiveTensor
-from seqtile.counting.watch import Watch, name_of
+from seqtile.counting.live import LiveBytes
+from seqtile.counting.watch import WatchUncompiled, name_of
 from seqtile.planner.phases import REST, Phase
 
 WEIGHTS = "weights"
@@ -39,12 +39,14 @@ class PartPeak:
     Attributes:
         total: bytes.
         terms: by what they were for.
-        copies: those of ``terms`` that are copies of weights in another type.
+        held: those of ``terms`` that are a decoder layer's, by (its number, what for, whether a copy of a weight).
+        running: the decoder layer that ran last; None before the first.
     """
 
     total: int
     terms: Mapping[str, int]
-    copies: Mapping[str, int]
+    held: Mapping[tuple[int, str, bool], int] = field(default_factory=dict)
+    running: int | None = None
 
 
 class Tracker(LiveBytes):
@@ -52,66 +54,105 @@ class Tracker(LiveBytes):
 
     Every tensor is filed under the part of the step that made it, unless :meth:`file` says what it is.
 
+    Kernels that take memory inside themselves have peaks of their own, with that.
+
     Attributes:
-        peaks: for each phase its peak, apart for kernels that take memory inside themselves, with that.
         operators: names of all operators in order.
         keeps: tells the operators whose results an activation checkpoint keeps; they are filed as :data:`KEPT`.
+        running: the decoder layer that was entered last; None before the first.
         square: whether a tensor with two dimensions of ``tokens`` was seen.
         kernels: how often each operator with a workspace ran, by (name, shapes).
     """
 
     def __init__(self, device: torch.device, workspace: Workspace | None = None, tokens: int = 0) -> None:
         super().__init__(device)
-        self.peaks: dict[str, PartPeak] = {}
+        self._peaks: dict[str, PartPeak] = {}
+        self._highest: dict[str, int] = {}
+        self._unread = ""
         self.operators: list[str] = []
+        self.running: int | None = None
         self.square = False
         self.watching = False
         self.keeps: Callable[[Any], bool] | None = None
         self._workspace, self._tokens = workspace, tokens
 
-    def file(self, tensor: Tensor, what: str) -> None:
-        """Say what ``tensor`` is for."""
+    @property
+    def peaks(self) -> dict[str, PartPeak]:
+        """For each phase its peak so far."""
+        self._read()
+        return self._peaks
+
+    def file(self, tensor: Tensor, what: str, layer: int | None = None) -> None:
+        """Say what ``tensor`` is for, and in which decoder layer if not in that which made it."""
         key = storage_key(tensor.untyped_storage())
         known = self._live.get(key)
         if known is not None:
-            self._live[key] = replace(known, tensor=replace(known.tensor, phase=what))
+            self._read()
+            phase = replace(Phase.read(what), layer=_what(known.tensor.phase).layer if layer is None else layer)
+            self._live[key] = replace(known, tensor=replace(known.tensor, phase=str(phase)))
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        super().see(func, args, kwargs, result)
         if not self.watching:
+            super().see(func, args, kwargs, result)
             return
+        name = name_of(func)
+        inside = self._workspace(name, args, kwargs) if self._workspace is not None else 0
+        # What a kernel takes does not grow as tensors do, so that the two peaks are on lines of their own.
+        phase = _in_kernel(self._phase) if inside else self._phase
+        if self._unread != phase:
+            self._read()
+        super().see(func, args, kwargs, result)
         if self.keeps is not None and self.keeps(func):
             for tensor in tree_iter(result):
                 if isinstance(tensor, Tensor):
                     self.file(tensor, KEPT)
-        name = name_of(func)
+        layer = _what(self._phase).layer
+        self.running = self.running if layer is None else layer
         if name == "aten::_to_copy" and self._is_weight(args[0]):
-            self.file(result, str(replace(Phase.read(self._phase), direction=COPY_OF_WEIGHT)))
+            self.file(result, str(replace(Phase.read(self._phase), direction=COPY_OF_WEIGHT)), self._layer_of(args[0]))
         if not name.startswith("prim::") and name != "aten::detach":  # fake tensors are asked and aliased more often
             self.operators.append(name)
-        inside = self._workspace(name, args, kwargs) if self._workspace is not None else 0
-        # What a kernel takes does not grow as tensors do, so that the two peaks are on lines of their own.
-        phase = _in_kernel(self._phase) if inside else self._phase
-        best = self.peaks.get(phase)
-        if best is None or self._now + inside > best.total:
+        best = self._highest.get(phase)
+        if best is None or self._now + inside > best:
             if self._tokens and isinstance(result, Tensor):
                 self.square |= list(result.shape).count(self._tokens) > 1
-            terms = Counter({KERNELS: inside}) if inside else Counter()
-            copies: Counter[str] = Counter()
-            for known in self._live.values():
-                if known.counted and known.tensor.nbytes:
-                    what, is_copy = _what(known.tensor.phase)
-                    terms[what] += known.tensor.nbytes
-                    if is_copy:
-                        copies[what] += known.tensor.nbytes
-            self.peaks[phase] = PartPeak(self._now + inside, terms, copies)
+            self._highest[phase], self._unread = self._now + inside, phase
+            if inside:
+                self._read(inside)
 
-    def _snapshot(self) -> list[LiveTensor]:
-        return []  # the phases' peaks say what made them
+    def _read(self, inside: int = 0) -> None:
+        """Note what is live at a new peak; done when the first of it goes or is filed anew, or the phase ends."""
+        phase, self._unread = self._unread, ""
+        if not phase:
+            return
+        terms = Counter({KERNELS: inside}) if inside else Counter()
+        held: Counter[tuple[int, str, bool]] = Counter()
+        for known in self._live.values():
+            if known.counted and known.tensor.nbytes:
+                what = _what(known.tensor.phase)
+                terms[what.name] += known.tensor.nbytes
+                if what.layer is not None:
+                    held[what.layer, what.name, what.is_copy] += known.tensor.nbytes
+        self._peaks[phase] = PartPeak(self._highest[phase], terms, held, self.running)
+
+    def _change(self, nbytes: int) -> None:
+        if nbytes < 0:
+            self._read()
+        self._now += nbytes
+
+    def _refresh(self) -> None:
+        pass  # no engine resizes a storage here
+
+    def close(self) -> None:
+        self._read()
+        super().close()
 
     def _is_weight(self, tensor: Tensor) -> bool:
         known = self._live.get(storage_key(tensor.untyped_storage()))
-        return known is not None and known.tensor.phase == WEIGHTS
+        return known is not None and _what(known.tensor.phase).name == WEIGHTS
+
+    def _layer_of(self, tensor: Tensor) -> int | None:
+        return _what(self._live[storage_key(tensor.untyped_storage())].tensor.phase).layer
 
 
 @cache
@@ -119,11 +160,24 @@ def _in_kernel(phase: str) -> str:
     return str(replace(Phase.read(phase), in_kernel=True))
 
 
+class _What(NamedTuple):
+    """What a tensor is for.
+
+    Attributes:
+        name: ``"attention"`` of ``"attention#3, backward"``.
+        is_copy: whether it is a weight's copy in another type.
+        layer: the number of its decoder layer, None if it is in none.
+    """
+
+    name: str
+    is_copy: bool
+    layer: int | None
+
+
 @cache
-def _what(phase: str) -> tuple[str, bool]:
-    """What a tensor of that phase is for, ``"attention"`` of ``"attention#3, backward"``; if it is a weight's copy."""
+def _what(phase: str) -> _What:
     found = Phase.read(phase)
-    return found.part or REST, found.direction == COPY_OF_WEIGHT
+    return _What(found.part or REST, found.direction == COPY_OF_WEIGHT, found.layer)
 
 
 @contextmanager
@@ -137,7 +191,7 @@ def track(device: torch.device | str, workspace: Workspace | None = None, tokens
     """
     live = Tracker(torch.device(device), workspace, tokens)
     try:
-        with Watch(live.see):
+        with WatchUncompiled(live.see):
             yield live
     finally:
         live.close()

@@ -434,12 +434,13 @@ def _round(tokens: int, grain: int) -> int:
     return tokens
 
 
-def choose_attention_saved(planner: Planner, tokens: int) -> tuple[Planner, Saving]:
+def choose_attention_saved(planner: Planner, tokens: int, without: Estimate | None = None) -> tuple[Planner, Saving]:
     """Whether to keep attention's output: where it saves :data:`WORTH` of the step and the high estimate fits.
 
     Args:
         planner: with checkpoints that keep layer inputs only.
         tokens: the length that is planned.
+        without: the estimate of ``planner`` there; where its high one does not fit, no fake run is made for more.
 
     Returns:
         The planner to go on with, and why.
@@ -457,6 +458,9 @@ def choose_attention_saved(planner: Planner, tokens: int) -> tuple[Planner, Savi
     more = 0.0 if request.options.offload else outputs
     words = f"{outputs / 2**30:,.2f} GiB more" + ("" if more else " on the host")
     over = planner.at_least(tokens) + more - request.device.memory
+    if over <= 0 and without is not None and not planner.fits_at_the_high_estimate(without):
+        beyond = "not chosen, the high estimate does not fit without it either (--checkpoint attention-saved plans it)"
+        return planner, Saving(False, more, share, f"{words}, would save {share:.0%} of the step; {beyond}")
     if over <= 0:  # worth fake runs
         other = Planner(kept, like=planner)
         found = other.estimate(tokens)
@@ -491,7 +495,7 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
         planner, saving = choose_attention_saved(planner, max_length)
     longest, limit = planner.longest(max_length)
     if auto and max_length is None and longest:
-        planner, saving = choose_attention_saved(planner, longest)
+        planner, saving = choose_attention_saved(planner, longest, planner.estimate(longest))
         if saving.chosen:  # limited by something else
             longest, limit = planner.longest()
     short = max(SHORT * request.split, planner.least)

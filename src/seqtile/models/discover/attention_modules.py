@@ -257,7 +257,7 @@ def why_not_by_heads(module: nn.Module, shape: HeadShape) -> str:
     """Why the module cannot run one group of heads at a time; "" if the trace and the numbers show that it can."""
     with (
         disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]), one_thread(),
-        torch.inference_mode(False), torch.enable_grad(),  # the caller may have switched gradients off
+        torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False),
     ):  # fmt: skip
         torch.manual_seed(0)
         reason = ""

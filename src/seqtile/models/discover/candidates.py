@@ -24,7 +24,7 @@ from seqtile.models.discover.layer_parts import (
     pair,
     plain_children,
 )
-from seqtile.models.discover.proof import Mode, Proof, for_training, prove
+from seqtile.models.discover.proof import Mode, Proof, autocast_dtype, for_training, prove
 from seqtile.models.discover.widths import experts_widths, half_widths, linear_widths, mlp_widths
 
 LOOKED_FOR = (
@@ -174,7 +174,7 @@ def chain_of(layer: nn.Module | None, block: Candidate, near: Neighbours) -> Cha
 
 
 def expected_mode(chain: Chain, hidden: int, dims: tuple[int | str, ...] | None = None) -> Mode:
-    """The mode in which a chain will run in training, as far as its modules tell."""
+    """The mode in which a chain will run in training, as far as its modules tell; with autocast where it is on now."""
     weights = [
         p for module in chain.modules for p in module.parameters() if p.is_floating_point() and p.element_size() > 1
     ]
@@ -185,7 +185,7 @@ def expected_mode(chain: Chain, hidden: int, dims: tuple[int | str, ...] | None 
     inputs: tuple[tuple[tuple[int | str, ...], torch.dtype], ...] = ((dims or ("b", "s", hidden), dtype),) * count
     if chain.kind == "experts":
         inputs = ((("bs", hidden), dtype), (("bs", 2), torch.int64), (("bs", 2), dtype))
-    return Mode(inputs, device)
+    return Mode(inputs, device, autocast_dtype(device.type))
 
 
 def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate | Left:
@@ -254,7 +254,7 @@ def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | 
 
 def _called_in_a_row(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | None:
     """An MLP of several children of ``module``, which its forward calls one after another."""
-    if len(children_of(module)) < 2:
+    if len(children_of(module)) < 2 or linear_widths(module) is not None:  # a linear layer with an adapter in it
         return None
     for kind, look, width in (("inline", inline, linear_widths), ("pair", pair, half_widths)):
         wide = {child: found for child, part in module.named_children() if (found := width(part)) is not None}

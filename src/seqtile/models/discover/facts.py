@@ -32,6 +32,7 @@ from seqtile._compat import (
     HOOKS,
     REPLICATE,
     AbcData,
+    FakeTensor,
     LruCache,
     OpOverload,
     OpOverloadPacket,
@@ -320,13 +321,13 @@ class Facts:
             for name, tensor in scope.items():
                 if tensor is not None and (scope is flat or name not in flat):
                     self._tensors.append((own if scope is flat else scope, name))
-                    kind = nn.Parameter if scope is flat else type(tensor)
+                    kind = nn.Parameter if scope is flat else _type_of(tensor)
                     specs[name] = (name, _kind_here(tensor), kind)
         for name, value in own.items():
             if isinstance(value, Tensor) and name not in flat:
                 self._attributes.append((own, name))
                 if self._code.reads(name):
-                    specs[name] = (name, "an attribute", _KIND(value), type(value))
+                    specs[name] = (name, "an attribute", _KIND(value), _type_of(value))
         hooks = [self._freeze(hook, 1) for name in HOOKS for hook in own.get(name, {}).values()]
         children = [(name, self._places.get(id(child))) for name, child in children_of(part).items()]
         training = None
@@ -713,6 +714,13 @@ def _now(owner: Any, name: str) -> Any:
 def _kind_here(tensor: Tensor) -> Any:
     """dtype, whether it takes a gradient, and shape: the whole shape where DeepSpeed keeps only a part of it here."""
     return (tensor.dtype, tensor.requires_grad, getattr(tensor, "ds_shape", tensor.shape))
+
+
+def _type_of(tensor: Tensor) -> type:
+    """The type of a tensor, of a fake one that of what it stands for: a plan's models have both."""
+    if type(tensor) is not FakeTensor:
+        return type(tensor)
+    return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
 
 
 def _numbered(values: Sequence[Any]) -> list[int]:

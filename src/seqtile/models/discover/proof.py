@@ -35,6 +35,12 @@ def process_switches() -> tuple[Any, ...]:
     return (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled())
 
 
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """The dtype that autocast has for this kind of device, None where it is off."""
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if casts else None
+
+
 @dataclass(frozen=True)
 class Mode:
     """In what way a call runs.
