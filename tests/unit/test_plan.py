@@ -26,9 +26,10 @@ from seqtile.models.discover.trace import in_a_thread
 from seqtile.options import changed
 from seqtile.planner.accelerators import DEVICES, Device, find_device
 from seqtile.planner.explain import explain, next_step, proposals, recipe
+from seqtile.planner.extrapolate import fit_for
 from seqtile.planner.fake_step import build, fake_step
 from seqtile.planner.layer_structure import count_weights
-from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose_attention_saved
+from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose_attention_saved, plan
 from seqtile.planner.model_shapes import NAMED, read_config
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.plan_plot import colours_of
@@ -331,7 +332,8 @@ class Runs:
         ({"offload": True}, 0),
         ({"checkpoint": "attention-saved"}, 0),
         ({"optimizer": "adamw-8bit"}, 0),
-        ({"checkpoint": None}, 2),  # layers in between add what they saved
+        ({"checkpoint": None}, 0),
+        ({"checkpoint": None, "lora": Lora(8)}, 0),
     ],
     ids=lambda value: " ".join(value) or "all weights" if isinstance(value, dict) else None,
 )
@@ -386,6 +388,18 @@ def test_smaller_states_are_run_only_where_they_may_reach_further(monkeypatch: p
         assert next_step(planner, longest) == step and len(runs.lengths) == 2
     smaller = Planner(changed(planner.request, optimizer="adamw-8bit"), like=planner)
     assert smaller.fits_at_best(smaller.longest()[0], planner)  # what it does reach is not ruled out
+
+
+def test_a_plan_of_eager_attention_begins_near_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scores grow as the square of the length; three runs tell the parabola, and none is made twice."""
+    config = read_config("llama-8b")
+    planner = Planner(changed(Request("llama-8b", config, find_device("h100")), attention="eager", lora=Lora(16)))
+    with monkeypatch.context() as patch:
+        runs = Runs(patch)
+        longest, limit = planner.longest()
+    assert limit.endswith("attention working set")
+    assert len(runs.lengths) == len(set(runs.lengths)) == 3
+    assert planner._scores_fill() == pytest.approx(longest, rel=0.1)
 
 
 def test_smaller_states_are_not_tried_where_the_host_has_room_for_all(planner: Planner) -> None:
@@ -577,6 +591,34 @@ def test_what_cannot_fit_is_refused_without_a_fake_run(planner: Planner, monkeyp
     _, saving = choose_attention_saved(small, 65536)
     assert "does not fit, at least" in saving.why
     assert saving.more == 4 * KEPT_BYTES
+
+
+def test_no_fake_run_saves_attention_where_the_step_does_not_fit_without(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither at the longest that fits, which the high estimate is beyond, nor at a length that is far too long."""
+    request = changed(planner.request, checkpoint="auto", offload=True)  # outputs on the host: the device may have room
+    request = replace(request, device=Device("smaller", 2**30, 10.0, "made up"))
+    found: list[Setup] = []
+    monkeypatch.setattr("seqtile.planner.memory_plan.fit_for", _Fits(found))
+    for max_length in (None, 65_536):
+        found.clear()
+        one, estimate, _, _, saving = plan(request, max_length)
+        assert saving is not None and not saving.chosen
+        assert saving.why.startswith("0.") and "not chosen: the high estimate does not fit without it" in saving.why
+        assert not one.fits_at_the_high_estimate(estimate)
+        assert found and {setup.options.checkpoint for setup in found} == {"full"}
+
+
+class _Fits:
+    """Stands in for the fake runs of a planner and notes their settings."""
+
+    def __init__(self, found: list[Setup]) -> None:
+        self.found = found
+
+    def __call__(self, config: Any, setup: Setup, *rest: Any) -> Any:
+        self.found.append(setup)
+        return fit_for(config, setup, *rest)
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora": Lora(4)}, {"engine": "fsdp2", "gpus": 8}])

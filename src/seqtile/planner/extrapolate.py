@@ -16,8 +16,8 @@ from typing import Any
 from seqtile.options import changed
 from seqtile.planner.fake_step import StepRun, build, build_bare, fake_step, fake_update
 from seqtile.planner.layer_structure import Depths, LayerSample, find_depths
-from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS, Workspace
-from seqtile.planner.phases import OPTIMIZER_STEP, Phase
+from seqtile.planner.live_at_peaks import WEIGHTS, Workspace
+from seqtile.planner.phases import BLOCK_AND_NORMS, OPTIMIZER_STEP, Phase
 from seqtile.planner.step_config import Setup
 from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve_tiles
 
@@ -91,35 +91,51 @@ def _weights(points: Sequence[int], at: float) -> list[float]:
     return weights
 
 
-def fit_lines(config: Any, setup: Setup, depths: Depths, lengths: Sequence[int], workspace: Workspace | None) -> Lines:
+def fit_lines(
+    config: Any,
+    setup: Setup,
+    depths: Depths,
+    lengths: Sequence[int],
+    workspace: Workspace | None,
+    steps: dict[tuple[int, int], StepRun] | None = None,
+) -> Lines:
     """Run the step on fake tensors at the given lengths, with the layers at the ends.
 
     With one more layer of a kind it is run too where that cannot be told from those (:func:`_like_its_ends`).
+
+    Args:
+        config: Transformers' configuration of the whole model.
+        setup: how the step runs, resolved.
+        depths: which layers are run.
+        lengths: tokens of each row.
+        workspace: bytes inside kernels.
+        steps: runs of the same setup by (number of the sample, tokens); those made here are added.
     """
+    steps = {} if steps is None else steps
     # Liger's shapes hold their own modules, and a vision tower is made at several depths.
     alone = setup.liger or setup.pictures is not None
     losses_of_layers = getattr(config.get_text_config(), "output_router_logits", False)  # what the head makes of them
     square: dict[bool, bool] = {}  # by whether a length cannot tell
 
-    def run_all(sample: LayerSample) -> dict[int, StepRun]:
-        built = None if alone else build(config, setup, "meta", sample)
-        steps = {length: fake_step(config, setup, length, workspace, sample, built) for length in lengths}
-        for step in steps.values():
+    def run_all(number: int, sample: LayerSample) -> dict[int, StepRun]:
+        missing = [length for length in lengths if (number, length) not in steps]
+        built = build(config, setup, "meta", sample) if missing and not alone else None
+        for length in missing:
+            steps[number, length] = fake_step(config, setup, length, workspace, sample, built)
+        found = {length: steps[number, length] for length in lengths}
+        for step in found.values():
             square[step.as_wide] = square.get(step.as_wide, False) or step.square
-        return steps
+        return found
 
-    ends = run_all(depths.samples[0])
+    ends = run_all(0, depths.samples[0])
     runs = {(length, 0): by_place(step, depths.ends, depths) for length, step in ends.items()}
     for number, sample in enumerate(depths.samples[1:], 1):
         (layer,) = set(sample.layers) - set(depths.ends)
         more = None if losses_of_layers else _like_its_ends(ends, setup, depths, layer)
         if more is None:
-            more = {length: by_place(step, sample.layers, depths) for length, step in run_all(sample).items()}
+            more = {length: by_place(step, sample.layers, depths) for length, step in run_all(number, sample).items()}
         runs |= {(length, number): places for length, places in more.items()}
     return Lines(depths, runs, square.get(False, True) and any(square.values()))
-
-
-_OUTLIVES = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS, KEPT)
 
 
 def _like_its_ends(
@@ -127,9 +143,10 @@ def _like_its_ends(
 ) -> dict[int, dict[str, Terms]] | None:
     """Steps with one more ``layer``, worked out from those with the layers at the ends.
 
-    While another layer runs, a checkpointed layer holds its weights and their copies, gradients and states, and what
-    its checkpoint keeps. Until its backward that is as much as the first layer of its kind holds then, afterwards as
-    much as the last one does. What the optimiser's step makes of its weights is run.
+    While another layer runs, it holds its weights and their copies, gradients and states, and what it saved. Between
+    its forward and its backward that is what the first layer of its kind holds then, before and afterwards what the
+    last one does; without what goes as soon as the next layer has taken it over, such as its output. What the
+    optimiser's step makes of its weights is run.
 
     Args:
         ends: the step at each length.
@@ -138,10 +155,10 @@ def _like_its_ends(
         layer: the number of another one in the whole model.
 
     Returns:
-        For each length the bytes by place, as of :func:`by_place`; None where layers hold more after they have run.
+        For each length the bytes by place, as of :func:`by_place`; None where that is not told by layer.
     """
     # On a CPU a checkpoint also keeps the generator's state, which is made outside of its layer.
-    if setup.options.checkpoint is None or setup.device_type == "cpu":
+    if setup.device_type == "cpu":
         return None
     alike = [number for number, end in enumerate(depths.ends) if depths.kinds[end] == depths.kinds[layer]]
     trained = next(iter(ends.values())).trained
@@ -150,22 +167,33 @@ def _like_its_ends(
     update = {what: float(size - once.get(what, 0)) for what, size in twice.items() if what != WEIGHTS}
     found: dict[int, dict[str, Terms]] = {}
     for length, step in ends.items():
+        if not setup.options.checkpoint and not _save_alike(step, alike, depths):
+            return None
         found[length] = {}
         for name, part in step.peaks.items():
-            in_update = Phase.read(name).part == OPTIMIZER_STEP
+            phase = Phase.read(name)
+            in_update, in_forward = phase.part == OPTIMIZER_STEP, phase.direction == "forward"
             has_run = part.running is not None and layer < depths.ends[part.running]
+            held = part.held
+            if part.running is not None and has_run == in_forward and not in_update:
+                held = step.left.get((part.running, in_forward), held)
             more = dict(update) if in_update else {}
-            for (number, what, is_copy), size in part.held.items():
-                if number != alike[0 if has_run else -1]:
-                    continue
-                stays = what in _OUTLIVES or is_copy or size < step.tokens
-                if not stays and (has_run or in_update):
-                    return None
-                if what == WEIGHTS if in_update else stays:
+            for (number, what), size in held.items():
+                if number == alike[0 if has_run else -1] and not (in_update and what in update):
                     more[what] = more.get(what, 0.0) + size
             summed = {what: part.terms.get(what, 0.0) + more.get(what, 0.0) for what in {*part.terms, *more}}
             found[length][str(in_model(name, depths.ends))] = summed
     return found
+
+
+def _save_alike(step: StepRun, alike: Sequence[int], depths: Depths) -> bool:
+    """Whether the first and the last layer of a kind save as much, all of it filed under its layer."""
+    whole = {Phase.read(name).layer for name in step.peaks if Phase.read(name).part == BLOCK_AND_NORMS}
+    first, last = (
+        {what: size for (number, what), size in step.left[None, True].items() if number == one}
+        for one in (alike[0], alike[-1])
+    )
+    return first == last and whole.issuperset(range(len(depths.ends)))
 
 
 def fit_for(
@@ -180,10 +208,11 @@ def fit_for(
     if keep:
         unit = math.gcd(*lengths)
         lengths = tuple(n * unit for n in (2, 4, 6) if n * unit != tokens)[:2]
-    lines = fit_lines(config, plain, depths, lengths, workspace)
+    steps: dict[tuple[int, int], StepRun] = {}
+    lines = fit_lines(config, plain, depths, lengths, workspace, steps)
     if lines.square:
         lengths = other_lengths(setup, tokens, points=3)
-        lines = fit_lines(config, plain, depths, lengths, workspace)
+        lines = fit_lines(config, plain, depths, lengths, workspace, steps)
     if keep:
         share = partly(keep)
         kept = fit_lines(config, changed(setup, keep=share), depths, lengths, workspace)

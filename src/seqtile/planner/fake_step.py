@@ -43,6 +43,7 @@ from seqtile.planner.live_at_peaks import (
     KEPT,
     OPTIMIZER,
     WEIGHTS,
+    Held,
     PartPeak,
     Tracker,
     Workspace,
@@ -82,6 +83,7 @@ class StepRun:
         square: whether a tensor of ``[tokens, tokens]`` was seen at a peak.
         as_wide: whether a weight is as wide as a row is long, so that its hidden states look ``square`` too.
         trained: its weights that train.
+        left: what decoder layers held when a part of the step ended, as of :class:`.Tracker`.
     """
 
     layers: int
@@ -91,6 +93,7 @@ class StepRun:
     square: bool
     as_wide: bool = False
     trained: tuple[Trained, ...] = field(default=(), repr=False)
+    left: Mapping[tuple[int | None, bool], Held] = field(default_factory=dict, repr=False)
 
     @property
     def peak(self) -> int:
@@ -386,9 +389,8 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         for handle in handles:
             handle.remove()
     as_wide = any(tokens in weight.shape for weight in model.parameters())
-    return StepRun(
-        len(layers), tokens * setup.batch, dict(live.peaks), tuple(live.operators), live.square, as_wide, trained
-    )
+    peaks, operators, rows = dict(live.peaks), tuple(live.operators), tokens * setup.batch
+    return StepRun(len(layers), rows, peaks, operators, live.square, as_wide, trained, live.left)
 
 
 def prepare_optimizer(optimizer: Any, weights: Sequence[Tensor]) -> None:

@@ -27,9 +27,8 @@ KERNELS = "inside kernels"
 Workspace = Callable[[str, tuple[Any, ...], dict[str, Any]], int]
 """Bytes that a kernel takes inside itself, from its operator's name and arguments."""
 
-
-COPY_OF_WEIGHT = "copy of a weight"
-"""In place of a direction, in the phase of a weight's copy in another type, which autocast keeps for its next use."""
+Held = Mapping[tuple[int, str], int]
+"""Bytes that decoder layers hold, by (the layer's number, what for)."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,13 @@ class PartPeak:
     Attributes:
         total: bytes.
         terms: by what they were for.
-        held: those of ``terms`` that are a decoder layer's, by (its number, what for, whether a copy of a weight).
+        held: those of ``terms`` that are a decoder layer's.
         running: the decoder layer that ran last; None before the first.
     """
 
     total: int
     terms: Mapping[str, int]
-    held: Mapping[tuple[int, str, bool], int] = field(default_factory=dict)
+    held: Held = field(default_factory=dict)
     running: int | None = None
 
 
@@ -59,6 +58,8 @@ class Tracker(LiveBytes):
     Attributes:
         operators: names of all operators in order.
         keeps: tells the operators whose results an activation checkpoint keeps; they are filed as :data:`KEPT`.
+        left: what was live when a part of the step ended, by (decoder layer or None, whether in the forward); where
+            it came several times, the last time.
         running: the decoder layer that was entered last; None before the first.
         square: whether a tensor with two dimensions of ``tokens`` was seen.
         kernels: how often each operator with a workspace ran, by (name, shapes).
@@ -70,7 +71,9 @@ class Tracker(LiveBytes):
         self._highest: dict[str, int] = {}
         self._unread = ""
         self.operators: list[str] = []
+        self.left: dict[tuple[int | None, bool], Held] = {}
         self.running: int | None = None
+        self._turn: tuple[int | None, bool] = (None, True)
         self.square = False
         self.watching = False
         self.keeps: Callable[[Any], bool] | None = None
@@ -95,6 +98,11 @@ class Tracker(LiveBytes):
         if not self.watching:
             super().see(func, args, kwargs, result)
             return
+        turn = _turn(self._phase)
+        if turn != self._turn:
+            self.left[self._turn] = self._held()
+            self._turn = turn
+        self.running = self.running if turn[0] is None else turn[0]
         name = name_of(func)
         inside = self._workspace(name, args, kwargs) if self._workspace is not None else 0
         # What a kernel takes does not grow as tensors do, so that the two peaks are on lines of their own.
@@ -106,10 +114,8 @@ class Tracker(LiveBytes):
             for tensor in tree_iter(result):
                 if isinstance(tensor, Tensor):
                     self.file(tensor, KEPT)
-        layer = _what(self._phase).layer
-        self.running = self.running if layer is None else layer
         if name == "aten::_to_copy" and self._is_weight(args[0]):
-            self.file(result, str(replace(Phase.read(self._phase), direction=COPY_OF_WEIGHT)), self._layer_of(args[0]))
+            self.file(result, self._phase, self._layer_of(args[0]))
         if not name.startswith("prim::") and name != "aten::detach":  # fake tensors are asked and aliased more often
             self.operators.append(name)
         best = self._highest.get(phase)
@@ -126,14 +132,19 @@ class Tracker(LiveBytes):
         if not phase:
             return
         terms = Counter({KERNELS: inside}) if inside else Counter()
-        held: Counter[tuple[int, str, bool]] = Counter()
+        self._peaks[phase] = PartPeak(self._highest[phase], terms, self._held(terms), self.running)
+
+    def _held(self, terms: Counter[str] | None = None) -> Held:
+        """What decoder layers hold now; what is live in all is added to ``terms``."""
+        held: Counter[tuple[int, str]] = Counter()
         for known in self._live.values():
             if known.counted and known.tensor.nbytes:
                 what = _what(known.tensor.phase)
-                terms[what.name] += known.tensor.nbytes
+                if terms is not None:
+                    terms[what.name] += known.tensor.nbytes
                 if what.layer is not None:
-                    held[what.layer, what.name, what.is_copy] += known.tensor.nbytes
-        self._peaks[phase] = PartPeak(self._highest[phase], terms, held, self.running)
+                    held[what.layer, what.name] += known.tensor.nbytes
+        return held
 
     def _change(self, nbytes: int) -> None:
         if nbytes < 0:
@@ -160,24 +171,29 @@ def _in_kernel(phase: str) -> str:
     return str(replace(Phase.read(phase), in_kernel=True))
 
 
+@cache
+def _turn(phase: str) -> tuple[int | None, bool]:
+    """The decoder layer of a phase, and whether it is of the forward."""
+    found = Phase.read(phase)
+    return found.layer, found.direction == "forward"
+
+
 class _What(NamedTuple):
     """What a tensor is for.
 
     Attributes:
         name: ``"attention"`` of ``"attention#3, backward"``.
-        is_copy: whether it is a weight's copy in another type.
         layer: the number of its decoder layer, None if it is in none.
     """
 
     name: str
-    is_copy: bool
     layer: int | None
 
 
 @cache
 def _what(phase: str) -> _What:
     found = Phase.read(phase)
-    return _What(found.part or REST, found.direction == COPY_OF_WEIGHT, found.layer)
+    return _What(found.part or REST, found.layer)
 
 
 @contextmanager

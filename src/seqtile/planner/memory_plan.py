@@ -290,7 +290,7 @@ class Planner:
 
         The search begins at ``near``; last comes the length that the lines are of.
         """
-        reference = near or min(max_positions(self.request.config) or LONGEST, 131072)
+        reference = near or min(max_positions(self.request.config) or LONGEST, 131072, self._scores_fill())
         for _ in range(4):
             lines = self.lines(reference)
             found = self._furthest(lambda tokens, lines=lines: holds(self.estimate(tokens, lines)))  # type: ignore[misc]
@@ -302,6 +302,18 @@ class Planner:
                 break
             reference = shorter
         return found, lines, reference
+
+    def _scores_fill(self) -> int:
+        """About how many tokens of eager attention fill the device: 12 bytes a score, in 88 % of what is left.
+
+        It only says where a search begins.
+        """
+        room = 0.88 * (self.request.device.memory - self.at_least(1))
+        if self.request.attention != "eager" or room <= 0:
+            return LONGEST
+        tokens = math.isqrt(int(room / (12 * self.counts.heads * self.request.batch)))
+        grain = SHORT * self.request.split
+        return max(tokens // grain * grain, grain, self.least)
 
     def fits_at_best(self, tokens: int, like: Planner) -> bool:
         """Whether ``tokens`` tokens may fit, by no fake run of its own.
@@ -459,7 +471,7 @@ def choose_attention_saved(planner: Planner, tokens: int, without: Estimate | No
     words = f"{outputs / 2**30:,.2f} GiB more" + ("" if more else " on the host")
     over = planner.at_least(tokens) + more - request.device.memory
     if over <= 0 and without is not None and not planner.fits_at_the_high_estimate(without):
-        beyond = "not chosen, the high estimate does not fit without it either (--checkpoint attention-saved plans it)"
+        beyond = "not chosen: the high estimate does not fit without it (--checkpoint attention-saved plans it)"
         return planner, Saving(False, more, share, f"{words}, would save {share:.0%} of the step; {beyond}")
     if over <= 0:  # worth fake runs
         other = Planner(kept, like=planner)
@@ -492,7 +504,12 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
     planner = Planner(changed(request, checkpoint="full") if auto else request, max_length)
     saving = None
     if auto and max_length is not None:
-        planner, saving = choose_attention_saved(planner, max_length)
+        # A layer has some sixteen [tokens, hidden] live at once. Where those may not fit, the plain step is run first.
+        rows = planner.local(max_length) * request.batch
+        layer = 16 * rows * planner.counts.hidden * planner.setup.dtype.itemsize
+        crowded = planner.at_least(max_length) + layer > request.device.memory
+        without = planner.estimate(max_length) if crowded else None
+        planner, saving = choose_attention_saved(planner, max_length, without)
     longest, limit = planner.longest(max_length)
     if auto and max_length is None and longest:
         planner, saving = choose_attention_saved(planner, longest, planner.estimate(longest))
