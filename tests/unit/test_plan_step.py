@@ -20,6 +20,8 @@ from seqtile.planner import fake_step as planner_step
 from seqtile.planner.extrapolate import by_place, fit_lines
 from seqtile.planner.fake_step import build, build_bare, fake_step, real_step
 from seqtile.planner.layer_structure import _further, count_layers, count_weights, find_depths, first_layers
+from seqtile.planner.live_at_peaks import track
+from seqtile.planner.phases import REST
 from seqtile.planner.step_config import Lora, Setup
 
 LENGTH = 256
@@ -83,19 +85,42 @@ def test_the_heads_blocks_in_the_middle_hold_what_the_second_does(
     }
 
 
-@pytest.mark.parametrize("lora", [None, Lora(4)], ids=["all weights", "adapters"])
-def test_the_passes_in_the_middle_of_a_backward_hold_what_the_second_does(
-    lora: Lora | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changes", [{}, {"lora": Lora(4)}, {"checkpoint": None}, {"checkpoint": "attention-saved"}],
+                         ids=["all weights", "adapters", "no checkpoints", "attention saved"])  # fmt: skip
+def test_the_passes_in_the_middle_hold_what_the_second_does(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of("llama", num_attention_heads=8, num_key_value_heads=8)
-    how = setup(device_type="cuda", heads=1, blocks="mlp+norm+projections", lora=lora)
+    how = setup(device_type="cuda", heads=1, blocks="mlp+norm+projections", **changes)
     short = fake_step(config, how, LENGTH)
+    monkeypatch.setattr(planner_step, "_like_the_second", lambda run: run)
+    forward = fake_step(config, how, LENGTH)
     monkeypatch.setattr(planner_step, "_ends", lambda parts: parts)
     whole = fake_step(config, how, LENGTH)
-    assert len(short.operators) < 0.8 * len(whole.operators)
+    kept = how.options.checkpoint == "attention-saved"  # those of the forward are run
+    assert len(short.operators) < (2 if kept else 0.9) * len(forward.operators)
+    assert len(forward.operators) < 0.9 * len(whole.operators)
     assert {name: part.terms for name, part in short.peaks.items()} == {
         name: part.terms for name, part in whole.peaks.items()
     }
+
+
+def test_peaks_are_read_before_the_first_of_them_goes() -> None:
+    """Of phases, and of what runs in none; a peak that is still growing is read when it is asked for."""
+    with track("cpu") as live:
+        live.watching = True
+        first = torch.empty(1000)
+        with live.phase("later"):
+            second = torch.empty(500)
+            del first
+            third = torch.empty(100)
+        del second
+        fourth = torch.empty(2000)
+        assert {name: part.total for name, part in live.peaks.items()} == {"": 4 * 2100, "later": 4 * 1500}
+        assert [dict(part.terms) for part in live.peaks.values()] == [
+            {REST: 4 * 2000, "later": 4 * 100}, {REST: 4 * 1000, "later": 4 * 500},
+        ]  # fmt: skip
+        del third, fourth
 
 
 @pytest.mark.parametrize(("attention", "square"), [("sdpa", False), ("eager", True)])

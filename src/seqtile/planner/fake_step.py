@@ -278,7 +278,7 @@ def _fake_step(
     for dtype in LOW:
         products_sum_in_fp32("cpu", dtype)  # probed with numbers, so before there are none
     built = build(config, setup, "meta", sample) if built is None else copy.deepcopy(built)
-    with _sized_for(setup.device_type, setup.options.keep), fake_tensors(), track("cpu", workspace, tokens) as live:
+    with _sized_for(setup), fake_tensors(), track("cpu", workspace, tokens) as live:
         with live.phase(WEIGHTS):
             make_fake(built.model)
             if is_masked_lm(config):
@@ -292,7 +292,7 @@ def _fake_step(
 
 def fake_update(setup: Setup, trained: Sequence[Trained]) -> PartPeak:
     """What the optimiser's step of such weights holds, nothing else run."""
-    with _sized_for(setup.device_type, 0.0), fake_tensors(), track("cpu") as live:
+    with _sized_for(setup), fake_tensors(), track("cpu") as live:
         with live.phase(WEIGHTS):
             weights = [nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="cpu")) for one in trained]
         optimizer = make_optimizer(setup.optimizer, weights)
@@ -447,6 +447,38 @@ def _ends(parts: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     return ends
 
 
+def _like_the_second(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Passes over heads: from the third to the last but one with new tensors like the second's results, without a run.
+
+    What a pass returns stays until the backward, its output until it is copied.
+    """
+    second: dict[int, Callable[[], Any]] = {}  # by the call
+
+    def some(self: HeadPasses, cut: Any, *args: Any) -> Any:
+        number, last = self.cuts.index(cut), len(self.cuts) - 1
+        if number == last:
+            second.pop(id(self), None)
+        elif number > 1 and cut.size == self.cuts[1].size and id(self) in second:
+            return second[id(self)]()
+        output, beside, recorded, extra = run(self, cut, *args)
+        alone = not any(isinstance(one, Tensor) for one in tree_iter(beside))
+        if number == 1 < last and alone and all(map(_fills_its_storage, (output, *extra))):
+            made = [(one.shape, one.stride(), one.dtype) for one in (output, *extra)]
+
+            def again(device: Any = output.device) -> Any:
+                first, *more = (torch.empty_strided(*laid, dtype=dtype, device=device) for *laid, dtype in made)
+                return first, beside, recorded, more
+
+            second[id(self)] = again
+        return output, beside, recorded, extra
+
+    return some
+
+
+def _fills_its_storage(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
 @contextmanager
 def count_generator_states(live: Tracker) -> Iterator[None]:
     """Count the states of the CPU's generator: PyTorch's checkpoint keeps one per call, 5,056 bytes, in host memory."""
@@ -465,13 +497,14 @@ def count_generator_states(live: Tracker) -> Iterator[None]:
 
 
 @contextmanager
-def _sized_for(device_type: str, keep: float | str) -> Iterator[None]:
-    """The head's blocks of rows as large as on ``device_type``, and weight gradients summed as there.
+def _sized_for(setup: Setup) -> Iterator[None]:
+    """The head's blocks of rows as large as on the device, and weight gradients summed as there.
 
     Of the head's tiles, of a tile's blocks of logits, of a product's pieces, of the tiles around head-wise attention
-    and the passes of its backward, and of the tiles of an MLP unless they ``keep`` gate and up, only the first two and
-    the last are run.
+    and the passes of its backward, of those of its forward unless a checkpoint keeps what they return, and of the tiles
+    of an MLP unless they ``keep`` gate and up, only the first two and the last are run.
     """
+    device_type, keep = setup.device_type, setup.options.keep
     if device_type == "cpu":
         yield
         return
@@ -481,12 +514,16 @@ def _sized_for(device_type: str, keep: float | str) -> Iterator[None]:
     looped += [] if keep else [(MlpCall, "tiles")]
     whole = [getattr(owner, name) for owner, name in looped]
     BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
+    run_pass = HeadPasses.run
     for (owner, name), parts in zip(looped, whole, strict=True):
         setattr(owner, name, _ends(parts))
+    if setup.options.checkpoint != "attention-saved":
+        HeadPasses.run = _like_the_second(run_pass)  # type: ignore[method-assign]
     try:
         with as_on_an_accelerator(), accelerator_functions():
             yield
     finally:
         for (owner, name), parts in zip(looped, whole, strict=True):
             setattr(owner, name, parts)
+        HeadPasses.run = run_pass  # type: ignore[method-assign]
         BLOCK_ELEMENTS["cpu"] = before

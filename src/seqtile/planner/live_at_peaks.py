@@ -69,7 +69,7 @@ class Tracker(LiveBytes):
         super().__init__(device)
         self._peaks: dict[str, PartPeak] = {}
         self._highest: dict[str, int] = {}
-        self._unread = ""
+        self._unread: str | None = None
         self.operators: list[str] = []
         self.left: dict[tuple[int | None, bool], Held] = {}
         self.running: int | None = None
@@ -128,8 +128,8 @@ class Tracker(LiveBytes):
 
     def _read(self, inside: int = 0) -> None:
         """Note what is live at a new peak; done when the first of it goes or is filed anew, or the phase ends."""
-        phase, self._unread = self._unread, ""
-        if not phase:
+        phase, self._unread = self._unread, None
+        if phase is None:
             return
         terms = Counter({KERNELS: inside}) if inside else Counter()
         self._peaks[phase] = PartPeak(self._highest[phase], terms, self._held(terms), self.running)

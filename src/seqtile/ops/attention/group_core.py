@@ -103,9 +103,7 @@ class Groups:
         tensors: list[Tensor] = []
         notes = []
         for cut in self.cuts:
-            mine = [cut.of(part, self.heads_dim) for part in parts]
-            with self.autocast.on():
-                output, beside, recorded, extra = record(partial(self.between, cut, mine, weights))
+            output, beside, recorded, extra = self.run(cut, parts, weights)
             notes.append(recorded)
             tensors += extra
             if whole is None:
@@ -114,9 +112,17 @@ class Groups:
                 whole = output if cut.size == cut.total else output.new_empty(shape)
             if whole is not output:
                 cut.of(whole, self.output_dim).copy_(output)
-            del output, mine
+            del output
         assert whole is not None
         return Done(whole, beside, tensors, tuple(notes), random, RandomState(whole.device) if self.draws else None)
+
+    def run(
+        self, cut: HeadGroup, parts: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, Any, Recorded, Sequence[Tensor]]:
+        """One pass: its output, what is beside it, and what its kernels returned; a plan has only some of them run."""
+        mine = [cut.of(part, self.heads_dim) for part in parts]
+        with self.autocast.on():
+            return record(partial(self.between, cut, mine, weights))
 
     def recorded(self, done: Done) -> Iterator[tuple[HeadGroup, Recorded, Sequence[Tensor]]]:
         """Each pass with what its kernels returned in the forward; a plan of memory has only some of them run."""
