@@ -329,11 +329,16 @@ class Runs:
         ({"engine": "zero3", "gpus": 8}, 0),
         ({"engine": "fsdp2", "gpus": 8, "accumulation": 2}, 0),
         ({"lora": Lora(8), "blocks": "mlp+norm+projections", "heads": 1}, 0),
+        ({"blocks": "none"}, 0),
+        ({"blocks": "none", "lora": Lora(8), "precision": "mixed", "loss": None}, 0),
         ({"offload": True}, 0),
         ({"checkpoint": "attention-saved"}, 0),
         ({"optimizer": "adamw-8bit"}, 0),
         ({"checkpoint": None}, 0),
         ({"checkpoint": None, "lora": Lora(8)}, 0),
+        ({"checkpoint": None, "blocks": "none"}, 0),
+        ({"liger": True, "blocks": "none", "engine": "zero3", "gpus": 8, "precision": "mixed"}, 0),
+        ({"liger": True, "blocks": "none", "checkpoint": None}, 2),  # what a norm saves is not told by layer
     ],
     ids=lambda value: " ".join(value) or "all weights" if isinstance(value, dict) else None,
 )

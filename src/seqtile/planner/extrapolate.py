@@ -174,9 +174,10 @@ def _like_its_ends(
             phase = Phase.read(name)
             in_update, in_forward = phase.part == OPTIMIZER_STEP, phase.direction == "forward"
             has_run = part.running is not None and layer < depths.ends[part.running]
-            held = part.held
-            if part.running is not None and has_run == in_forward and not in_update:
-                held = step.left.get((part.running, in_forward), held)
+            until: tuple[int | None, bool] | None = None  # when it holds what a layer held when this ended
+            if part.running is not None and not in_update:
+                until = (part.running, in_forward) if has_run == in_forward else (None, True) if has_run else None
+            held = part.held if until is None else step.left.get(until, part.held)
             more = dict(update) if in_update else {}
             for (number, what), size in held.items():
                 if number == alike[0 if has_run else -1] and not (in_update and what in update):
