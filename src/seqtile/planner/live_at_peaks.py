@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqtile._compat import storage_key, tree_iter
+from seqtile._compat import active_fake_mode, storage_key, tree_iter
 from seqtile.counting.live import LiveBytes
-from seqtile.counting.watch import WatchUncompiled, name_of
+from seqtile.counting.watch import Watch, WatchUncompiled, name_of
 from seqtile.planner.phases import REST, Phase
 
 WEIGHTS = "weights"
@@ -127,7 +127,7 @@ class Tracker(LiveBytes):
                 self._read(inside)
 
     def _read(self, inside: int = 0) -> None:
-        """Note what is live at a new peak; done when the first of it goes or is filed anew, or the phase ends."""
+        """Note what is live at a new peak; done when the first of it goes or is filed again, or the phase ends."""
         phase, self._unread = self._unread, None
         if phase is None:
             return
@@ -207,7 +207,7 @@ def track(device: torch.device | str, workspace: Workspace | None = None, tokens
     """
     live = Tracker(torch.device(device), workspace, tokens)
     try:
-        with WatchUncompiled(live.see):
+        with (Watch if active_fake_mode() is None else WatchUncompiled)(live.see):
             yield live
     finally:
         live.close()
