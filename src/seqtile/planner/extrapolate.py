@@ -157,8 +157,8 @@ def _like_its_ends(
     Returns:
         For each length the bytes by place, as of :func:`by_place`; None where that is not told by layer.
     """
-    # On a CPU a checkpoint also keeps the generator's state, which is made outside of its layer. A layer with a state may
-    # hold tensors that another one made.
+    # On a CPU a checkpoint also keeps the generator's state, which is made outside of its layer. Layers of another kind
+    # may hold tensors for it.
     if setup.device_type == "cpu" or len(set(depths.kinds)) > 1:
         return None
     alike = [number for number, end in enumerate(depths.ends) if depths.kinds[end] == depths.kinds[layer]]
