@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from seqtile._compat import OpOverload, schema_of, storage_key, sums_gradients_in_place
-from seqtile.counting.watch import Watch, name_of
+from seqtile.counting.watch import Watch, name_of, tensors_in
 from seqtile.devices import accelerator, allocated_bytes, is_accelerator, peak_bytes, reset_peak
 
 _UNWRITTEN = frozenset(
@@ -182,11 +182,11 @@ class LiveBytes:
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = name_of(func)
         fresh = name == "aten::lift_fresh"  # its input is new: torch.tensor and torch.from_numpy hand it over
-        known = {self._visit(tensor, counted=fresh) for tensor in _tensors((*args, *kwargs.values()))}
+        known = {self._visit(tensor, counted=fresh) for tensor in tensors_in((*args, *kwargs.values()))}
         if name == "aten::add" and self._allocator is None and sums_gradients_in_place(args[0]):
             self.forget(storage_key(args[0].untyped_storage()))  # the sum is there instead
         written = 0
-        for tensor in _tensors((result,)):
+        for tensor in tensors_in((result,)):
             key = self._visit(tensor, counted=True)
             if key is not None and key not in known:
                 written += tensor.numel() * tensor.element_size()
@@ -207,7 +207,7 @@ class LiveBytes:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in _tensors((value,)):
+            for tensor in tensors_in((value,)):
                 if tensor.device.type != self._device.type:
                     continue
                 source = args[_WRITES_ITS_SOURCE[name]] if name in _WRITES_ITS_SOURCE else tensor
@@ -359,14 +359,3 @@ def count_live_bytes(device: torch.device | str | None = None) -> Iterator[LiveB
             yield live
     finally:
         live.close()
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among an operator's arguments or results, which nest in lists and tuples only."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -73,6 +73,17 @@ class WatchUncompiled(_Seeing, TorchDispatchMode):
 
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_python_dispatch.py, ``__init_subclass__``
     """
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an operator's arguments or results, and in lists and tuples among them, in order."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
 
 
 def name_of(func: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from seqtile.options import changed
 from seqtile.planner.fake_step import StepRun, build, build_bare, fake_step, fake_update
 from seqtile.planner.layer_structure import Depths, LayerSample, find_depths
-from seqtile.planner.live_at_peaks import WEIGHTS, Workspace
+from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, WEIGHTS, Held, PartPeak, Workspace
 from seqtile.planner.phases import BLOCK_AND_NORMS, OPTIMIZER_STEP, Phase
 from seqtile.planner.step_config import Setup
 from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve_tiles
@@ -157,9 +157,8 @@ def _like_its_ends(
     Returns:
         For each length the bytes by place, as of :func:`by_place`; None where that is not told by layer.
     """
-    # On a CPU a checkpoint also keeps the generator's state, which is made outside of its layer. Layers of another kind
-    # may hold tensors for it.
-    if setup.device_type == "cpu" or len(set(depths.kinds)) > 1:
+    # On a CPU a checkpoint also keeps the generator's state, which is made outside of its layer.
+    if setup.device_type == "cpu":
         return None
     alike = [number for number, end in enumerate(depths.ends) if depths.kinds[end] == depths.kinds[layer]]
     trained = next(iter(ends.values())).trained
@@ -172,30 +171,54 @@ def _like_its_ends(
             return None
         found[length] = {}
         for name, part in step.peaks.items():
-            phase = Phase.read(name)
-            in_update, in_forward = phase.part == OPTIMIZER_STEP, phase.direction == "forward"
             has_run = part.running is not None and layer < depths.ends[part.running]
-            until: tuple[int | None, bool] | None = None  # when it holds what a layer held when this ended
-            if part.running is not None and not in_update:
-                until = (part.running, in_forward) if has_run == in_forward else (None, True) if has_run else None
-            held = part.held if until is None else step.left.get(until, part.held)
+            like = alike[0 if has_run else -1]
+            held = _held_without_outputs(step, name, part, has_run, like)
+            if held is None:
+                return None
+            in_update = Phase.read(name).part == OPTIMIZER_STEP
             more = dict(update) if in_update else {}
             for (number, what), size in held.items():
-                if number == alike[0 if has_run else -1] and not (in_update and what in update):
+                if number == like and not (in_update and what in update):
                     more[what] = more.get(what, 0.0) + size
             summed = {what: part.terms.get(what, 0.0) + more.get(what, 0.0) for what in {*part.terms, *more}}
             found[length][str(in_model(name, depths.ends))] = summed
     return found
 
 
+def _held_without_outputs(step: StepRun, name: str, part: PartPeak, has_run: bool, like: int) -> Held | None:
+    """What layers hold at a peak, without what goes as soon as the next layer has taken it over.
+
+    Args:
+        step: a step.
+        name: of a phase of it.
+        part: its peak.
+        has_run: whether the layer that is asked about comes before the one that ran last.
+        like: the layer that it is like.
+
+    Returns:
+        What they hold; None where the phase runs ahead: one that should be done still has its checkpoint.
+    """
+    phase = Phase.read(name)
+    if part.running is None or phase.part == OPTIMIZER_STEP:
+        return part.held
+    if phase.direction == "forward":
+        return step.left.get((part.running, True), part.held) if has_run else part.held
+    if has_run:  # its backward is to come, however far the phases are behind what runs
+        return step.left.get((None, True), part.held)
+    after = step.left.get((part.running, False), part.held)
+    ahead = any(part.held.get((like, what), 0) > after.get((like, what), 0) for what in (CHECKPOINTS, KEPT))
+    return None if ahead else after
+
+
 def _save_alike(step: StepRun, alike: Sequence[int], depths: Depths) -> bool:
-    """Whether the first and the last layer of a kind save as much, all of it filed under its layer."""
+    """Whether the first and the last layer of a kind save as much, all of it filed under its layer and in order."""
     whole = {Phase.read(name).layer for name in step.peaks if Phase.read(name).part == BLOCK_AND_NORMS}
     first, last = (
         {what: size for (number, what), size in step.left[None, True].items() if number == one}
         for one in (alike[0], alike[-1])
     )
-    return first == last and whole.issuperset(range(len(depths.ends)))
+    return step.in_order and first == last and whole.issuperset(range(len(depths.ends)))
 
 
 def fit_for(

@@ -83,7 +83,8 @@ class StepRun:
         square: whether a tensor of ``[tokens, tokens]`` was seen at a peak.
         as_wide: whether a weight is as wide as a row is long, so that its hidden states look ``square`` too.
         trained: its weights that train.
-        left: what decoder layers held when a part of the step ended, as of :class:`.Tracker`.
+        left, in_order: what decoder layers held when a part of the step ended, and whether those came in order, as of
+            :class:`.Tracker`.
     """
 
     layers: int
@@ -94,6 +95,7 @@ class StepRun:
     as_wide: bool = False
     trained: tuple[Trained, ...] = field(default=(), repr=False)
     left: Mapping[tuple[int | None, bool], Held] = field(default_factory=dict, repr=False)
+    in_order: bool = True
 
     @property
     def peak(self) -> int:
@@ -390,7 +392,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
             handle.remove()
     as_wide = any(tokens in weight.shape for weight in model.parameters())
     peaks, operators, rows = dict(live.peaks), tuple(live.operators), tokens * setup.batch
-    return StepRun(len(layers), rows, peaks, operators, live.square, as_wide, trained, live.left)
+    return StepRun(len(layers), rows, peaks, operators, live.square, as_wide, trained, live.left, live.in_order)
 
 
 def prepare_optimizer(optimizer: Any, weights: Sequence[Tensor]) -> None:

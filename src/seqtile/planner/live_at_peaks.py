@@ -61,8 +61,8 @@ class Tracker(LiveBytes):
         left: what was live when a part of the step ended, by (decoder layer or None, whether in the forward); where
             it came several times, the last time.
         running: the decoder layer that was entered last; None before the first.
+        in_order: whether layers ran one after another, forward and then backward, as far as the phases tell.
         square: whether a tensor with two dimensions of ``tokens`` was seen.
-        kernels: how often each operator with a workspace ran, by (name, shapes).
     """
 
     def __init__(self, device: torch.device, workspace: Workspace | None = None, tokens: int = 0) -> None:
@@ -73,6 +73,7 @@ class Tracker(LiveBytes):
         self.operators: list[str] = []
         self.left: dict[tuple[int | None, bool], Held] = {}
         self.running: int | None = None
+        self.in_order = True
         self._turn: tuple[int | None, bool] = (None, True)
         self.square = False
         self.watching = False
@@ -102,7 +103,10 @@ class Tracker(LiveBytes):
         if turn != self._turn:
             self.left[self._turn] = self._held()
             self._turn = turn
-        self.running = self.running if turn[0] is None else turn[0]
+        layer, forward = turn
+        if layer is not None and layer != self.running:
+            self.in_order &= self.running is None or (layer > self.running if forward else layer < self.running)
+            self.running = layer
         name = name_of(func)
         inside = self._workspace(name, args, kwargs) if self._workspace is not None else 0
         # What a kernel takes does not grow as tensors do, so that the two peaks are on lines of their own.

@@ -26,6 +26,7 @@ from seqtile._compat import (
     tree_flatten,
     without_function_modes,
 )
+from seqtile.counting.watch import tensors_in
 from seqtile.models.discover.python_code import KNOWN_LIBRARIES
 from seqtile.models.discover.sizes import (
     SIZES,
@@ -39,7 +40,7 @@ from seqtile.models.discover.sizes import (
     noted,
     plain,
 )
-from seqtile.models.discover.token_flow import MIXED, Atoms, Call, Expressions, Flow, features, tensors_in
+from seqtile.models.discover.token_flow import MIXED, Atoms, Call, Expressions, Flow, features
 from seqtile.models.discover.token_rules import RULES, literal, numbers_in, reshaped, rule_for, same
 
 LONGEST = 5000

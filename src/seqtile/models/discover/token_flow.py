@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from seqtile.counting.watch import tensors_in
 from seqtile.models.discover.sizes import SIZES, NotPerToken, Untraceable, axes_in
 
 MIXED = "one token's output depends on other tokens"
@@ -166,17 +167,6 @@ class Call:
         if not whole or len(sums) < sum(flow.summed for flow in flows) or any(f.axes for f in flows if not f.summed):
             raise self.mixes("of a sum over tokens and something else")
         return True
-
-
-def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among the values, and in lists and tuples among them, in order."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
-    return found
 
 
 def features(tensor: Tensor, dims: Sequence[Atoms]) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from seqtile._compat import FakeTensor, disable_current_modes
+from seqtile.counting.watch import tensors_in
 from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, holds_tokens, noted
-from seqtile.models.discover.token_flow import Atoms, Call, Flow, features, place_of, tensors_in
+from seqtile.models.discover.token_flow import Atoms, Call, Flow, features, place_of
 
 # -- element by element ----------------------------------------------------------------------------------------------
 
