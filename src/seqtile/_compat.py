@@ -18,6 +18,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import platform
 import re
@@ -28,7 +29,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -229,9 +230,16 @@ LruCache: Any = functools._lru_cache_wrapper
 AbcData: Any = type(vars(abc.ABC)["_abc_impl"])
 
 
-def run_exit_functions() -> None:
-    """Call what was registered with ``atexit``, for a process that ends by ``os._exit``."""
+def end_process(code: int) -> NoReturn:
+    """End after what was registered with ``atexit``, without Python's last clean-up.
+
+    A library's thread may abort in that (seen once under ZeRO-3: "terminate called without an active exception"), and
+    it takes 0.1 s to take thousands of modules apart.
+    """
     atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @_contract("functools._lru_cache_wrapper", "Lib/functools.py", "functools has a public type of cached functions")
@@ -1226,6 +1234,48 @@ def _check_memory_history() -> None:
 
 
 # ---- transformers ----
+
+_IMPORTS = "transformers.utils.import_utils"
+
+
+def import_models() -> None:
+    """Import ``transformers.models`` without reading its 1,600 files once more for the names in them.
+
+    Transformers has read them for its own list of names, and remembers 128 of the 550 folders:
+    https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/utils/import_utils.py
+    """
+    utilities: Any = importlib.import_module(_IMPORTS)
+    read = getattr(utilities, "define_import_structure", None)
+    if "transformers.models" in sys.modules or read is None:
+        return
+    package, names = str(_folder_of("transformers") / "models" / "__init__.py"), names_in_models()
+    utilities.define_import_structure = lambda path, *args: names if path == package and not args else read(path, *args)
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        utilities.define_import_structure = read
+
+
+def names_in_models() -> dict[Any, dict[str, Any]]:
+    """What ``transformers.models`` has, by what it needs and by module, from Transformers' list of all its names."""
+    read, prefix = importlib.import_module(_IMPORTS).define_import_structure, "models."
+    names = read(_folder_of("transformers") / "models", prefix="models")
+    return {
+        needed: {name.removeprefix(prefix): found for name, found in modules.items() if name.startswith(prefix)}
+        for needed, modules in names.items()
+    }
+
+
+@_contract(
+    f"{_IMPORTS}.define_import_structure",
+    "src/transformers/utils/import_utils.py",
+    "transformers reads its files once",
+)
+def _check_import_structure() -> None:
+    importlib.import_module("transformers")
+    read = importlib.import_module(_IMPORTS).define_import_structure
+    _expect(names_in_models() == read(str(_folder_of("transformers") / "models" / "__init__.py")), "the same names")
+
 
 SET_CHECKPOINTING = "_set_gradient_checkpointing"
 """The method by which transformers hands its checkpoint function to a model's layers."""

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 import typer
 
@@ -88,6 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 128 + getattr(cause, "number", signal.SIGINT)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 0
+
+
+def console() -> NoReturn:
+    """The ``seqtile`` command."""
+    code = main()
+    compat = sys.modules.get("seqtile._compat")  # which is imported with PyTorch, and not before
+    if sys.argv[1:2] == ["plan"] and compat is not None:
+        compat.end_process(code)
+    sys.exit(code)
 
 
 def say_user_error(error: UserError) -> str:

@@ -1,8 +1,6 @@
 """``python -m seqtile.cli``."""
 
-import sys
-
-from seqtile.cli import main
+from seqtile.cli import console
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from seqtile._compat import run_exit_functions
+from seqtile._compat import end_process
 from seqtile._errors import RunError, UserError
 from seqtile._log import process_rank
 from seqtile.train.atomic_files import write_whole
@@ -120,14 +120,5 @@ def follow(front: int, started: float, end: Callable[[], None], kill: Callable[[
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _end(code: int) -> NoReturn:
-    """End without Python's last clean-up: a library's thread may abort there (seen once under ZeRO-3: "terminate called
-    without an active exception"), and the launcher would then end the first process while it writes its report."""
-    run_exit_functions()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    _end(main(Path(sys.argv[1])))
+    end_process(main(Path(sys.argv[1])))  # else the launcher may end the first one while it writes its report

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +91,7 @@ class LiveBytes:
         self._seen = False
         self._at_peak: list[LiveTensor] | None = None
         self._samples: list[LiveSample] = []
+        self._left: tuple[int, str] | None = None  # where the last operator left things: bytes, phase
         self._phases: dict[str, list[int]] = {}
         self._phase = ""
         self._modules: list[str] = []
@@ -192,7 +194,7 @@ class LiveBytes:
                 written += tensor.numel() * tensor.element_size()
         if name in _UNWRITTEN:
             written = 0
-        elif isinstance(func, OpOverload) and schema_of(func).is_mutable:
+        elif isinstance(func, OpOverload) and _mutable(func):
             written += self._mutated(func, args, kwargs, name)
         self._record(written)
 
@@ -203,10 +205,8 @@ class LiveBytes:
     def _mutated(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> int:
         """Bytes of the arguments on this device that the operator writes into."""
         total = 0
-        for position, argument in enumerate(schema_of(func).arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in _mutable(func):
+            value = args[position] if position < len(args) else kwargs.get(argument)
             for tensor in tensors_in((value,)):
                 if tensor.device.type != self._device.type:
                     continue
@@ -216,12 +216,16 @@ class LiveBytes:
 
     def _visit(self, tensor: Tensor, *, counted: bool) -> int | None:
         """Follow the tensor's storage from now on; returns its key, or None if it is not on this device."""
-        device = tensor.device
-        if device.type != self._device.type or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
         key, nbytes = storage_key(storage), storage.nbytes()
         known = self._live.get(key)
+        if known is not None and known.tensor.nbytes == nbytes:
+            return key
+        device = tensor.device
+        if device.type != self._device.type:
+            return None
         if known is None:
             if self._allocator is not None and storage.device.type != device.type:
                 self._allocator = None  # a fake tensor: nothing is allocated for it, so its bytes are counted
@@ -235,7 +239,7 @@ class LiveBytes:
             self._live[key] = _Storage(weakref.KeyedRef(storage, self._callback, key), born, counted)
             if counted:
                 self._change(nbytes)
-        elif known.tensor.nbytes != nbytes:
+        else:
             self._resize(key, known, nbytes)
         if nbytes:
             self._seen = True
@@ -258,17 +262,20 @@ class LiveBytes:
 
     def _record(self, written: int) -> None:
         """Note where an operator left things."""
-        if self._now > self._peak:
+        now, phase = self._now, self._phase
+        if now > self._peak:
             self._refresh()
-        if self._now > self._peak:
-            self._peak, self._at_peak = self._now, None
-        if not self._samples or self._samples[-1][1:] != (self._now, self._phase):
-            self._samples.append(LiveSample(self._ops, self._now, self._phase))
+            now = self._now
+        if now > self._peak:
+            self._peak, self._at_peak = now, None
+        if self._left != (now, phase):
+            self._left = now, phase
+            self._samples.append(LiveSample(self._ops, now, phase))
         self._ops += 1
         self._written += written
-        if self._phase in self._phases:
-            row = self._phases[self._phase]
-            row[0] = max(row[0], self._now)
+        row = self._phases.get(phase)
+        if row is not None:
+            row[0] = max(row[0], now)
             row[1] += written
 
     def _refresh(self) -> None:
@@ -359,3 +366,14 @@ def count_live_bytes(device: torch.device | str | None = None) -> Iterator[LiveB
             yield live
     finally:
         live.close()
+
+
+@cache
+def _mutable(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operator writes into, by position and name."""
+    schema = schema_of(func)
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if schema.is_mutable and argument.alias_info is not None and argument.alias_info.is_write
+    )

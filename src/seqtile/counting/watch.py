@@ -32,14 +32,20 @@ class LettingCompile(TorchDispatchMode):
         return True
 
 
-class _Seeing:
-    """What a watching mode does at every operator."""
+class Seeing:
+    """What a mode that hands operators on does at every one of them.
+
+    Operators under a fake tensor mode are handed on only if that mode was entered first.
+
+    Attributes:
+        see: given each operator with its arguments and result; None sees nothing.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, see: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+    def __init__(self, see: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] | None = None) -> None:
         super().__init__()
-        self._see = see
+        self.see = see
         self._fake_mode = active_fake_mode()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,26 +59,20 @@ class _Seeing:
             # Here composite operators (linear, matmul) arrive whole: count what they are made of.
             with self:  # type: ignore[attr-defined]
                 return func.decompose(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if active_fake_mode() is self._fake_mode:  # else shapes are being worked out, as DTensor does: nothing runs
-            self._see(func, args, kwargs, result)
+        result = self.run(func, args, kwargs)
+        if self.see is not None and active_fake_mode() is self._fake_mode:  # else shapes are being worked out, as
+            self.see(func, args, kwargs, result)  # DTensor does: nothing runs
         return result
 
-
-class Watch(_Seeing, LettingCompile):
-    """Hand every operator call to ``see`` with its arguments and result.
-
-    Calls under a fake tensor mode are handed on only if that mode was entered first.
-    """
-
-    __torch_dispatch__ = _Seeing.__torch_dispatch__
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator returns."""
+        return func(*args, **kwargs)
 
 
-class WatchUncompiled(_Seeing, TorchDispatchMode):
-    """The same for code that nobody compiles, in less time: PyTorch keeps torch.compile out of a mode's own method.
+class Watch(Seeing, LettingCompile):
+    """Hand every operator call to ``see`` with its arguments and result."""
 
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_python_dispatch.py, ``__init_subclass__``
-    """
+    __torch_dispatch__ = Seeing.__torch_dispatch__
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:

@@ -8,6 +8,7 @@ what a layer in between holds lies between them.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -121,7 +122,8 @@ def fit_lines(
         missing = [length for length in lengths if (number, length) not in steps]
         built = build(config, setup, "meta", sample) if missing and not alone else None
         for length in missing:
-            steps[number, length] = fake_step(config, setup, length, workspace, sample, built)
+            ready = copy.deepcopy(built) if length != missing[-1] else built
+            steps[number, length] = fake_step(config, setup, length, workspace, sample, ready)
         found = {length: steps[number, length] for length in lengths}
         for step in found.values():
             square[step.as_wide] = square.get(step.as_wide, False) or step.square
@@ -163,7 +165,9 @@ def _like_its_ends(
     alike = [number for number, end in enumerate(depths.ends) if depths.kinds[end] == depths.kinds[layer]]
     trained = next(iter(ends.values())).trained
     same = [weight for weight in trained if weight.layer == alike[0]]
-    once, twice = fake_update(setup, trained).terms, fake_update(setup, (*trained, *same)).terms
+    once, twice = (
+        fake_update(setup.optimizer, setup.device_type, weights).terms for weights in (trained, (*trained, *same))
+    )
     update = {what: float(size - once.get(what, 0)) for what, size in twice.items() if what != WEIGHTS}
     found: dict[int, dict[str, Terms]] = {}
     for length, step in ends.items():

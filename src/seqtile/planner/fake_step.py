@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -260,7 +260,7 @@ def fake_step(
 ) -> StepRun:  # fmt: skip
     """One step of ``tokens`` tokens on fake tensors: its shapes only, in a second or so.
 
-    With a ``sample`` the model has these layers only; ``built`` is that model from :func:`build`, of which a copy runs.
+    With a ``sample`` the model has these layers only; ``built`` is that model from :func:`build`, which can run once.
     A vision tower is run at two small depths, and what one more of its layers adds is counted for the others.
 
     The model is found and tiled on the meta device, where its structure is proof enough, and then gets fake weights.
@@ -279,8 +279,8 @@ def _fake_step(
 ) -> StepRun:  # fmt: skip
     for dtype in LOW:
         products_sum_in_fp32("cpu", dtype)  # probed with numbers, so before there are none
-    built = build(config, setup, "meta", sample) if built is None else copy.deepcopy(built)
-    with _sized_for(setup), fake_tensors(), track("cpu", workspace, tokens) as live:
+    built = build(config, setup, "meta", sample) if built is None else built
+    with _sized_for(setup), fake_tensors() as shapes, track("cpu", workspace, tokens, shapes) as live:
         with live.phase(WEIGHTS):
             make_fake(built.model)
             if is_masked_lm(config):
@@ -292,12 +292,13 @@ def _fake_step(
             return tracked_step(built, setup, tokens, live)
 
 
-def fake_update(setup: Setup, trained: Sequence[Trained]) -> PartPeak:
+@lru_cache(64)
+def fake_update(optimizer_name: str, device_type: str, trained: tuple[Trained, ...]) -> PartPeak:
     """What the optimiser's step of such weights holds, nothing else run."""
-    with _sized_for(setup), fake_tensors(), track("cpu") as live:
+    with _sized_for(Setup(device_type=device_type)), fake_tensors() as shapes, track("cpu", shapes=shapes) as live:
         with live.phase(WEIGHTS):
             weights = [nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="cpu")) for one in trained]
-        optimizer = make_optimizer(setup.optimizer, weights)
+        optimizer = make_optimizer(optimizer_name, weights)
         with live.phase(OPTIMIZER):
             prepare_optimizer(optimizer, weights)
         with live.phase(GRADIENTS):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqtile._compat import active_fake_mode, storage_key, tree_iter
+from seqtile._compat import storage_key, tree_iter
+from seqtile.counting.fake import Answers
 from seqtile.counting.live import LiveBytes
-from seqtile.counting.watch import Watch, WatchUncompiled, name_of
+from seqtile.counting.watch import Watch, name_of
 from seqtile.planner.phases import REST, Phase
 
 WEIGHTS = "weights"
@@ -140,7 +141,7 @@ class Tracker(LiveBytes):
 
     def _held(self, terms: Counter[str] | None = None) -> Held:
         """What decoder layers hold now; what is live in all is added to ``terms``."""
-        held: Counter[tuple[int, str]] = Counter()
+        held: defaultdict[tuple[int, str], int] = defaultdict(int)
         for known in self._live.values():
             if known.counted and known.tensor.nbytes:
                 what = _what(known.tensor.phase)
@@ -148,7 +149,7 @@ class Tracker(LiveBytes):
                     terms[what.name] += known.tensor.nbytes
                 if what.layer is not None:
                     held[what.layer, what.name] += known.tensor.nbytes
-        return held
+        return dict(held)
 
     def _change(self, nbytes: int) -> None:
         if nbytes < 0:
@@ -201,17 +202,20 @@ def _what(phase: str) -> _What:
 
 
 @contextmanager
-def track(device: torch.device | str, workspace: Workspace | None = None, tokens: int = 0) -> Iterator[Tracker]:
+def track(
+    device: torch.device | str, workspace: Workspace | None = None, tokens: int = 0, shapes: Answers | None = None
+) -> Iterator[Tracker]:
     """Follow what runs inside on ``device``.
 
     Args:
         device: the device to count.
         workspace: bytes that kernels take inside themselves, which no tensor shows.
         tokens: length of the row, to notice tensors of ``[tokens, tokens]``.
+        shapes: the mode of :func:`seqtile.counting.fake.fake_tensors` that this is in.
     """
     live = Tracker(torch.device(device), workspace, tokens)
     try:
-        with (Watch if active_fake_mode() is None else WatchUncompiled)(live.see):
+        with Watch(live.see) if shapes is None else shapes.shown_to(live.see):
             yield live
     finally:
         live.close()

@@ -9,6 +9,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter, is_, is_not, methodcaller
 from typing import Any
 
@@ -166,6 +167,15 @@ class Code:
         self.scopes[id(function.__globals__)] = function.__globals__
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
         return [function.__globals__.get(name) for name in function.__code__.co_names] + cells
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, the code that runs is noted."""
+        sys.setprofile(self.profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
 
     def profile(self, frame: types.FrameType, event: str, argument: Any) -> None:
         """For ``sys.setprofile``."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from seqtile._compat import FakeTensorMode, run_backward, tree_flatten
 from seqtile._log import log_level
+from seqtile.counting.fake import Quicker
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.python_code import Code, is_raised_by_user
 from seqtile.models.discover.recorder import Recorder, Sizes
@@ -130,11 +130,9 @@ class Tracer:
         """
         recorder = Recorder(self._expressions, self.axes)
         before = Facts(self.modules, functions, Code.written(self.modules, functions))
-        sys.setprofile(code.profile)
         try:
-            graph = self._run(function, recorder, SIZES)
+            graph = self._run(function, recorder, SIZES, code=code)
         finally:
-            sys.setprofile(None)
             changed = before.restore(code)
         if changed:
             raise NotPerToken(f"its forward changes {changed}")
@@ -196,8 +194,9 @@ class Tracer:
 
     def _run(
         self, function: Function, recorder: Recorder, sizes: Mapping[str, int], like: Graph | None = None,
-        ones: Collection[str] = (),
+        ones: Collection[str] = (), code: Code | None = None,
     ) -> Graph | None:  # fmt: skip
+        watching = nullcontext if code is None else code.watching
         views = Views(self._fake)
         for number, module in enumerate(self.modules):
             views.of(module, str(number))
@@ -225,6 +224,7 @@ class Tracer:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
             stack.enter_context(set_checkpoint_early_stop(False))  # which ends a recompute by an error
             stack.enter_context(self._mode)
+            stack.enter_context(Quicker())
             stack.enter_context(recorder)
             watched = stack.enter_context(Sizes())
             noted.begin(ones)
@@ -234,7 +234,8 @@ class Tracer:
             shown = [*watched.inputs, *watched.weights]
             names = [set(vars(tensor)) for tensor in shown]
             try:
-                result = function(views.__getitem__, list(watched.inputs))
+                with watching():
+                    result = function(views.__getitem__, list(watched.inputs))
             except TypeError as error:
                 if TokenCount.__name__ in str(error):  # a function of PyTorch that takes no sizes
                     raise NotPerToken("its forward computes with the number of tokens") from None
@@ -255,7 +256,8 @@ class Tracer:
             if recorder.expected is None:
                 if recorder.share_memory([*tensors, *inputs]):
                     raise NotPerToken("what it returns shares memory, so that a change of one would change another")
-                graph = self._backward(tensors, leaves, recorder, like)
+                with watching():
+                    graph = self._backward(tensors, leaves, recorder, like)
             elif len(recorder.steps) != len(recorder.expected):
                 raise NotPerToken("its forward computes something else for another number of tokens")
             noted.check()

@@ -8,7 +8,6 @@ of their class, so that neither memory nor the values of their weights are neede
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,11 +78,8 @@ def _run(
         lead = leading if len(tiles) == 1 else (1,) * (len(leading) - 1) + (size,)
         inputs = [part[start : start + size].reshape(*lead, part.shape[-1]) for part in given]
         leaves = [part.detach().requires_grad_(part.is_floating_point()) for part in inputs]
-        sys.setprofile(code.profile)
-        try:
+        with code.watching():
             result = chain.run(leaves, views.__getitem__)
-        finally:
-            sys.setprofile(None)
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not found or any(leaf.dim() == 0 or leaf.numel() % size for leaf in found):
             raise NotPerToken(f"{size} tokens gave an output of shape {tuple(found[0].shape) if found else ()}")
