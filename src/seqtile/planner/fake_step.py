@@ -437,7 +437,7 @@ def compute_loss(model: Any, setup: Setup, batch: Mapping[str, Tensor]) -> Tenso
 
 
 def _ends(parts: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """The first, the second and the last of what ``parts`` yields.
+    """The first, the second and the last of what ``parts`` yields, without the second where it is as long as the last.
 
     For parts of which nothing outlives its turn: those in between hold what the second holds, and a plan has some ten
     thousand of them.
@@ -445,9 +445,20 @@ def _ends(parts: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
 
     def ends(*args: Any) -> Iterator[Any]:
         found = list(parts(*args))
+        if len(found) > 2 and (tokens := _tokens_of(found[1])) and tokens == _tokens_of(found[-1]):
+            found = [found[0], found[-1]]
         yield from found if len(found) <= 3 else (*found[:2], found[-1])
 
     return ends
+
+
+def _tokens_of(part: Any) -> int:
+    """Tokens of a tile that is a slice, (start, tokens), or a number before these; 0 for anything else."""
+    if isinstance(part, slice):
+        return int(part.stop - part.start)
+    last = part[-1]
+    last = last[-1] if isinstance(last, tuple) and last else last
+    return last if isinstance(last, int) else 0
 
 
 def _like_the_second(run: Callable[..., Any]) -> Callable[..., Any]:

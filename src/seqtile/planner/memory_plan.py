@@ -148,15 +148,52 @@ class Planner:
         setup = changed(setup, keep=partly(setup.options.keep))
         for known, lines in self._lines.items():
             same = changed(known, tile=setup.options.tile, loss_tile=setup.loss_tile)
-            if same == setup and _alike(known, setup):
+            if same == setup and self._tell(lines, known, tokens):
                 return lines
         lines, _ = fit_for(self.request.config, setup, self.depths, self.local(tokens), self.workspace)
         self._lines[setup] = lines
         return lines
 
+    def _tell(self, lines: Lines, known: Setup, tokens: int, within: float = 0.05) -> bool:
+        """Whether the ``lines`` of a step with the tiles of ``known`` are right for one of ``tokens`` tokens.
+
+        Those of larger tiles of the head are where the head is not the peak: with smaller ones it holds less.
+        """
+        setup = self.resolved(tokens)
+        if _alike(known, setup, within):
+            return True
+        if known.loss_tile < setup.loss_tile or not _alike(known, changed(setup, loss_tile=known.loss_tile), within):
+            return False
+        return all(Phase.read(phase).part != HEAD for _, phase, _, _ in self._peaks(tokens, lines)[0].values())
+
     def estimate(self, tokens: int, lines: Lines | None = None) -> Estimate:
         """Memory of a step of ``tokens`` tokens per row; ``lines`` of another length save the fake runs."""
         lines = self.lines(tokens) if lines is None else lines
+        best, kept, share = self._peaks(tokens, lines)
+        total, phase, found, _ = best["expected"]
+        budget = 0 if share == 1 else int(self.host_room() or 0)
+        host_terms = on_host(self.request, self.counts, {name: share * held for name, held in kept.items()}, budget)
+        processes = CONSTANTS["host process"]
+        counted_host = sum(host_terms.values())
+        host = [counted_host + getattr(processes, bound) * self.request.per_node for bound in _BOUNDS]
+        return Estimate(
+            tokens=tokens,
+            device=Bounds(best["low"][0], total, best["high"][0]),
+            host=Bounds(*host),
+            peak_at=Phase.read(phase).named(self.depths.layers),
+            terms=_named(found, self.setup),
+            host_terms={**host_terms, HOST_PROCESS: processes.expected * self.request.per_node},
+            square=lines.square,
+            moved=share,
+        )
+
+    def _peaks(
+        self, tokens: int, lines: Lines
+    ) -> tuple[dict[str, tuple[float, str, dict[str, float], float]], dict[str, float], float]:
+        """By bound the bytes at the peak, its part of the step, its terms and what of them was moved to the host.
+
+        After it what checkpoints keep, by kind, and the share of that which waits on the host.
+        """
         local = self.local(tokens)
         parts = lines.at(local, share=float(self.resolved(tokens).options.keep) if self.setup.options.keep else 0.0)
         kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
@@ -175,22 +212,7 @@ class Planner:
                 total = self._finish(found, bound, self._left_over(phase, local))
                 if bound not in best or total > best[bound][0]:
                     best[bound] = (total, phase, found, moved)
-        total, phase, found, _ = best["expected"]
-        budget = 0 if share == 1 else int(self.host_room() or 0)
-        host_terms = on_host(self.request, self.counts, {name: share * held for name, held in kept.items()}, budget)
-        processes = CONSTANTS["host process"]
-        counted_host = sum(host_terms.values())
-        host = [counted_host + getattr(processes, bound) * self.request.per_node for bound in _BOUNDS]
-        return Estimate(
-            tokens=tokens,
-            device=Bounds(best["low"][0], total, best["high"][0]),
-            host=Bounds(*host),
-            peak_at=Phase.read(phase).named(self.depths.layers),
-            terms=_named(found, self.setup),
-            host_terms={**host_terms, HOST_PROCESS: processes.expected * self.request.per_node},
-            square=lines.square,
-            moved=share,
-        )
+        return best, kept, share
 
     def host_room(self) -> float | None:
         """Bytes of host memory that one rank's checkpoints may take; None where the host's memory was not given."""
@@ -294,7 +316,7 @@ class Planner:
         for _ in range(4):
             lines = self.lines(reference)
             found = self._furthest(lambda tokens, lines=lines: holds(self.estimate(tokens, lines)))  # type: ignore[misc]
-            if found and _alike(self.resolved(found), self.resolved(reference), within):
+            if found and self._tell(lines, self.resolved(reference), found, within):
                 break
             # The tiles of a long row are too large for a short one, which may fit where no long one does.
             shorter = found or reference // 8
