@@ -22,6 +22,7 @@ from seqtile._errors import UserError
 from seqtile.cli import main, plan_show
 from seqtile.cli.plan_command import parse_adapters
 from seqtile.counting import count_products
+from seqtile.models.discover.candidates import layer_steps
 from seqtile.models.discover.trace import in_a_thread
 from seqtile.options import changed
 from seqtile.planner.accelerators import DEVICES, Device, find_device
@@ -38,6 +39,7 @@ from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, on_device, on
 from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_optimizer
 from seqtile.train.fit import request_of as planned_again
 from seqtile.train.recipe import build_recipe, parse_lora, read_recipe, resolve
+from tiny_models import tiny_config
 
 SIZES: dict[str, Any] = dict(
     hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -279,10 +281,18 @@ def test_one_proof_does_for_the_adapters_of_all_layers(folder: Path, monkeypatch
         traced.append(function)
         return in_a_thread(function)
 
+    def layers(*given: Any) -> Any:
+        of_layers.append(given)
+        return layer_steps(*given)
+
+    of_layers: list[Any] = []
+    monkeypatch.setattr("seqtile.models.discover.candidates.layer_steps", layers)
     monkeypatch.setattr("seqtile.models.discover.proof.in_a_thread", traces)
-    setup = Setup(lora=Lora(3, alpha=7.0))  # which no other test has, whose proof would do
+    setup = Setup(lora=Lora(3, alpha=7.0), autocast=True)  # which no other test has, whose proof would do
     built = build(read_config(str(folder)), setup, "meta")
-    assert len(built.blocks) == 4 and len(traced) == 1
+    assert len(built.blocks) == 4 and len(traced) == len(of_layers) == 1  # an adapter's two matrices are no MLP
+    fake_step(read_config(str(folder)), replace(setup, options=replace(setup.options, tile=64)), 256)
+    assert len(traced) == 1  # a step calls the blocks in the mode that they were proven in
 
 
 def test_the_longest_fits_and_a_little_more_does_not(planner: Planner) -> None:
@@ -355,6 +365,24 @@ def test_a_length_is_planned_from_few_fake_runs(
         again = Planner(planner.request).lines(16384)
         assert len(runs.lengths) == 2 + runs_of_more + 4
     assert _sizes(found) == pytest.approx(_sizes(again), rel=0, abs=4)  # a number that lives on
+
+
+@pytest.mark.parametrize(("state", "runs_of_more"), [(None, 0), ("auto", 2)])
+def test_layers_with_a_state_in_tiles_are_run(
+    state: str | None, runs_of_more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles with a state ran ahead of their phases: one more layer was told as if it had gone before its backward."""
+    if "qwen3_5_text" not in CONFIG_MAPPING:
+        pytest.skip("transformers has no qwen3_5_text")
+    config = tiny_config("qwen3_5_text")
+    config.num_hidden_layers = 8
+    config.layer_types = (["linear_attention"] * 3 + ["full_attention"]) * 2
+    runs = Runs(monkeypatch)
+    planner = Planner(changed(Request("hybrid", config, DEVICE), state=state))
+    found = planner.lines(2048)
+    assert len(runs.lengths) == 2 + runs_of_more
+    monkeypatch.setattr("seqtile.planner.extrapolate._like_its_ends", lambda *_: None)
+    assert _sizes(found) == pytest.approx(_sizes(Planner(planner.request).lines(2048)), rel=0, abs=4)
 
 
 def _sizes(lines: Any) -> dict[Any, float]:
