@@ -8,6 +8,8 @@ import importlib.util
 import itertools
 import pkgutil
 import re
+import subprocess
+import sys
 import types
 from contextlib import nullcontext
 from pathlib import Path
@@ -174,6 +176,7 @@ BREAKS: dict[str, Any] = {
     "transformers.PreTrainedModel._supports_sdpa": ("supports_sdpa", lambda model: True),
     "transformers.PreTrainedModel._supports_attention_backend": ("attention_is_exchangeable", lambda kind: True),
     "transformers.modeling_layers.GradientCheckpointingLayer.forward": ("checkpoints_in_forward", lambda layer: None),
+    "transformers.utils.import_utils.define_import_structure": ("names_in_models", dict),
     "transformers.utils.output_capturing._active_collector": ("captures_nothing", lambda hook: False),
     "accelerate.hooks._old_forward": ("HOOKED_FORWARD", "_gone"),
     "accelerate.Accelerator._original_forward": ("PREPARED_FORWARD", "_gone"),
@@ -272,3 +275,24 @@ def test_a_forward_that_takes_fused_lm_head_is_trls_whatever_its_name() -> None:
     assert _compat.trl_head_settings(nn.Identity().forward) is None
     with pytest.raises(KeyError, match="cast_lm_head_to_fp32"):
         _compat.trl_head_settings(moved)
+
+
+def test_transformers_models_are_imported_without_reading_their_files_again() -> None:
+    code = """
+import transformers
+from transformers.utils import import_utils
+from seqtile._compat import import_models
+
+def fail(path):
+    raise AssertionError(f"{path} was read again")
+
+own, import_utils.create_import_structure_from_path = import_utils.create_import_structure_from_path, fail
+import_models()
+import_utils.create_import_structure_from_path = own
+before = import_utils.define_import_structure
+import_models()
+assert import_utils.define_import_structure is before and before.__module__ == import_utils.__name__
+import transformers.models
+assert "llama" in dir(transformers.models) and transformers.models.LlamaConfig is transformers.LlamaConfig
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

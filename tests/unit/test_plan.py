@@ -194,6 +194,27 @@ def test_what_is_wrong_at_first_sight_is_refused_before_anything_heavy_is_import
     assert "did you mean 'llama-8b'?" in done.stderr
 
 
+@pytest.mark.parametrize(("length", "code"), [(1024, 0), (65536, 1)])
+def test_the_command_ends_with_its_answer_and_what_was_registered_for_its_end(
+    length: int, code: int, folder: Path
+) -> None:
+    """It ends without Python's last clean-up."""
+    command = ["plan", "--model", str(folder), "--device", "1.5GiB", "--max-length", str(length), "--json"]
+    program = (
+        "import atexit, sys\n"
+        "from seqtile.cli import console\n"
+        "class Last:\n"
+        "    def __del__(self): print('cleaned up', file=sys.stderr)\n"
+        "last = Last()\n"
+        "atexit.register(print, 'at exit', file=sys.stderr)\n"
+        "console()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert json.loads(done.stdout)["fits"] == (code == 0)
+    assert "at exit" in done.stderr and "cleaned up" not in done.stderr
+
+
 @pytest.mark.parametrize("arguments", [["--max-length", "65536"], ["--device", "64MiB"]], ids=["asked", "any"])
 def test_what_does_not_fit_is_exit_code_1(
     arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
