@@ -233,8 +233,8 @@ AbcData: Any = type(vars(abc.ABC)["_abc_impl"])
 def end_process(code: int) -> NoReturn:
     """End after what was registered with ``atexit``, without Python's last clean-up.
 
-    A library's thread may abort in that (seen once under ZeRO-3: "terminate called without an active exception"), and
-    it takes 0.1 s to take thousands of modules apart.
+    A library's thread may abort in that (seen once under ZeRO-3: "terminate called without an active exception"), upon
+    which a launcher ends the other processes; and it takes 0.1 s to take thousands of modules apart.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -1249,7 +1249,9 @@ def import_models() -> None:
     if "transformers.models" in sys.modules or read is None:
         return
     package, names = str(_folder_of("transformers") / "models" / "__init__.py"), names_in_models()
-    utilities.define_import_structure = lambda path, *args: names if path == package and not args else read(path, *args)
+    utilities.define_import_structure = lambda path, prefix=None: (
+        names if path == package and prefix is None else read(path, prefix)
+    )
     try:
         importlib.import_module("transformers.models")
     finally:

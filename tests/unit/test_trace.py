@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import seqtile
@@ -409,6 +411,70 @@ def test_switches_of_the_process_are_part_of_the_mode() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
+
+
+def _given_out(h: Tensor) -> bool:
+    buffer = torch.empty(1, 1, h.shape[-1])
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a result of another shape may not be given in one day
+        torch.add(h.detach(), 1.0, out=buffer)
+    return buffer.shape[1] != 1
+
+
+def _asked_for_sparse(h: Tensor) -> bool:
+    return torch.zeros(3, 4, layout=torch.sparse_coo).is_sparse
+
+
+def _like_but_sparse(h: Tensor) -> bool:
+    return torch.zeros_like(torch.ones(3, 4), layout=torch.sparse_coo).layout is not torch.strided
+
+
+@pytest.mark.parametrize("mixes", [_given_out, _asked_for_sparse, _like_but_sparse])
+def test_tensors_of_a_trace_are_those_of_a_run(mixes: Callable[[Tensor], bool]) -> None:
+    """A result in a tensor that was given, which takes its shape, and a layout that was asked for."""
+    assert judge(Block(lambda h: h.cumsum(1) if mixes(h) else h)).refuted
+
+
+def test_a_dtype_that_follows_the_default_is_not_remembered() -> None:
+    def halved(h: Tensor) -> Tensor:
+        return h if (torch.ones(2, 3, dtype=torch.int64) / 2).dtype == torch.float32 else h.cumsum(1)
+
+    block = Block(halved)
+    assert not judge(block).why_not
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert judge(block).refuted
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Box:
+    """A result that says itself what is in it."""
+
+    def __init__(self, inside: Tensor) -> None:
+        self.inside = inside
+
+
+MIXED = False
+
+
+def _open(box: Box) -> tuple[list[Tensor], None]:
+    return [box.inside.cumsum(1) if MIXED else box.inside], None
+
+
+pytree.register_pytree_node(Box, _open, lambda inside, _: Box(inside[0]))
+
+
+def test_the_code_that_opens_a_result_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Boxed(Block):
+        def forward(self, x: Tensor) -> Any:
+            return Box(super().forward(x))
+
+    block = Boxed(torch.relu)
+    found, known = made(block)
+    assert not found.why_not and known.hold()
+    monkeypatch.setitem(globals(), "MIXED", True)
+    assert not known.hold() and judge(block).refuted
 
 
 class Residual(nn.Module):

@@ -121,4 +121,4 @@ def follow(front: int, started: float, end: Callable[[], None], kill: Callable[[
 
 
 if __name__ == "__main__":
-    end_process(main(Path(sys.argv[1])))  # else the launcher may end the first one while it writes its report
+    end_process(main(Path(sys.argv[1])))  # an abort would end the first one while it writes its report

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from seqtile._compat import (
     disable_current_modes,
     fake_on,
     parameters_of,
+    schema_of,
     shapes_only,
     without_dispatch,
 )
@@ -85,6 +86,11 @@ def _overloads(*names: str) -> frozenset[Any]:
     return frozenset(getattr(packet, kind) for packet in packets for kind in packet.overloads())
 
 
+def _pure(*names: str) -> frozenset[Any]:
+    """Those that write into none of their arguments: one given as ``out`` takes the result's shape."""
+    return frozenset(func for func in _overloads(*names) if not schema_of(func).is_mutable)
+
+
 _IN_PLACE = _overloads(
     "add_", "copy_", "div_", "exp_", "fill_", "index_add_", "index_copy_", "log_", "masked_fill_", "mul_", "neg_",
     "scatter_add_", "square_", "sub_", "tanh_", "zero_",
@@ -95,10 +101,10 @@ _UPDATES = _overloads("_foreach_add_", "_foreach_mul_", "_fused_adamw_", "_fused
 """Operators that return nothing: of all weights at once, whose shapes the fake mode would look through, or, for want of
 a rule, run on real tensors."""
 
-_VIEWS = {UNSAFE_VIEW} | _overloads(
+_VIEWS = {UNSAFE_VIEW} | _pure(
     "alias", "detach", "expand", "permute", "select", "slice", "squeeze", "t", "transpose", "unsqueeze", "view"
 )
-_NEW = {TO_COPY} | _overloads(
+_NEW = {TO_COPY} | _pure(
     "add", "addmm", "amax", "bmm", "cat", "clone", "div", "embedding", "empty", "empty_like", "gather", "index_select",
     "mean", "mm", "mul", "neg", "new_empty", "new_ones", "new_zeros", "ones_like", "pow", "rsqrt", "sigmoid", "silu",
     "silu_backward", "slice_backward", "stack", "sub", "sum", "zeros", "zeros_like",
@@ -126,8 +132,8 @@ class _Laid(NamedTuple):
 
 
 @lru_cache(8192, typed=True)
-def _new(func: Any, names: tuple[str, ...], *values: Any) -> _Laid:
-    """What ``func`` returns for these arguments, the last of which have ``names``."""
+def _new(default: torch.dtype, func: Any, names: tuple[str, ...], *values: Any) -> _Laid:
+    """What ``func`` returns for these arguments, the last of which have ``names``, where ``default`` is the dtype."""
     given = [_made(one) for one in values]
     first = len(given) - len(names)
     return _Laid.of(func(*given[:first], **dict(zip(names, given[first:], strict=True))))
@@ -149,7 +155,9 @@ class _Shapes:
 
     def know(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the one result of ``func``, a view or a new tensor, is worked out here."""
-        return _KNOWN.get(func) in (_VIEWS, _NEW) and all(map(_is_plain, (*args, *kwargs.values())))
+        if _KNOWN.get(func) not in (_VIEWS, _NEW):
+            return False
+        return all(map(partial(_is_plain, active_fake_mode()), (*args, *kwargs.values())))
 
     def of(self, func: Any, args: Any, kwargs: Any) -> Any:
         """That result."""
@@ -159,7 +167,8 @@ class _Shapes:
                 found = func(*args, **kwargs)
         else:
             with without_dispatch():
-                found = _new(func, tuple(kwargs), *map(_described, (*args, *kwargs.values()))).make()
+                described = map(_described, (*args, *kwargs.values()))
+                found = _new(torch.get_default_dtype(), func, tuple(kwargs), *described).make()
         if self._mode is not mode:
             with shapes_only(mode):
                 self._mode, self._like = mode, FakeTensor(mode, torch.empty((), device=_META), _CPU)
@@ -176,11 +185,11 @@ class _Answering(Seeing):
     @contextmanager
     def shown_to(self, see: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> Iterator[None]:
         """Inside, ``see`` is given each operator with its arguments and result."""
-        self.see = see
+        before, self.see = self.see, see
         try:
             yield
         finally:
-            self.see = None
+            self.see = before
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = _KNOWN.get(func)
@@ -228,22 +237,38 @@ class _Quickening:
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._shapes.know(func, args, kwargs):
+        plainly_asked = not any(isinstance(one, _WHERE_AND_HOW) for one in (*args, *kwargs.values()))
+        if plainly_asked and func is not _SILU_BACKWARD and self._shapes.know(func, args, kwargs):
             with suppress(Exception):  # the fake mode says what is wrong
                 return self._shapes.of(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 class Quicker(_Quickening, TorchDispatchMode):
-    """Inside a fake mode: the same results in less time. As of :class:`Answers`, its method is inherited."""
+    """Inside a fake mode: what it returns, in less time.
+
+    What asks for a device, a layout or a memory format is left to the fake mode, and so is ``silu_backward``, whose
+    result lies otherwise there. As of :class:`Answers`, its method is inherited.
+    """
 
 
-def _is_plain(one: Any) -> bool:
-    """Whether an argument is a fake tensor on the CPU, of more than a number, or no tensor and no other device."""
+_WHERE_AND_HOW = (torch.device, torch.layout, torch.memory_format)
+_SILU_BACKWARD = torch.ops.aten.silu_backward.default
+
+
+def _is_plain(mode: Any, one: Any) -> bool:
+    """Whether an argument is a fake tensor of ``mode`` on the CPU, of more than a number, or no tensor.
+
+    No other device or layout is.
+    """
     if isinstance(one, Tensor):
-        return isinstance(one, FakeTensor) and one.fake_device == _CPU and one.numel() > 1
+        if not isinstance(one, FakeTensor) or one.layout is not torch.strided:
+            return False
+        return one.fake_mode is mode and one.fake_device == _CPU and one.numel() > 1
     if isinstance(one, list):
-        return all(map(_is_plain, one))
+        return all(map(partial(_is_plain, mode), one))
+    if isinstance(one, torch.layout):
+        return one is torch.strided
     return not isinstance(one, torch.device) or one == _CPU
 
 

@@ -60,8 +60,9 @@ class Seeing:
             with self:  # type: ignore[attr-defined]
                 return func.decompose(*args, **kwargs)
         result = self.run(func, args, kwargs)
-        if self.see is not None and active_fake_mode() is self._fake_mode:  # else shapes are being worked out, as
-            self.see(func, args, kwargs, result)  # DTensor does: nothing runs
+        # Under another fake mode shapes are being worked out, as DTensor does: nothing runs.
+        if self.see is not None and active_fake_mode() is self._fake_mode:
+            self.see(func, args, kwargs, result)
         return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -191,7 +191,7 @@ def _like_its_ends(
 
 
 def _held_without_outputs(step: StepRun, name: str, part: PartPeak, has_run: bool, like: int) -> Held | None:
-    """What layers hold at a peak, without what goes as soon as the next layer has taken it over.
+    """What layers hold at a peak, without what goes as soon as the next layer has taken it over, such as outputs.
 
     Args:
         step: a step.
@@ -201,7 +201,7 @@ def _held_without_outputs(step: StepRun, name: str, part: PartPeak, has_run: boo
         like: the layer that it is like.
 
     Returns:
-        What they hold; None where the phase runs ahead: one that should be done still has its checkpoint.
+        What they hold; None where a layer that should be done still has its checkpoint: phases run ahead there.
     """
     phase = Phase.read(name)
     if part.running is None or phase.part == OPTIMIZER_STEP:

@@ -260,7 +260,7 @@ def fake_step(
 ) -> StepRun:  # fmt: skip
     """One step of ``tokens`` tokens on fake tensors: its shapes only, in a second or so.
 
-    With a ``sample`` the model has these layers only; ``built`` is that model from :func:`build`, which can run once.
+    With a ``sample`` the model has these layers only; ``built`` is that model from :func:`build`, which is used up.
     A vision tower is run at two small depths, and what one more of its layers adds is counted for the others.
 
     The model is found and tiled on the meta device, where its structure is proof enough, and then gets fake weights.
@@ -437,10 +437,10 @@ def compute_loss(model: Any, setup: Setup, batch: Mapping[str, Tensor]) -> Tenso
 
 
 def _ends(parts: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """The first, the second and the last of what ``parts`` yields, without the second where it is as long as the last.
+    """The first and the last of what ``parts`` yields, and the second where it is not as long as the last.
 
-    For parts of which nothing outlives its turn: those in between hold what the second holds, and a plan has some ten
-    thousand of them.
+    For parts of which nothing outlives its turn: those in between hold what the second holds, which holds what the last
+    of its length does, and a plan has some ten thousand of them.
     """
 
     def ends(*args: Any) -> Iterator[Any]:
@@ -453,7 +453,7 @@ def _ends(parts: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
 
 
 def _tokens_of(part: Any) -> int:
-    """Tokens of a tile that is a slice, (start, tokens), or a number before these; 0 for anything else."""
+    """Tokens of a tile that is a slice, (start, tokens) or (number, (start, tokens)); 0 for anything else."""
     if isinstance(part, slice):
         return int(part.stop - part.start)
     last = part[-1]
@@ -516,7 +516,7 @@ def _sized_for(setup: Setup) -> Iterator[None]:
 
     Of the head's tiles, of a tile's blocks of logits, of a product's pieces, of the tiles around head-wise attention
     and the passes of its backward, of those of its forward unless a checkpoint keeps what they return, and of the tiles
-    of an MLP unless they ``keep`` gate and up, only the first two and the last are run.
+    of an MLP unless they ``keep`` gate and up, only the first and the last are run, and the second where it may differ.
     """
     device_type, keep = setup.device_type, setup.options.keep
     if device_type == "cpu":

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from seqtile._errors import UserError
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
@@ -56,6 +57,20 @@ _STANDING = (WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS, *BESIDE_THE_STEP)
 _NAMES = {ATTENTION: "attention working set", KERNELS: "attention working set", REST: "other activations",
           STATE: "working set of layers with a state"}  # fmt: skip
 _BOUNDS = ("low", "expected", "high")
+
+
+class _Peaks(NamedTuple):
+    """What a step holds.
+
+    Attributes:
+        best: by bound the bytes at the peak, the part of the step that it is in, and its terms.
+        kept: what checkpoints keep, by kind.
+        share: of that what waits on the host.
+    """
+
+    best: dict[str, tuple[float, str, dict[str, float]]]
+    kept: dict[str, float]
+    share: float
 
 
 class Planner:
@@ -157,20 +172,22 @@ class Planner:
     def _tell(self, lines: Lines, known: Setup, tokens: int, within: float = 0.05) -> bool:
         """Whether the ``lines`` of a step with the tiles of ``known`` are right for one of ``tokens`` tokens.
 
-        Those of larger tiles of the head are where the head is not the peak: with smaller ones it holds less.
+        Lines of head tiles that are larger by up to a quarter are right too where the head is not the peak: with
+        smaller ones it holds less.
         """
         setup = self.resolved(tokens)
         if _alike(known, setup, within):
             return True
-        if known.loss_tile < setup.loss_tile or not _alike(known, changed(setup, loss_tile=known.loss_tile), within):
+        larger = setup.loss_tile < known.loss_tile <= 1.25 * setup.loss_tile
+        if not larger or self.request.grpo or not _alike(known, changed(setup, loss_tile=known.loss_tile), within):
             return False
-        return all(Phase.read(phase).part != HEAD for _, phase, _, _ in self._peaks(tokens, lines)[0].values())
+        return all(Phase.read(phase).part != HEAD for _, phase, _ in self._peaks(tokens, lines).best.values())
 
     def estimate(self, tokens: int, lines: Lines | None = None) -> Estimate:
         """Memory of a step of ``tokens`` tokens per row; ``lines`` of another length save the fake runs."""
         lines = self.lines(tokens) if lines is None else lines
         best, kept, share = self._peaks(tokens, lines)
-        total, phase, found, _ = best["expected"]
+        total, phase, found = best["expected"]
         budget = 0 if share == 1 else int(self.host_room() or 0)
         host_terms = on_host(self.request, self.counts, {name: share * held for name, held in kept.items()}, budget)
         processes = CONSTANTS["host process"]
@@ -187,32 +204,26 @@ class Planner:
             moved=share,
         )
 
-    def _peaks(
-        self, tokens: int, lines: Lines
-    ) -> tuple[dict[str, tuple[float, str, dict[str, float], float]], dict[str, float], float]:
-        """By bound the bytes at the peak, its part of the step, its terms and what of them was moved to the host.
-
-        After it what checkpoints keep, by kind, and the share of that which waits on the host.
-        """
+    def _peaks(self, tokens: int, lines: Lines) -> _Peaks:
+        """What a step of ``tokens`` tokens holds at its peak, and its checkpoints."""
         local = self.local(tokens)
         parts = lines.at(local, share=float(self.resolved(tokens).options.keep) if self.setup.options.keep else 0.0)
         kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
         share = self._moved(kept)
-        best: dict[str, tuple[float, str, dict[str, float], float]] = {}
+        best: dict[str, tuple[float, str, dict[str, float]]] = {}
         for phase, terms in other_parts(self.request, parts).items():
             counted = {**terms, "tokens": float(local * self.request.batch)}
             for bound in _BOUNDS:
                 found = on_device(self.request, self.counts, counted, phase)
                 asleep = getattr(CONSTANTS["sleeping generator"], bound)
                 add_terms(self.request, self.counts, found, phase, tokens, asleep)
-                moved = 0.0
                 if self.request.options.offload:
                     flight = getattr(CONSTANTS["in flight"], bound)
-                    moved = offload_checkpoints(found, self.depths.layers, flight, share)
+                    offload_checkpoints(found, self.depths.layers, flight, share)
                 total = self._finish(found, bound, self._left_over(phase, local))
                 if bound not in best or total > best[bound][0]:
-                    best[bound] = (total, phase, found, moved)
-        return best, kept, share
+                    best[bound] = (total, phase, found)
+        return _Peaks(best, kept, share)
 
     def host_room(self) -> float | None:
         """Bytes of host memory that one rank's checkpoints may take; None where the host's memory was not given."""

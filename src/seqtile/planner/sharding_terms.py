@@ -228,14 +228,11 @@ def _gathered(counts: Counts, now: Phase) -> float:
     return max(needed, kept) + (ahead if needed < ZERO3_LIVE else 0)
 
 
-def offload_checkpoints(terms: dict[str, float], layers: int, in_flight: float, share: float = 1.0) -> float:
-    """Take ``share`` of what checkpoints keep off the device but for what is in flight; returns the moved bytes."""
-    moved = 0.0
+def offload_checkpoints(terms: dict[str, float], layers: int, in_flight: float, share: float = 1.0) -> None:
+    """Take ``share`` of what checkpoints keep off the device but for what is in flight."""
     for name in {CHECKPOINTS, KEPT} & terms.keys():
         held = terms[name]
         terms[name] = min(held, (1 - share) * held + (in_flight if share else 0.0) * held / max(1, layers))
-        moved += held - terms[name]
-    return moved
 
 
 def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float], budget: int = 0) -> dict[str, float]:

@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -131,7 +131,8 @@ class Tracer:
         recorder = Recorder(self._expressions, self.axes)
         before = Facts(self.modules, functions, Code.written(self.modules, functions))
         try:
-            graph = self._run(function, recorder, SIZES, code=code)
+            with code.watching():
+                graph = self._run(function, recorder, SIZES)
         finally:
             changed = before.restore(code)
         if changed:
@@ -194,9 +195,8 @@ class Tracer:
 
     def _run(
         self, function: Function, recorder: Recorder, sizes: Mapping[str, int], like: Graph | None = None,
-        ones: Collection[str] = (), code: Code | None = None,
+        ones: Collection[str] = (),
     ) -> Graph | None:  # fmt: skip
-        watching = nullcontext if code is None else code.watching
         views = Views(self._fake)
         for number, module in enumerate(self.modules):
             views.of(module, str(number))
@@ -234,8 +234,7 @@ class Tracer:
             shown = [*watched.inputs, *watched.weights]
             names = [set(vars(tensor)) for tensor in shown]
             try:
-                with watching():
-                    result = function(views.__getitem__, list(watched.inputs))
+                result = function(views.__getitem__, list(watched.inputs))
             except TypeError as error:
                 if TokenCount.__name__ in str(error):  # a function of PyTorch that takes no sizes
                     raise NotPerToken("its forward computes with the number of tokens") from None
@@ -256,8 +255,7 @@ class Tracer:
             if recorder.expected is None:
                 if recorder.share_memory([*tensors, *inputs]):
                     raise NotPerToken("what it returns shares memory, so that a change of one would change another")
-                with watching():
-                    graph = self._backward(tensors, leaves, recorder, like)
+                graph = self._backward(tensors, leaves, recorder, like)
             elif len(recorder.steps) != len(recorder.expected):
                 raise NotPerToken("its forward computes something else for another number of tokens")
             noted.check()
