@@ -59,7 +59,7 @@ _NAMES = {ATTENTION: "attention working set", KERNELS: "attention working set", 
 _BOUNDS = ("low", "expected", "high")
 
 
-class _Peaks(NamedTuple):
+class _AtBounds(NamedTuple):
     """What a step holds.
 
     Attributes:
@@ -204,7 +204,7 @@ class Planner:
             moved=share,
         )
 
-    def _peaks(self, tokens: int, lines: Lines) -> _Peaks:
+    def _peaks(self, tokens: int, lines: Lines) -> _AtBounds:
         """What a step of ``tokens`` tokens holds at its peak, and its checkpoints."""
         local = self.local(tokens)
         parts = lines.at(local, share=float(self.resolved(tokens).options.keep) if self.setup.options.keep else 0.0)
@@ -223,7 +223,7 @@ class Planner:
                 total = self._finish(found, bound, self._left_over(phase, local))
                 if bound not in best or total > best[bound][0]:
                     best[bound] = (total, phase, found)
-        return _Peaks(best, kept, share)
+        return _AtBounds(best, kept, share)
 
     def host_room(self) -> float | None:
         """Bytes of host memory that one rank's checkpoints may take; None where the host's memory was not given."""
