@@ -417,6 +417,21 @@ def _sizes(lines: Any) -> dict[Any, float]:
     }
 
 
+@pytest.mark.parametrize(("vocabulary", "served"), [(1024, True), (65536, False)])
+def test_larger_tiles_of_the_head_tell_of_smaller_ones_where_it_is_not_the_peak(vocabulary: int, served: bool) -> None:
+    config = AutoConfig.for_model("llama", **{**SIZES, "intermediate_size": 8192, "vocab_size": vocabulary})
+    request = changed(Request("heads", config, DEVICE), tile=1024)
+    planner = Planner(request)
+    larger = planner.lines(32768)
+    tiles = [planner.resolved(tokens).loss_tile for tokens in (32768, 30000, 13000)]
+    assert 0.8 * tiles[0] < tiles[1] < 0.95 * tiles[0] and tiles[2] < 0.8 * tiles[0]
+    assert (planner.lines(30000) is larger) == served
+    assert planner.lines(13000) is not larger  # too much smaller
+    own, found = Planner(request).estimate(30000), planner.estimate(30000)
+    assert found.device.expected == pytest.approx(own.device.expected, rel=1e-3)
+    assert found.device.high == pytest.approx(own.device.high, rel=1e-3) and found.peak_at == own.peak_at
+
+
 def test_a_plan_is_made_without_the_cycle_collector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is on again afterwards, and has nothing to look through when the process ends."""
     seen, at_exit = list[bool](), list[Any]()
