@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oom_faults import Fault
+from seqtile._compat import end_process
 from seqtile.cli import worker
 from seqtile.planner import ladder
 from seqtile.train import run as runs
@@ -35,4 +36,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    worker._end(main(Path(sys.argv[1])))
+    end_process(main(Path(sys.argv[1])))

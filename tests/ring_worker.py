@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grid.context import open_ring_to_the_cpu
+from seqtile._compat import end_process
 from seqtile.cli import worker
 from seqtile.train import trainer
 
@@ -72,4 +73,4 @@ if __name__ == "__main__":
     from seqtile.train.recipe import RECIPE_FILE, read_recipe
 
     Path(read_recipe(folder / RECIPE_FILE)["output"], f"carried-{os.environ['RANK']}.json").write_text(json.dumps(seen))
-    worker._end(code)
+    end_process(code)
