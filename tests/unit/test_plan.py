@@ -37,6 +37,7 @@ from seqtile.planner.plan_plot import colours_of
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, on_device, on_host
 from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_optimizer
+from seqtile.planner.techniques import MINIMAL_MEMORY
 from seqtile.train.fit import request_of as planned_again
 from seqtile.train.recipe import build_recipe, parse_lora, read_recipe, resolve
 from tiny_models import tiny_config
@@ -604,7 +605,6 @@ def test_the_flags_of_a_proposal_set_what_it_changes(
         raise UserError("no plan is needed")
 
     monkeypatch.setattr("seqtile.planner.memory_plan.plan", plan)
-    monkeypatch.setattr("seqtile.planner.explain.runs_on_some_heads", lambda _: True)
     monkeypatch.setattr("seqtile.planner.explain.can_carry", lambda _: states)
     command = ["plan", "--model", str(folder), "--device", "1.5GiB", "--gpus", "4", *flags.split()]
     assert main(command) == 2
@@ -714,6 +714,29 @@ def test_kept_tiles_are_counted_from_runs_that_keep_them(planner: Planner) -> No
     bytes_each = 4096 * 2 * 704 * 2
     by_bytes = Planner(changed(request, keep=f"memory:{4 * bytes_each}"))
     assert by_bytes.resolved(8 * 4096).options.keep == 1 / 8  # one tile in each of the four layers
+
+
+def test_without_kept_tiles_the_runs_of_those_with_them_do(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(monkeypatch)
+    request = changed(planner.request, checkpoint=None, tile=4096, keep=0.5)
+    kept = Planner(request)
+    kept.lines(32768)
+    assert len(runs.lengths) == 4
+    plain = Planner(changed(request, keep=0.0), like=kept)
+    found = plain.estimate(32768)
+    assert len(runs.lengths) == 4
+    assert found.device.expected == pytest.approx(Planner(plain.request).estimate(32768).device.expected, rel=1e-6)
+    assert len(runs.lengths) == 6
+
+
+@pytest.mark.parametrize(("architecture", "proposed"), [("llama", True), ("phi3", False)])
+def test_fewer_heads_at_a_time_are_proposed_where_attention_can_run_so(
+    architecture: str, proposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = Planner(Request(architecture, tiny_config(architecture), DEVICE))
+    monkeypatch.setattr("seqtile.planner.explain.proposals", lambda _: [MINIMAL_MEMORY])
+    found = next_step(planner, 64)
+    assert (found is not None) is proposed
 
 
 def test_a_saved_attention_is_not_computed_again_and_goes_to_the_host(planner: Planner) -> None:

@@ -28,7 +28,12 @@ LENGTH = 256
 
 
 def config_of(architecture: str, **changes: Any) -> Any:
-    settings = {**zoo._BASE, **zoo.ARCHITECTURES[architecture], "max_position_embeddings": 4096, **changes}
+    settings = {
+        **zoo._BASE,
+        **{**zoo.ARCHITECTURES, **zoo.HYBRIDS}[architecture],
+        "max_position_embeddings": 4096,
+        **changes,
+    }
     return AutoConfig.for_model(architecture, **settings)
 
 
@@ -69,6 +74,43 @@ def test_fake_and_real_run_the_same_operators_and_hold_the_same_bytes(
     }
 
 
+GROWING = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+"""Rotary embeddings that are made again, and kept, where a row is longer than any before."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "how", "changes"),
+    [
+        ("llama", setup(), {}),
+        ("llama", setup(), {**GROWING, "max_position_embeddings": 128}),
+        ("llama", setup(**UNTILED), {}),
+        ("llama", setup(lora=Lora(4), blocks="mlp+norm+projections", heads=1, device_type="cuda"), {}),
+        ("qwen3", setup(lora=Lora(4), checkpoint="attention-saved"), {}),
+        ("mixtral", setup(checkpoint=None, optimizer="sgd-momentum"), {}),
+        ("qwen3_5_text", setup(), {}),
+    ],
+    ids=["llama", "growing positions", "untiled", "heads", "adapters", "mixtral", "layers with a state"],
+)
+def test_one_model_runs_steps_in_tiles_of_any_size_and_is_left_as_it_was(
+    architecture: str, how: Setup, changes: dict[str, Any]
+) -> None:
+    """Built for tiles of another size, it runs a longer step, and a shorter one, as one that was built for them."""
+    if architecture not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {architecture}")
+    config = config_of(architecture, **changes)
+    other = changed(how, tile="auto", loss_tile=32) if how.options.tiled else changed(how, loss_tile=32)
+    built = build(config, other, "meta")
+    before = {name: held for name, held in (*built.model.named_parameters(), *built.model.named_buffers())}
+    attributes = {name: {**vars(module)} for name, module in built.model.named_modules()}
+    for length in (2 * LENGTH, LENGTH):
+        assert fake_step(config, how, length, built=built) == fake_step(config, how, length)
+    after = {name: held for name, held in (*built.model.named_parameters(), *built.model.named_buffers())}
+    assert list(after) == list(before) and all(after[name] is held for name, held in before.items())
+    for name, module in built.model.named_modules():
+        assert vars(module).keys() == attributes[name].keys()
+        assert all(vars(module)[own] is held for own, held in attributes[name].items())
+
+
 @pytest.mark.parametrize("softcap", [None, 8.0], ids=["plain", "softcap"])
 def test_the_heads_blocks_in_the_middle_hold_what_the_second_does(
     softcap: float | None, monkeypatch: pytest.MonkeyPatch
@@ -87,13 +129,13 @@ def test_the_heads_blocks_in_the_middle_hold_what_the_second_does(
 
 @pytest.mark.parametrize("changes", [{}, {"lora": Lora(4)}, {"checkpoint": None}, {"checkpoint": "attention-saved"}],
                          ids=["all weights", "adapters", "no checkpoints", "attention saved"])  # fmt: skip
-def test_the_passes_in_the_middle_hold_what_the_second_does(
+def test_the_passes_in_the_middle_hold_what_the_first_or_last_does(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of("llama", num_attention_heads=8, num_key_value_heads=8)
     how = setup(device_type="cuda", heads=1, blocks="mlp+norm+projections", **changes)
     short = fake_step(config, how, LENGTH)
-    monkeypatch.setattr(planner_step, "_like_the_second", lambda run: run)
+    monkeypatch.setattr(planner_step, "_like_the_first", lambda run: run)
     forward = fake_step(config, how, LENGTH)
     monkeypatch.setattr(planner_step, "_ends", lambda parts: parts)
     whole = fake_step(config, how, LENGTH)

@@ -6,9 +6,9 @@ Everything of theirs that is private to PyTorch or Transformers is named in this
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -113,7 +113,10 @@ _NEW = {TO_COPY} | _pure(
 and the fake mode's own way round takes four times as long."""
 
 
-_KNOWN = {func: group for group in (_IN_PLACE, _UPDATES, _VIEWS, _NEW) for func in group}
+_KNOWN = {id(func): group for group in (_IN_PLACE, _UPDATES, _VIEWS, _NEW) for func in group}
+"""Their groups by the operator's id, which is quicker to look up than the operator."""
+
+_HOLD_NO_TENSOR = frozenset((int, float, bool, type(None), torch.dtype, str))
 
 
 class _Laid(NamedTuple):
@@ -131,12 +134,18 @@ class _Laid(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
 
 
+_FUNCTIONS = {id(func): func for func in _NEW}
+
+
 @lru_cache(8192, typed=True)
-def _new(default: torch.dtype, func: Any, names: tuple[str, ...], *values: Any) -> _Laid:
-    """What ``func`` returns for these arguments, the last of which have ``names``, where ``default`` is the dtype."""
+def _new(default: torch.dtype, func: int, names: tuple[str, ...], *values: Any) -> _Laid:
+    """What an operator, given by its id, returns for these arguments where ``default`` is the dtype.
+
+    The last ones have ``names``.
+    """
     given = [_made(one) for one in values]
     first = len(given) - len(names)
-    return _Laid.of(func(*given[:first], **dict(zip(names, given[first:], strict=True))))
+    return _Laid.of(_FUNCTIONS[func](*given[:first], **dict(zip(names, given[first:], strict=True))))
 
 
 def _made(one: Any) -> Any:
@@ -155,20 +164,22 @@ class _Shapes:
 
     def know(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the one result of ``func``, a view or a new tensor, is worked out here."""
-        if _KNOWN.get(func) not in (_VIEWS, _NEW):
+        group = _KNOWN.get(id(func))
+        if group is not _VIEWS and group is not _NEW:
             return False
-        return all(map(partial(_is_plain, active_fake_mode()), (*args, *kwargs.values())))
+        mode = active_fake_mode()
+        return _are_plain(mode, args) and (not kwargs or _are_plain(mode, kwargs.values()))
 
     def of(self, func: Any, args: Any, kwargs: Any) -> Any:
         """That result."""
         mode = active_fake_mode()
-        if _KNOWN[func] is _VIEWS:
+        if _KNOWN[id(func)] is _VIEWS:
             with shapes_only(mode):
                 found = func(*args, **kwargs)
         else:
             with without_dispatch():
                 described = map(_described, (*args, *kwargs.values()))
-                found = _new(torch.get_default_dtype(), func, tuple(kwargs), *described).make()
+                found = _new(torch.get_default_dtype(), id(func), tuple(kwargs), *described).make()
         if self._mode is not mode:
             with shapes_only(mode):
                 self._mode, self._like = mode, FakeTensor(mode, torch.empty((), device=_META), _CPU)
@@ -192,7 +203,7 @@ class _Answering(Seeing):
             self.see = before
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = _KNOWN.get(func)
+        known = _KNOWN.get(id(func))
         if known is _IN_PLACE:
             return args[0]
         if known is _UPDATES:
@@ -256,6 +267,10 @@ _WHERE_AND_HOW = (torch.device, torch.layout, torch.memory_format)
 _SILU_BACKWARD = torch.ops.aten.silu_backward.default
 
 
+def _are_plain(mode: Any, values: Iterable[Any]) -> bool:
+    return all(type(one) in _HOLD_NO_TENSOR or _is_plain(mode, one) for one in values)
+
+
 def _is_plain(mode: Any, one: Any) -> bool:
     """Whether an argument is a fake tensor of ``mode`` on the CPU, of more than a number, or no tensor.
 
@@ -266,7 +281,7 @@ def _is_plain(mode: Any, one: Any) -> bool:
             return False
         return one.fake_mode is mode and one.fake_device == _CPU and one.numel() > 1
     if isinstance(one, list):
-        return all(map(partial(_is_plain, mode), one))
+        return _are_plain(mode, one)
     if isinstance(one, torch.layout):
         return one is torch.strided
     return not isinstance(one, torch.device) or one == _CPU
@@ -280,6 +295,8 @@ def _are_real(args: Any) -> bool:
 
 def _described(one: Any) -> Any:
     """An argument as :func:`_new` takes it."""
+    if type(one) in _HOLD_NO_TENSOR:
+        return one
     if isinstance(one, Tensor):
         return _Laid.of(one)
     return _META if isinstance(one, torch.device) else tuple(map(_described, one)) if isinstance(one, list) else one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -61,13 +61,20 @@ class LiveTensor:
     module: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Storage:
     """A live storage, held weakly; ``counted`` is False if it was there before the count began."""
 
     ref: weakref.KeyedRef[int, torch.UntypedStorage]
-    tensor: LiveTensor
+    nbytes: int
+    shape: torch.Size
+    dtype: torch.dtype
+    phase: str
+    module: str
     counted: bool
+
+    def described(self) -> LiveTensor:
+        return LiveTensor(self.nbytes, tuple(self.shape), self.dtype, self.phase, self.module)
 
 
 class LiveBytes:
@@ -183,24 +190,34 @@ class LiveBytes:
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = name_of(func)
-        fresh = name == "aten::lift_fresh"  # its input is new: torch.tensor and torch.from_numpy hand it over
-        known = {self._visit(tensor, counted=fresh) for tensor in tensors_in((*args, *kwargs.values()))}
-        if name == "aten::add" and self._allocator is None and sums_gradients_in_place(args[0]):
-            self.forget(storage_key(args[0].untyped_storage()))  # the sum is there instead
-        written = 0
-        for tensor in tensors_in((result,)):
-            key = self._visit(tensor, counted=True)
-            if key is not None and key not in known:
-                written += tensor.numel() * tensor.element_size()
+        known, made = self._follow(name, args, kwargs, result)
+        written = sum(tensor.numel() * tensor.element_size() for key, tensor in made if key not in known)
         if name in _UNWRITTEN:
             written = 0
         elif isinstance(func, OpOverload) and _mutable(func):
             written += self._mutated(func, args, kwargs, name)
         self._record(written)
 
+    def _follow(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> tuple[set[int | None], list[tuple[int, Tensor]]]:
+        """Follow an operator's tensors from now on.
+
+        Returns:
+            The storages of its arguments, and its results on this device, each after its storage.
+        """
+        fresh = name == "aten::lift_fresh"  # its input is new: torch.tensor and torch.from_numpy hand it over
+        known = {self._visit(tensor, fresh) for tensor in tensors_in(args)}
+        if kwargs:
+            known.update(self._visit(tensor, fresh) for tensor in tensors_in(kwargs.values()))
+        if name == "aten::add" and self._allocator is None and sums_gradients_in_place(args[0]):
+            self.forget(storage_key(args[0].untyped_storage()))  # the sum is there instead
+        results = (result,) if isinstance(result, Tensor) else tensors_in((result,))
+        return known, [(key, tensor) for tensor in results if (key := self._visit(tensor)) is not None]
+
     def add(self, tensor: Tensor) -> None:
         """Count a tensor that was made without an operator, until nothing holds it."""
-        self._visit(tensor, counted=True)
+        self._visit(tensor)
 
     def _mutated(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> int:
         """Bytes of the arguments on this device that the operator writes into."""
@@ -214,14 +231,14 @@ class LiveBytes:
                 total += source.numel() * tensor.element_size()
         return total
 
-    def _visit(self, tensor: Tensor, *, counted: bool) -> int | None:
+    def _visit(self, tensor: Tensor, counted: bool = True) -> int | None:
         """Follow the tensor's storage from now on; returns its key, or None if it is not on this device."""
         if tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
         key, nbytes = storage_key(storage), storage.nbytes()
         known = self._live.get(key)
-        if known is not None and known.tensor.nbytes == nbytes:
+        if known is not None and known.nbytes == nbytes:
             return key
         device = tensor.device
         if device.type != self._device.type:
@@ -229,30 +246,25 @@ class LiveBytes:
         if known is None:
             if self._allocator is not None and storage.device.type != device.type:
                 self._allocator = None  # a fake tensor: nothing is allocated for it, so its bytes are counted
-            born = LiveTensor(
-                nbytes,
-                tuple(tensor.shape),
-                tensor.dtype,
-                self._phase,
-                self._modules[-1] if self._modules else "",
-            )
-            self._live[key] = _Storage(weakref.KeyedRef(storage, self._callback, key), born, counted)
+            module = self._modules[-1] if self._modules else ""
+            ref = weakref.KeyedRef(storage, self._callback, key)
+            self._live[key] = _Storage(ref, nbytes, tensor.shape, tensor.dtype, self._phase, module, counted)
             if counted:
                 self._change(nbytes)
         else:
-            self._resize(key, known, nbytes)
+            self._resize(known, nbytes)
         if nbytes:
             self._seen = True
         return key
 
-    def _resize(self, key: int, known: _Storage, nbytes: int) -> None:
-        self._change(nbytes - known.tensor.nbytes)
-        self._live[key] = replace(known, tensor=replace(known.tensor, nbytes=nbytes))
+    def _resize(self, known: _Storage, nbytes: int) -> None:
+        self._change(nbytes - known.nbytes)
+        known.nbytes = nbytes
 
     def forget(self, key: int) -> None:
         known = self._live.get(key)
         if known is not None:
-            self._change(-known.tensor.nbytes)
+            self._change(-known.nbytes)
             del self._live[key]
 
     def _change(self, nbytes: int) -> None:
@@ -280,13 +292,13 @@ class LiveBytes:
 
     def _refresh(self) -> None:
         """See storages resized outside any operator, as FSDP does when it frees gathered weights."""
-        for key, known in self._live.copy().items():
+        for known in self._live.copy().values():
             storage = known.ref()
-            if storage is not None and storage.nbytes() != known.tensor.nbytes:
-                self._resize(key, known, storage.nbytes())
+            if storage is not None and storage.nbytes() != known.nbytes:
+                self._resize(known, storage.nbytes())
 
     def _snapshot(self) -> list[LiveTensor]:
-        return [known.tensor for known in self._live.values() if known.counted and known.tensor.nbytes]
+        return [known.described() for known in self._live.values() if known.counted and known.nbytes]
 
     def _fold(self) -> None:
         """Give the allocator's peak since the last time to the running phase."""

@@ -89,7 +89,14 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 def name_of(func: Any) -> str:
     """``aten::mm`` for each of ``aten.mm.default``, ``aten.mm.out`` and ``aten.mm.dtype``."""
-    return schema_of(func).name if isinstance(func, OpOverload) else str(func)
+    known = _NAMES.get(id(func))
+    if known is None:
+        known = _NAMES[id(func)] = (schema_of(func).name if isinstance(func, OpOverload) else str(func)), func
+    return known[0]
+
+
+_NAMES: dict[int, tuple[str, Any]] = {}
+"""Names by the operator's id, which is quicker to look up than the operator; and the operator, whose id stays its."""
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -187,7 +188,8 @@ def _warn_of_versions() -> None:
 
 
 def _finish(report: Report) -> Report:
-    _warn_of_versions()
+    if logger.isEnabledFor(logging.WARNING):
+        _warn_of_versions()
     logger.info("%s", report)
     return report
 

@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from seqtile._errors import UserError
-from seqtile.models.attention.headwise import runs_on_some_heads
 from seqtile.models.carried_state.state_layers import can_carry
 from seqtile.models.loss_and_checkpoints import recomputed
 from seqtile.ops.attention.backends import recommended
 from seqtile.options import DEFAULTS, WRITTEN
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.extrapolate import KEPT_TILES
-from seqtile.planner.fake_step import in_precision
 from seqtile.planner.grpo import Grpo
 from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT
 from seqtile.planner.memory_plan import Planner
@@ -108,7 +106,7 @@ def next_step(planner: Planner, longest: int) -> NextSetting | None:
     best: NextSetting | None = None
     request = planner.request
     for technique in proposals(planner):
-        if technique is MINIMAL_MEMORY and (best is not None or not _runs_on_some_heads(planner)):
+        if technique is MINIMAL_MEMORY and best is not None:
             break  # many small kernels, and fake runs of many operators: for where nothing else is left
         try:
             candidate = Planner(technique.on(request), like=planner)
@@ -125,11 +123,6 @@ def next_step(planner: Planner, longest: int) -> NextSetting | None:
             if length >= 2 * longest:
                 return best
     return best
-
-
-def _runs_on_some_heads(planner: Planner) -> bool:
-    with in_precision(planner.setup, "cpu"):  # as when a model is built, which proves the same once more
-        return runs_on_some_heads(planner.built.model)
 
 
 def proposals(planner: Planner) -> list[Technique]:

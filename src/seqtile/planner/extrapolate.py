@@ -8,7 +8,6 @@ what a layer in between holds lies between them.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from seqtile.planner.fake_step import StepRun, build, build_bare, fake_step, fak
 from seqtile.planner.layer_structure import Depths, LayerSample, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, WEIGHTS, Held, PartPeak, Workspace
 from seqtile.planner.phases import BLOCK_AND_NORMS, OPTIMIZER_STEP, Phase
-from seqtile.planner.step_config import Setup
+from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve_tiles
 
 Terms = Mapping[str, float]
@@ -99,6 +98,7 @@ def fit_lines(
     lengths: Sequence[int],
     workspace: Workspace | None,
     steps: dict[tuple[int, int], StepRun] | None = None,
+    models: dict[int, Built] | None = None,
 ) -> Lines:
     """Run the step on fake tensors at the given lengths, with the layers at the ends.
 
@@ -111,19 +111,23 @@ def fit_lines(
         lengths: tokens of each row.
         workspace: bytes inside kernels.
         steps: runs of the same setup by (number of the sample, tokens); those made here are added.
+        models: models of the same setup by the number of the sample; those built here are added.
     """
     steps = {} if steps is None else steps
-    # Liger's shapes hold their own modules, and a vision tower is made at several depths.
-    alone = setup.liger or setup.pictures is not None
+    models = {} if models is None else models
+    # Liger's shapes hold their own modules, a vision tower is made at several depths, and tiles with a state are tried
+    # out in the first step of a model.
+    alone = setup.liger or setup.pictures is not None or setup.options.state is not None
     losses_of_layers = getattr(config.get_text_config(), "output_router_logits", False)  # what the head makes of them
     square: dict[bool, bool] = {}  # by whether a length cannot tell
 
     def run_all(number: int, sample: LayerSample) -> dict[int, StepRun]:
         missing = [length for length in lengths if (number, length) not in steps]
-        built = build(config, setup, "meta", sample) if missing and not alone else None
+        if missing and not alone and number not in models:
+            models[number] = build(config, setup, "meta", sample)
         for length in missing:
-            ready = copy.deepcopy(built) if length != missing[-1] else built
-            steps[number, length] = fake_step(config, setup, length, workspace, sample, ready)
+            built = None if alone else models[number]
+            steps[number, length] = fake_step(config, setup, length, workspace, sample, built)
         found = {length: steps[number, length] for length in lengths}
         for step in found.values():
             square[step.as_wide] = square.get(step.as_wide, False) or step.square
@@ -226,11 +230,17 @@ def _save_alike(step: StepRun, alike: Sequence[int], depths: Depths) -> bool:
 
 
 def fit_for(
-    config: Any, setup: Setup, depths: Depths, tokens: int, workspace: Workspace | None
+    config: Any,
+    setup: Setup,
+    depths: Depths,
+    tokens: int,
+    workspace: Workspace | None,
+    built: Built | None = None,
 ) -> tuple[Lines, tuple[int, ...]]:
     """Lines for steps of about ``tokens`` tokens, from fake runs at the lengths that come second; ``setup`` resolved.
 
     Where ``setup`` keeps tiles, half of them or all are kept in runs of their own, whose lengths can be halved.
+    ``built`` is the model with the layers at the ends, from :func:`.build` with this setup but for the sizes of tiles.
     """
     plain, keep = changed(setup, keep=0.0), setup.options.keep
     lengths = other_lengths(setup, tokens)
@@ -238,10 +248,11 @@ def fit_for(
         unit = math.gcd(*lengths)
         lengths = tuple(n * unit for n in (2, 4, 6) if n * unit != tokens)[:2]
     steps: dict[tuple[int, int], StepRun] = {}
-    lines = fit_lines(config, plain, depths, lengths, workspace, steps)
+    models = {} if built is None else {0: built}
+    lines = fit_lines(config, plain, depths, lengths, workspace, steps, models)
     if lines.square:
         lengths = other_lengths(setup, tokens, points=3)
-        lines = fit_lines(config, plain, depths, lengths, workspace, steps)
+        lines = fit_lines(config, plain, depths, lengths, workspace, steps, models)
     if keep:
         share = partly(keep)
         kept = fit_lines(config, changed(setup, keep=share), depths, lengths, workspace)

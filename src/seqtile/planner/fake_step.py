@@ -23,7 +23,10 @@ from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.models.adapters import lora_config, without_adapters
 from seqtile.models.apply import apply, apply_options, undo
 from seqtile.models.discover.decoder_layers import decoder_layers
+from seqtile.models.instance import Setting, installed_forwards
+from seqtile.models.lm_loss.tiled_loss import standing_losses
 from seqtile.ops.attention.group_core import Groups as HeadPasses
+from seqtile.ops.attention.group_core import HeadGroup
 from seqtile.ops.attention.head_groups import HeadGroupsPlan as HeadWiseCall
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
@@ -31,6 +34,7 @@ from seqtile.ops.linear import Layer
 from seqtile.ops.lm_loss.cross_entropy import LossPlan as HeadCall
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS, HeadRows
 from seqtile.ops.mlp import MlpPlan as MlpCall
+from seqtile.options import TilingOptions
 from seqtile.planner.accelerator_functions import accelerator_functions
 from seqtile.planner.encoders import add_masks, check_attention, lengthen_positions
 from seqtile.planner.flash_shapes import register_flash_shapes as register_flash
@@ -260,7 +264,8 @@ def fake_step(
 ) -> StepRun:  # fmt: skip
     """One step of ``tokens`` tokens on fake tensors: its shapes only, in a second or so.
 
-    With a ``sample`` the model has these layers only; ``built`` is that model from :func:`build`, which is used up.
+    With a ``sample`` the model has these layers only; ``built`` is that model from :func:`build`, whose tiles may have
+    other sizes, and stays as it is (but tiles with a state are tried out in its first step).
     A vision tower is run at two small depths, and what one more of its layers adds is counted for the others.
 
     The model is found and tiled on the meta device, where its structure is proof enough, and then gets fake weights.
@@ -279,8 +284,15 @@ def _fake_step(
 ) -> StepRun:  # fmt: skip
     for dtype in LOW:
         products_sum_in_fp32("cpu", dtype)  # probed with numbers, so before there are none
-    built = build(config, setup, "meta", sample) if built is None else built
-    with _sized_for(setup), fake_tensors() as shapes, track("cpu", workspace, tokens, shapes) as live:
+    if built is None:
+        built = build(config, setup, "meta", sample)
+    with (
+        _left_as_it_was(built.model),
+        _tiles_of(setup.options, built.model),
+        _sized_for(setup),
+        fake_tensors() as shapes,
+        track("cpu", workspace, tokens, shapes) as live,
+    ):
         with live.phase(WEIGHTS):
             make_fake(built.model)
             if is_masked_lm(config):
@@ -290,6 +302,38 @@ def _fake_step(
             pictures = known_grids(built.model, setup.picture_tokens, whole=setup.attention == "flash")
         with planned_scans(built.model, setup.scans), pictures:
             return tracked_step(built, setup, tokens, live)
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Inside, weights and buffers may be replaced; at the end every module has its attributes of the beginning."""
+    dictionaries = [own for module in model.modules() for own in (vars(module), *vars(module).values())]
+    before = [(own, own.copy()) for own in dictionaries if isinstance(own, dict)]
+    try:
+        yield
+    finally:
+        for own, former in before:
+            own.clear()
+            own.update(former)
+
+
+@contextmanager
+def _tiles_of(options: TilingOptions, model: nn.Module) -> Iterator[None]:
+    """Inside, blocks and the head of a tiled model run in tiles of as many tokens as ``options`` say, if they do."""
+    tiled: list[tuple[Any, str, Any]] = []
+    if isinstance(options.tile, int):
+        blocks = [one for one in installed_forwards(model) if isinstance(one.setting, Setting)]
+        tiled += [(one, "setting", replace(one.setting, rule=options.tile_rule)) for one in blocks]
+    if isinstance(options.loss_tile, int):
+        tiled += [(one, "rule", options.loss_rule) for one in standing_losses(model)]
+    before = [getattr(owner, name) for owner, name, _ in tiled]
+    for owner, name, value in tiled:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(tiled, before, strict=True):
+            setattr(owner, name, value)
 
 
 @lru_cache(64)
@@ -445,45 +489,47 @@ def _ends(parts: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
 
     def ends(*args: Any) -> Iterator[Any]:
         found = list(parts(*args))
-        if len(found) > 2 and (tokens := _tokens_of(found[1])) and tokens == _tokens_of(found[-1]):
+        if len(found) > 2 and (size := _size_of(found[1])) and size == _size_of(found[-1]):
             found = [found[0], found[-1]]
         yield from found if len(found) <= 3 else (*found[:2], found[-1])
 
     return ends
 
 
-def _tokens_of(part: Any) -> int:
-    """Tokens of a tile that is a slice, (start, tokens) or (number, (start, tokens)); 0 for anything else."""
+def _size_of(part: Any) -> int:
+    """Tokens of a tile that is a slice, (start, tokens) or (number, (start, tokens)), heads of a pass; 0 for others."""
     if isinstance(part, slice):
         return int(part.stop - part.start)
+    if isinstance(part[0], HeadGroup):
+        return part[0].size
     last = part[-1]
     last = last[-1] if isinstance(last, tuple) and last else last
     return last if isinstance(last, int) else 0
 
 
-def _like_the_second(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Passes over heads: from the third to the last but one with new tensors like the second's results, without a run.
+def _like_the_first(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Passes over heads: from the second to the last but one with new tensors like the first's results, without a run.
 
     What a pass returns stays until the backward, its output until it is copied.
     """
-    second: dict[int, Callable[[], Any]] = {}  # by the call
+    first: dict[int, Callable[[], Any]] = {}  # by the call
 
     def some(self: HeadPasses, cut: Any, *args: Any) -> Any:
         number, last = self.cuts.index(cut), len(self.cuts) - 1
         if number == last:
-            second.pop(id(self), None)
-        elif number > 1 and cut.size == self.cuts[1].size and id(self) in second:
-            return second[id(self)]()
+            first.pop(id(self), None)
+        elif number and cut.size == self.cuts[0].size and id(self) in first:
+            return first[id(self)]()
         output, beside, recorded, extra = run(self, cut, *args)
         alone = not any(isinstance(one, Tensor) for one in tree_iter(beside))
-        if number == 1 < last and alone and all(map(_fills_its_storage, (output, *extra))):
+        if number == 0 < last and alone and all(map(_fills_its_storage, (output, *extra))):
             made = [(one.shape, one.stride(), one.dtype) for one in (output, *extra)]
 
             def again(device: Any = output.device) -> Any:
-                first, *more = (torch.empty_strided(*laid, dtype=dtype, device=device) for *laid, dtype in made)
-                return first, beside, recorded, more
+                output, *more = (torch.empty_strided(*laid, dtype=dtype, device=device) for *laid, dtype in made)
+                return output, beside, recorded, more
 
-            second[id(self)] = again
+            first[id(self)] = again
         return output, beside, recorded, extra
 
     return some
@@ -532,7 +578,7 @@ def _sized_for(setup: Setup) -> Iterator[None]:
     for (owner, name), parts in zip(looped, whole, strict=True):
         setattr(owner, name, _ends(parts))
     if setup.options.checkpoint != "attention-saved":
-        HeadPasses.run = _like_the_second(run_pass)  # type: ignore[method-assign]
+        HeadPasses.run = _like_the_first(run_pass)  # type: ignore[method-assign]
     try:
         with as_on_an_accelerator(), accelerator_functions():
             yield

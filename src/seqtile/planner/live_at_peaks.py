@@ -66,8 +66,11 @@ class Tracker(LiveBytes):
         square: whether a tensor with two dimensions of ``tokens`` was seen.
     """
 
-    def __init__(self, device: torch.device, workspace: Workspace | None = None, tokens: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, workspace: Workspace | None = None, tokens: int = 0, *, bytes_written: bool = True
+    ) -> None:
         super().__init__(device)
+        self._bytes_written = bytes_written
         self._peaks: dict[str, PartPeak] = {}
         self._highest: dict[str, int] = {}
         self._unread: str | None = None
@@ -93,12 +96,11 @@ class Tracker(LiveBytes):
         known = self._live.get(key)
         if known is not None:
             self._read()
-            phase = replace(Phase.read(what), layer=_what(known.tensor.phase).layer if layer is None else layer)
-            self._live[key] = replace(known, tensor=replace(known.tensor, phase=str(phase)))
+            known.phase = _in_layer(what, _what(known.phase).layer if layer is None else layer)
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if not self.watching:
-            super().see(func, args, kwargs, result)
+            self._count(func, args, kwargs, result)
             return
         turn = _turn(self._phase)
         if turn != self._turn:
@@ -114,7 +116,7 @@ class Tracker(LiveBytes):
         phase = _in_kernel(self._phase) if inside else self._phase
         if self._unread != phase:
             self._read()
-        super().see(func, args, kwargs, result)
+        self._count(func, args, kwargs, result)
         if self.keeps is not None and self.keeps(func):
             for tensor in tree_iter(result):
                 if isinstance(tensor, Tensor):
@@ -131,6 +133,12 @@ class Tracker(LiveBytes):
             if inside:
                 self._read(inside)
 
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if self._bytes_written:
+            super().see(func, args, kwargs, result)
+        else:
+            self._follow(name_of(func), args, kwargs, result)
+
     def _read(self, inside: int = 0) -> None:
         """Note what is live at a new peak; done when the first of it goes or is filed again, or the phase ends."""
         phase, self._unread = self._unread, None
@@ -143,12 +151,12 @@ class Tracker(LiveBytes):
         """What decoder layers hold now; what is live in all is added to ``terms``."""
         held: defaultdict[tuple[int, str], int] = defaultdict(int)
         for known in self._live.values():
-            if known.counted and known.tensor.nbytes:
-                what = _what(known.tensor.phase)
+            if known.counted and known.nbytes:
+                what = _what(known.phase)
                 if terms is not None:
-                    terms[what.name] += known.tensor.nbytes
+                    terms[what.name] += known.nbytes
                 if what.layer is not None:
-                    held[what.layer, what.name] += known.tensor.nbytes
+                    held[what.layer, what.name] += known.nbytes
         return dict(held)
 
     def _change(self, nbytes: int) -> None:
@@ -165,10 +173,15 @@ class Tracker(LiveBytes):
 
     def _is_weight(self, tensor: Tensor) -> bool:
         known = self._live.get(storage_key(tensor.untyped_storage()))
-        return known is not None and _what(known.tensor.phase).name == WEIGHTS
+        return known is not None and _what(known.phase).name == WEIGHTS
 
     def _layer_of(self, tensor: Tensor) -> int | None:
-        return _what(self._live[storage_key(tensor.untyped_storage())].tensor.phase).layer
+        return _what(self._live[storage_key(tensor.untyped_storage())].phase).layer
+
+
+@cache
+def _in_layer(phase: str, layer: int | None) -> str:
+    return str(replace(Phase.read(phase), layer=layer))
 
 
 @cache
@@ -213,7 +226,7 @@ def track(
         tokens: length of the row, to notice tensors of ``[tokens, tokens]``.
         shapes: the mode of :func:`seqtile.counting.fake.fake_tensors` that this is in.
     """
-    live = Tracker(torch.device(device), workspace, tokens)
+    live = Tracker(torch.device(device), workspace, tokens, bytes_written=shapes is None)
     try:
         with Watch(live.see) if shapes is None else shapes.shown_to(live.see):
             yield live

@@ -114,7 +114,8 @@ class Planner:
         else:
             self.built = build(request.config, self.setup, "meta", self.depths.samples[0])
         if like is None:
-            self.counts = count_layers(self.depths, [self._count(sample) for sample in self.depths.samples])
+            first = count_weights(request.config, self.built.model)
+            self.counts = count_layers(self.depths, [first, *map(self._count, self.depths.samples[1:])])
         setting = "sp-size" if request.cp_size == 1 else "cp-size"
         refuse_split_states(repr(request.model), self.states, request.split, setting)
         check_ranks(request, self.counts, self.no_ring)
@@ -165,8 +166,12 @@ class Planner:
             same = changed(known, tile=setup.options.tile, loss_tile=setup.loss_tile)
             if same == setup and self._tell(lines, known, tokens):
                 return lines
-        lines, _ = fit_for(self.request.config, setup, self.depths, self.local(tokens), self.workspace)
+        retiled = changed(self.setup, tile=setup.options.tile, loss_tile=setup.loss_tile)
+        built = self.built if retiled == setup and not setup.options.keep else None
+        lines, _ = fit_for(self.request.config, setup, self.depths, self.local(tokens), self.workspace, built)
         self._lines[setup] = lines
+        if lines.kept is not None:
+            self._lines.setdefault(changed(setup, keep=0.0), replace(lines, kept=None, share=0.0))
         return lines
 
     def _tell(self, lines: Lines, known: Setup, tokens: int, within: float = 0.05) -> bool:
