@@ -190,34 +190,24 @@ class LiveBytes:
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = name_of(func)
-        known, made = self._follow(name, args, kwargs, result)
-        written = sum(tensor.numel() * tensor.element_size() for key, tensor in made if key not in known)
+        fresh = name == "aten::lift_fresh"  # its input is new: torch.tensor and torch.from_numpy hand it over
+        known = {self._visit(tensor, counted=fresh) for tensor in tensors_in((*args, *kwargs.values()))}
+        if name == "aten::add" and self._allocator is None and sums_gradients_in_place(args[0]):
+            self.forget(storage_key(args[0].untyped_storage()))  # the sum is there instead
+        written = 0
+        for tensor in (result,) if isinstance(result, Tensor) else tensors_in((result,)):
+            key = self._visit(tensor, counted=True)
+            if key is not None and key not in known:
+                written += tensor.numel() * tensor.element_size()
         if name in _UNWRITTEN:
             written = 0
         elif isinstance(func, OpOverload) and _mutable(func):
             written += self._mutated(func, args, kwargs, name)
         self._record(written)
 
-    def _follow(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> tuple[set[int | None], list[tuple[int, Tensor]]]:
-        """Follow an operator's tensors from now on.
-
-        Returns:
-            The storages of its arguments, and its results on this device, each after its storage.
-        """
-        fresh = name == "aten::lift_fresh"  # its input is new: torch.tensor and torch.from_numpy hand it over
-        known = {self._visit(tensor, fresh) for tensor in tensors_in(args)}
-        if kwargs:
-            known.update(self._visit(tensor, fresh) for tensor in tensors_in(kwargs.values()))
-        if name == "aten::add" and self._allocator is None and sums_gradients_in_place(args[0]):
-            self.forget(storage_key(args[0].untyped_storage()))  # the sum is there instead
-        results = (result,) if isinstance(result, Tensor) else tensors_in((result,))
-        return known, [(key, tensor) for tensor in results if (key := self._visit(tensor)) is not None]
-
     def add(self, tensor: Tensor) -> None:
         """Count a tensor that was made without an operator, until nothing holds it."""
-        self._visit(tensor)
+        self._visit(tensor, counted=True)
 
     def _mutated(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> int:
         """Bytes of the arguments on this device that the operator writes into."""
@@ -231,7 +221,7 @@ class LiveBytes:
                 total += source.numel() * tensor.element_size()
         return total
 
-    def _visit(self, tensor: Tensor, counted: bool = True) -> int | None:
+    def _visit(self, tensor: Tensor, *, counted: bool) -> int | None:
         """Follow the tensor's storage from now on; returns its key, or None if it is not on this device."""
         if tensor.layout is not torch.strided:
             return None

@@ -507,29 +507,29 @@ def _size_of(part: Any) -> int:
     return last if isinstance(last, int) else 0
 
 
-def _like_the_first(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Passes over heads: from the second to the last but one with new tensors like the first's results, without a run.
+def _like_the_second(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Passes over heads: from the third to the last but one with new tensors like the second's results, without a run.
 
     What a pass returns stays until the backward, its output until it is copied.
     """
-    first: dict[int, Callable[[], Any]] = {}  # by the call
+    second: dict[int, Callable[[], Any]] = {}  # by the call
 
     def some(self: HeadPasses, cut: Any, *args: Any) -> Any:
         number, last = self.cuts.index(cut), len(self.cuts) - 1
         if number == last:
-            first.pop(id(self), None)
-        elif number and cut.size == self.cuts[0].size and id(self) in first:
-            return first[id(self)]()
+            second.pop(id(self), None)
+        elif number > 1 and cut.size == self.cuts[1].size and id(self) in second:
+            return second[id(self)]()
         output, beside, recorded, extra = run(self, cut, *args)
         alone = not any(isinstance(one, Tensor) for one in tree_iter(beside))
-        if number == 0 < last and alone and all(map(_fills_its_storage, (output, *extra))):
+        if number == 1 < last and alone and all(map(_fills_its_storage, (output, *extra))):
             made = [(one.shape, one.stride(), one.dtype) for one in (output, *extra)]
 
             def again(device: Any = output.device) -> Any:
-                output, *more = (torch.empty_strided(*laid, dtype=dtype, device=device) for *laid, dtype in made)
-                return output, beside, recorded, more
+                first, *more = (torch.empty_strided(*laid, dtype=dtype, device=device) for *laid, dtype in made)
+                return first, beside, recorded, more
 
-            first[id(self)] = again
+            second[id(self)] = again
         return output, beside, recorded, extra
 
     return some
@@ -578,7 +578,7 @@ def _sized_for(setup: Setup) -> Iterator[None]:
     for (owner, name), parts in zip(looped, whole, strict=True):
         setattr(owner, name, _ends(parts))
     if setup.options.checkpoint != "attention-saved":
-        HeadPasses.run = _like_the_first(run_pass)  # type: ignore[method-assign]
+        HeadPasses.run = _like_the_second(run_pass)  # type: ignore[method-assign]
     try:
         with as_on_an_accelerator(), accelerator_functions():
             yield

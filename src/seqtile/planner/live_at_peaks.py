@@ -66,11 +66,8 @@ class Tracker(LiveBytes):
         square: whether a tensor with two dimensions of ``tokens`` was seen.
     """
 
-    def __init__(
-        self, device: torch.device, workspace: Workspace | None = None, tokens: int = 0, *, bytes_written: bool = True
-    ) -> None:
+    def __init__(self, device: torch.device, workspace: Workspace | None = None, tokens: int = 0) -> None:
         super().__init__(device)
-        self._bytes_written = bytes_written
         self._peaks: dict[str, PartPeak] = {}
         self._highest: dict[str, int] = {}
         self._unread: str | None = None
@@ -100,7 +97,7 @@ class Tracker(LiveBytes):
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if not self.watching:
-            self._count(func, args, kwargs, result)
+            super().see(func, args, kwargs, result)
             return
         turn = _turn(self._phase)
         if turn != self._turn:
@@ -116,7 +113,7 @@ class Tracker(LiveBytes):
         phase = _in_kernel(self._phase) if inside else self._phase
         if self._unread != phase:
             self._read()
-        self._count(func, args, kwargs, result)
+        super().see(func, args, kwargs, result)
         if self.keeps is not None and self.keeps(func):
             for tensor in tree_iter(result):
                 if isinstance(tensor, Tensor):
@@ -132,12 +129,6 @@ class Tracker(LiveBytes):
             self._highest[phase], self._unread = self._now + inside, phase
             if inside:
                 self._read(inside)
-
-    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if self._bytes_written:
-            super().see(func, args, kwargs, result)
-        else:
-            self._follow(name_of(func), args, kwargs, result)
 
     def _read(self, inside: int = 0) -> None:
         """Note what is live at a new peak; done when the first of it goes or is filed again, or the phase ends."""
@@ -226,7 +217,7 @@ def track(
         tokens: length of the row, to notice tensors of ``[tokens, tokens]``.
         shapes: the mode of :func:`seqtile.counting.fake.fake_tensors` that this is in.
     """
-    live = Tracker(torch.device(device), workspace, tokens, bytes_written=shapes is None)
+    live = Tracker(torch.device(device), workspace, tokens)
     try:
         with Watch(live.see) if shapes is None else shapes.shown_to(live.see):
             yield live
