@@ -433,6 +433,23 @@ def test_larger_tiles_of_the_head_tell_of_smaller_ones_where_it_is_not_the_peak(
     assert found.device.high == pytest.approx(own.device.high, rel=1e-3) and found.peak_at == own.peak_at
 
 
+@pytest.mark.parametrize("asked", [[], ["--max-length", "65536"]], ids=["longest", "too long"])
+def test_the_answer_is_printed_before_anything_is_proposed(
+    asked: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed: list[str] = []
+
+    def nothing(*_: Any) -> None:
+        printed.append(capsys.readouterr().out)
+
+    monkeypatch.setattr("seqtile.planner.explain.next_step", nothing)
+    assert main(["plan", "--model", str(folder), "--device", "1GiB", *asked]) == bool(asked)
+    (answer,) = printed
+    assert "GiB at the peak" in answer and "Longest sequence that fits: " in answer
+    assert ("do not fit: " in answer) is bool(asked)
+    assert capsys.readouterr().out.startswith("One step of one row: ")
+
+
 def test_a_plan_is_made_without_the_cycle_collector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is on again afterwards, and has nothing to look through when the process ends."""
     seen, at_exit = list[bool](), list[Any]()

@@ -18,6 +18,7 @@ from seqtile._errors import RUN_ERROR, RunError, UserError
 from seqtile.cli.option_flags import options_of, takes_options
 
 if TYPE_CHECKING:
+    from seqtile.planner.explain import NextSetting
     from seqtile.planner.step_config import Lora
 
 
@@ -178,12 +179,17 @@ def command(
         if nothing_fits and not json:
             raise RunError(why_nothing_fits(planner.request, estimate, limit))
         fits = max_length is None or planner.fits(estimate)
-        progress("looking for what would buy length")
         with in_one_sentence(config):
-            better = next_step(planner, longest) if json or max_length is None or not fits or not longest else None
             by_split = longest_by_split(planner) if nodes > 1 else {}
+
+    def better() -> NextSetting | None:
+        if not (json or max_length is None or not fits or not longest):
+            return None
+        with status(json, "looking for what would buy length"), in_one_sentence(config):
+            return next_step(planner, longest)
+
     if nothing_fits:
-        show.print_object(planner, estimate, 0, limit, None, saving, better, by_split)
+        show.print_object(planner, estimate, 0, limit, None, saving, better(), by_split)
         raise RunError(why_nothing_fits(planner.request, estimate, limit))
     show.show_plan(
         planner, estimate, longest, limit, as_json=json, reasons=explain, recipe_file=recipe, plot_file=plot,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ GIB = 2**30
 def show_plan(
     planner: Planner, estimate: Estimate, longest: int, limit: str, *, as_json: bool, reasons: bool,
     recipe_file: str | None, plot_file: str | None, asked: int | None, saving: Saving | None,
-    better: NextSetting | None, by_split: dict[int, int],
+    better: Callable[[], NextSetting | None], by_split: dict[int, int],
 ) -> None:  # fmt: skip
-    """Print the plan, write what was asked for."""
+    """Print the plan, write what was asked for; ``better`` looks for what buys length once the answer is printed."""
     # Of a length that was not asked for, the one that fits at the high estimate.
     length = estimate.tokens if asked is not None else planner.sure() or estimate.tokens
     chosen = recipe(planner, length) if planner.request.has_recipe else None
@@ -40,7 +41,7 @@ def show_plan(
 
         plot_lengths(planner, max(longest, estimate.tokens), Path(plot_file).expanduser())
     if as_json:
-        print_object(planner, estimate, longest, limit, chosen, saving, better, by_split, recipe_file)
+        print_object(planner, estimate, longest, limit, chosen, saving, better(), by_split, recipe_file)
         return
     console = Console(highlight=False, soft_wrap=True, markup=False)
     request = planner.request
@@ -95,7 +96,7 @@ def _gib(value: float) -> str:
 
 def _print_verdict(
     console: Console, planner: Planner, estimate: Estimate, longest: int, limit: str, asked: int | None,
-    better: NextSetting | None, by_split: dict[int, int],
+    better: Callable[[], NextSetting | None], by_split: dict[int, int],
 ) -> None:  # fmt: skip
     request = planner.request
     fits = planner.fits(estimate)
@@ -115,8 +116,8 @@ def _print_verdict(
     if len(by_split) > 1:
         sizes = ", ".join(f"{length:,} at {size}" for size, length in by_split.items())
         console.print(f"By --{SPLITS[request.engine].replace('_', '-')}: {sizes}.")
-    if better is not None:
-        console.print(f"Next: {better.flags} reaches {better.length:,} tokens ({better.why}).")
+    if (found := better()) is not None:
+        console.print(f"Next: {found.flags} reaches {found.length:,} tokens ({found.why}).")
     work = planner.work(estimate.tokens)
     rows = "one row" if request.batch == 1 else f"{request.batch:,} rows"
     share = work.attention / work.total
