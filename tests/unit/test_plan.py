@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
+import zoo
 from seqtile._errors import UserError
 from seqtile.cli import main, plan_show
 from seqtile.cli.plan_command import parse_adapters
@@ -750,7 +751,8 @@ def test_without_kept_tiles_the_runs_of_those_with_them_do(planner: Planner, mon
 def test_fewer_heads_at_a_time_are_proposed_where_attention_can_run_so(
     architecture: str, proposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planner = Planner(Request(architecture, tiny_config(architecture), DEVICE))
+    config = AutoConfig.for_model(architecture, **{**zoo._BASE, **zoo.ARCHITECTURES[architecture]})
+    planner = Planner(Request(architecture, config, DEVICE))
     monkeypatch.setattr("seqtile.planner.explain.proposals", lambda _: [MINIMAL_MEMORY])
     found = next_step(planner, 64)
     assert (found is not None) is proposed
