@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -22,29 +20,11 @@ if TYPE_CHECKING:
     from seqtile.planner.step_config import Lora
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No search for reference cycles meanwhile, nor when the process ends.
-
-    Imports make a million objects, which it looks through again and again: two seconds of a plan's six.
-    """
-    atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 @takes_options(
     "plan",
     defaults={"loss": "tiled", "checkpoint": "auto"},
     more={"tile": ", or none", "checkpoint": "; auto: what fits", "loss": "; grpo: a step of GRPO, tiled"},
 )
-@uncollected()
 def command(
     model: str = typer.Option(..., help="config.json, model directory, Hub id, or a shape: llama-8b, qwen3-8b, ..."),
     device: str = typer.Option("h100", help="h200, h100, a100-80, a100-40, rtx4090, ... or its memory, 141GiB."),
@@ -179,8 +159,12 @@ def command(
         if nothing_fits and not json:
             raise RunError(why_nothing_fits(planner.request, estimate, limit))
         fits = max_length is None or planner.fits(estimate)
-        with in_one_sentence(config):
-            by_split = longest_by_split(planner) if nodes > 1 else {}
+
+    def by_split() -> dict[int, int]:
+        if nodes == 1:
+            return {}
+        with status(json, "looking at other numbers of ranks for a sequence"), in_one_sentence(config):
+            return longest_by_split(planner)
 
     def better() -> NextSetting | None:
         if not (json or max_length is None or not fits or not longest):
@@ -189,7 +173,7 @@ def command(
             return next_step(planner, longest)
 
     if nothing_fits:
-        show.print_object(planner, estimate, 0, limit, None, saving, better(), by_split)
+        show.print_object(planner, estimate, 0, limit, None, saving, better(), by_split())
         raise RunError(why_nothing_fits(planner.request, estimate, limit))
     show.show_plan(
         planner, estimate, longest, limit, as_json=json, reasons=explain, recipe_file=recipe, plot_file=plot,

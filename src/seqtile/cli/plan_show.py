@@ -28,9 +28,13 @@ GIB = 2**30
 def show_plan(
     planner: Planner, estimate: Estimate, longest: int, limit: str, *, as_json: bool, reasons: bool,
     recipe_file: str | None, plot_file: str | None, asked: int | None, saving: Saving | None,
-    better: Callable[[], NextSetting | None], by_split: dict[int, int],
+    better: Callable[[], NextSetting | None], by_split: Callable[[], dict[int, int]],
 ) -> None:  # fmt: skip
-    """Print the plan, write what was asked for; ``better`` looks for what buys length once the answer is printed."""
+    """Print the plan, write what was asked for.
+
+    Once the answer is printed, ``by_split`` works out the longest sequence by how many ranks share one, and ``better``
+    looks for what buys length.
+    """
     # Of a length that was not asked for, the one that fits at the high estimate.
     length = estimate.tokens if asked is not None else planner.sure() or estimate.tokens
     chosen = recipe(planner, length) if planner.request.has_recipe else None
@@ -41,7 +45,7 @@ def show_plan(
 
         plot_lengths(planner, max(longest, estimate.tokens), Path(plot_file).expanduser())
     if as_json:
-        print_object(planner, estimate, longest, limit, chosen, saving, better(), by_split, recipe_file)
+        print_object(planner, estimate, longest, limit, chosen, saving, better(), by_split(), recipe_file)
         return
     console = Console(highlight=False, soft_wrap=True, markup=False)
     request = planner.request
@@ -96,7 +100,7 @@ def _gib(value: float) -> str:
 
 def _print_verdict(
     console: Console, planner: Planner, estimate: Estimate, longest: int, limit: str, asked: int | None,
-    better: Callable[[], NextSetting | None], by_split: dict[int, int],
+    better: Callable[[], NextSetting | None], by_split: Callable[[], dict[int, int]],
 ) -> None:  # fmt: skip
     request = planner.request
     fits = planner.fits(estimate)
@@ -113,8 +117,8 @@ def _print_verdict(
             console.print(f"{estimate.tokens:,} tokens do not fit into the host's memory.", style="bold")
     high = f"({planner.sure():,} at the high estimate)"
     console.print(f"Longest sequence that fits: {longest:,} tokens {high}. Limited by {limit}.")
-    if len(by_split) > 1:
-        sizes = ", ".join(f"{length:,} at {size}" for size, length in by_split.items())
+    if len(lengths := by_split()) > 1:
+        sizes = ", ".join(f"{length:,} at {size}" for size, length in lengths.items())
         console.print(f"By --{SPLITS[request.engine].replace('_', '-')}: {sizes}.")
     if (found := better()) is not None:
         console.print(f"Next: {found.flags} reaches {found.length:,} tokens ({found.why}).")

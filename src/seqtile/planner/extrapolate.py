@@ -16,7 +16,7 @@ from typing import Any
 from seqtile.options import changed
 from seqtile.planner.fake_step import StepRun, build, build_bare, fake_step, fake_update
 from seqtile.planner.layer_structure import Depths, LayerSample, find_depths
-from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, WEIGHTS, Held, PartPeak, Workspace
+from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, SQUARED, WEIGHTS, Held, PartPeak, Workspace
 from seqtile.planner.phases import BLOCK_AND_NORMS, OPTIMIZER_STEP, Phase
 from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve_tiles
@@ -34,6 +34,8 @@ class Lines:
         depths: where the fake runs were made, and which layers they tell apart.
         runs: the fake runs, by (tokens, number of the sample).
         square: whether a ``[tokens, tokens]`` tensor was seen.
+        parabola: whether terms that grow with the square of the length are told apart (:data:`.SQUARED`), so that two
+            lengths tell a parabola; else it takes three.
         kept: the same where tiles keep gate and up; None where none does.
         share: of the tiles that keep them.
     """
@@ -41,6 +43,7 @@ class Lines:
     depths: Depths
     runs: Mapping[tuple[int, int], Mapping[str, Terms]] = field(repr=False)
     square: bool = False
+    parabola: bool = False
     kept: Lines | None = field(default=None, repr=False)
     share: float = 0.0
 
@@ -65,18 +68,65 @@ class Lines:
         }
 
     def interpolated(self, tokens: int) -> dict[str, dict[str, float]]:
-        lengths = sorted({length for length, _ in self.runs})
-        shares = _weights(lengths, tokens)
+        shares = self._shares(tokens)
         result: dict[str, dict[str, float]] = {}
-        for name in self.runs[lengths[0], 0]:
+        for name in self.runs[min(self.runs)]:
             phase, total = Phase.read(name), dict[str, float]()
             for run, layer, weight in self.depths.terms_of(phase.layer):
                 where = str(replace(phase, layer=layer))
-                for share, length in zip(shares, lengths, strict=True):
+                for length, share, squared in shares:
                     for term, value in self.runs[length, run].get(where, {}).items():
-                        total[term] = total.get(term, 0.0) + share * weight * value
+                        kind, factor = (term, share) if term[-1] != SQUARED else (term[:-1], squared)
+                        total[kind] = total.get(kind, 0.0) + factor * weight * value
             result[name] = total
         return result
+
+    def with_tiles_of(self, one: Lines) -> Lines | None:
+        """These lines for the tiles that the runs of ``one`` have, all of one length; None if it has other parts.
+
+        Tiles of another size add as much to a part at every length; what grows with the length, or with its square,
+        grows as before.
+        """
+        (length,) = one.lengths
+        places = {number: self.runs[self.lengths[0], number].keys() for _, number in self.runs}
+        if one.square != self.square or any(
+            one.runs[length, number].keys() != names for number, names in places.items()
+        ):
+            return None
+        both = {(at, number): self.runs[at, number] for at, number in self.runs if at == self.lengths[-1]}
+        if self.parabola and not _are_parabolas({**both, **one.runs}):
+            return None
+        shares = self._shares(length)
+        runs: dict[tuple[int, int], dict[str, dict[str, float]]] = {key: {} for key in self.runs}
+        for number, names in places.items():
+            for place in names:
+                there = one.runs[length, number][place]
+                here = {at: self.runs[at, number].get(place, {}) for at in self.lengths}
+                more = {
+                    term: round(there.get(term, 0.0) - sum(share * here[at].get(term, 0.0) for at, share, _ in shares))
+                    for term in {*there, *(term for terms in here.values() for term in terms)}
+                    if not (self.parabola and term[-1] == SQUARED)
+                }
+                for at, terms in here.items():
+                    runs[at, number][place] = {
+                        **terms,
+                        **{name: terms.get(name, 0.0) + add for name, add in more.items()},
+                    }
+        return replace(self, runs=runs, kept=None, share=0.0)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Those of the fake runs, the shortest first."""
+        return tuple(sorted({length for length, _ in self.runs}))
+
+    def _shares(self, tokens: int) -> list[tuple[int, float, float]]:
+        """Each length with the factors of its terms at ``tokens``: of most, and of those called :data:`.SQUARED`."""
+        lengths = self.lengths
+        weights = _weights(lengths, tokens)
+        if not self.parabola:
+            return [(length, weight, weight) for length, weight in zip(lengths, weights, strict=True)]
+        squared = [0.0] * (len(lengths) - 1) + [(tokens / lengths[-1]) ** 2]
+        return list(zip(lengths, weights, squared, strict=True))
 
 
 def _weights(points: Sequence[int], at: float) -> list[float]:
@@ -141,7 +191,21 @@ def fit_lines(
         if more is None:
             more = {length: by_place(step, sample.layers, depths) for length, step in run_all(number, sample).items()}
         runs |= {(length, number): places for length, places in more.items()}
-    return Lines(depths, runs, square.get(False, True) and any(square.values()))
+    seen = square.get(False, True) and any(square.values())
+    return Lines(depths, runs, seen, seen and not square.get(True, False) and _are_parabolas(runs))
+
+
+def _are_parabolas(runs: Mapping[tuple[int, int], Mapping[str, Terms]]) -> bool:
+    """Whether what is called :data:`.SQUARED` grows so from one length to the others, everywhere."""
+    shortest = min(length for length, _ in runs)
+    for (length, number), places in runs.items():
+        for place, terms in places.items():
+            former = runs[shortest, number].get(place, {})
+            names = {name for name in {*terms, *former} if name[-1] == SQUARED}
+            pairs = [(terms.get(name, 0.0) / length**2, former.get(name, 0.0) / shortest**2) for name in names]
+            if not all(math.isclose(*pair) for pair in pairs):
+                return False
+    return True
 
 
 def _like_its_ends(
@@ -236,28 +300,48 @@ def fit_for(
     tokens: int,
     workspace: Workspace | None,
     built: Built | None = None,
-) -> tuple[Lines, tuple[int, ...]]:
+    known: Lines | None = None,
+    far: bool = False,
+) -> Lines:
     """Lines for steps of about ``tokens`` tokens, from fake runs at the lengths that come second; ``setup`` resolved.
 
     Where ``setup`` keeps tiles, half of them or all are kept in runs of their own, whose lengths can be halved.
-    ``built`` is the model with the layers at the ends, from :func:`.build` with this setup but for the sizes of tiles.
+    ``built`` is the model with the layers at the ends, from :func:`.build` with this setup but for the sizes of tiles
+    and how many are kept. ``known`` are lines for tiles of other sizes, from which one run tells these. With ``far`` a
+    fake run of many tiles takes no longer than one of few, and one is made at about ``tokens``: which operator makes a
+    part's peak may depend on how many tiles there are, and further out lines would be too low.
     """
     plain, keep = changed(setup, keep=0.0), setup.options.keep
-    lengths = other_lengths(setup, tokens)
-    if keep:
-        unit = math.gcd(*lengths)
-        lengths = tuple(n * unit for n in (2, 4, 6) if n * unit != tokens)[:2]
-    steps: dict[tuple[int, int], StepRun] = {}
+    lengths, three = other_lengths(setup, tokens), other_lengths(setup, tokens, points=3)
+    unit = math.gcd(*lengths)
+    near = lengths[0]
+    if far:
+        tile = setup.options.tile if isinstance(setup.options.tile, int) else setup.loss_tile
+        near = max(round(tokens / unit), 1 if unit * setup.batch >= 2 * tile else 2) * unit
+        lengths = (lengths[0], max(near, lengths[1]))
+    if keep:  # half of the tiles is a whole number of them
+        three = tuple(n * unit for n in (2, 4, 6, 8) if n * unit != tokens)[:3]
+        lengths, near = three[:2], three[0]
     models = {} if built is None else {0: built}
-    lines = fit_lines(config, plain, depths, lengths, workspace, steps, models)
-    if lines.square:
-        lengths = other_lengths(setup, tokens, points=3)
-        lines = fit_lines(config, plain, depths, lengths, workspace, steps, models)
+
+    def fitted(setup: Setup, known: Lines | None) -> Lines:
+        steps: dict[tuple[int, int], StepRun] = {}
+        if known is not None:
+            one = fit_lines(config, setup, depths, (near,), workspace, steps, models)
+            moved = known.with_tiles_of(one)
+            if moved is not None:
+                return moved
+        lines = fit_lines(config, setup, depths, lengths, workspace, steps, models)
+        if lines.square and not lines.parabola:
+            lines = fit_lines(config, setup, depths, three, workspace, steps, models)
+        return lines
+
+    lines = fitted(plain, known)
     if keep:
         share = partly(keep)
-        kept = fit_lines(config, changed(setup, keep=share), depths, lengths, workspace)
+        kept = fitted(changed(setup, keep=share), None if known is None else known.kept)
         lines = replace(lines, kept=replace(kept, share=share))
-    return lines, lengths
+    return lines
 
 
 def partly(keep: float | str) -> float:
@@ -331,5 +415,5 @@ def predict(config: Any, setup: Setup, tokens: int, *, workspace: Workspace | No
     tile = largest_tile(built, setup, tokens * setup.batch, device_type) if setup.options.tiled else None
     keep = kept_share(built, setup, tokens * setup.batch, device_type, depths)
     resolved = resolve_tiles(changed(setup, keep=keep), tokens * setup.batch, tile)
-    lines, lengths = fit_for(config, resolved, depths, tokens, workspace)
-    return Prediction(lines.at(tokens, share=keep), lengths, depths, resolved, lines.square)
+    lines = fit_for(config, resolved, depths, tokens, workspace)
+    return Prediction(lines.at(tokens, share=keep), lines.lengths, depths, resolved, lines.square)

@@ -144,8 +144,9 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if setup.liger:
         use_liger_shapes(model, tiled=options.tiled)
-    # Proven in the mode in which the step will run; what was tiled is the plan's to say.
-    with log_level("seqtile.models", logging.ERROR), in_precision(setup, "cpu"):
+    # Proven in the mode of the step, with the functions that it calls; what was tiled is the plan's to say.
+    functions = nullcontext() if setup.device_type == "cpu" else accelerator_functions()
+    with log_level("seqtile.models", logging.ERROR), in_precision(setup, "cpu"), functions:
         if options.checkpoint == "full":
             options = replace(options, checkpoint=None)  # what the model has now
         if options.loss is None:
@@ -265,7 +266,7 @@ def fake_step(
     """One step of ``tokens`` tokens on fake tensors: its shapes only, in a second or so.
 
     With a ``sample`` the model has these layers only; ``built`` is that model from :func:`build`, whose tiles may have
-    other sizes, and stays as it is (but tiles with a state are tried out in its first step).
+    other sizes and keep more or less, and stays as it is (but tiles with a state are tried out in its first step).
     A vision tower is run at two small depths, and what one more of its layers adds is counted for the others.
 
     The model is found and tiled on the meta device, where its structure is proof enough, and then gets fake weights.
@@ -319,11 +320,15 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _tiles_of(options: TilingOptions, model: nn.Module) -> Iterator[None]:
-    """Inside, blocks and the head of a tiled model run in tiles of as many tokens as ``options`` say, if they do."""
+    """Inside, a tiled model's blocks and head run in tiles of as many tokens as ``options`` say, if they do.
+
+    As many of the blocks' tiles keep gate and up as they say, too.
+    """
     tiled: list[tuple[Any, str, Any]] = []
     if isinstance(options.tile, int):
         blocks = [one for one in installed_forwards(model) if isinstance(one.setting, Setting)]
-        tiled += [(one, "setting", replace(one.setting, rule=options.tile_rule)) for one in blocks]
+        rules = {"rule": options.tile_rule, "keep": options.keep_rule(1)}
+        tiled += [(one, "setting", replace(one.setting, **rules)) for one in blocks]
     if isinstance(options.loss_tile, int):
         tiled += [(one, "rule", options.loss_rule) for one in standing_losses(model)]
     before = [getattr(owner, name) for owner, name, _ in tiled]

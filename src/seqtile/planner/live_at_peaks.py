@@ -25,6 +25,12 @@ CHECKPOINTS = "checkpointed hidden states"
 KEPT = "kept attention outputs"
 KERNELS = "inside kernels"
 
+SQUARED = "²"
+"""Behind what bytes are for where they are a multiple of tokens x tokens, as attention's scores are."""
+
+_NEVER_SQUARED = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS, KEPT)
+"""What grows with the length at most."""
+
 Workspace = Callable[[str, tuple[Any, ...], dict[str, Any]], int]
 """Bytes that a kernel takes inside itself, from its operator's name and arguments."""
 
@@ -38,7 +44,7 @@ class PartPeak:
 
     Attributes:
         total: bytes.
-        terms: by what they were for.
+        terms: by what they were for, with :data:`SQUARED` behind it where they may grow with the square of the length.
         held: those of ``terms`` that are a decoder layer's.
         running: the decoder layer that ran last; None before the first.
     """
@@ -141,13 +147,17 @@ class Tracker(LiveBytes):
     def _held(self, terms: Counter[str] | None = None) -> Held:
         """What decoder layers hold now; what is live in all is added to ``terms``."""
         held: defaultdict[tuple[int, str], int] = defaultdict(int)
+        square = self._tokens**2
         for known in self._live.values():
             if known.counted and known.nbytes:
                 what = _what(known.phase)
+                name = what.name
+                if square and known.nbytes >= square and known.nbytes % square == 0 and name not in _NEVER_SQUARED:
+                    name += SQUARED
                 if terms is not None:
-                    terms[what.name] += known.nbytes
+                    terms[name] += known.nbytes
                 if what.layer is not None:
-                    held[what.layer, what.name] += known.nbytes
+                    held[what.layer, name] += known.nbytes
         return dict(held)
 
     def _change(self, nbytes: int) -> None:

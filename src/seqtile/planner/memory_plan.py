@@ -162,17 +162,32 @@ class Planner:
         """What the step holds by tokens per rank, from fake runs with the tiles of ``tokens``."""
         setup = self.resolved(tokens)
         setup = changed(setup, keep=partly(setup.options.keep))
+        near: Lines | None = None
         for known, lines in self._lines.items():
             same = changed(known, tile=setup.options.tile, loss_tile=setup.loss_tile)
-            if same == setup and self._tell(lines, known, tokens):
+            if same != setup:
+                continue
+            if self._tell(lines, known, tokens):
                 return lines
-        retiled = changed(self.setup, tile=setup.options.tile, loss_tile=setup.loss_tile)
-        built = self.built if retiled == setup and not setup.options.keep else None
-        lines, _ = fit_for(self.request.config, setup, self.depths, self.local(tokens), self.workspace, built)
+            near = lines
+        # On a CPU what kernels take grows in steps, which a run of another length does not tell.
+        near = None if self.request.device_type == "cpu" or self.request.grpo else near
+        tiles = {"tile": setup.options.tile, "loss_tile": setup.loss_tile, "keep": setup.options.keep}
+        built = self.built if changed(self.setup, **tiles) == setup else None
+        config, local = self.request.config, self.local(tokens)
+        lines = fit_for(config, setup, self.depths, local, self.workspace, built, near, self._skips_tiles(setup))
         self._lines[setup] = lines
         if lines.kept is not None:
             self._lines.setdefault(changed(setup, keep=0.0), replace(lines, kept=None, share=0.0))
         return lines
+
+    def _skips_tiles(self, setup: Setup) -> bool:
+        """Whether fake runs leave out all tiles but those at the ends, so that longer ones take no more time."""
+        options = setup.options
+        looped = options.keep or options.state is not None or options.blocks == "mlp+norm+projections"
+        fused = not options.tiled or all(block.path == "fused" for block in self.built.blocks)
+        other = self.request.grpo is not None or setup.pictures is not None or setup.device_type == "cpu"
+        return fused and not looped and not other
 
     def _tell(self, lines: Lines, known: Setup, tokens: int, within: float = 0.05) -> bool:
         """Whether the ``lines`` of a step with the tiles of ``known`` are right for one of ``tokens`` tokens.
@@ -329,7 +344,8 @@ class Planner:
         The search begins at ``near``; last comes the length that the lines are of.
         """
         reference = near or min(max_positions(self.request.config) or LONGEST, 131072, self._scores_fill())
-        for _ in range(4):
+        before: tuple[int, int] | None = None
+        for _ in range(6):
             lines = self.lines(reference)
             found = self._furthest(lambda tokens, lines=lines: holds(self.estimate(tokens, lines)))  # type: ignore[misc]
             if found and self._tell(lines, self.resolved(reference), found, within):
@@ -338,7 +354,8 @@ class Planner:
             shorter = found or reference // 8
             if shorter < 64 or (not found and self.at_least(1) > self.request.device.memory):
                 break
-            reference = shorter
+            last, before = before, (reference, found)
+            reference = shorter if last is None else _between(last, before) or shorter
         return found, lines, reference
 
     def _scores_fill(self) -> int:
@@ -416,6 +433,18 @@ class Planner:
     def work(self, tokens: int) -> Work:
         """Operations of a step of ``tokens`` tokens per row."""
         return count_work(self.request, self.counts, tokens)
+
+
+def _between(one: tuple[int, int], other: tuple[int, int]) -> int | None:
+    """Where a length would find itself, from two lengths that each found another one on the other's side, or None.
+
+    With the tiles of the longer one less fits, and with those of the shorter one more.
+    """
+    (first, found_first), (second, found_second) = one, other
+    above, below = found_first - first, found_second - second
+    if above * below >= 0:
+        return None
+    return round(first + (second - first) * above / (above - below))
 
 
 def _without_states(place: str, terms: Mapping[str, float]) -> dict[str, float]:
