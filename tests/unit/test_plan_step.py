@@ -177,6 +177,19 @@ def test_hidden_states_as_wide_as_the_step_is_long_are_no_mask(attention: str, s
     assert fit_lines(config, how, depths, (width, width + 8), None).square == square
 
 
+def test_two_lengths_tell_a_parabola_where_nothing_else_looks_square() -> None:
+    """As hidden states do that are a multiple of a short row wide: they would be taken for scores."""
+    config = config_of("llama", num_hidden_layers=5)
+    how = setup(**UNTILED, attention="eager")
+    depths = find_depths(config, build_bare(config, how, "meta"))
+    assert not fit_lines(config, how, depths, (8, 12), None).parabola
+    lines = fit_lines(config, how, depths, (1000, 1500), None)
+    assert lines.square and lines.parabola
+    assert max(sum(terms.values()) for terms in lines.at(4000).values()) == pytest.approx(
+        fake_step(config, how, 4000).peak, rel=1e-3
+    )
+
+
 def test_a_step_whose_last_token_is_not_trained_holds_no_more_than_planned() -> None:
     """But for which tokens are trained, some 8-byte numbers for each, and a copy of one tile's hidden states."""
     config = config_of("llama")
