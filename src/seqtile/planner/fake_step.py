@@ -327,8 +327,8 @@ def _tiles_of(options: TilingOptions, model: nn.Module) -> Iterator[None]:
     tiled: list[tuple[Any, str, Any]] = []
     if isinstance(options.tile, int):
         blocks = [one for one in installed_forwards(model) if isinstance(one.setting, Setting)]
-        rules = {"rule": options.tile_rule, "keep": options.keep_rule(1)}
-        tiled += [(one, "setting", replace(one.setting, **rules)) for one in blocks]
+        rule, keep = options.tile_rule, options.keep_rule(1)
+        tiled += [(one, "setting", replace(one.setting, rule=rule, keep=keep)) for one in blocks]
     if isinstance(options.loss_tile, int):
         tiled += [(one, "rule", options.loss_rule) for one in standing_losses(model)]
     before = [getattr(owner, name) for owner, name, _ in tiled]

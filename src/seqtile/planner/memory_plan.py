@@ -184,8 +184,9 @@ class Planner:
     def _skips_tiles(self, setup: Setup) -> bool:
         """Whether fake runs leave out all tiles but those at the ends, so that longer ones take no more time."""
         options = setup.options
-        looped = options.keep or options.state is not None or options.blocks == "mlp+norm+projections"
         fused = not options.tiled or all(block.path == "fused" for block in self.built.blocks)
+        # Scans in PyTorch loop over chunks of the row, too.
+        looped = options.keep or options.blocks == "mlp+norm+projections" or self.states
         other = self.request.grpo is not None or setup.pictures is not None or setup.device_type == "cpu"
         return fused and not looped and not other
 
