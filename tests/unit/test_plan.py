@@ -466,19 +466,30 @@ def test_a_part_that_another_operator_fills_in_long_rows_is_not_planned_too_low(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("model", "changes"),
     [
-        {"offload": True, "engine_offload": ("weights",), "engine": "zero3", "gpus": 8},
-        {"batch": 3, "optimizer": "adafactor", "engine": "zero3", "gpus": 8},
+        ("llama-8b", {"offload": True, "engine_offload": ("weights",), "engine": "zero3", "gpus": 8}),
+        ("llama-8b", {"batch": 3, "optimizer": "adafactor", "engine": "zero3", "gpus": 8}),
+        (
+            "qwen3-8b",
+            {
+                "keep": 0.5,
+                "heads": 1,
+                "lora": Lora(16),
+                "engine": "ddp",
+                "gpus": 8,
+                "optimizer": "adafactor",
+                "precision": "bfloat16",
+            },
+        ),
     ],
-    ids=["offload", "three rows"],
+    ids=["offload", "three rows", "kept tiles"],
 )
-def test_the_longest_fits_where_its_own_tiles_fit_less(changes: dict[str, Any]) -> None:
+def test_the_longest_fits_where_its_own_tiles_fit_less(model: str, changes: dict[str, Any]) -> None:
     """With the tiles of the longest more is held than with those of the length that was looked at before it."""
-    request = Request("llama-8b", read_config("llama-8b"), find_device("rtx4090"))
-    planner = Planner(changed(request, **changes))
-    longest, _ = planner.longest()
-    assert longest and planner.fits(planner.estimate(longest))
+    planner = Planner(changed(Request(model, read_config(model), find_device("rtx4090")), **changes))
+    longest, _ = planner.longest(131072)
+    assert longest >= planner.sure() and planner.fits(planner.estimate(longest))
     again = Planner(planner.request).estimate(longest)
     assert again.device.expected < 1.005 * planner.request.device.memory
 

@@ -96,7 +96,7 @@ def console() -> NoReturn:
     """The ``seqtile`` command.
 
     A plan makes a million objects, nearly all of them by imports, and ends within seconds: nothing looks through them
-    for reference cycles, which would take two of its five seconds, and nothing takes them apart at the end.
+    for reference cycles, which would take a third of its time, and nothing takes them apart at the end.
     """
     plans = sys.argv[1:2] == ["plan"]
     if plans:

@@ -25,6 +25,9 @@ Terms = Mapping[str, float]
 
 KEPT_TILES = "kept gate and up"
 
+FARTHEST = 2**22
+"""Longest fake row: what its square counts still fits 64 bits, and more tiles change no part's peak."""
+
 
 @dataclass(frozen=True)
 class Lines:
@@ -317,7 +320,8 @@ def fit_for(
     near = lengths[0]
     if far:
         tile = setup.options.tile if isinstance(setup.options.tile, int) else setup.loss_tile
-        near = max(round(tokens / unit), 1 if unit * setup.batch >= 2 * tile else 2) * unit
+        fewest = 1 if unit * setup.batch >= 2 * tile else 2
+        near = max(round(min(tokens, FARTHEST) / unit), fewest) * unit
         lengths = (lengths[0], max(near, lengths[1]))
     if keep:  # half of the tiles is a whole number of them
         three = tuple(n * unit for n in (2, 4, 6, 8) if n * unit != tokens)[:3]

@@ -99,6 +99,7 @@ class Planner:
         self.no_ring: str
         self._lines: dict[Setup, Lines] = {}
         self._near: int | None = None
+        self._longest = LONGEST
         self.host_has_room = False
         if like is not None and (like.request.config is not request.config or like.request.lora != request.lora):
             like = None
@@ -193,16 +194,18 @@ class Planner:
     def _tell(self, lines: Lines, known: Setup, tokens: int, within: float = 0.05) -> bool:
         """Whether the ``lines`` of a step with the tiles of ``known`` are right for one of ``tokens`` tokens.
 
-        Lines of head tiles that are larger by up to a quarter are right too where the head is not the peak: with
-        smaller ones it holds less.
+        Lines of head tiles that are larger or smaller by up to a quarter are right too where the head is not the peak,
+        with what its tiles hold as large as it may be: nothing else depends on them.
         """
         setup = self.resolved(tokens)
         if _alike(known, setup, within):
             return True
-        larger = setup.loss_tile < known.loss_tile <= 1.25 * setup.loss_tile
-        if not larger or self.request.grpo or not _alike(known, changed(setup, loss_tile=known.loss_tile), within):
+        grown = setup.loss_tile / known.loss_tile
+        alike = _alike(known, changed(setup, loss_tile=known.loss_tile), within)
+        if not 0.8 <= grown <= 1.25 or self.request.grpo or not alike:
             return False
-        return all(Phase.read(phase).part != HEAD for _, phase, _ in self._peaks(tokens, lines).best.values())
+        best = self._peaks(tokens, lines, head=max(1.0, grown)).best
+        return all(Phase.read(phase).part != HEAD for _, phase, _ in best.values())
 
     def estimate(self, tokens: int, lines: Lines | None = None) -> Estimate:
         """Memory of a step of ``tokens`` tokens per row; ``lines`` of another length save the fake runs."""
@@ -225,8 +228,8 @@ class Planner:
             moved=share,
         )
 
-    def _peaks(self, tokens: int, lines: Lines) -> _AtBounds:
-        """What a step of ``tokens`` tokens holds at its peak, and its checkpoints."""
+    def _peaks(self, tokens: int, lines: Lines, head: float = 1.0) -> _AtBounds:
+        """What a step of ``tokens`` tokens holds at its peak, and its checkpoints; the head ``head`` times as much."""
         local = self.local(tokens)
         parts = lines.at(local, share=float(self.resolved(tokens).options.keep) if self.setup.options.keep else 0.0)
         kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
@@ -234,6 +237,8 @@ class Planner:
         best: dict[str, tuple[float, str, dict[str, float]]] = {}
         for phase, terms in other_parts(self.request, parts).items():
             counted = {**terms, "tokens": float(local * self.request.batch)}
+            if HEAD in counted:
+                counted[HEAD] *= head
             for bound in _BOUNDS:
                 found = on_device(self.request, self.counts, counted, phase)
                 asleep = getattr(CONSTANTS["sleeping generator"], bound)
@@ -318,7 +323,7 @@ class Planner:
 
     def sure(self) -> int:
         """The longest sequence that fits at the high estimate too, 0 if none does; faster after :meth:`longest`."""
-        found = self._reach(self.fits_at_the_high_estimate, 0.25, self._near)[0]
+        found = min(self._reach(self.fits_at_the_high_estimate, 0.25, self._near)[0], self._longest)
         return found if found >= self.least else 0
 
     def longest(self, near: int | None = None) -> tuple[int, str]:
@@ -327,6 +332,7 @@ class Planner:
             self._near = SHORT * self.request.split  # a long row's fake runs would tell no more
             return 0, self._limit(self.estimate(self._near))
         found, lines, self._near = self._reach(self.fits, 0.05, near)
+        self._longest = found
         if found < self.least:
             return 0, self._limit(self.estimate(max(self.least, self.request.split), lines))
         positions = max_positions(self.request.config)
@@ -345,19 +351,22 @@ class Planner:
         The search begins at ``near``; last comes the length that the lines are of.
         """
         reference = near or min(max_positions(self.request.config) or LONGEST, 131072, self._scores_fill())
-        before: tuple[int, int] | None = None
-        for _ in range(6):
+        tried: list[tuple[int, int]] = []
+        for _ in range(4):
             lines = self.lines(reference)
             found = self._furthest(lambda tokens, lines=lines: holds(self.estimate(tokens, lines)))  # type: ignore[misc]
             if found and self._tell(lines, self.resolved(reference), found, within):
-                break
+                return found, lines, reference
+            tried.append((reference, found))
             # The tiles of a long row are too large for a short one, which may fit where no long one does.
             shorter = found or reference // 8
             if shorter < 64 or (not found and self.at_least(1) > self.request.device.memory):
                 break
-            last, before = before, (reference, found)
-            reference = shorter if last is None else _between(last, before) or shorter
-        return found, lines, reference
+            reference = (_between(*tried[-2:]) if len(tried) > 1 else None) or shorter
+        # Each found a length that is cut otherwise: the longest of them that fits with the tiles of its own.
+        if fitting := [length for length, reached in tried if reached >= length]:
+            return max(fitting), self.lines(max(fitting)), max(fitting)
+        return found, lines, tried[-1][0]
 
     def _scores_fill(self) -> int:
         """About how many tokens of eager attention fill the device: 12 bytes a score, in 88 % of what is left.
