@@ -574,7 +574,7 @@ def _sized_for(setup: Setup) -> Iterator[None]:
         yield
         return
     before = BLOCK_ELEMENTS["cpu"]
-    looped: list[tuple[type, str]] = [(HeadCall, "parts"), (HeadRows, "blocks"), (Layer, "pieces")]
+    looped: list[tuple[type, str]] = [(HeadCall, "parts"), (HeadRows, "blocks"), (Layer, "cuts")]
     looped += [(HeadWiseCall, "tiles"), (HeadPasses, "recorded")]
     looped += [] if keep else [(MlpCall, "tiles")]
     whole = [getattr(owner, name) for owner, name in looped]
