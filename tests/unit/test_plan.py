@@ -433,7 +433,7 @@ def _sizes(lines: Any) -> dict[Any, float]:
         ({"loss": None, "loss_tile": "auto"}, 1),
         ({"keep": 0.5}, 2),
         ({"attention": "eager"}, 1),
-        ({"attention": "eager", "keep": 0.5, "lora": Lora(8)}, 4),  # 8,192 tokens look square in other tensors too
+        ({"attention": "eager", "keep": 0.5, "lora": Lora(8)}, 2),
         ({"attention": "eager", "heads": 1}, 1),
         ({"blocks": "mlp+norm+projections", "lora": Lora(8)}, 1),
     ],
@@ -452,8 +452,9 @@ def test_one_run_tells_of_tiles_of_another_size(
     assert len(runs.lengths) == before + runs_again
     whole = fake_step(planner.request.config, setup, 12288, planner.workspace)
     planned = planner.lines(12288).at(12288, share=float(setup.options.keep))
-    for part, terms in planned.items() if planner._skips_tiles(setup) else ():
-        assert sum(terms.values()) == pytest.approx(whole.peaks[part].total, rel=5e-3), part
+    for part, terms in planned.items():
+        above = 2e-2 if "#1, " in part else 5e-3  # a layer in between, worked out from those at the ends
+        assert 0.995 < sum(terms.values()) / whole.peaks[part].total < 1 + above, part
     assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=5e-4)
 
 
@@ -463,6 +464,19 @@ def test_a_part_that_another_operator_fills_in_long_rows_is_not_planned_too_low(
     whole = fake_step(planner.request.config, planner.resolved(61440), 61440, planner.workspace)
     for part, terms in planner.lines(61440).at(61440).items():
         assert sum(terms.values()) == pytest.approx(whole.peaks[part].total, rel=1e-3), part
+
+
+def test_the_second_layer_is_planned_too(folder: Path) -> None:
+    """Every layer back adds more of gradients than it frees of checkpoints, and the first one itself needs less."""
+    planner = Planner(request_of(folder, blocks="mlp+norm+projections", heads=1, tile=512))
+    assert planner.depths.ends == (0, 3) and list(planner.depths.inner) == [3]
+    whole = fake_step(planner.request.config, planner.resolved(1024), 1024, planner.workspace)
+    planned = planner.lines(1024).at(1024)
+    second = [part for part in planned if "#1, " in part]
+    assert second and max(whole.peaks, key=lambda part: whole.peaks[part].total) in second
+    for part in second:
+        assert sum(planned[part].values()) == pytest.approx(whole.peaks[part].total, rel=1e-4), part
+    assert planner.estimate(1024).peak_at.endswith("in layer 2 of 4")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ what a layer in between holds lies between them.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +27,10 @@ Terms = Mapping[str, float]
 KEPT_TILES = "kept gate and up"
 
 FARTHEST = 2**22
-"""Longest fake row: what its square counts still fits 64 bits, and more tiles change no part's peak."""
+"""Longest fake row: what its square counts still fits 64 bits, and more tokens change no part's peak."""
+
+MANY_TILES = 16
+"""As many change no part's peak, where each is run and so takes time."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Lines:
         square: whether a ``[tokens, tokens]`` tensor was seen.
         parabola: whether terms that grow with the square of the length are told apart (:data:`.SQUARED`), so that two
             lengths tell a parabola; else it takes three.
+        exact: lengths at which they are what a fake run held.
+        bent: parts whose peak another operator makes at another length; in between they are too high.
         kept: the same where tiles keep gate and up; None where none does.
         share: of the tiles that keep them.
     """
@@ -47,6 +53,8 @@ class Lines:
     runs: Mapping[tuple[int, int], Mapping[str, Terms]] = field(repr=False)
     square: bool = False
     parabola: bool = False
+    exact: tuple[int, ...] = ()
+    bent: frozenset[str] = frozenset()
     kept: Lines | None = field(default=None, repr=False)
     share: float = 0.0
 
@@ -74,15 +82,25 @@ class Lines:
         shares = self._shares(tokens)
         result: dict[str, dict[str, float]] = {}
         for name in self.runs[min(self.runs)]:
-            phase, total = Phase.read(name), dict[str, float]()
-            for run, layer, weight in self.depths.terms_of(phase.layer):
-                where = str(replace(phase, layer=layer))
-                for length, share, squared in shares:
-                    for term, value in self.runs[length, run].get(where, {}).items():
-                        kind, factor = (term, share) if term[-1] != SQUARED else (term[:-1], squared)
-                        total[kind] = total.get(kind, 0.0) + factor * weight * value
-            result[name] = total
+            phase = Phase.read(name)
+            result[name] = self._summed(phase, self.depths.terms_of(phase.layer), shares)
+            if phase.layer in self.depths.inner and phase.direction != "forward":
+                layer, terms = self.depths.inner[phase.layer]
+                result[str(replace(phase, layer=layer))] = self._summed(phase, terms, shares)
         return result
+
+    def _summed(
+        self, phase: Phase, terms: Sequence[tuple[int, int | None, float]], shares: Sequence[tuple[int, float, float]]
+    ) -> dict[str, float]:
+        """Bytes of a part of the step, whose ``terms`` are as of :meth:`.Depths.terms_of`."""
+        total: dict[str, float] = {}
+        for run, layer, weight in terms:
+            where = str(replace(phase, layer=layer))
+            for length, share, squared in shares:
+                for term, value in self.runs[length, run].get(where, {}).items():
+                    kind, factor = (term, share) if term[-1] != SQUARED else (term[:-1], squared)
+                    total[kind] = total.get(kind, 0.0) + factor * weight * value
+        return total
 
     def with_tiles_of(self, one: Lines) -> Lines | None:
         """These lines for the tiles that the runs of ``one`` have, all of one length; None if it has other parts.
@@ -115,7 +133,7 @@ class Lines:
                         **terms,
                         **{name: terms.get(name, 0.0) + add for name, add in more.items()},
                     }
-        return replace(self, runs=runs, kept=None, share=0.0)
+        return replace(self, runs=runs, exact=one.exact, kept=None, share=0.0)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -195,7 +213,16 @@ def fit_lines(
             more = {length: by_place(step, sample.layers, depths) for length, step in run_all(number, sample).items()}
         runs |= {(length, number): places for length, places in more.items()}
     seen = square.get(False, True) and any(square.values())
-    return Lines(depths, runs, seen, seen and not square.get(True, False) and _are_parabolas(runs))
+    parabola = seen and not square.get(True, False) and _are_parabolas(runs)
+    at: defaultdict[str, set[int]] = defaultdict(set)
+    for step in ends.values():
+        for name, part in step.peaks.items():
+            at[str(in_model(name, depths.ends))].add(part.operator)
+    bent = {place for place, operators in at.items() if len(operators) > 1}
+    for phase in map(Phase.read, [*bent]):
+        if phase.layer in depths.inner:
+            bent.add(str(replace(phase, layer=depths.inner[phase.layer][0])))
+    return Lines(depths, runs, seen, parabola, tuple(ends), frozenset(bent))
 
 
 def _are_parabolas(runs: Mapping[tuple[int, int], Mapping[str, Terms]]) -> bool:
@@ -304,28 +331,34 @@ def fit_for(
     workspace: Workspace | None,
     built: Built | None = None,
     known: Lines | None = None,
-    far: bool = False,
+    far: int = 0,
 ) -> Lines:
     """Lines for steps of about ``tokens`` tokens, from fake runs at the lengths that come second; ``setup`` resolved.
 
     Where ``setup`` keeps tiles, half of them or all are kept in runs of their own, whose lengths can be halved.
     ``built`` is the model with the layers at the ends, from :func:`.build` with this setup but for the sizes of tiles
-    and how many are kept. ``known`` are lines for tiles of other sizes, from which one run tells these. With ``far`` a
-    fake run of many tiles takes no longer than one of few, and one is made at about ``tokens``: which operator makes a
-    part's peak may depend on how many tiles there are, and further out lines would be too low.
+    and how many are kept. ``known`` are lines for tiles of other sizes, from which one run tells these.
+
+    Which operator makes a part's peak may depend on how many tiles there are. Rows of up to ``far`` tokens take little
+    more time than short ones, and one run is made at about ``tokens``; beyond, both have many tiles.
     """
     plain, keep = changed(setup, keep=0.0), setup.options.keep
     lengths, three = other_lengths(setup, tokens), other_lengths(setup, tokens, points=3)
     unit = math.gcd(*lengths)
+    if keep:  # half of the tiles is a whole number of them
+        unit *= 2
+        three = tuple(n * unit for n in (1, 2, 3, 4) if n * unit != tokens)[:3]
+        lengths = three[:2]
     near = lengths[0]
     if far:
-        tile = setup.options.tile if isinstance(setup.options.tile, int) else setup.loss_tile
-        fewest = 1 if unit * setup.batch >= 2 * tile else 2
-        near = max(round(min(tokens, FARTHEST) / unit), fewest) * unit
-        lengths = (lengths[0], max(near, lengths[1]))
-    if keep:  # half of the tiles is a whole number of them
-        three = tuple(n * unit for n in (2, 4, 6, 8) if n * unit != tokens)[:3]
-        lengths, near = three[:2], three[0]
+        unit = unit // setup.batch if unit % setup.batch == 0 else unit
+        tile = (
+            setup.options.tile if isinstance(setup.options.tile, int) else setup.loss_tile if setup.options.loss else 1
+        )
+        fewest = -(-2 * tile // (unit * setup.batch))  # of two tiles at least
+        last = max(round(min(tokens, far) / unit), fewest)
+        first = max(last // 2, fewest) if tokens > far else fewest
+        lengths, near = (first * unit, max(last, first + 1) * unit), last * unit
     models = {} if built is None else {0: built}
 
     def fitted(setup: Setup, known: Lines | None) -> Lines:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -79,6 +80,13 @@ class Depths:
         """The layers that are told apart."""
         return self.samples[0].layers
 
+    @cached_property
+    def inner(self) -> dict[int | None, tuple[int, list[tuple[int, int | None, float]]]]:
+        """By the last layer of a kind, :meth:`second_of_its_kind`, where there is one."""
+        last = {kind: number for number, kind in enumerate(self.kinds)}
+        found = {end: self.second_of_its_kind(end) for end in last.values()}
+        return {end: one for end, one in found.items() if one is not None}
+
     @property
     def shallow(self) -> int:
         """Layers of the shortest model that begins as this one and has a layer of each kind."""
@@ -118,6 +126,39 @@ class Depths:
             for run, where, missing in sides:
                 found += [(run, where, float(len(missing))), (0, where, -float(len(missing)))]
         return found
+
+    def second_of_its_kind(self, end: int) -> tuple[int, list[tuple[int, int | None, float]]] | None:
+        """The first of the layers in between that are like the last one of a kind, and the terms of a part in it.
+
+        What a layer holds in its backward grows towards the first layer where a gradient is larger than a checkpoint,
+        and the first layer itself may need less, as nothing comes before it.
+
+        Args:
+            end: the last layer of its kind, whose part is like that of the layer in between.
+
+        Returns:
+            Its number and, as of :meth:`terms_of`, how the part is summed up; None where the runs do not tell.
+        """
+        kind = self.kinds[end]
+        between = [number for number, one in enumerate(self.kinds) if one == kind and number not in self.ends]
+        if not between or between[0] > end:
+            return None
+        layer = between[0]
+        found: list[tuple[int, int | None, float]] = [(0, end, 1.0)]
+        known = {self.kinds[alike[0]]: runs for runs, alike in self.more()}
+        missing: dict[tuple[int, bool], int] = {}
+        for number, one in enumerate(self.kinds):
+            if number != layer:
+                missing[one, number < layer] = missing.get((one, number < layer), 0) + 1
+            if number in self.ends and number != end:
+                missing[one, number < end] = missing.get((one, number < end), 0) - 1  # as in the run
+        for (one, before), count in missing.items():
+            if count:
+                beside = _beside(self.kinds, self.ends, end, known.get(one, []), before)
+                if beside is None:
+                    return None
+                found += [(*beside, float(count)), (0, beside[1], -float(count))]
+        return layer, found
 
 
 def _beside(

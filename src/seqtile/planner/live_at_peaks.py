@@ -47,12 +47,14 @@ class PartPeak:
         terms: by what they were for, with :data:`SQUARED` behind it where they may grow with the square of the length.
         held: those of ``terms`` that are a decoder layer's.
         running: the decoder layer that ran last; None before the first.
+        operator: how many operators of the step had run.
     """
 
     total: int
     terms: Mapping[str, int]
     held: Held = field(default_factory=dict)
     running: int | None = None
+    operator: int = 0
 
 
 class Tracker(LiveBytes):
@@ -75,7 +77,7 @@ class Tracker(LiveBytes):
     def __init__(self, device: torch.device, workspace: Workspace | None = None, tokens: int = 0) -> None:
         super().__init__(device)
         self._peaks: dict[str, PartPeak] = {}
-        self._highest: dict[str, int] = {}
+        self._highest: dict[str, tuple[int, int]] = {}  # bytes, and how many operators had run
         self._unread: str | None = None
         self.operators: list[str] = []
         self.left: dict[tuple[int | None, bool], Held] = {}
@@ -129,10 +131,10 @@ class Tracker(LiveBytes):
         if not name.startswith("prim::") and name != "aten::detach":  # fake tensors are asked and aliased more often
             self.operators.append(name)
         best = self._highest.get(phase)
-        if best is None or self._now + inside > best:
+        if best is None or self._now + inside > best[0]:
             if self._tokens and isinstance(result, Tensor):
                 self.square |= list(result.shape).count(self._tokens) > 1
-            self._highest[phase], self._unread = self._now + inside, phase
+            self._highest[phase], self._unread = (self._now + inside, len(self.operators)), phase
             if inside:
                 self._read(inside)
 
@@ -142,7 +144,8 @@ class Tracker(LiveBytes):
         if phase is None:
             return
         terms = Counter({KERNELS: inside}) if inside else Counter()
-        self._peaks[phase] = PartPeak(self._highest[phase], terms, self._held(terms), self.running)
+        total, operator = self._highest[phase]
+        self._peaks[phase] = PartPeak(total, terms, self._held(terms), self.running, operator)
 
     def _held(self, terms: Counter[str] | None = None) -> Held:
         """What decoder layers hold now; what is live in all is added to ``terms``."""

@@ -14,7 +14,7 @@ from seqtile.models.discover.decoder_layers import states_of
 from seqtile.options import changed
 from seqtile.planner.encoders import encoder_notes
 from seqtile.planner.estimate import Bounds, Estimate, Saving
-from seqtile.planner.extrapolate import Lines, fit_for, partly
+from seqtile.planner.extrapolate import FARTHEST, MANY_TILES, Lines, fit_for, partly
 from seqtile.planner.fake_step import build, build_bare, build_weights
 from seqtile.planner.flops import Work, count_work
 from seqtile.planner.grpo import STANDING as BESIDE_THE_STEP
@@ -176,36 +176,47 @@ class Planner:
         tiles = {"tile": setup.options.tile, "loss_tile": setup.loss_tile, "keep": setup.options.keep}
         built = self.built if changed(self.setup, **tiles) == setup else None
         config, local = self.request.config, self.local(tokens)
-        lines = fit_for(config, setup, self.depths, local, self.workspace, built, near, self._skips_tiles(setup))
+        lines = fit_for(config, setup, self.depths, local, self.workspace, built, near, self._far(setup))
         self._lines[setup] = lines
         if lines.kept is not None:
             self._lines.setdefault(changed(setup, keep=0.0), replace(lines, kept=None, share=0.0))
         return lines
 
-    def _skips_tiles(self, setup: Setup) -> bool:
-        """Whether fake runs leave out all tiles but those at the ends, so that longer ones take no more time."""
+    def _far(self, setup: Setup) -> int:
+        """Tokens of the longest row whose fake run takes little more time than a short one's; 0 where none does.
+
+        Most tiles but those at the ends are left out; where they are not, many are as good as more.
+        """
         options = setup.options
+        # Scans in PyTorch loop over chunks of the row; experts and the like run in the generic operator, tile by tile.
         fused = not options.tiled or all(block.path == "fused" for block in self.built.blocks)
-        # Scans in PyTorch loop over chunks of the row, too.
-        looped = options.keep or options.blocks == "mlp+norm+projections" or self.states
-        other = self.request.grpo is not None or setup.pictures is not None or setup.device_type == "cpu"
-        return fused and not looped and not other
+        other = self.states or self.request.grpo is not None or setup.pictures is not None
+        if not fused or other or setup.device_type == "cpu":
+            return 0
+        looped = options.keep or options.blocks == "mlp+norm+projections"
+        if not looped or not isinstance(options.tile, int):
+            return FARTHEST
+        return max(1, MANY_TILES * options.tile // setup.batch)
 
     def _tell(self, lines: Lines, known: Setup, tokens: int, within: float = 0.05) -> bool:
         """Whether the ``lines`` of a step with the tiles of ``known`` are right for one of ``tokens`` tokens.
 
         Lines of head tiles that are larger or smaller by up to a quarter are right too where the head is not the peak,
-        with what its tiles hold as large as it may be: nothing else depends on them.
+        with what its tiles hold as large as it may be: nothing else depends on them. Those that bend at the peak are
+        right near a length that was run, where a run of this one takes no longer.
         """
         setup = self.resolved(tokens)
-        if _alike(known, setup, within):
-            return True
-        grown = setup.loss_tile / known.loss_tile
         alike = _alike(known, changed(setup, loss_tile=known.loss_tile), within)
-        if not 0.8 <= grown <= 1.25 or self.request.grpo or not alike:
+        grown = setup.loss_tile / known.loss_tile
+        same = _alike(known, setup, within)
+        if not alike or not (same or (0.8 <= grown <= 1.25 and self.request.grpo is None)):
             return False
-        best = self._peaks(tokens, lines, head=max(1.0, grown)).best
-        return all(Phase.read(phase).part != HEAD for _, phase, _ in best.values())
+        places = {place for _, place, _ in self._peaks(tokens, lines, head=max(1.0, grown)).best.values()}
+        if not same and any(Phase.read(place).part == HEAD for place in places):
+            return False
+        local = self.local(tokens)
+        near = any(abs(length - local) <= max(within, 0.1) * local for length in lines.exact)
+        return near or places.isdisjoint(lines.bent) or local > self._far(setup)
 
     def estimate(self, tokens: int, lines: Lines | None = None) -> Estimate:
         """Memory of a step of ``tokens`` tokens per row; ``lines`` of another length save the fake runs."""
@@ -352,15 +363,16 @@ class Planner:
         """
         reference = near or min(max_positions(self.request.config) or LONGEST, 131072, self._scores_fill())
         tried: list[tuple[int, int]] = []
-        for _ in range(4):
+        for _ in range(5):
             lines = self.lines(reference)
             found = self._furthest(lambda tokens, lines=lines: holds(self.estimate(tokens, lines)))  # type: ignore[misc]
             if found and self._tell(lines, self.resolved(reference), found, within):
                 return found, lines, reference
             tried.append((reference, found))
             # The tiles of a long row are too large for a short one, which may fit where no long one does.
-            shorter = found or reference // 8
-            if shorter < 64 or (not found and self.at_least(1) > self.request.device.memory):
+            shorter = found or max(SHORT * self.request.split, self.least)
+            none = not found and (reference <= shorter or self.at_least(1) > self.request.device.memory)
+            if none or shorter < 64:
                 break
             reference = (_between(*tried[-2:]) if len(tried) > 1 else None) or shorter
         # Each found a length that is cut otherwise: the longest of them that fits with the tiles of its own.
