@@ -92,7 +92,7 @@ class Lines:
     def _summed(
         self, phase: Phase, terms: Sequence[tuple[int, int | None, float]], shares: Sequence[tuple[int, float, float]]
     ) -> dict[str, float]:
-        """Bytes of a part of the step, whose ``terms`` are as of :meth:`.Depths.terms_of`."""
+        """Bytes of a part of the step, whose ``terms`` are as ``Depths.terms_of`` has them."""
         total: dict[str, float] = {}
         for run, layer, weight in terms:
             where = str(replace(phase, layer=layer))

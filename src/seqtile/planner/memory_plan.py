@@ -183,7 +183,7 @@ class Planner:
         return lines
 
     def _far(self, setup: Setup) -> int:
-        """Tokens of the longest row whose fake run takes little more time than a short one's; 0 where none does.
+        """Tokens of the longest fake run that takes little more time than a short one; 0 where none does.
 
         Most tiles but those at the ends are left out; where they are not, many are as good as more.
         """
