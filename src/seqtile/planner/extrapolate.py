@@ -352,13 +352,18 @@ def fit_for(
     near = lengths[0]
     if far:
         unit = unit // setup.batch if unit % setup.batch == 0 else unit
-        tile = (
-            setup.options.tile if isinstance(setup.options.tile, int) else setup.loss_tile if setup.options.loss else 1
-        )
+        untiled = setup.loss_tile if setup.options.loss else 1
+        tile = setup.options.tile if isinstance(setup.options.tile, int) else untiled
         fewest = -(-2 * tile // (unit * setup.batch))  # of two tiles at least
         last = max(round(min(tokens, far) / unit), fewest)
-        first = max(last // 2, fewest) if tokens > far else fewest
-        lengths, near = (first * unit, max(last, first + 1) * unit), last * unit
+        first = (max(last // 2, fewest) if tokens > far else fewest) * unit
+        near = last * unit if keep or tokens > far else tokens  # whose own cuts are the right ones
+        lengths = (first, first + unit) if first == near else (min(first, near), max(first, near))
+        middle = (max(last // 2, fewest) * unit, max(3 * last // 4, fewest + 1) * unit)
+        if middle[0] < middle[1] < near:  # a mask of local attention is there in rows that are longer than its window
+            three = (*middle, near)
+    if known is not None and (known.square and not known.parabola or 4 * max(known.lengths) < near):
+        known = None  # which are of too short rows to tell
     models = {} if built is None else {0: built}
 
     def fitted(setup: Setup, known: Lines | None) -> Lines:

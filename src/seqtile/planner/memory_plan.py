@@ -196,7 +196,9 @@ class Planner:
         looped = options.keep or options.blocks == "mlp+norm+projections"
         if not looped or not isinstance(options.tile, int):
             return FARTHEST
-        return max(1, MANY_TILES * options.tile // setup.batch)
+        # A mask of local attention is there in rows that are longer than its window.
+        window = getattr(self.request.config.get_text_config(), "sliding_window", None) or 0
+        return max(1, MANY_TILES * options.tile // setup.batch, 3 * window)
 
     def _tell(self, lines: Lines, known: Setup, tokens: int, within: float = 0.05) -> bool:
         """Whether the ``lines`` of a step with the tiles of ``known`` are right for one of ``tokens`` tokens.
@@ -374,11 +376,15 @@ class Planner:
             none = not found and (reference <= shorter or self.at_least(1) > self.request.device.memory)
             if none or shorter < 64:
                 break
-            reference = (_between(*tried[-2:]) if len(tried) > 1 else None) or shorter
+            between = (_between(*tried[-2:]) if len(tried) > 1 else None) or shorter
+            reference = max(between // self.request.split * self.request.split, self.least)
         # Each found a length that is cut otherwise: the longest of them that fits with the tiles of its own.
-        if fitting := [length for length, reached in tried if reached >= length]:
-            return max(fitting), self.lines(max(fitting)), max(fitting)
-        return found, lines, tried[-1][0]
+        fitting = {length // self.request.split * self.request.split for length, reached in tried if reached >= length}
+        for length in sorted(fitting | {reached for _, reached in tried if reached}, reverse=True):
+            lines, reference = self.lines(length), length
+            if length in fitting or holds(self.estimate(length, lines)):
+                return length, lines, length
+        return min(found, self._furthest(lambda tokens: holds(self.estimate(tokens, lines)))), lines, reference
 
     def _scores_fill(self) -> int:
         """About how many tokens of eager attention fill the device: 12 bytes a score, in 88 % of what is left.
