@@ -216,9 +216,9 @@ class Planner:
         places = {place for _, place, _ in self._peaks(tokens, lines, head=max(1.0, grown)).best.values()}
         if not same and any(Phase.read(place).part == HEAD for place in places):
             return False
-        local = self.local(tokens)
-        near = any(abs(length - local) <= max(within, 0.1) * local for length in lines.exact)
-        return near or places.isdisjoint(lines.bent) or local > self._far(setup)
+        local, far = self.local(tokens), 0 if setup.options.keep else self._far(setup)
+        near = any(abs(length - local) <= 0.25 * local for length in lines.exact)
+        return near or local > far or places.isdisjoint(lines.bent)
 
     def estimate(self, tokens: int, lines: Lines | None = None) -> Estimate:
         """Memory of a step of ``tokens`` tokens per row; ``lines`` of another length save the fake runs."""
