@@ -264,9 +264,14 @@ class Layer:
     def pieces(self, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
         """The rows at once; in pieces where the adapter is wider than the rest, so that no wide tile is made."""
         rows = next(tensor.shape[0] for tensor in tensors if tensor is not None)
+        for start, size in self.cuts(rows):
+            yield tuple(t if t is None or size == rows else t[start : start + size] for t in tensors)
+
+    def cuts(self, rows: int) -> Iterator[tuple[int, int]]:
+        """The first row of each piece, and its rows; a plan of memory has only some of them run."""
         step = rows if self.narrow else WIDE_ROWS
         for start in range(0, rows, step):
-            yield tuple(t if t is None or step == rows else t[start : start + step] for t in tensors)
+            yield start, min(step, rows - start)
 
 WIDE_ROWS = 512
 """Rows at once where an adapter is kept in higher precision than the layer it is on."""
