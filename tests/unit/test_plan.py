@@ -468,6 +468,17 @@ def test_a_part_that_another_operator_fills_in_long_rows_is_not_planned_too_low(
             assert sum(terms.values()) == pytest.approx(whole.peaks[part].total, rel=1e-3), part
 
 
+def test_a_mask_that_short_rows_do_not_have_is_planned() -> None:
+    """Transformers builds one under sdpa where a row is longer than the window."""
+    config = AutoConfig.for_model("mistral", **SIZES, sliding_window=4096)
+    request = changed(Request("windows", config, DEVICE), attention="sdpa", tile=512, loss_tile=512)
+    for tokens in (16384, 2048):
+        planner = Planner(request)
+        whole = fake_step(config, planner.resolved(tokens), tokens, planner.workspace)
+        planned = planner.lines(tokens).at(tokens)
+        assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=1e-3)
+
+
 def test_the_second_layer_is_planned_too(folder: Path) -> None:
     """Every layer back adds more of gradients than it frees of checkpoints, and the first one itself needs less."""
     planner = Planner(request_of(folder, blocks="mlp+norm+projections", heads=1, tile=512))
