@@ -384,7 +384,8 @@ class Planner:
             lines, reference = self.lines(length), length
             if length in fitting or holds(self.estimate(length, lines)):
                 return length, lines, length
-        return min(found, self._furthest(lambda tokens: holds(self.estimate(tokens, lines)))), lines, reference
+        shorter = self._furthest(lambda tokens: holds(self.estimate(tokens, lines))) if found else 0
+        return min(found, shorter), lines, reference if found else tried[-1][0]
 
     def _scores_fill(self) -> int:
         """About how many tokens of eager attention fill the device: 12 bytes a score, in 88 % of what is left.

@@ -23,7 +23,7 @@ MANY_ROWS = 8
 """Rows of a batch from which fake rows are shorter than a tile, which would take as many tiles as there are rows."""
 
 SHORTEST = 128
-"""Fake rows of so many are multiples of this, so that they are longer than windows of local attention are."""
+"""Fake rows of so many are multiples of this, longer than the shortest windows of local attention."""
 
 MOST_HEAD_TILES = 12
 """Longest fake run, in tiles, where only the head is tiled, which has far fewer operators a tile."""
