@@ -120,7 +120,7 @@ def test_the_heads_blocks_in_the_middle_hold_what_the_second_does(
     how = setup(device_type="cuda", attention="eager" if softcap else "sdpa")
     monkeypatch.setitem(BLOCK_ELEMENTS, "cuda", 9 * config.vocab_size)  # eight blocks of a tile of 64 tokens
     short = fake_step(config, how, LENGTH)
-    monkeypatch.setattr(planner_step, "_ends", lambda blocks: blocks)
+    monkeypatch.setattr(planner_step, "_ends", lambda parts, **_: parts)
     whole = fake_step(config, how, LENGTH)
     assert len(short.operators) < 0.8 * len(whole.operators)
     assert {name: part.terms for name, part in short.peaks.items()} == {
@@ -139,7 +139,7 @@ def test_the_passes_in_the_middle_hold_what_the_second_does(
     short = fake_step(config, how, LENGTH)
     monkeypatch.setattr(planner_step, "_like_the_second", lambda run: run)
     forward = fake_step(config, how, LENGTH)
-    monkeypatch.setattr(planner_step, "_ends", lambda parts: parts)
+    monkeypatch.setattr(planner_step, "_ends", lambda parts, **_: parts)
     whole = fake_step(config, how, LENGTH)
     if heads == 1:
         kept = how.options.checkpoint == "attention-saved"  # those of the forward are run

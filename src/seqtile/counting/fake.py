@@ -92,8 +92,8 @@ def _pure(*names: str) -> frozenset[Any]:
 
 
 _IN_PLACE = _overloads(
-    "add_", "copy_", "div_", "exp_", "fill_", "index_add_", "index_copy_", "log_", "masked_fill_", "mul_", "neg_",
-    "scatter_add_", "square_", "sub_", "tanh_", "zero_",
+    "add_", "bernoulli_", "clamp_", "copy_", "div_", "exp_", "fill_", "index_add_", "index_copy_", "lerp_", "log_",
+    "masked_fill_", "mul_", "neg_", "rsqrt_", "scatter_add_", "sqrt_", "square_", "sub_", "tanh_", "zero_",
 )  # fmt: skip
 """Operators that return their first argument as it was: nothing has to be worked out, and half of a step is these."""
 
@@ -106,8 +106,8 @@ _VIEWS = {UNSAFE_VIEW} | _pure(
 )
 _NEW = {TO_COPY} | _pure(
     "add", "addmm", "amax", "bmm", "cat", "clone", "div", "embedding", "empty", "empty_like", "gather", "index_select",
-    "mean", "mm", "mul", "neg", "new_empty", "new_ones", "new_zeros", "ones_like", "pow", "rsqrt", "sigmoid", "silu",
-    "silu_backward", "slice_backward", "stack", "sub", "sum", "zeros", "zeros_like",
+    "linalg_vector_norm", "mean", "mm", "mul", "neg", "new_empty", "new_ones", "new_zeros", "ones_like", "pow", "rsqrt",
+    "sigmoid", "silu", "silu_backward", "slice_backward", "stack", "sub", "sum", "zeros", "zeros_like",
 )  # fmt: skip
 """Operators with one result: a view, or a new tensor on the device of its arguments. Four fifths of a step are these,
 and the fake mode's own way round takes four times as long."""
@@ -272,14 +272,14 @@ def _are_plain(mode: Any, values: Iterable[Any]) -> bool:
 
 
 def _is_plain(mode: Any, one: Any) -> bool:
-    """Whether an argument is a fake tensor of ``mode`` on the CPU, of more than a number, or no tensor.
+    """Whether an argument is a fake tensor of ``mode`` on the CPU, of no number that is known, or no tensor.
 
     No other device or layout is.
     """
     if isinstance(one, Tensor):
         if not isinstance(one, FakeTensor) or one.layout is not torch.strided:
             return False
-        return one.fake_mode is mode and one.fake_device == _CPU and one.numel() > 1
+        return one.fake_mode is mode and one.fake_device == _CPU and (one.numel() > 1 or one.constant is None)
     if isinstance(one, list):
         return _are_plain(mode, one)
     if isinstance(one, torch.layout):

@@ -125,15 +125,18 @@ class Pass:
 
     def _pre_activations(self, n: Tensor, masks: Sequence[Tensor | None], *, fresh: bool) -> tuple[Tensor, ...]:
         """``[t, D] ->`` gate and up, ``[t, F]`` each, or ``[t, 2 F]`` of a fused projection."""
-        values = []
-        for number, (layer, mask) in enumerate(zip(self.first.layers, masks, strict=False)):
-            if fresh:
-                value = torch.empty(n.shape[0], layer.width, dtype=self.dtype, device=self.device)
-            else:
-                value = self._buffer(("first", number), n.shape[0], layer.width)
+        layers, rows = self.first.layers, n.shape[0]
+        if fresh:
+            values = self.kept_values(rows)
+        else:
+            values = tuple([self._buffer(("first", number), rows, one.width) for number, one in enumerate(layers)])
+        for layer, value, mask in zip(layers, values, masks, strict=False):
             layer.forward(n, value, mask)
-            values.append(value)
-        return tuple(values)
+        return values
+
+    def kept_values(self, rows: int) -> tuple[Tensor, ...]:
+        """Room for the pre-activations of so many tokens that are kept."""
+        return tuple([torch.empty(rows, one.width, dtype=self.dtype, device=self.device) for one in self.first.layers])
 
     def _split(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Gate and up, ``[t, F]`` each; up is None in a plain MLP."""

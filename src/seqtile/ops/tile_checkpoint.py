@@ -150,7 +150,7 @@ def _run_without_gradient(
     rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     output = Outputs(cuts)
     state: State = ()
-    for index in range(len(cuts)):
+    for index, _ in cuts.numbered():
         result, state = run(cuts.tiles(rows, index), {}, () if index in begins else state)
         output.write(index, result)
     return output.result(output.buffers)
@@ -196,7 +196,7 @@ def _run_with_gradient(
 
     state: State = ()
     try:
-        for index in range(len(cuts)):
+        for index, _ in cuts.numbered():
             # The identity hooks hide the tile's own bookkeeping from a checkpoint around the layer, which would
             # otherwise have to recompute every tile but the last to get it back. The anchor carries the device.
             given = () if index in begins else state
@@ -243,7 +243,6 @@ class TileSource:
         self._live: list[Tensor] | None = [row.detach() for row in rows]
         self._saved = saved
         self._pass = -1
-        self._left = 0
 
     def tiles(self, index: int) -> list[Tensor]:
         """The rows of one tile, outside any graph."""
@@ -251,8 +250,7 @@ class TileSource:
             return self.cuts.tiles(self._live, index)
         self.unpack()
         tiles = self.cuts.tiles(self._saved, index)
-        self._left -= 1
-        if self._left == 0:
+        if index == 0:  # the last one to run
             self._saved.clear()
         return tiles
 
@@ -268,7 +266,7 @@ class TileSource:
         if not self._saved or self._pass != current:
             assert self._save is not None
             self._saved[:] = [row.detach() for row in self._save.saved_tensors]  # type: ignore[attr-defined]
-            self._pass, self._left = current, len(self.cuts)
+            self._pass = current
 
 
 class TileGradients:
@@ -283,7 +281,6 @@ class TileGradients:
     def __init__(self, cuts: Cuts, weights: Sequence[tuple[str, torch.dtype]]) -> None:
         self.cuts = cuts
         self.weights = weights
-        self._pass = -1
         self._clear()
 
     def _clear(self) -> None:
@@ -291,21 +288,17 @@ class TileGradients:
         self._inputs: dict[int, Tensor] = {}
         self._written: dict[int, set[int]] = {}
         self._outputs: Sequence[Tensor | None] = ()
-        self._outputs_left = 0
 
     def begin(self, outputs: Sequence[Tensor | None]) -> None:
         """Keep the gradients of the whole outputs while the tiles take their slices."""
         self._clear()
-        self._pass = backward_pass()
         self._outputs = [None if grad is None else self.cuts.of_whole(grad) for grad in outputs]
-        self._outputs_left = len(self.cuts)
 
     def of_output(self, index: int) -> Iterator[Tensor | None]:
         """One tile's slice of each output's gradient."""
         for gradient in self._outputs:
             yield None if gradient is None else self.cuts.part(gradient, index)
-        self._outputs_left -= 1
-        if self._outputs_left == 0:
+        if index == 0:  # the last one to run
             self._outputs = ()
 
     def sum_of(self, name: str, weight: Tensor) -> Sum:
@@ -333,8 +326,9 @@ class TileGradients:
         for number in range(inputs):
             whole = self._inputs.pop(number, None)
             if whole is not None:
-                for index in set(range(len(self.cuts))) - self._written[number]:
-                    self.cuts.part(whole, index).zero_()
+                for index, _ in self.cuts.numbered():
+                    if index not in self._written[number]:
+                        self.cuts.part(whole, index).zero_()
             result.append(whole)
         for name, dtype in self.weights:
             total = self.sums.pop(name, None)

@@ -29,9 +29,6 @@ KEPT_TILES = "kept gate and up"
 FARTHEST = 2**22
 """Longest fake row: what its square counts still fits 64 bits, and more tokens change no part's peak."""
 
-MANY_TILES = 16
-"""As many change no part's peak, where each is run and so takes time."""
-
 
 @dataclass(frozen=True)
 class Lines:
@@ -134,6 +131,24 @@ class Lines:
                         **{name: terms.get(name, 0.0) + add for name, add in more.items()},
                     }
         return replace(self, runs=runs, exact=one.exact, kept=None, share=0.0)
+
+    def kept_beside(self, moved: Lines) -> Lines | None:
+        """``kept`` for the tiles of the head that ``moved`` has, which these are without; None if runs differ.
+
+        What tiles keep is as much whatever the head's tiles.
+        """
+        if self.kept is None or not self.runs.keys() == moved.runs.keys() == self.kept.runs.keys():
+            return None
+        runs: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
+        for key, places in self.kept.runs.items():
+            runs[key] = {}
+            for place, terms in places.items():
+                after, before = moved.runs[key].get(place, {}), self.runs[key].get(place, {})
+                runs[key][place] = {
+                    term: terms.get(term, 0.0) + after.get(term, 0.0) - before.get(term, 0.0)
+                    for term in {*terms, *after, *before}
+                }
+        return replace(self.kept, runs=runs, exact=moved.exact)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -330,60 +345,76 @@ def fit_for(
     tokens: int,
     workspace: Workspace | None,
     built: Built | None = None,
-    known: Lines | None = None,
+    known: tuple[Setup, Lines] | None = None,
     far: int = 0,
 ) -> Lines:
-    """Lines for steps of about ``tokens`` tokens, from fake runs at the lengths that come second; ``setup`` resolved.
+    """Lines for steps of about ``tokens`` tokens; ``setup`` resolved.
 
     Where ``setup`` keeps tiles, half of them or all are kept in runs of their own, whose lengths can be halved.
     ``built`` is the model with the layers at the ends, from :func:`.build` with this setup but for the sizes of tiles
-    and how many are kept. ``known`` are lines for tiles of other sizes, from which one run tells these.
-
-    Which operator makes a part's peak may depend on how many tiles there are. Rows of up to ``far`` tokens take little
-    more time than short ones, and one run is made at about ``tokens``; beyond, both have many tiles.
+    and how many are kept. ``known`` are lines and their setup, which differs in the sizes of tiles: from them one run
+    tells these. For ``far`` see :func:`_lengths_for`.
     """
+    near, two, three = _lengths_for(setup, tokens, far)
     plain, keep = changed(setup, keep=0.0), setup.options.keep
-    lengths, three = other_lengths(setup, tokens), other_lengths(setup, tokens, points=3)
-    unit = math.gcd(*lengths)
-    if keep:  # half of the tiles is a whole number of them
-        unit *= 2
-        three = tuple(n * unit for n in (1, 2, 3, 4) if n * unit != tokens)[:3]
-        lengths = three[:2]
-    near = lengths[0]
-    if far:
-        unit = unit // setup.batch if unit % setup.batch == 0 else unit
-        untiled = setup.loss_tile if setup.options.loss else 1
-        tile = setup.options.tile if isinstance(setup.options.tile, int) else untiled
-        fewest = -(-2 * tile // (unit * setup.batch))  # of two tiles at least
-        last = max(round(min(tokens, far) / unit), fewest)
-        first = (max(last // 2, fewest) if tokens > far else fewest) * unit
-        near = last * unit if keep or tokens > far else tokens  # whose own cuts are the right ones
-        lengths = (first, first + unit) if first == near else (min(first, near), max(first, near))
-        middle = (max(last // 2, fewest) * unit, max(3 * last // 4, fewest + 1) * unit)
-        if middle[0] < middle[1] < near:  # a mask of local attention is there in rows that are longer than its window
-            three = (*middle, near)
-    if known is not None and (known.square and not known.parabola or 4 * max(known.lengths) < near):
-        known = None  # which are of too short rows to tell
+    like = None if known is None else known[1]
+    if like is not None and (like.square and not like.parabola or 4 * max(like.lengths) < near):
+        like = None  # which are of too short rows to tell
     models = {} if built is None else {0: built}
 
-    def fitted(setup: Setup, known: Lines | None) -> Lines:
+    def fitted(setup: Setup, like: Lines | None) -> Lines:
         steps: dict[tuple[int, int], StepRun] = {}
-        if known is not None:
+        if like is not None:
             one = fit_lines(config, setup, depths, (near,), workspace, steps, models)
-            moved = known.with_tiles_of(one)
+            moved = like.with_tiles_of(one)
             if moved is not None:
                 return moved
-        lines = fit_lines(config, setup, depths, lengths, workspace, steps, models)
+        lines = fit_lines(config, setup, depths, two, workspace, steps, models)
         if lines.square and not lines.parabola:
             lines = fit_lines(config, setup, depths, three, workspace, steps, models)
         return lines
 
-    lines = fitted(plain, known)
+    lines = fitted(plain, like)
     if keep:
         share = partly(keep)
-        kept = fitted(changed(setup, keep=share), None if known is None else known.kept)
+        kept = None
+        if known is not None and like is not None and known[0].options.tile == setup.options.tile:
+            kept = like.kept_beside(lines)  # the head's tiles alone are others
+        if kept is None:
+            kept = fitted(changed(setup, keep=share), None if like is None else like.kept)
         lines = replace(lines, kept=replace(kept, share=share))
     return lines
+
+
+def _lengths_for(setup: Setup, tokens: int, far: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Lengths of fake runs for steps of about ``tokens`` tokens; ``setup`` resolved.
+
+    Which operator makes a part's peak may depend on how many tiles there are. Where rows of up to ``far`` tokens take
+    little more time than short ones, one run is made at about ``tokens``; beyond, both have many tiles.
+
+    Returns:
+        One length where lines of other tiles are known, two for a line, three for a parabola.
+    """
+    two, three = other_lengths(setup, tokens), other_lengths(setup, tokens, points=3)
+    unit, keep = math.gcd(*two), setup.options.keep
+    if keep:  # half of the tiles is a whole number of them
+        unit *= 2
+        three = tuple(n * unit for n in (1, 2, 3, 4) if n * unit != tokens)[:3]
+        two = three[:2]
+    if not far:
+        return two[0], two, three
+    unit = unit // setup.batch if unit % setup.batch == 0 else unit
+    untiled = setup.loss_tile if setup.options.loss else 1
+    tile = setup.options.tile if isinstance(setup.options.tile, int) else untiled
+    fewest = -(-2 * tile // (unit * setup.batch))  # of two tiles at least
+    last = max(round(min(tokens, far) / unit), fewest)
+    first = (max(last // 2, fewest) if tokens > far else fewest) * unit
+    near = last * unit if keep or tokens > far else tokens  # whose own cuts are the right ones
+    two = (first, first + unit) if first == near else (min(first, near), max(first, near))
+    middle = (max(last // 2, fewest) * unit, max(3 * last // 4, fewest + 1) * unit)
+    if middle[0] < middle[1] < near:  # a mask of local attention is there in rows that are longer than its window
+        three = (*middle, near)
+    return near, two, three
 
 
 def partly(keep: float | str) -> float:

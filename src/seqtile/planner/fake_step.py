@@ -34,6 +34,8 @@ from seqtile.ops.linear import Layer
 from seqtile.ops.lm_loss.cross_entropy import LossPlan as HeadCall
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS, HeadRows
 from seqtile.ops.mlp import MlpPlan as MlpCall
+from seqtile.ops.mlp_tile import Pass as MlpPass
+from seqtile.ops.token_tiles import Cuts
 from seqtile.options import TilingOptions
 from seqtile.planner.accelerator_functions import accelerator_functions
 from seqtile.planner.encoders import add_masks, check_attention, lengthen_positions
@@ -485,20 +487,44 @@ def compute_loss(model: Any, setup: Setup, batch: Mapping[str, Tensor]) -> Tenso
         return loss
 
 
-def _ends(parts: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """The first and the last of what ``parts`` yields, and the second where it is not as long as the last.
+def _ends(parts: Callable[..., Iterator[Any]], last_tells: bool = True) -> Callable[..., Iterator[Any]]:
+    """The first, the second and the last of what ``parts`` yields.
 
-    For parts of which nothing outlives its turn: those in between hold what the second holds, which holds what the last
-    of its length does, and a plan has some ten thousand of them.
+    For parts of which nothing outlives its turn: those in between hold what the second holds, and a plan has some ten
+    thousand of them. Where that is also what the last of its length holds (``last_tells``), the second is left out.
     """
 
     def ends(*args: Any) -> Iterator[Any]:
         found = list(parts(*args))
-        if len(found) > 2 and (size := _size_of(found[1])) and size == _size_of(found[-1]):
+        if last_tells and len(found) > 2 and (size := _size_of(found[1])) and size == _size_of(found[-1]):
             found = [found[0], found[-1]]
         yield from found if len(found) <= 3 else (*found[:2], found[-1])
 
     return ends
+
+
+def _kept_as_one(parts: Callable[[MlpCall], Iterator[Any]]) -> Callable[[MlpCall], Iterator[Any]]:
+    """The ends of an MLP's tiles that keep gate and up, and of the others; those in between that keep them are one."""
+
+    def some(call: MlpCall) -> Iterator[Any]:
+        tiles = list(parts(call))
+        kept, rest = tiles[: call.keep], tiles[call.keep :]
+        if len(kept) > 4:  # nothing of it runs, what it keeps is held: see _unless_several
+            start, size = kept[2][1][0], sum(tokens for _, (_, tokens) in kept[2:-1])
+            kept[2:-1] = [(2, (start, size))]
+        yield from (*kept, *_ends(lambda: iter(rest))())
+
+    return some
+
+
+def _unless_several(run: Callable[..., Any], instead: Callable[[MlpPass, int], Any]) -> Callable[..., Any]:
+    """A forward or a backward of an MLP's tile; of several tiles in one, ``instead`` makes what it returns."""
+
+    def some(self: MlpPass, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        several = x.shape[0] > max(self.plan.sizes)
+        return instead(self, x.shape[0]) if several else run(self, x, *args, **kwargs)
+
+    return some
 
 
 def _size_of(part: Any) -> int:
@@ -566,29 +592,39 @@ def _sized_for(setup: Setup) -> Iterator[None]:
     """The head's blocks of rows as large as on the device, and weight gradients summed as there.
 
     Of the head's tiles, of a tile's blocks of logits, of a product's pieces, of the tiles around head-wise attention
-    and the passes of its backward, of those of its forward unless a checkpoint keeps what they return, and of the tiles
-    of an MLP unless they ``keep`` gate and up, only the first and the last are run, and the second where it may differ.
+    and the passes of its backward, of those of its forward unless a checkpoint keeps what they return, of the tiles of
+    an MLP, and of those of the generic operator unless they hand on a state, only the first and the last are run, and
+    the second where it may differ. Of an MLP that goes for the tiles that keep gate and up and for the others.
     """
-    device_type, keep = setup.device_type, setup.options.keep
+    device_type = setup.device_type
     if device_type == "cpu":
         yield
         return
-    before = BLOCK_ELEMENTS["cpu"]
-    looped: list[tuple[type, str]] = [(HeadCall, "parts"), (HeadRows, "blocks"), (Layer, "cuts")]
-    looped += [(HeadWiseCall, "tiles"), (HeadPasses, "recorded")]
-    looped += [] if keep else [(MlpCall, "tiles")]
-    whole = [getattr(owner, name) for owner, name in looped]
-    BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
-    run_pass = HeadPasses.run
-    for (owner, name), parts in zip(looped, whole, strict=True):
-        setattr(owner, name, _ends(parts))
+    replaced: list[tuple[Any, str, Any]] = [
+        (owner, name, _ends(getattr(owner, name)))
+        for owner, name in (
+            (HeadCall, "parts"), (HeadRows, "blocks"), (Layer, "cuts"), (HeadWiseCall, "tiles"),
+            (HeadPasses, "recorded"),
+        )
+    ]  # fmt: skip
+    if not setup.options.state:  # in backward the first frees what others hold, and what the last makes stays
+        replaced.append((Cuts, "numbered", _ends(Cuts.numbered, last_tells=False)))
+    replaced += [
+        (MlpCall, "tiles", _kept_as_one(MlpCall.tiles)),
+        (MlpPass, "forward", _unless_several(MlpPass.forward, MlpPass.kept_values)),
+        (MlpPass, "backward", _unless_several(MlpPass.backward, lambda *_: None)),
+    ]
     if setup.options.checkpoint != "attention-saved":
-        HeadPasses.run = _like_the_second(run_pass)  # type: ignore[method-assign]
+        replaced.append((HeadPasses, "run", _like_the_second(HeadPasses.run)))
+    before = [getattr(owner, name) for owner, name, _ in replaced]
+    elements = BLOCK_ELEMENTS["cpu"]
+    BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
     try:
         with as_on_an_accelerator(), accelerator_functions():
             yield
     finally:
-        for (owner, name), parts in zip(looped, whole, strict=True):
-            setattr(owner, name, parts)
-        HeadPasses.run = run_pass  # type: ignore[method-assign]
-        BLOCK_ELEMENTS["cpu"] = before
+        for (owner, name, _), value in zip(replaced, before, strict=True):
+            setattr(owner, name, value)
+        BLOCK_ELEMENTS["cpu"] = elements

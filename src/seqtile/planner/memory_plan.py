@@ -14,7 +14,7 @@ from seqtile.models.discover.decoder_layers import states_of
 from seqtile.options import changed
 from seqtile.planner.encoders import encoder_notes
 from seqtile.planner.estimate import Bounds, Estimate, Saving
-from seqtile.planner.extrapolate import FARTHEST, MANY_TILES, Lines, fit_for, partly
+from seqtile.planner.extrapolate import FARTHEST, Lines, fit_for, partly
 from seqtile.planner.fake_step import build, build_bare, build_weights
 from seqtile.planner.flops import Work, count_work
 from seqtile.planner.grpo import STANDING as BESIDE_THE_STEP
@@ -163,14 +163,14 @@ class Planner:
         """What the step holds by tokens per rank, from fake runs with the tiles of ``tokens``."""
         setup = self.resolved(tokens)
         setup = changed(setup, keep=partly(setup.options.keep))
-        near: Lines | None = None
+        near: tuple[Setup, Lines] | None = None
         for known, lines in self._lines.items():
             same = changed(known, tile=setup.options.tile, loss_tile=setup.loss_tile)
             if same != setup:
                 continue
             if self._tell(lines, known, tokens):
                 return lines
-            near = lines
+            near = known, lines
         # On a CPU what kernels take grows in steps, which a run of another length does not tell.
         near = None if self.request.device_type == "cpu" or self.request.grpo else near
         tiles = {"tile": setup.options.tile, "loss_tile": setup.loss_tile, "keep": setup.options.keep}
@@ -193,12 +193,7 @@ class Planner:
         other = self.states or self.request.grpo is not None or setup.pictures is not None
         if not fused or other or setup.device_type == "cpu":
             return 0
-        looped = options.keep or options.blocks == "mlp+norm+projections"
-        if not looped or not isinstance(options.tile, int):
-            return FARTHEST
-        # A mask of local attention is there in rows that are longer than its window.
-        window = getattr(self.request.config.get_text_config(), "sliding_window", None) or 0
-        return max(1, MANY_TILES * options.tile // setup.batch, 3 * window)
+        return FARTHEST
 
     def _tell(self, lines: Lines, known: Setup, tokens: int, within: float = 0.05) -> bool:
         """Whether the ``lines`` of a step with the tiles of ``known`` are right for one of ``tokens`` tokens.
