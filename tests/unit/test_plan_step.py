@@ -18,7 +18,7 @@ from seqtile.ops.lm_loss.kept_tokens import KeptTokens
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS
 from seqtile.options import changed
 from seqtile.planner import fake_step as planner_step
-from seqtile.planner.extrapolate import by_place, fit_lines
+from seqtile.planner.extrapolate import Row, by_place, fit_lines
 from seqtile.planner.fake_step import build, build_bare, fake_step, real_step
 from seqtile.planner.layer_structure import _further, find_depths, first_layers
 from seqtile.planner.live_at_peaks import SQUARED, track
@@ -174,7 +174,7 @@ def test_hidden_states_as_wide_as_the_step_is_long_are_no_mask(attention: str, s
     how, width = setup(**UNTILED, attention=attention), config.hidden_size
     assert fake_step(config, how, width).square  # which cannot tell
     depths = find_depths(config, build_bare(config, how, "meta"))
-    assert fit_lines(config, how, depths, (width, width + 8), None).square == square
+    assert fit_lines(config, how, depths, (Row(width), Row(width + 8)), None).square == square
 
 
 def test_two_lengths_tell_a_parabola_where_nothing_else_looks_square() -> None:
@@ -182,8 +182,8 @@ def test_two_lengths_tell_a_parabola_where_nothing_else_looks_square() -> None:
     config = config_of("llama", num_hidden_layers=5)
     how = setup(**UNTILED, attention="eager")
     depths = find_depths(config, build_bare(config, how, "meta"))
-    assert not fit_lines(config, how, depths, (8, 12), None).parabola
-    lines = fit_lines(config, how, depths, (1000, 1500), None)
+    assert not fit_lines(config, how, depths, (Row(8), Row(12)), None).parabola
+    lines = fit_lines(config, how, depths, (Row(1000), Row(1500)), None)
     assert lines.square and lines.parabola
     assert max(sum(terms.values()) for terms in lines.at(4000).values()) == pytest.approx(
         fake_step(config, how, 4000).peak, rel=1e-3
@@ -253,7 +253,7 @@ def test_one_layer_of_each_kind_stands_for_all_of_them(architecture: str, how: d
     depths = find_depths(config, build_bare(config, asked, "meta"))
     assert len(depths.samples) > 1 and all(len(sample.layers) < depths.layers for sample in depths.samples)
     whole = fake_step(config, asked, LENGTH)
-    found = fit_lines(config, asked, depths, (LENGTH,), None).at(LENGTH)
+    found = fit_lines(config, asked, depths, [Row(LENGTH)], None).at(LENGTH)
     expected: dict[str, Counter[str]] = {}
     for phase, terms in by_place(whole, range(whole.layers), depths).items():
         expected[phase] = Counter()
@@ -291,6 +291,6 @@ def test_lines_from_other_lengths_and_depths_give_the_fake_run_itself(how: Setup
     config = config_of("llama", num_hidden_layers=5)
     how = changed(how, loss_tile=512)
     depths = find_depths(config, build(config, how, "meta").model)
-    lines = fit_lines(config, how, depths, (1024, 1536), None)
+    lines = fit_lines(config, how, depths, (Row(1024), Row(1536)), None)
     predicted = max(sum(terms.values()) for terms in lines.at(2560).values())
     assert predicted == pytest.approx(fake_step(config, how, 2560).peak, rel=1e-3)

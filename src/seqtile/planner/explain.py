@@ -11,9 +11,8 @@ from seqtile.models.loss_and_checkpoints import recomputed
 from seqtile.ops.attention.backends import recommended
 from seqtile.options import DEFAULTS, WRITTEN
 from seqtile.planner.estimate import Estimate
-from seqtile.planner.extrapolate import KEPT_TILES
 from seqtile.planner.grpo import Grpo
-from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT
+from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, KEPT_TILES
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora

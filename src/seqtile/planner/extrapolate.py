@@ -12,71 +12,68 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from seqtile.options import changed
 from seqtile.planner.fake_step import StepRun, build, build_bare, fake_step, fake_update
 from seqtile.planner.layer_structure import Depths, LayerSample, find_depths
-from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, SQUARED, WEIGHTS, Held, PartPeak, Workspace
+from seqtile.planner.live_at_peaks import (
+    CHECKPOINTS,
+    KEPT,
+    KEPT_TILES,
+    SQUARED,
+    WEIGHTS,
+    Held,
+    PartPeak,
+    Workspace,
+)
 from seqtile.planner.phases import BLOCK_AND_NORMS, OPTIMIZER_STEP, Phase
 from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve_tiles
+from seqtile.tiling import sizes_within
 
 Terms = Mapping[str, float]
-
-KEPT_TILES = "kept gate and up"
 
 FARTHEST = 2**22
 """Longest fake row: what its square counts still fits 64 bits, and more tokens change no part's peak."""
 
 
+class Row(NamedTuple):
+    """What a fake run is of.
+
+    Attributes:
+        tokens: of each row.
+        kept: those of them in tiles that keep gate and up.
+    """
+
+    tokens: int
+    kept: float = 0.0
+
+
 @dataclass(frozen=True)
 class Lines:
-    """What each part of a step holds, by tokens and layers.
+    """What each part of a step holds, by tokens, tokens of kept tiles and layers.
 
     Attributes:
         depths: where the fake runs were made, and which layers they tell apart.
-        runs: the fake runs, by (tokens, number of the sample).
+        runs: the fake runs, by (row, number of the sample).
         square: whether a ``[tokens, tokens]`` tensor was seen.
         parabola: whether terms that grow with the square of the length are told apart (:data:`.SQUARED`), so that two
             lengths tell a parabola; else it takes three.
         exact: lengths at which they are what a fake run held.
         bent: parts whose peak another operator makes at another length; in between they are too high.
-        kept: the same where tiles keep gate and up; None where none does.
-        share: of the tiles that keep them.
     """
 
     depths: Depths
-    runs: Mapping[tuple[int, int], Mapping[str, Terms]] = field(repr=False)
+    runs: Mapping[tuple[Row, int], Mapping[str, Terms]] = field(repr=False)
     square: bool = False
     parabola: bool = False
     exact: tuple[int, ...] = ()
     bent: frozenset[str] = frozenset()
-    kept: Lines | None = field(default=None, repr=False)
-    share: float = 0.0
 
     def at(self, tokens: int, *, share: float = 0.0) -> dict[str, dict[str, float]]:
         """For each part of the step the bytes at its peak, by what they are for; ``share`` of the tiles are kept."""
-        found = self.interpolated(tokens)
-        if share and self.kept is not None:
-            none, some = self._more(0), self._more(tokens)
-            for phase, terms in found.items():
-                # The buffers that kept and other tiles do not share are there for any share; the rest grows with it.
-                more = none[phase] + share / self.kept.share * (some[phase] - none[phase])
-                terms[KEPT_TILES] = max(0.0, more)
-        return found
-
-    def _more(self, tokens: int) -> dict[str, float]:
-        """Bytes of each part with kept tiles, beyond those without."""
-        assert self.kept is not None
-        kept = self.kept.interpolated(tokens)
-        return {
-            phase: sum(kept.get(phase, terms).values()) - sum(terms.values())
-            for phase, terms in self.interpolated(tokens).items()
-        }
-
-    def interpolated(self, tokens: int) -> dict[str, dict[str, float]]:
-        shares = self._shares(tokens)
+        shares = self._shares(Row(tokens, share * tokens))
         result: dict[str, dict[str, float]] = {}
         for name in self.runs[min(self.runs)]:
             phase = Phase.read(name)
@@ -87,41 +84,43 @@ class Lines:
         return result
 
     def _summed(
-        self, phase: Phase, terms: Sequence[tuple[int, int | None, float]], shares: Sequence[tuple[int, float, float]]
+        self, phase: Phase, terms: Sequence[tuple[int, int | None, float]], shares: Sequence[_Share]
     ) -> dict[str, float]:
         """Bytes of a part of the step, whose ``terms`` are as ``Depths.terms_of`` has them."""
         total: dict[str, float] = {}
         for run, layer, weight in terms:
             where = str(replace(phase, layer=layer))
-            for length, share, squared in shares:
-                for term, value in self.runs[length, run].get(where, {}).items():
-                    kind, factor = (term, share) if term[-1] != SQUARED else (term[:-1], squared)
-                    total[kind] = total.get(kind, 0.0) + factor * weight * value
+            for share in shares:
+                for term, value in self.runs[share.row, run].get(where, {}).items():
+                    kind = term.removesuffix(SQUARED)
+                    total[kind] = total.get(kind, 0.0) + share.of(term) * weight * value
+        if total.get(KEPT_TILES, 0.0) < 0:  # of fewer tiles than are kept where one of them is done
+            del total[KEPT_TILES]
         return total
 
     def with_tiles_of(self, one: Lines) -> Lines | None:
-        """These lines for the tiles that the runs of ``one`` have, all of one length; None if it has other parts.
+        """These lines for the tiles that the run of ``one`` has; None if it has other parts.
 
         Tiles of another size add as much to a part at every length; what grows with the length, or with its square,
         grows as before.
         """
-        (length,) = one.lengths
-        places = {number: self.runs[self.lengths[0], number].keys() for _, number in self.runs}
-        if one.square != self.square or any(
-            one.runs[length, number].keys() != names for number, names in places.items()
-        ):
+        (row,) = one.rows
+        places = {number: self.runs[self.rows[0], number].keys() for _, number in self.runs}
+        if one.square != self.square or any(one.runs[row, number].keys() != names for number, names in places.items()):
             return None
-        both = {(at, number): self.runs[at, number] for at, number in self.runs if at == self.lengths[-1]}
+        both = {(at, number): self.runs[at, number] for at, number in self.runs if at == self.rows[-1]}
         if self.parabola and not _are_parabolas({**both, **one.runs}):
             return None
-        shares = self._shares(length)
-        runs: dict[tuple[int, int], dict[str, dict[str, float]]] = {key: {} for key in self.runs}
+        shares = self._shares(row)
+        runs: dict[tuple[Row, int], dict[str, dict[str, float]]] = {key: {} for key in self.runs}
         for number, names in places.items():
             for place in names:
-                there = one.runs[length, number][place]
-                here = {at: self.runs[at, number].get(place, {}) for at in self.lengths}
+                there = one.runs[row, number][place]
+                here = {at: self.runs[at, number].get(place, {}) for at in self.rows}
                 more = {
-                    term: round(there.get(term, 0.0) - sum(share * here[at].get(term, 0.0) for at, share, _ in shares))
+                    term: round(
+                        there.get(term, 0.0) - sum(one.of(term) * here[one.row].get(term, 0.0) for one in shares)
+                    )
                     for term in {*there, *(term for terms in here.values() for term in terms)}
                     if not (self.parabola and term[-1] == SQUARED)
                 }
@@ -130,42 +129,54 @@ class Lines:
                         **terms,
                         **{name: terms.get(name, 0.0) + add for name, add in more.items()},
                     }
-        return replace(self, runs=runs, exact=one.exact, kept=None, share=0.0)
+        return replace(self, runs=runs, exact=one.exact)
 
-    def kept_beside(self, moved: Lines) -> Lines | None:
-        """``kept`` for the tiles of the head that ``moved`` has, which these are without; None if runs differ.
-
-        What tiles keep is as much whatever the head's tiles.
-        """
-        if self.kept is None or not self.runs.keys() == moved.runs.keys() == self.kept.runs.keys():
-            return None
-        runs: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
-        for key, places in self.kept.runs.items():
-            runs[key] = {}
-            for place, terms in places.items():
-                after, before = moved.runs[key].get(place, {}), self.runs[key].get(place, {})
-                runs[key][place] = {
-                    term: terms.get(term, 0.0) + after.get(term, 0.0) - before.get(term, 0.0)
-                    for term in {*terms, *after, *before}
-                }
-        return replace(self.kept, runs=runs, exact=moved.exact)
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Those of the fake runs, the shortest first."""
+        return tuple(sorted({row for row, _ in self.runs}))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Those of the fake runs, the shortest first."""
-        return tuple(sorted({length for length, _ in self.runs}))
+        """Tokens of those rows, the fewest first."""
+        return tuple(sorted({row.tokens for row in self.rows}))
 
-    def _shares(self, tokens: int) -> list[tuple[int, float, float]]:
-        """Each length with the factors of its terms at ``tokens``: of most, and of those called :data:`.SQUARED`."""
-        lengths = self.lengths
-        weights = _weights(lengths, tokens)
-        if not self.parabola:
-            return [(length, weight, weight) for length, weight in zip(lengths, weights, strict=True)]
-        squared = [0.0] * (len(lengths) - 1) + [(tokens / lengths[-1]) ** 2]
-        return list(zip(lengths, weights, squared, strict=True))
+    def _shares(self, at: Row) -> list[_Share]:
+        """Each row with the factors of its terms in ``at``."""
+        rows = self.rows
+        shortest, longest = rows[0], rows[-1]
+        squared = kept = [0.0] * (len(rows) - 1)
+        squared = [*squared, (at.tokens / longest.tokens) ** 2]
+        if shortest.kept != longest.kept:
+            grown = (at.kept - shortest.kept) / (longest.kept - shortest.kept)
+            kept = [1 - grown, *kept[1:], grown]
+        else:
+            kept = [*kept, 1.0]
+        plain = _weights([row.tokens for row in rows], at.tokens)
+        return list(map(_Share, rows, plain, squared if self.parabola else plain, kept))
 
 
-def _weights(points: Sequence[int], at: float) -> list[float]:
+class _Share(NamedTuple):
+    """What the terms of one row count in another one.
+
+    Attributes:
+        row: the one that was run.
+        plain: the factor of most terms, by their tokens.
+        squared: of those called :data:`.SQUARED`, of which the longest row tells.
+        kept: of :data:`.KEPT_TILES`, by the kept tokens.
+    """
+
+    row: Row
+    plain: float
+    squared: float
+    kept: float
+
+    def of(self, term: str) -> float:
+        """The factor of a term."""
+        return self.squared if term[-1] == SQUARED else self.kept if term == KEPT_TILES else self.plain
+
+
+def _weights(points: Sequence[float], at: float) -> list[float]:
     """Lagrange's weights: the polynomial through ``points`` at ``at`` is their values' sum with these."""
     weights = []
     for one in points:
@@ -181,22 +192,22 @@ def fit_lines(
     config: Any,
     setup: Setup,
     depths: Depths,
-    lengths: Sequence[int],
+    rows: Sequence[Row],
     workspace: Workspace | None,
-    steps: dict[tuple[int, int], StepRun] | None = None,
+    steps: dict[tuple[int, Row], StepRun] | None = None,
     models: dict[int, Built] | None = None,
 ) -> Lines:
-    """Run the step on fake tensors at the given lengths, with the layers at the ends.
+    """Run the step on fake tensors for the given rows, with the layers at the ends.
 
     With one more layer of a kind it is run too where that cannot be told from those (:func:`_like_its_ends`).
 
     Args:
         config: Transformers' configuration of the whole model.
-        setup: how the step runs, resolved.
+        setup: how the step runs, resolved; how many tiles are kept the rows say.
         depths: which layers are run.
-        lengths: tokens of each row.
+        rows: what is run.
         workspace: bytes inside kernels.
-        steps: runs of the same setup by (number of the sample, tokens); those made here are added.
+        steps: runs of the same setup by (number of the sample, row); those made here are added.
         models: models of the same setup by the number of the sample; those built here are added.
     """
     steps = {} if steps is None else steps
@@ -207,26 +218,27 @@ def fit_lines(
     losses_of_layers = getattr(config.get_text_config(), "output_router_logits", False)  # what the head makes of them
     square: dict[bool, bool] = {}  # by whether a length cannot tell
 
-    def run_all(number: int, sample: LayerSample) -> dict[int, StepRun]:
-        missing = [length for length in lengths if (number, length) not in steps]
+    def run_all(number: int, sample: LayerSample) -> dict[Row, StepRun]:
+        missing = [row for row in rows if (number, row) not in steps]
         if missing and not alone and number not in models:
             models[number] = build(config, setup, "meta", sample)
-        for length in missing:
+        for row in missing:
             built = None if alone else models[number]
-            steps[number, length] = fake_step(config, setup, length, workspace, sample, built)
-        found = {length: steps[number, length] for length in lengths}
+            keeping = changed(setup, keep=row.kept / row.tokens)
+            steps[number, row] = fake_step(config, keeping, row.tokens, workspace, sample, built)
+        found = {row: steps[number, row] for row in rows}
         for step in found.values():
             square[step.as_wide] = square.get(step.as_wide, False) or step.square
         return found
 
     ends = run_all(0, depths.samples[0])
-    runs = {(length, 0): by_place(step, depths.ends, depths) for length, step in ends.items()}
+    runs = {(row, 0): by_place(step, depths.ends, depths) for row, step in ends.items()}
     for number, sample in enumerate(depths.samples[1:], 1):
         (layer,) = set(sample.layers) - set(depths.ends)
         more = None if losses_of_layers else _like_its_ends(ends, setup, depths, layer)
         if more is None:
-            more = {length: by_place(step, sample.layers, depths) for length, step in run_all(number, sample).items()}
-        runs |= {(length, number): places for length, places in more.items()}
+            more = {row: by_place(step, sample.layers, depths) for row, step in run_all(number, sample).items()}
+        runs |= {(row, number): places for row, places in more.items()}
     seen = square.get(False, True) and any(square.values())
     parabola = seen and not square.get(True, False) and _are_parabolas(runs)
     at: defaultdict[str, set[int]] = defaultdict(set)
@@ -237,25 +249,26 @@ def fit_lines(
     for phase in map(Phase.read, [*bent]):
         if phase.layer in depths.inner:
             bent.add(str(replace(phase, layer=depths.inner[phase.layer][0])))
-    return Lines(depths, runs, seen, parabola, tuple(ends), frozenset(bent))
+    return Lines(depths, runs, seen, parabola, tuple(row.tokens for row in ends), frozenset(bent))
 
 
-def _are_parabolas(runs: Mapping[tuple[int, int], Mapping[str, Terms]]) -> bool:
+def _are_parabolas(runs: Mapping[tuple[Row, int], Mapping[str, Terms]]) -> bool:
     """Whether what is called :data:`.SQUARED` grows so from one length to the others, everywhere."""
-    shortest = min(length for length, _ in runs)
-    for (length, number), places in runs.items():
+    shortest = min(row for row, _ in runs)
+    for (row, number), places in runs.items():
         for place, terms in places.items():
             former = runs[shortest, number].get(place, {})
             names = {name for name in {*terms, *former} if name[-1] == SQUARED}
-            pairs = [(terms.get(name, 0.0) / length**2, former.get(name, 0.0) / shortest**2) for name in names]
+            here, there = row.tokens**2, shortest.tokens**2
+            pairs = [(terms.get(name, 0.0) / here, former.get(name, 0.0) / there) for name in names]
             if not all(math.isclose(*pair) for pair in pairs):
                 return False
     return True
 
 
 def _like_its_ends(
-    ends: Mapping[int, StepRun], setup: Setup, depths: Depths, layer: int
-) -> dict[int, dict[str, Terms]] | None:
+    ends: Mapping[Row, StepRun], setup: Setup, depths: Depths, layer: int
+) -> dict[Row, dict[str, Terms]] | None:
     """Steps with one more ``layer``, worked out from those with the layers at the ends.
 
     While another layer runs, it holds its weights and their copies, gradients and states, and what it saved. Between
@@ -264,13 +277,13 @@ def _like_its_ends(
     optimiser's step makes of its weights is run.
 
     Args:
-        ends: the step at each length.
+        ends: the step of each row.
         setup: how it runs.
         depths: which layers are at the ends.
         layer: the number of another one in the whole model.
 
     Returns:
-        For each length the bytes by place, as of :func:`by_place`; None where that is not told by layer.
+        For each row the bytes by place, as of :func:`by_place`; None where that is not told by layer.
     """
     # On a CPU a checkpoint also keeps the generator's state, which is made outside of its layer.
     if setup.device_type == "cpu":
@@ -282,11 +295,11 @@ def _like_its_ends(
         fake_update(setup.optimizer, setup.device_type, weights).terms for weights in (trained, (*trained, *same))
     )
     update = {what: float(size - once.get(what, 0)) for what, size in twice.items() if what != WEIGHTS}
-    found: dict[int, dict[str, Terms]] = {}
-    for length, step in ends.items():
+    found: dict[Row, dict[str, Terms]] = {}
+    for row, step in ends.items():
         if not setup.options.checkpoint and not _save_alike(step, alike, depths):
             return None
-        found[length] = {}
+        found[row] = {}
         for name, part in step.peaks.items():
             has_run = part.running is not None and layer < depths.ends[part.running]
             like = alike[0 if has_run else -1]
@@ -299,7 +312,7 @@ def _like_its_ends(
                 if number == like and not (in_update and what in update):
                     more[what] = more.get(what, 0.0) + size
             summed = {what: part.terms.get(what, 0.0) + more.get(what, 0.0) for what in {*part.terms, *more}}
-            found[length][str(in_model(name, depths.ends))] = summed
+            found[row][str(in_model(name, depths.ends))] = summed
     return found
 
 
@@ -345,44 +358,29 @@ def fit_for(
     tokens: int,
     workspace: Workspace | None,
     built: Built | None = None,
-    known: tuple[Setup, Lines] | None = None,
+    known: Lines | None = None,
     far: int = 0,
 ) -> Lines:
     """Lines for steps of about ``tokens`` tokens; ``setup`` resolved.
 
-    Where ``setup`` keeps tiles, half of them or all are kept in runs of their own, whose lengths can be halved.
     ``built`` is the model with the layers at the ends, from :func:`.build` with this setup but for the sizes of tiles
-    and how many are kept. ``known`` are lines and their setup, which differs in the sizes of tiles: from them one run
-    tells these. For ``far`` see :func:`_lengths_for`.
+    and how many are kept. ``known`` are lines for tiles of other sizes, from which one run tells these. For ``far`` see
+    :func:`_lengths_for`.
     """
     near, two, three = _lengths_for(setup, tokens, far)
-    plain, keep = changed(setup, keep=0.0), setup.options.keep
-    like = None if known is None else known[1]
-    if like is not None and (like.square and not like.parabola or 4 * max(like.lengths) < near):
-        like = None  # which are of too short rows to tell
     models = {} if built is None else {0: built}
+    steps: dict[tuple[int, Row], StepRun] = {}
 
-    def fitted(setup: Setup, like: Lines | None) -> Lines:
-        steps: dict[tuple[int, int], StepRun] = {}
-        if like is not None:
-            one = fit_lines(config, setup, depths, (near,), workspace, steps, models)
-            moved = like.with_tiles_of(one)
-            if moved is not None:
-                return moved
-        lines = fit_lines(config, setup, depths, two, workspace, steps, models)
-        if lines.square and not lines.parabola:
-            lines = fit_lines(config, setup, depths, three, workspace, steps, models)
-        return lines
+    def lines_at(rows: Sequence[Row]) -> Lines:
+        return fit_lines(config, setup, depths, rows, workspace, steps, models)
 
-    lines = fitted(plain, like)
-    if keep:
-        share = partly(keep)
-        kept = None
-        if known is not None and like is not None and known[0].options.tile == setup.options.tile:
-            kept = like.kept_beside(lines)  # the head's tiles alone are others
-        if kept is None:
-            kept = fitted(changed(setup, keep=share), None if like is None else like.kept)
-        lines = replace(lines, kept=replace(kept, share=share))
+    if known is not None and not (known.square and not known.parabola) and 4 * max(known.lengths) >= near:
+        moved = known.with_tiles_of(lines_at([_row(setup, near)]))
+        if moved is not None:
+            return moved
+    lines = lines_at(_rows_for(setup, two))
+    if lines.square and not lines.parabola:
+        lines = lines_at(_rows_for(setup, three))
     return lines
 
 
@@ -396,25 +394,51 @@ def _lengths_for(setup: Setup, tokens: int, far: int) -> tuple[int, tuple[int, .
         One length where lines of other tiles are known, two for a line, three for a parabola.
     """
     two, three = other_lengths(setup, tokens), other_lengths(setup, tokens, points=3)
-    unit, keep = math.gcd(*two), setup.options.keep
-    if keep:  # half of the tiles is a whole number of them
-        unit *= 2
-        three = tuple(n * unit for n in (1, 2, 3, 4) if n * unit != tokens)[:3]
-        two = three[:2]
     if not far:
         return two[0], two, three
+    unit = math.gcd(*two)
     unit = unit // setup.batch if unit % setup.batch == 0 else unit
     untiled = setup.loss_tile if setup.options.loss else 1
     tile = setup.options.tile if isinstance(setup.options.tile, int) else untiled
     fewest = -(-2 * tile // (unit * setup.batch))  # of two tiles at least
     last = max(round(min(tokens, far) / unit), fewest)
     first = (max(last // 2, fewest) if tokens > far else fewest) * unit
-    near = last * unit if keep or tokens > far else tokens  # whose own cuts are the right ones
+    near = last * unit if tokens > far else tokens  # whose own cuts are the right ones
     two = (first, first + unit) if first == near else (min(first, near), max(first, near))
-    middle = (max(last // 2, fewest) * unit, max(3 * last // 4, fewest + 1) * unit)
-    if middle[0] < middle[1] < near:  # a mask of local attention is there in rows that are longer than its window
-        three = (*middle, near)
-    return near, two, three
+    # A mask of local attention is there in rows that are longer than its window.
+    middle: tuple[int, ...] = (max(last // 2, fewest) * unit, max(3 * last // 4, fewest + 1) * unit)
+    if not middle[0] < middle[1] < near:
+        middle = tuple(n * unit for n in range(fewest, fewest + 3) if n * unit != near)[:2]
+    return near, two, tuple(sorted((*middle, near)))
+
+
+def _rows_for(setup: Setup, lengths: Sequence[int]) -> list[Row]:
+    """What is run to tell lines: rows of ``lengths``, of which the last keeps other tiles than the first, if any."""
+    rows = [_row(setup, length) for length in lengths]
+    if 0 < rows[-1].kept < rows[-1].tokens:
+        (fewer, few), (more, many) = ((row.tokens, _tiles(setup, row.tokens)) for row in (rows[0], rows[-1]))
+        first, last = round(rows[0].kept / fewer * few), round(rows[-1].kept / more * many)
+        if first == last > 1:
+            rows[0] = Row(fewer, (first - 1) / few * fewer)
+        elif first == last and many > 2:
+            rows[-1] = Row(more, 2 / many * more)
+    return rows
+
+
+def _row(setup: Setup, tokens: int) -> Row:
+    """A row that keeps as many of its tiles as ``setup`` says, but of those with some at least one, and not all."""
+    keep = float(setup.options.keep)
+    if keep in (0, 1):
+        return Row(tokens, keep * tokens)
+    tiles = _tiles(setup, tokens)
+    kept = max(1, min(math.floor(keep * tiles + 1e-9), tiles - 1))
+    return Row(tokens, kept / tiles * tokens)
+
+
+def _tiles(setup: Setup, tokens: int) -> int:
+    """Tiles of a block in a batch of rows of so many tokens; ``setup`` resolved, with tiles."""
+    assert isinstance(setup.options.tile, int)
+    return len(sizes_within(tokens * setup.batch, setup.options.tile))
 
 
 def partly(keep: float | str) -> float:

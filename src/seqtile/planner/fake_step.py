@@ -47,6 +47,7 @@ from seqtile.planner.live_at_peaks import (
     CHECKPOINTS,
     GRADIENTS,
     KEPT,
+    KEPT_TILES,
     OPTIMIZER,
     WEIGHTS,
     Held,
@@ -426,6 +427,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     try:
         with (
             count_generator_states(live) if on_cpu else nullcontext(),
+            _file_kept_tiles(live),
             label_phases(live, model, built.blocks, layers=True, pictures=setup.pictures is not None) as labels,
         ):
             loss = compute_loss(model, setup, batch)
@@ -568,6 +570,24 @@ def _like_the_second(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fills_its_storage(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@contextmanager
+def _file_kept_tiles(live: Tracker) -> Iterator[None]:
+    """Inside, what an MLP's tile keeps is filed as :data:`.KEPT_TILES`."""
+    run = MlpPass.forward
+
+    def forward(self: MlpPass, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        values = run(self, *args, **kwargs)
+        for value in values:
+            live.file(value, KEPT_TILES)
+        return values
+
+    MlpPass.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MlpPass.forward = run  # type: ignore[method-assign]
 
 
 @contextmanager

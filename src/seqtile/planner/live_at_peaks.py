@@ -23,12 +23,13 @@ GRADIENTS = "gradients"
 OPTIMIZER = "optimiser state"
 CHECKPOINTS = "checkpointed hidden states"
 KEPT = "kept attention outputs"
+KEPT_TILES = "kept gate and up"
 KERNELS = "inside kernels"
 
 SQUARED = "²"
 """Behind what bytes are for where they are a multiple of tokens x tokens, as attention's scores are."""
 
-_NEVER_SQUARED = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS, KEPT)
+_NEVER_SQUARED = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS, KEPT, KEPT_TILES)
 """What grows with the length at most."""
 
 Workspace = Callable[[str, tuple[Any, ...], dict[str, Any]], int]

@@ -18,12 +18,12 @@ from seqtile.ops.attention.backends import attention_sentences
 from seqtile.ops.attention.kernel_calls import names_of_kernels
 from seqtile.options import changed
 from seqtile.planner.accelerators import this_device
-from seqtile.planner.extrapolate import KEPT_TILES, Prediction, by_place, predict
+from seqtile.planner.extrapolate import Prediction, by_place, predict
 from seqtile.planner.fake_step import build, build_bare, tracked_step
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace
 from seqtile.planner.layer_structure import find_depths
 from seqtile.planner.live_at_peaks import OPTIMIZER, WEIGHTS, track
-from seqtile.planner.phases import BLOCK, BLOCK_AND_NORMS, HEAD, OPTIMIZER_STEP, Phase
+from seqtile.planner.phases import HEAD, OPTIMIZER_STEP, Phase
 from seqtile.planner.plan_plot import require_matplotlib
 from seqtile.planner.step_config import Setup
 from seqtile.planner.tile_choice import head_tile
@@ -200,10 +200,7 @@ def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: 
         expected[where] = max(expected[where], sum(terms.values()))
     place = str(replace(Phase.read(planned.peak_at), in_kernel=False))  # real kernels show nothing of their inside
     there = by_place(run, range(run.layers), planned.depths).get(place, {})
-    meant = dict(planned.parts[planned.peak_at])
-    if KEPT_TILES in meant:  # real tensors are filed by the part that made them
-        block = next((name for name in meant if name in (BLOCK, BLOCK_AND_NORMS)), BLOCK)
-        meant[block] = meant.get(block, 0.0) + meant.pop(KEPT_TILES)
+    meant = planned.parts[planned.peak_at]
     both = {what: (round(there.get(what, 0)), meant.get(what, 0.0)) for what in dict.fromkeys([*meant, *there])}
     standing = run.peaks[OPTIMIZER_STEP].terms
     return MeasuredSide(

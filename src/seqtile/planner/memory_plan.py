@@ -161,39 +161,31 @@ class Planner:
 
     def lines(self, tokens: int) -> Lines:
         """What the step holds by tokens per rank, from fake runs with the tiles of ``tokens``."""
-        setup = self.resolved(tokens)
-        setup = changed(setup, keep=partly(setup.options.keep))
-        near: tuple[Setup, Lines] | None = None
+        resolved = self.resolved(tokens)
+        setup = changed(resolved, keep=partly(resolved.options.keep))
+        near: Lines | None = None
         for known, lines in self._lines.items():
             same = changed(known, tile=setup.options.tile, loss_tile=setup.loss_tile)
-            if same != setup:
-                continue
-            if self._tell(lines, known, tokens):
+            if same == setup and self._tell(lines, known, tokens):
                 return lines
-            near = known, lines
+            if same == setup or (near is None and changed(same, keep=0.0) == setup):
+                near = lines
         # On a CPU what kernels take grows in steps, which a run of another length does not tell.
         near = None if self.request.device_type == "cpu" or self.request.grpo else near
         tiles = {"tile": setup.options.tile, "loss_tile": setup.loss_tile, "keep": setup.options.keep}
         built = self.built if changed(self.setup, **tiles) == setup else None
         config, local = self.request.config, self.local(tokens)
-        lines = fit_for(config, setup, self.depths, local, self.workspace, built, near, self._far(setup))
+        lines = fit_for(config, resolved, self.depths, local, self.workspace, built, near, self._far(setup))
         self._lines[setup] = lines
-        if lines.kept is not None:
-            self._lines.setdefault(changed(setup, keep=0.0), replace(lines, kept=None, share=0.0))
         return lines
 
     def _far(self, setup: Setup) -> int:
         """Tokens of the longest fake run that takes little more time than a short one; 0 where none does.
 
-        Most tiles but those at the ends are left out; where they are not, many are as good as more.
+        Most tiles but those at the ends are left out; scans in PyTorch loop over chunks of the row.
         """
-        options = setup.options
-        # Scans in PyTorch loop over chunks of the row; experts and the like run in the generic operator, tile by tile.
-        fused = not options.tiled or all(block.path == "fused" for block in self.built.blocks)
         other = self.states or self.request.grpo is not None or setup.pictures is not None
-        if not fused or other or setup.device_type == "cpu":
-            return 0
-        return FARTHEST
+        return 0 if other or setup.device_type == "cpu" else FARTHEST
 
     def _tell(self, lines: Lines, known: Setup, tokens: int, within: float = 0.05) -> bool:
         """Whether the ``lines`` of a step with the tiles of ``known`` are right for one of ``tokens`` tokens.
@@ -211,9 +203,10 @@ class Planner:
         places = {place for _, place, _ in self._peaks(tokens, lines, head=max(1.0, grown)).best.values()}
         if not same and any(Phase.read(place).part == HEAD for place in places):
             return False
-        local, far = self.local(tokens), 0 if setup.options.keep else self._far(setup)
-        near = any(abs(length - local) <= 0.25 * local for length in lines.exact)
-        return near or local > far or places.isdisjoint(lines.bent)
+        local = self.local(tokens)
+        if local > self._far(setup) or any(abs(length - local) <= 0.25 * local for length in lines.exact):
+            return True
+        return not setup.options.keep and places.isdisjoint(lines.bent)
 
     def estimate(self, tokens: int, lines: Lines | None = None) -> Estimate:
         """Memory of a step of ``tokens`` tokens per row; ``lines`` of another length save the fake runs."""
@@ -402,8 +395,6 @@ class Planner:
             like: a planner that differs in the optimiser alone, whose fake runs are read without states and updates.
         """
         lines = like.lines(like._near or tokens)
-        if lines.kept is not None:
-            return True
         idle = {
             run: {place: _without_states(place, terms) for place, terms in places.items()}
             for run, places in lines.runs.items()
@@ -508,7 +499,7 @@ def _tower_note(name: str, pictures: Pictures | None) -> str:
 
 def _alike(one: Setup, other: Setup, within: float = 0.05) -> bool:
     """Whether tiles are equal within a twentieth, which moves a peak by less than a hundredth."""
-    if one.options.tiled != other.options.tiled:
+    if one.options.tiled != other.options.tiled or partly(one.options.keep) != partly(other.options.keep):
         return False
     tiles = [(one.loss_tile, other.loss_tile)]
     mine, yours = one.options.tile, other.options.tile

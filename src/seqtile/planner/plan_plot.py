@@ -8,8 +8,7 @@ from pathlib import Path
 
 from seqtile._errors import UserError
 from seqtile.planner.estimate import Estimate
-from seqtile.planner.extrapolate import KEPT_TILES
-from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS
+from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KEPT_TILES, OPTIMIZER, WEIGHTS
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.phases import TOWER
 from seqtile.planner.sharding_terms import BUFFERS, CONTEXT
