@@ -94,7 +94,7 @@ class Lines:
                 for term, value in self.runs[share.row, run].get(where, {}).items():
                     kind = term.removesuffix(SQUARED)
                     total[kind] = total.get(kind, 0.0) + share.of(term) * weight * value
-        if total.get(KEPT_TILES, 0.0) < 0:  # of fewer tiles than are kept where one of them is done
+        if total.get(KEPT_TILES, 1.0) < 1:  # no tile is kept, or one that is done
             del total[KEPT_TILES]
         return total
 
@@ -241,11 +241,12 @@ def fit_lines(
         runs |= {(row, number): places for row, places in more.items()}
     seen = square.get(False, True) and any(square.values())
     parabola = seen and not square.get(True, False) and _are_parabolas(runs)
-    at: defaultdict[str, set[int]] = defaultdict(set)
+    at: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for step in ends.values():
         for name, part in step.peaks.items():
-            at[str(in_model(name, depths.ends))].add(part.operator)
-    bent = {place for place, operators in at.items() if len(operators) > 1}
+            at[str(in_model(name, depths.ends))].append((part.operator, step.ran[name] - part.operator))
+    # Rows that are cut into more tiles have more operators in between: the same one is as far from an end as before.
+    bent = {place for place, found in at.items() if all(len(set(end)) > 1 for end in zip(*found, strict=True))}
     for phase in map(Phase.read, [*bent]):
         if phase.layer in depths.inner:
             bent.add(str(replace(phase, layer=depths.inner[phase.layer][0])))

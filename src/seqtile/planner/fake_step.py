@@ -90,6 +90,7 @@ class StepRun:
         square: whether a tensor of ``[tokens, tokens]`` was seen at a peak.
         as_wide: whether a weight is as wide as a row is long, so that its hidden states look ``square`` too.
         trained: its weights that train.
+        ran: how many operators ran in each phase.
         left, in_order: what decoder layers held when a part of the step ended, and whether those came in order, as of
             :class:`.Tracker`.
     """
@@ -101,6 +102,7 @@ class StepRun:
     square: bool
     as_wide: bool = False
     trained: tuple[Trained, ...] = field(default=(), repr=False)
+    ran: Mapping[str, int] = field(default_factory=dict, repr=False)
     left: Mapping[tuple[int | None, bool], Held] = field(default_factory=dict, repr=False)
     in_order: bool = True
 
@@ -446,7 +448,9 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
             handle.remove()
     as_wide = any(tokens in weight.shape for weight in model.parameters())
     peaks, operators, rows = dict(live.peaks), tuple(live.operators), tokens * setup.batch
-    return StepRun(len(layers), rows, peaks, operators, live.square, as_wide, trained, live.left, live.in_order)
+    return StepRun(
+        len(layers), rows, peaks, operators, live.square, as_wide, trained, live.ran, live.left, live.in_order
+    )
 
 
 def prepare_optimizer(optimizer: Any, weights: Sequence[Tensor]) -> None:

@@ -48,7 +48,7 @@ class PartPeak:
         terms: by what they were for, with :data:`SQUARED` behind it where they may grow with the square of the length.
         held: those of ``terms`` that are a decoder layer's.
         running: the decoder layer that ran last; None before the first.
-        operator: how many operators of the step had run.
+        operator: how many operators of this part had run.
     """
 
     total: int
@@ -67,6 +67,7 @@ class Tracker(LiveBytes):
 
     Attributes:
         operators: names of all operators in order.
+        ran: how many there were of each part.
         keeps: tells the operators whose results an activation checkpoint keeps; they are filed as :data:`KEPT`.
         left: what was live when a part of the step ended, by (decoder layer or None, whether in the forward); where
             it came several times, the last time.
@@ -78,9 +79,10 @@ class Tracker(LiveBytes):
     def __init__(self, device: torch.device, workspace: Workspace | None = None, tokens: int = 0) -> None:
         super().__init__(device)
         self._peaks: dict[str, PartPeak] = {}
-        self._highest: dict[str, tuple[int, int]] = {}  # bytes, and how many operators had run
+        self._highest: dict[str, tuple[int, int]] = {}  # bytes, and how many of its operators had run
         self._unread: str | None = None
         self.operators: list[str] = []
+        self.ran: defaultdict[str, int] = defaultdict(int)
         self.left: dict[tuple[int | None, bool], Held] = {}
         self.running: int | None = None
         self.in_order = True
@@ -131,11 +133,12 @@ class Tracker(LiveBytes):
             self.file(result, self._phase, self._layer_of(args[0]))
         if not name.startswith("prim::") and name != "aten::detach":  # fake tensors are asked and aliased more often
             self.operators.append(name)
+        self.ran[phase] += 1
         best = self._highest.get(phase)
         if best is None or self._now + inside > best[0]:
             if self._tokens and isinstance(result, Tensor):
                 self.square |= list(result.shape).count(self._tokens) > 1
-            self._highest[phase], self._unread = (self._now + inside, len(self.operators)), phase
+            self._highest[phase], self._unread = (self._now + inside, self.ran[phase]), phase
             if inside:
                 self._read(inside)
 

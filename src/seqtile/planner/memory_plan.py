@@ -97,7 +97,7 @@ class Planner:
         self.counts: Counts
         self.states: dict[str, list[str]]
         self.no_ring: str
-        self._lines: dict[Setup, Lines] = {}
+        self._lines: dict[tuple[Setup, int], Lines] = {}  # by what runs, and the tokens per rank that were asked for
         self._near: int | None = None
         self._longest = LONGEST
         self.host_has_room = False
@@ -164,7 +164,7 @@ class Planner:
         resolved = self.resolved(tokens)
         setup = changed(resolved, keep=partly(resolved.options.keep))
         near: Lines | None = None
-        for known, lines in self._lines.items():
+        for (known, _), lines in self._lines.items():
             same = changed(known, tile=setup.options.tile, loss_tile=setup.loss_tile)
             if same == setup and self._tell(lines, known, tokens):
                 return lines
@@ -176,7 +176,7 @@ class Planner:
         built = self.built if changed(self.setup, **tiles) == setup else None
         config, local = self.request.config, self.local(tokens)
         lines = fit_for(config, resolved, self.depths, local, self.workspace, built, near, self._far(setup))
-        self._lines[setup] = lines
+        self._lines[setup, local] = lines
         return lines
 
     def _far(self, setup: Setup) -> int:
@@ -191,8 +191,8 @@ class Planner:
         """Whether the ``lines`` of a step with the tiles of ``known`` are right for one of ``tokens`` tokens.
 
         Lines of head tiles that are larger or smaller by up to a quarter are right too where the head is not the peak,
-        with what its tiles hold as large as it may be: nothing else depends on them. Those that bend at the peak are
-        right near a length that was run, where a run of this one takes no longer.
+        with what its tiles hold as large as it may be: nothing else depends on them. Those that bend at the peak, and
+        those of shorter rows, are right near a length that was run, where a run of this one takes no longer.
         """
         setup = self.resolved(tokens)
         alike = _alike(known, changed(setup, loss_tile=known.loss_tile), within)
@@ -206,7 +206,8 @@ class Planner:
         local = self.local(tokens)
         if local > self._far(setup) or any(abs(length - local) <= 0.25 * local for length in lines.exact):
             return True
-        return not setup.options.keep and places.isdisjoint(lines.bent)
+        # Between two lengths lines are too high, if anything; beyond, another operator may come to be the peak.
+        return not setup.options.keep and local < max(lines.lengths) and places.isdisjoint(lines.bent)
 
     def estimate(self, tokens: int, lines: Lines | None = None) -> Estimate:
         """Memory of a step of ``tokens`` tokens per row; ``lines`` of another length save the fake runs."""
