@@ -588,7 +588,7 @@ def test_smaller_states_are_run_only_where_they_may_reach_further(monkeypatch: p
         step = next_step(planner, longest)
         assert step is not None and step.flags == "--sp-size 2" and not runs.lengths
         patch.setattr(Planner, "fits_at_best", lambda *_: True)
-        assert next_step(planner, longest) == step and len(runs.lengths) == 4
+        assert next_step(planner, longest) == step and len(runs.lengths) == 2
     smaller = Planner(changed(planner.request, optimizer="adamw-8bit"), like=planner)
     assert smaller.fits_at_best(smaller.longest()[0], planner)  # what it does reach is not ruled out
 

@@ -204,10 +204,10 @@ class Planner:
         if not same and any(Phase.read(place).part == HEAD for place in places):
             return False
         local = self.local(tokens)
-        if local > self._far(setup) or any(abs(length - local) <= 0.25 * local for length in lines.exact):
+        if local > self._far(setup) or any(0.95 * local <= length <= 1.25 * local for length in lines.exact):
             return True
         # Between two lengths lines are too high, if anything; beyond, another operator may come to be the peak.
-        return not setup.options.keep and local < max(lines.lengths) and places.isdisjoint(lines.bent)
+        return not setup.options.keep and local <= 1.25 * max(lines.lengths) and places.isdisjoint(lines.bent)
 
     def estimate(self, tokens: int, lines: Lines | None = None) -> Estimate:
         """Memory of a step of ``tokens`` tokens per row; ``lines`` of another length save the fake runs."""
@@ -352,7 +352,7 @@ class Planner:
 
         The search begins at ``near``; last comes the length that the lines are of.
         """
-        reference = near or min(max_positions(self.request.config) or LONGEST, 131072, self._scores_fill())
+        reference = near or min(self.most(), self._scores_fill())
         tried: list[tuple[int, int]] = []
         for _ in range(5):
             lines = self.lines(reference)
@@ -445,6 +445,10 @@ class Planner:
         found = on_device(self.request, counts, terms, "forward")
         found[OPTIMIZER] = found.get(OPTIMIZER, STATE_BYTES[self.request.optimizer] * size / 4 * counts.trained)
         return sum(found.values()) + CONSTANTS["context"].low
+
+    def most(self) -> int:
+        """A length that no step is beyond, without a fake run."""
+        return max(self._furthest(lambda tokens: self.at_least(tokens) <= self.request.device.memory), self.least)
 
     def work(self, tokens: int) -> Work:
         """Operations of a step of ``tokens`` tokens per row."""
