@@ -129,13 +129,17 @@ class Pass:
         """``[t, D] ->`` gate and up, ``[t, F]`` each, or ``[t, 2 F]`` of a fused projection."""
         values = []
         for number, (layer, mask) in enumerate(zip(self.first.layers, masks, strict=False)):
-            if fresh:
-                value = torch.empty(n.shape[0], layer.width, dtype=self.dtype, device=self.device)
-            else:
-                value = self._buffer(("first", number), n.shape[0], layer.width)
+            value = self._kept(n.shape[0], layer) if fresh else self._buffer(("first", number), n.shape[0], layer.width)
             layer.forward(n, value, mask)
             values.append(value)
         return tuple(values)
+
+    def kept_values(self, rows: int) -> tuple[Tensor, ...]:
+        """Room for the pre-activations of so many tokens that are kept."""
+        return tuple([self._kept(rows, layer) for layer in self.first.layers])
+
+    def _kept(self, rows: int, layer: Layer) -> Tensor:
+        return torch.empty(rows, layer.width, dtype=self.dtype, device=self.device)
 
     def _split(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Gate and up, ``[t, F]`` each; up is None in a plain MLP."""

@@ -125,18 +125,19 @@ class Pass:
 
     def _pre_activations(self, n: Tensor, masks: Sequence[Tensor | None], *, fresh: bool) -> tuple[Tensor, ...]:
         """``[t, D] ->`` gate and up, ``[t, F]`` each, or ``[t, 2 F]`` of a fused projection."""
-        layers, rows = self.first.layers, n.shape[0]
-        if fresh:
-            values = self.kept_values(rows)
-        else:
-            values = tuple([self._buffer(("first", number), rows, one.width) for number, one in enumerate(layers)])
-        for layer, value, mask in zip(layers, values, masks, strict=False):
+        values = []
+        for number, (layer, mask) in enumerate(zip(self.first.layers, masks, strict=False)):
+            value = self._kept(n.shape[0], layer) if fresh else self._buffer(("first", number), n.shape[0], layer.width)
             layer.forward(n, value, mask)
-        return values
+            values.append(value)
+        return tuple(values)
 
     def kept_values(self, rows: int) -> tuple[Tensor, ...]:
         """Room for the pre-activations of so many tokens that are kept."""
-        return tuple([torch.empty(rows, one.width, dtype=self.dtype, device=self.device) for one in self.first.layers])
+        return tuple([self._kept(rows, layer) for layer in self.first.layers])
+
+    def _kept(self, rows: int, layer: Layer) -> Tensor:
+        return torch.empty(rows, layer.width, dtype=self.dtype, device=self.device)
 
     def _split(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Gate and up, ``[t, F]`` each; up is None in a plain MLP."""

@@ -96,7 +96,7 @@ class Lines:
                     total[kind] = total.get(kind, 0.0) + share.of(term) * weight * value
         if total.get(KEPT_TILES, 1.0) < 1:  # no tile is kept, or one that is done
             del total[KEPT_TILES]
-        return total
+        return {kind: float(round(size)) for kind, size in total.items()}  # what is allocated in chunks rounds up
 
     def with_tiles_of(self, one: Lines) -> Lines | None:
         """These lines for the tiles that the run of ``one`` has; None if it has other parts.
@@ -162,7 +162,7 @@ class _Share(NamedTuple):
     Attributes:
         row: the one that was run.
         plain: the factor of most terms, by their tokens.
-        squared: of those called :data:`.SQUARED`, of which the longest row tells.
+        squared: of those called :data:`.SQUARED`, of which the longest one tells.
         kept: of :data:`.KEPT_TILES`, by the kept tokens.
     """
 
@@ -379,9 +379,9 @@ def fit_for(
         moved = known.with_tiles_of(lines_at([_row(setup, near)]))
         if moved is not None:
             return moved
-    lines = lines_at(_rows_for(setup, two))
+    lines = lines_at(_rows_for(setup, two, tokens))
     if lines.square and not lines.parabola:
-        lines = lines_at(_rows_for(setup, three))
+        lines = lines_at(_rows_for(setup, three, tokens))
     return lines
 
 
@@ -395,13 +395,15 @@ def _lengths_for(setup: Setup, tokens: int, far: int) -> tuple[int, tuple[int, .
         One length where lines of other tiles are known, two for a line, three for a parabola.
     """
     two, three = other_lengths(setup, tokens), other_lengths(setup, tokens, points=3)
+    unit, some = math.gcd(*two), 0 < float(setup.options.keep) < 1
     if not far:
-        return two[0], two, three
-    unit = math.gcd(*two)
+        if some:
+            three = tuple(n * unit for n in (4, 6, 8, 10) if n * unit != tokens)[:3]
+        return two[0], three[:2] if some else two, three
     unit = unit // setup.batch if unit % setup.batch == 0 else unit
     untiled = setup.loss_tile if setup.options.loss else 1
     tile = setup.options.tile if isinstance(setup.options.tile, int) else untiled
-    fewest = -(-2 * tile // (unit * setup.batch))  # of two tiles at least
+    fewest = -(-(4 if some else 2) * tile // (unit * setup.batch))  # two tiles at least, and two that are kept
     last = max(round(min(tokens, far) / unit), fewest)
     first = (max(last // 2, fewest) if tokens > far else fewest) * unit
     near = last * unit if tokens > far else tokens  # whose own cuts are the right ones
@@ -413,26 +415,34 @@ def _lengths_for(setup: Setup, tokens: int, far: int) -> tuple[int, tuple[int, .
     return near, two, tuple(sorted((*middle, near)))
 
 
-def _rows_for(setup: Setup, lengths: Sequence[int]) -> list[Row]:
-    """What is run to tell lines: rows of ``lengths``, of which the last keeps other tiles than the first, if any."""
-    rows = [_row(setup, length) for length in lengths]
-    if 0 < rows[-1].kept < rows[-1].tokens:
+def _rows_for(setup: Setup, lengths: Sequence[int], tokens: int) -> list[Row]:
+    """What is run to tell of rows of about ``tokens`` tokens: ``lengths``, each with tiles that it keeps, if any.
+
+    The first and the last keep different numbers of them, which tell what one more adds, unless one alone is asked for.
+    The first of several kept tiles makes another peak than one alone does, so that there are several in all of them or
+    in none.
+    """
+    least = 1
+    if 0 < float(setup.options.keep) < 1:
+        least = min(2, max(1, math.floor(float(setup.options.keep) * _tiles(setup, tokens) + 1e-9)))
+    rows = [_row(setup, length, least) for length in lengths]
+    if least == 2 and 0 < rows[-1].kept < rows[-1].tokens:
         (fewer, few), (more, many) = ((row.tokens, _tiles(setup, row.tokens)) for row in (rows[0], rows[-1]))
         first, last = round(rows[0].kept / fewer * few), round(rows[-1].kept / more * many)
-        if first == last > 1:
+        if first == last > 2:
             rows[0] = Row(fewer, (first - 1) / few * fewer)
-        elif first == last and many > 2:
-            rows[-1] = Row(more, 2 / many * more)
+        elif first == last and many > last + 1:
+            rows[-1] = Row(more, (last + 1) / many * more)
     return rows
 
 
-def _row(setup: Setup, tokens: int) -> Row:
-    """A row that keeps as many of its tiles as ``setup`` says, but of those with some at least one, and not all."""
+def _row(setup: Setup, tokens: int, least: int = 1) -> Row:
+    """A row that keeps as many of its tiles as ``setup`` says, but of those with some at least so many, and not all."""
     keep = float(setup.options.keep)
     if keep in (0, 1):
         return Row(tokens, keep * tokens)
     tiles = _tiles(setup, tokens)
-    kept = max(1, min(math.floor(keep * tiles + 1e-9), tiles - 1))
+    kept = max(1, min(max(least, math.floor(keep * tiles + 1e-9)), tiles - 1))
     return Row(tokens, kept / tiles * tokens)
 
 
