@@ -835,6 +835,54 @@ def test_kept_tiles_are_counted_from_runs_that_keep_them(planner: Planner) -> No
     assert by_bytes.resolved(8 * 4096).options.keep == 1 / 8  # one tile in each of the four layers
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"keep": 0.5, "lora": Lora(8)},
+        {"keep": 0.3, "checkpoint": None},
+        {"keep": 1.0, "blocks": "mlp+norm+projections"},
+        {"keep": "memory:40MiB", "precision": "bfloat16"},
+        {"keep": 0.5, "attention": "eager", "heads": 1},
+        {"keep": 0.5, "loss_tile": 16384, "batch": 3},
+    ],
+    ids=["half", "a share, no checkpoints", "all", "bytes", "eager", "one tile of the head"],
+)
+def test_kept_tiles_are_planned_as_a_step_holds_them(changes: dict[str, Any], folder: Path) -> None:
+    """Whatever was planned before."""
+    request = request_of(folder, **{"tile": 512, "loss_tile": 512} | changes)
+    whole = None
+    for first in (None, 4096, 32768):
+        planner = Planner(request)
+        if first is not None:
+            planner.lines(first)
+        setup = planner.resolved(8192)
+        whole = whole or fake_step(request.config, setup, 8192, planner.workspace)
+        planned = planner.lines(8192).at(8192, share=float(setup.options.keep))
+        assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=2e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_a_row_longer_than_those_that_were_run_is_run(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not the peak of a part in short rows may be it in long ones, with experts in tiles too."""
+    experts = {"num_local_experts": 4, "sliding_window": None} if architecture == "mixtral" else {}
+    config = AutoConfig.for_model(architecture, **SIZES, **experts)
+    planner = Planner(changed(Request("rows", config, DEVICE), tile=512, loss_tile=512))
+    runs = Runs(monkeypatch)
+    planner.lines(2048)
+    for tokens, more in ((2048, 0), (8192, 1), (32768, 2), (16384, 0), (8192, 0)):
+        before = len(runs.lengths)
+        planned = planner.lines(tokens).at(tokens)
+        assert len(runs.lengths) - before == more
+        whole = fake_step(config, planner.resolved(tokens), tokens, planner.workspace)
+        assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=2e-4)
+
+
+def test_a_search_begins_where_no_step_is_beyond(planner: Planner) -> None:
+    longest, _ = planner.longest()
+    assert planner.at_least(planner.most()) <= planner.request.device.memory
+    assert longest <= planner.most()
+
+
 def test_one_run_tells_of_steps_without_kept_tiles(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = Runs(monkeypatch)
     request = changed(planner.request, checkpoint=None, tile=4096, keep=0.5)

@@ -150,6 +150,45 @@ def test_the_passes_in_the_middle_hold_what_the_second_does(
     }
 
 
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("llama", {"blocks": "mlp+norm+projections"}),
+        ("qwen3", {"blocks": "mlp+norm+projections", "lora": Lora(4, dropout=0.1), "checkpoint": None}),
+        ("mixtral", {}),
+        ("llama", {"keep": 0.5}),
+        ("llama", {"keep": 0.75, "checkpoint": None, "lora": Lora(4)}),
+        ("llama", {"keep": 1.0, "checkpoint": "attention-saved"}),
+        ("phi3", {"keep": 0.9, "batch": 3, "tile": 67}),
+    ],
+    ids=["norms and projections", "with adapters", "experts", "kept", "kept to the end", "all kept", "uneven tiles"],
+)
+def test_the_tiles_in_the_middle_hold_what_the_second_does(
+    architecture: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the generic operator, and those that keep gate and up until their backward."""
+    config, how = config_of(architecture), setup(device_type="cuda", **{"tile": 32, **changes})
+    short = fake_step(config, how, 2 * LENGTH)
+    monkeypatch.setattr(planner_step, "_ends", lambda parts, **_: parts)
+    monkeypatch.setattr(planner_step, "_kept_as_one", lambda parts: parts)
+    whole = fake_step(config, how, 2 * LENGTH)
+    assert len(short.operators) < 0.8 * len(whole.operators)
+    assert {name: part.total for name, part in short.peaks.items()} == {
+        name: part.total for name, part in whole.peaks.items()
+    }
+
+
+def test_what_is_worked_out_here_is_what_the_fake_mode_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators with numbers among their arguments, such as an optimiser's learning rate, and in place."""
+    config = config_of("qwen3")
+    how = setup(lora=Lora(4, dropout=0.1), optimizer="adafactor", dtype=torch.bfloat16)
+    quick = fake_step(config, how, LENGTH)
+    monkeypatch.setattr(fake, "_KNOWN", {})
+    slow = fake_step(config, how, LENGTH)
+    assert quick.operators == slow.operators
+    assert quick.peaks == slow.peaks
+
+
 def test_peaks_are_read_before_the_first_of_them_goes() -> None:
     """Of phases, and of what runs in none; a peak that is still growing is read when it is asked for."""
     with track("cpu") as live:

@@ -403,7 +403,7 @@ def _lengths_for(setup: Setup, tokens: int, far: int) -> tuple[int, tuple[int, .
     unit = unit // setup.batch if unit % setup.batch == 0 else unit
     untiled = setup.loss_tile if setup.options.loss else 1
     tile = setup.options.tile if isinstance(setup.options.tile, int) else untiled
-    fewest = -(-(4 if some else 2) * tile // (unit * setup.batch))  # two tiles at least, and two that are kept
+    fewest = -(-(4 if some else 3) * tile // (unit * setup.batch))  # one between two tiles, or two that are kept
     last = max(round(min(tokens, far) / unit), fewest)
     first = (max(last // 2, fewest) if tokens > far else fewest) * unit
     near = last * unit if tokens > far else tokens  # whose own cuts are the right ones
