@@ -593,16 +593,28 @@ def test_smaller_states_are_run_only_where_they_may_reach_further(monkeypatch: p
     assert smaller.fits_at_best(smaller.longest()[0], planner)  # what it does reach is not ruled out
 
 
-def test_a_plan_of_eager_attention_begins_near_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its scores grow as the square of the length, and are told apart: two runs tell the parabola."""
-    config = read_config("llama-8b")
-    planner = Planner(changed(Request("llama-8b", config, find_device("h100")), attention="eager", lora=Lora(16)))
+@pytest.mark.parametrize(
+    ("model", "changes", "fewest"),
+    [
+        ("llama-8b", {"lora": Lora(16)}, 2),
+        ("llama-8b", {"lora": Lora(16), "offload": True}, 2),
+        ("llama-8b", {"lora": Lora(16), "attention": "eager"}, 2),  # two tell the parabola of its scores
+        ("llama-8b", {"engine": "zero3", "gpus": 8}, 2),
+        ("qwen3-8b", {"engine": "fsdp2", "gpus": 8, "keep": 1.0}, 4),
+    ],
+    ids=["adapters", "offload", "eager", "shards", "kept tiles"],
+)
+def test_a_search_begins_near_its_end(
+    model: str, changes: dict[str, Any], fewest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = Planner(changed(Request(model, read_config(model), find_device("h100")), **changes))
     with monkeypatch.context() as patch:
         runs = Runs(patch)
-        longest, limit = planner.longest()
-    assert limit.endswith("attention working set")
-    assert len(runs.lengths) == len(set(runs.lengths)) == 2
-    assert planner._scores_fill() == pytest.approx(longest, rel=0.1)
+        longest, _ = planner.longest()
+        assert planner.sure() <= longest
+    assert len(runs.lengths) == len(set(runs.lengths)) == fewest
+    again = Planner(planner.request)
+    assert again.fits(again.estimate(longest)) and not again.fits(again.estimate(round(1.05 * longest)))
 
 
 def test_smaller_states_are_not_tried_where_the_host_has_room_for_all(planner: Planner) -> None:
@@ -875,12 +887,6 @@ def test_a_row_longer_than_those_that_were_run_is_run(architecture: str, monkeyp
         assert len(runs.lengths) - before == more
         whole = fake_step(config, planner.resolved(tokens), tokens, planner.workspace)
         assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=2e-4)
-
-
-def test_a_search_begins_where_no_step_is_beyond(planner: Planner) -> None:
-    longest, _ = planner.longest()
-    assert planner.at_least(planner.most()) <= planner.request.device.memory
-    assert longest <= planner.most()
 
 
 def test_one_run_tells_of_steps_without_kept_tiles(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,9 +204,11 @@ class Planner:
         if not same and any(Phase.read(place).part == HEAD for place in places):
             return False
         local = self.local(tokens)
-        if local > self._far(setup) or any(0.95 * local <= length <= 1.25 * local for length in lines.exact):
+        # Between two lengths lines are too high, if anything; beyond, another operator may come to be the peak. The
+        # number of kept tiles is rounded, and what a row holds with it.
+        longer = 1.05 if setup.options.keep else 1.25
+        if local > self._far(setup) or any(0.95 * local <= length <= longer * local for length in lines.exact):
             return True
-        # Between two lengths lines are too high, if anything; beyond, another operator may come to be the peak.
         return not setup.options.keep and local <= 1.25 * max(lines.lengths) and places.isdisjoint(lines.bent)
 
     def estimate(self, tokens: int, lines: Lines | None = None) -> Estimate:
@@ -352,7 +354,7 @@ class Planner:
 
         The search begins at ``near``; last comes the length that the lines are of.
         """
-        reference = near or min(self.most(), self._scores_fill())
+        reference = near or self._about()
         tried: list[tuple[int, int]] = []
         for _ in range(5):
             lines = self.lines(reference)
@@ -376,17 +378,26 @@ class Planner:
         shorter = self._furthest(lambda tokens: holds(self.estimate(tokens, lines))) if found else 0
         return min(found, shorter), lines, reference if found else tried[-1][0]
 
-    def _scores_fill(self) -> int:
-        """About how many tokens of eager attention fill the device: 12 bytes a score, in 88 % of what is left.
+    def _about(self) -> int:
+        """About how long the longest sequence is, without a fake run; it only says where a search begins.
 
-        It only says where a search begins.
+        Beside :meth:`at_least` each token takes eight hidden states in a layer's backward and gate and up of the tiles
+        that keep them, and eager attention 12 bytes a score, in 88 % of what is left.
         """
-        room = 0.88 * (self.request.device.memory - self.at_least(1))
-        if self.request.attention != "eager" or room <= 0:
-            return LONGEST
-        tokens = math.isqrt(int(room / (12 * self.counts.heads * self.request.batch)))
-        grain = SHORT * self.request.split
-        return max(tokens // grain * grain, grain, self.least)
+        counts, setup, keep = self.counts, self.setup, self.setup.options.keep
+        intermediate = counts.largest_product // counts.hidden
+        kept = 2 * intermediate * counts.layers * (0.0 if isinstance(keep, str) else keep)
+        each = (8 * counts.hidden + kept) * setup.dtype.itemsize * self.request.batch
+
+        def fits(tokens: int) -> bool:
+            return self.at_least(tokens) + each * self.local(tokens) <= self.request.device.memory
+
+        found, room = self._furthest(fits), 0.88 * (self.request.device.memory - self.at_least(1))
+        if self.request.attention == "eager" and room > 0:
+            scores = math.isqrt(int(room / (12 * counts.heads * self.request.batch)))
+            grain = SHORT * self.request.split
+            found = min(found, scores // grain * grain)
+        return max(found, min(SHORT * self.request.split, max_positions(self.request.config) or LONGEST), self.least)
 
     def fits_at_best(self, tokens: int, like: Planner) -> bool:
         """Whether ``tokens`` tokens may fit, by no fake run of its own.
@@ -445,10 +456,6 @@ class Planner:
         found = on_device(self.request, counts, terms, "forward")
         found[OPTIMIZER] = found.get(OPTIMIZER, STATE_BYTES[self.request.optimizer] * size / 4 * counts.trained)
         return sum(found.values()) + CONSTANTS["context"].low
-
-    def most(self) -> int:
-        """A length that no step is beyond, without a fake run."""
-        return max(self._furthest(lambda tokens: self.at_least(tokens) <= self.request.device.memory), self.least)
 
     def work(self, tokens: int) -> Work:
         """Operations of a step of ``tokens`` tokens per row."""
