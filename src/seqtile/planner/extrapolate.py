@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ class Lines:
         if one.square != self.square or any(one.runs[row, number].keys() != names for number, names in places.items()):
             return None
         both = {(at, number): self.runs[at, number] for at, number in self.runs if at == self.rows[-1]}
-        if self.parabola and not _are_parabolas({**both, **one.runs}):
+        if self.parabola and not _are_parabolas({**both, **one.runs}, self.bent):
             return None
         shares = self._shares(row)
         runs: dict[tuple[Row, int], dict[str, dict[str, float]]] = {key: {} for key in self.runs}
@@ -239,8 +239,6 @@ def fit_lines(
         if more is None:
             more = {row: by_place(step, sample.layers, depths) for row, step in run_all(number, sample).items()}
         runs |= {(row, number): places for row, places in more.items()}
-    seen = square.get(False, True) and any(square.values())
-    parabola = seen and not square.get(True, False) and _are_parabolas(runs)
     at: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for step in ends.values():
         for name, part in step.peaks.items():
@@ -250,14 +248,18 @@ def fit_lines(
     for phase in map(Phase.read, [*bent]):
         if phase.layer in depths.inner:
             bent.add(str(replace(phase, layer=depths.inner[phase.layer][0])))
+    seen = square.get(False, True) and any(square.values())
+    parabola = seen and not square.get(True, False) and _are_parabolas(runs, bent)
     return Lines(depths, runs, seen, parabola, tuple(row.tokens for row in ends), frozenset(bent))
 
 
-def _are_parabolas(runs: Mapping[tuple[Row, int], Mapping[str, Terms]]) -> bool:
-    """Whether what is called :data:`.SQUARED` grows so from one length to the others, everywhere."""
+def _are_parabolas(runs: Mapping[tuple[Row, int], Mapping[str, Terms]], bent: Set[str]) -> bool:
+    """Whether what is called :data:`.SQUARED` grows so from one length to the others, but for ``bent`` parts."""
     shortest = min(row for row, _ in runs)
     for (row, number), places in runs.items():
         for place, terms in places.items():
+            if place in bent:
+                continue
             former = runs[shortest, number].get(place, {})
             names = {name for name in {*terms, *former} if name[-1] == SQUARED}
             here, there = row.tokens**2, shortest.tokens**2
