@@ -617,6 +617,17 @@ def test_a_search_begins_near_its_end(
     assert again.fits(again.estimate(longest)) and not again.fits(again.estimate(round(1.05 * longest)))
 
 
+def test_a_search_from_far_beyond_goes_on_where_it_would_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows tell the parabola, though a part beside the peak holds other squares in the long one."""
+    config = read_config("qwen3-8b")
+    changes = dict(attention="eager", keep=0.5, heads=1, blocks="mlp+norm+projections", lora=Lora(16), batch=3)
+    planner = Planner(changed(Request("qwen3-8b", config, find_device("h100")), **changes))
+    runs = Runs(monkeypatch)
+    longest, _ = planner.longest(400_000)
+    assert 400_000 in runs.lengths and len(runs.lengths) == 3
+    assert longest < 50_000 and planner.fits(Planner(planner.request).estimate(longest))
+
+
 def test_smaller_states_are_not_tried_where_the_host_has_room_for_all(planner: Planner) -> None:
     """They would change nothing on the device; where the host has no room for all checkpoints, they make some."""
     request = changed(planner.request, engine="zero2", gpus=2, engine_offload=("optimizer",), offload=True)
