@@ -617,7 +617,7 @@ def test_a_search_begins_near_its_end(
     assert again.fits(again.estimate(longest)) and not again.fits(again.estimate(round(1.05 * longest)))
 
 
-def test_a_search_from_far_beyond_goes_on_where_it_would_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_from_far_beyond_takes_three_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows tell the parabola, though a part beside the peak holds other squares in the long one."""
     config = read_config("qwen3-8b")
     changes = dict(attention="eager", keep=0.5, heads=1, blocks="mlp+norm+projections", lora=Lora(16), batch=3)
@@ -882,6 +882,21 @@ def test_kept_tiles_are_planned_as_a_step_holds_them(changes: dict[str, Any], fo
         whole = whole or fake_step(request.config, setup, 8192, planner.workspace)
         planned = planner.lines(8192).at(8192, share=float(setup.options.keep))
         assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=2e-4)
+
+
+@pytest.mark.parametrize("checkpoint", ["full", None])
+def test_any_number_of_kept_tiles_is_told(checkpoint: str | None, folder: Path) -> None:
+    """What they keep grows with the tokens in them, and all else with all tokens; in whole bytes."""
+    planner = Planner(request_of(folder, tile=512, loss_tile=512, keep=0.5, checkpoint=checkpoint))
+    lines, setup = planner.lines(8192), planner.resolved(8192)
+    for share in (0.25, 0.5, 0.75):
+        whole = fake_step(planner.request.config, changed(setup, keep=share), 8192, planner.workspace)
+        planned = lines.at(8192, share=share)
+        for part, terms in planned.items():
+            if "#1, " not in part:  # which is worked out
+                assert sum(terms.values()) == pytest.approx(whole.peaks[part].total, rel=2e-3), part
+        assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=2e-4)
+    assert all(size == round(size) for terms in lines.at(8191).values() for size in terms.values())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mixtral"])

@@ -363,8 +363,7 @@ class Planner:
                 return found, lines, reference
             tried.append((reference, found))
             # The tiles of a long row are too large for a short one, which may fit where no long one does.
-            about = self._about() if near and len(tried) == 1 else 0
-            shorter = found or max(SHORT * self.request.split, self.least, min(about, reference // 2))
+            shorter = found or max(SHORT * self.request.split, self.least)
             none = not found and (reference <= shorter or self.at_least(1) > self.request.device.memory)
             if none or shorter < 64:
                 break
