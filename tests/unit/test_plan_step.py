@@ -178,6 +178,15 @@ def test_the_tiles_in_the_middle_hold_what_the_second_does(
     }
 
 
+def test_kept_tiles_are_no_scores() -> None:
+    """Even where their bytes are a multiple of tokens x tokens."""
+    config = config_of("llama", intermediate_size=1024)
+    run = fake_step(config, setup(device_type="cuda", tile=128, keep=0.5, attention="eager"), 256)
+    terms = {term for part in run.peaks.values() for term in part.terms}
+    assert 128 * 1024 * 4 % 256**2 == 0 and run.square and "kept gate and up" in terms
+    assert f"kept gate and up{SQUARED}" not in terms
+
+
 def test_what_is_worked_out_here_is_what_the_fake_mode_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators with numbers among their arguments, such as an optimiser's learning rate, and in place."""
     config = config_of("qwen3")

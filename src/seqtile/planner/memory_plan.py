@@ -511,7 +511,7 @@ def _tower_note(name: str, pictures: Pictures | None) -> str:
 
 def _alike(one: Setup, other: Setup, within: float = 0.05) -> bool:
     """Whether tiles are equal within a twentieth, which moves a peak by less than a hundredth."""
-    if one.options.tiled != other.options.tiled or partly(one.options.keep) != partly(other.options.keep):
+    if one.options.tiled != other.options.tiled:
         return False
     tiles = [(one.loss_tile, other.loss_tile)]
     mine, yours = one.options.tile, other.options.tile
