@@ -21,7 +21,7 @@ def last_tile_dropped(monkeypatch: MonkeyPatch) -> None:
 
     def mutated(self: Outputs, index: int, result: object) -> list[Tensor]:
         tensors = write(self, index, result)
-        if index == len(self.cuts) - 1:
+        if index == len(self.cuts.sizes) - 1:
             for buffer in self.buffers:
                 buffer.view(-1, buffer.shape[-1])[self.cuts.ranges[index][0] :] = 0
         return tensors
@@ -35,7 +35,7 @@ def last_tile_without_gradient(monkeypatch: MonkeyPatch) -> None:
 
     def mutated(self: TileGradients, index: int) -> Iterator[Tensor | None]:
         for gradient in of_output(self, index):
-            last = index == len(self.cuts) - 1
+            last = index == len(self.cuts.sizes) - 1
             yield torch.zeros_like(gradient) if last and gradient is not None else gradient
 
     monkeypatch.setattr(TileGradients, "of_output", mutated)

@@ -48,6 +48,9 @@ LONGEST = 2**26
 SHORT = 128
 """Tokens per rank of a row that is named where none fits."""
 
+UNSEEN = 0.003
+"""Share of a step by which tiles of about the same size may move its peak, unsaid."""
+
 WORTH = 0.03
 """Share of a step that keeping attention's output must save to be chosen: below, a step varies by as much anyway."""
 
@@ -100,6 +103,7 @@ class Planner:
         self._lines: dict[tuple[Setup, int], Lines] = {}  # by what runs, and the tokens per rank that were asked for
         self._near: int | None = None
         self._longest = LONGEST
+        self._beyond = 0
         self.host_has_room = False
         if like is not None and (like.request.config is not request.config or like.request.lora != request.lora):
             like = None
@@ -121,6 +125,10 @@ class Planner:
         refuse_split_states(repr(request.model), self.states, request.split, setting)
         check_ranks(request, self.counts, self.no_ring)
         flash = flash3_workspace if request.attention == "flash3" else flash2_workspace
+        # No step is as long; rules for tiles write down every one of them.
+        self._beyond = (
+            self._furthest(lambda tokens: self.at_least(tokens) <= request.device.memory) + SHORT * request.split
+        )
         self.workspace = cpu_workspace if request.device_type == "cpu" else flash
 
     def _count(self, sample: LayerSample) -> Counts:
@@ -187,22 +195,24 @@ class Planner:
         other = self.states or self.request.grpo is not None or setup.pictures is not None
         return 0 if other or setup.device_type == "cpu" else FARTHEST
 
-    def _tell(self, lines: Lines, known: Setup, tokens: int, within: float = 0.05) -> bool:
+    def _tell(self, lines: Lines, known: Setup, tokens: int) -> bool:
         """Whether the ``lines`` of a step with the tiles of ``known`` are right for one of ``tokens`` tokens.
 
-        Lines of head tiles that are larger or smaller by up to a quarter are right too where the head is not the peak,
-        with what its tiles hold as large as it may be: nothing else depends on them. Those that bend at the peak, and
-        those of shorter rows, are right near a length that was run, where a run of this one takes no longer.
+        Tiles may be larger or smaller by up to a fifth, the head's by two fifths, those of attention's projections by a
+        twentieth, where what they hold at the peak moves it by less than :data:`UNSEEN`. Lines that bend at the
+        peak, and those of shorter rows, are right near a length that was run, where a run of this one takes no longer.
         """
         setup = self.resolved(tokens)
-        alike = _alike(known, changed(setup, loss_tile=known.loss_tile), within)
-        grown = setup.loss_tile / known.loss_tile
-        same = _alike(known, setup, within)
-        if not alike or not (same or (0.8 <= grown <= 1.25 and self.request.grpo is None)):
+        grown = _grown(known, setup, 0.05 if setup.options.blocks == "mlp+norm+projections" else 0.2)
+        if grown is None or (self.request.grpo is not None and _grown(known, setup, 0.05) is None):
             return False
-        places = {place for _, place, _ in self._peaks(tokens, lines, head=max(1.0, grown)).best.values()}
-        if not same and any(Phase.read(place).part == HEAD for place in places):
-            return False
+        more = {part: max(1.0, factor) for part, factor in grown.items()}
+        best = self._peaks(tokens, lines, more).best
+        for total, place, found in best.values():
+            part = Phase.read(place).part  # tiles are there while their own part runs
+            if found.get(part, 0.0) * abs(1 - 1 / grown.get(part, 1.0)) > UNSEEN * total:
+                return False
+        places = {place for _, place, _ in best.values()}
         local = self.local(tokens)
         # Between two lengths lines are too high, if anything; beyond, another operator may come to be the peak. The
         # number of kept tiles is rounded, and what a row holds with it.
@@ -232,8 +242,8 @@ class Planner:
             moved=share,
         )
 
-    def _peaks(self, tokens: int, lines: Lines, head: float = 1.0) -> _AtBounds:
-        """What a step of ``tokens`` tokens holds at its peak, and its checkpoints; the head ``head`` times as much."""
+    def _peaks(self, tokens: int, lines: Lines, more: Mapping[str, float] | None = None) -> _AtBounds:
+        """What a step of ``tokens`` tokens holds at its peak, and its checkpoints; ``more`` has factors by part."""
         local = self.local(tokens)
         parts = lines.at(local, share=float(self.resolved(tokens).options.keep) if self.setup.options.keep else 0.0)
         kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
@@ -241,8 +251,9 @@ class Planner:
         best: dict[str, tuple[float, str, dict[str, float]]] = {}
         for phase, terms in other_parts(self.request, parts).items():
             counted = {**terms, "tokens": float(local * self.request.batch)}
-            if HEAD in counted:
-                counted[HEAD] *= head
+            part = Phase.read(phase).part
+            if more and part in more:
+                counted[part] = more[part] * counted.get(part, 0.0)
             for bound in _BOUNDS:
                 found = on_device(self.request, self.counts, counted, phase)
                 asleep = getattr(CONSTANTS["sleeping generator"], bound)
@@ -327,7 +338,7 @@ class Planner:
 
     def sure(self) -> int:
         """The longest sequence that fits at the high estimate too, 0 if none does; faster after :meth:`longest`."""
-        found = min(self._reach(self.fits_at_the_high_estimate, 0.25, self._near)[0], self._longest)
+        found = min(self._reach(self.fits_at_the_high_estimate, self._near)[0], self._longest)
         return found if found >= self.least else 0
 
     def longest(self, near: int | None = None) -> tuple[int, str]:
@@ -335,7 +346,7 @@ class Planner:
         if near is None and self.at_least(1) > self.request.device.memory:
             self._near = SHORT * self.request.split  # a long row's fake runs would tell no more
             return 0, self._limit(self.estimate(self._near))
-        found, lines, self._near = self._reach(self.fits, 0.05, near)
+        found, lines, self._near = self._reach(self.fits, near)
         self._longest = found
         if found < self.least:
             return 0, self._limit(self.estimate(max(self.least, self.request.split), lines))
@@ -347,9 +358,7 @@ class Planner:
         self.host_has_room = everything_moved and not limit.startswith("host memory")
         return found, limit
 
-    def _reach(
-        self, holds: Callable[[Estimate], bool], within: float, near: int | None = None
-    ) -> tuple[int, Lines, int]:
+    def _reach(self, holds: Callable[[Estimate], bool], near: int | None = None) -> tuple[int, Lines, int]:
         """The longest sequence whose estimate ``holds``, and the lines of about that length; tiles depend on it.
 
         The search begins at ``near``; last comes the length that the lines are of.
@@ -359,7 +368,7 @@ class Planner:
         for _ in range(5):
             lines = self.lines(reference)
             found = self._furthest(lambda tokens, lines=lines: holds(self.estimate(tokens, lines)))  # type: ignore[misc]
-            if found and self._tell(lines, self.resolved(reference), found, within):
+            if found and self._tell(lines, self.resolved(reference), found):
                 return found, lines, reference
             tried.append((reference, found))
             # The tiles of a long row are too large for a short one, which may fit where no long one does.
@@ -415,7 +424,7 @@ class Planner:
 
     def _furthest(self, holds: Callable[[int], bool]) -> int:
         """The longest sequence for which ``holds`` is true, to half a percent; 0 if there is none."""
-        top = max_positions(self.request.config) or LONGEST
+        top = min(max_positions(self.request.config) or LONGEST, self._beyond or LONGEST)
         if holds(top):
             return top
         grain = SHORT * self.request.split
@@ -509,15 +518,20 @@ def _tower_note(name: str, pictures: Pictures | None) -> str:
     )
 
 
-def _alike(one: Setup, other: Setup, within: float = 0.05) -> bool:
-    """Whether tiles are equal within a twentieth, which moves a peak by less than a hundredth."""
-    if one.options.tiled != other.options.tiled:
-        return False
-    tiles = [(one.loss_tile, other.loss_tile)]
+def _grown(one: Setup, other: Setup, within: float) -> dict[str, float] | None:
+    """By part of a step how much larger ``other`` has its tiles; None where they differ too much.
+
+    Those of blocks may differ by a share of ``within``, the head's by two fifths.
+    """
     mine, yours = one.options.tile, other.options.tile
+    if one.options.tiled != other.options.tiled or isinstance(mine, int) != isinstance(yours, int):
+        return None
+    grown = {HEAD: other.loss_tile / one.loss_tile}
     if isinstance(mine, int) and isinstance(yours, int):
-        tiles.append((mine, yours))
-    return all(abs(a - b) <= within * max(a, b) for a, b in tiles)
+        if not 1 - within <= yours / mine <= 1 / (1 - within):
+            return None
+        grown |= {BLOCK: yours / mine, BLOCK_AND_NORMS: yours / mine}
+    return grown if 0.7 <= grown[HEAD] <= 1.4 else None
 
 
 def _named(found: Mapping[str, float], setup: Setup) -> dict[str, float]:
