@@ -179,7 +179,7 @@ class Planner:
             if same == setup or (near is None and changed(same, keep=0.0) == setup):
                 near = lines
         # On a CPU what kernels take grows in steps, which a run of another length does not tell.
-        near = None if self.request.device_type == "cpu" or self.request.grpo else near
+        near = None if self.request.device_type == "cpu" else near
         tiles = {"tile": setup.options.tile, "loss_tile": setup.loss_tile, "keep": setup.options.keep}
         built = self.built if changed(self.setup, **tiles) == setup else None
         config, local = self.request.config, self.local(tokens)
@@ -192,7 +192,7 @@ class Planner:
 
         Most tiles but those at the ends are left out; scans in PyTorch loop over chunks of the row.
         """
-        other = self.states or self.request.grpo is not None or setup.pictures is not None
+        other = self.states or setup.pictures is not None
         return 0 if other or setup.device_type == "cpu" else FARTHEST
 
     def _tell(self, lines: Lines, known: Setup, tokens: int) -> bool:
@@ -204,7 +204,7 @@ class Planner:
         """
         setup = self.resolved(tokens)
         grown = _grown(known, setup, 0.05 if setup.options.blocks == "mlp+norm+projections" else 0.2)
-        if grown is None or (self.request.grpo is not None and _grown(known, setup, 0.05) is None):
+        if grown is None:
             return False
         more = {part: max(1.0, factor) for part, factor in grown.items()}
         best = self._peaks(tokens, lines, more).best
@@ -367,7 +367,12 @@ class Planner:
         tried: list[tuple[int, int]] = []
         for _ in range(5):
             lines = self.lines(reference)
-            found = self._furthest(lambda tokens, lines=lines: holds(self.estimate(tokens, lines)))  # type: ignore[misc]
+
+            def fits(tokens: int, lines: Lines = lines) -> bool:
+                told = any(row.kept for row in lines.rows) or not self.resolved(tokens).options.keep
+                return told and holds(self.estimate(tokens, lines))
+
+            found = self._furthest(fits)
             if found and self._tell(lines, self.resolved(reference), found):
                 return found, lines, reference
             tried.append((reference, found))
