@@ -198,12 +198,14 @@ class Planner:
     def _tell(self, lines: Lines, known: Setup, tokens: int) -> bool:
         """Whether the ``lines`` of a step with the tiles of ``known`` are right for one of ``tokens`` tokens.
 
-        Tiles may be larger or smaller by up to a fifth, the head's by two fifths, those of attention's projections by a
-        twentieth, where what they hold at the peak moves it by less than :data:`UNSEEN`. Lines that bend at the
-        peak, and those of shorter rows, are right near a length that was run, where a run of this one takes no longer.
+        Where what they hold at the peak moves it by less than :data:`UNSEEN`, tiles may be larger or smaller by up to a
+        fifth, or by a twentieth where projections are in tiles or some tiles are kept, and the head's by two fifths.
+        Lines that bend at the peak, and those of shorter rows, are right near a length that was run, where a run of
+        this one takes no longer.
         """
         setup = self.resolved(tokens)
-        grown = _grown(known, setup, 0.05 if setup.options.blocks == "mlp+norm+projections" else 0.2)
+        many = setup.options.blocks == "mlp+norm+projections" or setup.options.keep  # tiles are in other parts too
+        grown = _grown(known, setup, 0.05 if many else 0.2)
         if grown is None:
             return False
         more = {part: max(1.0, factor) for part, factor in grown.items()}
