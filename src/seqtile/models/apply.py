@@ -153,10 +153,8 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
                     f"{option}={idle!r}: {refused.name} ({refused.class_name}) cannot be tiled: {refused.why}"
                 )
             raise UserError(_nothing(model, found, left, f"{option}={idle!r}"))
-    if not chosen and not any(one.unproven for one in left):
-        raise UserError(_nothing(model, found, left, f"only={only!r}"))
     if not chosen:
-        logger.warning("%s", _nothing(model, found, left, ""))
+        raise UserError(_nothing(model, found, left, f"only={only!r}"))
     rule, keeping = options.tile_rule, with_free_memory(options.keep_rule(len(chosen)), model, len(chosen))
     with rest.replacing(model), replacing(model):
         tiled = [_tile(model, block, rule, keeping, options.blocks != "mlp", options.path) for block in chosen]
@@ -303,14 +301,15 @@ def free_bytes(model: nn.Module) -> int:
 def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, norms: bool, path: str) -> Block:
     module, inline = found.module, found.in_layer
     near = found.neighbours if norms else replace(found.neighbours, before="")
-    trusted, words = found.proof is None, needed_words(module) if found.kind == "mlp" else []
+    words = needed_words(module) if found.kind == "mlp" else []
     setting = Setting(
-        rule, keep, path, found.hidden, found.intermediate, found.kind == "experts", found.name, found.layer, trusted
-    )
+        rule, keep, path, found.hidden, found.intermediate, found.kind == "experts", found.name, found.layer,
+        found.trusted,
+    )  # fmt: skip
     own = None if inline else TiledForward(module, setting)
     standing: Installed | None = own
     layer = model.get_submodule(found.layer)
-    joins = inline or (bool(found.name) and "forward" not in layer.__dict__ and not trusted)
+    joins = inline or (bool(found.name) and "forward" not in layer.__dict__ and found.proof is not None)
     near = near if joins else Neighbours(members=near.members)
     if joins and not inline and not needs_output(layer, near):
         near = replace(near, after="", dropout="")
@@ -363,7 +362,7 @@ def _operator(model: nn.Module, found: Candidate, layer: nn.Module, near: Neighb
     with for_training(model):
         chain = chain_of(layer, found, near)
         mode = expected_mode(chain, found.hidden)
-        proof = found.proof if near == found.neighbours else prove(chain, mode)[0]
+        proof = found.proof if near == found.neighbours else prove(chain, mode, trusted=found.trusted)
     if proof.why_not or isinstance(proof.formula, str):
         return proof.how, False, str(proof.formula), proof.why_not
     weights = chain.weights(proof.formula, mode.inputs[0][1])

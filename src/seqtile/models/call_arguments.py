@@ -7,25 +7,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor
-
-_PLAIN = (type(None), bool, int, float, str, slice, torch.dtype, torch.device)
-
-
-def why_opaque(arguments: Mapping[int | str, Any]) -> str:
-    """Why a call rests on something that may change before its backward, or ""."""
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor) and not _is_plain(value):
-            return (
-                f"argument {name!r} is a {type(value).__name__}, whose changes cannot be seen; pass tensors, numbers "
-                "or strings instead, or trust the block"
-            )
-    return ""
-
-
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
 
 
 def by_position(function: Any, words: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seqtile._compat import (
-    GLOBAL_HOOKS,
     HOOKED_FORWARD,
-    KEEPS_WEIGHTS,
-    PARAMETRIZE,
     PER_SEQUENCE,
     PRE_HOOKS,
-    dispatch_mode_count,
-    dispatch_modes,
-    function_mode_count,
-    function_modes,
     in_forward_mode,
     transform_level,
-    version_of,
 )
 from seqtile._log import first_rank_logger
 from seqtile._stand_in import ForwardStandIn
@@ -34,16 +26,12 @@ from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import unmark_leaf
 from seqtile.engines.zero12 import reduces_as_they_arrive
-from seqtile.models.call_arguments import Places, by_position, why_opaque
+from seqtile.models.call_arguments import Places, by_position
 from seqtile.models.discover.chain import Chain
-from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.live_weights import row_wise
-from seqtile.models.discover.proof import Mode, Proof, autocast_dtype, process_switches, prove
-from seqtile.models.discover.sizes import Untraceable
-from seqtile.models.discover.trace import is_tracing
-from seqtile.models.discover.views import is_known_kind
+from seqtile.models.discover.proof import Mode, Proof, autocast_dtype, prove
+from seqtile.models.discover.snapshot import Snapshot
 from seqtile.ops.fused_norm import fused_norm
-from seqtile.ops.linear import Packed
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.rng import RowWise
 from seqtile.ops.tile_checkpoint import run_in_tiles
@@ -110,6 +98,36 @@ def inside() -> Iterator[None]:
         _thread.inside = before
 
 
+class Known:
+    """What is known of a chain in one mode, and the weights of its last call."""
+
+    def __init__(self, chain: Chain, proof: Proof, snapshot: Snapshot) -> None:
+        self.chain, self.proof, self.snapshot = chain, proof, snapshot
+        self._tensors: list[Tensor] = []
+        self._weights: FusedWeights | None = None
+
+    def weights(self, dtype: torch.dtype) -> FusedWeights | str:
+        """The live weights for the fused operator, or why it cannot run now.
+
+        While the snapshot holds and the modules' tensors are the same objects, the weights are those of the last call.
+        Engines put others in their places, empty them, or hide them behind attributes.
+        """
+        formula = self.proof.formula
+        if isinstance(formula, str):
+            return formula
+        tensors = self.snapshot.tensors
+        same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        if same and self._weights is not None and all(map(Tensor.numel, tensors)):
+            return self._weights
+        mlp = self.chain.weights(formula, dtype)
+        self._weights = None
+        if isinstance(mlp, FusedWeights) and not mlp.packed_numel:
+            held = set(map(id, tensors))
+            if all(id(weight) in held for weight in mlp.split[0]):  # no views of FSDP1's flat parameter
+                self._tensors, self._weights = tensors, mlp
+        return mlp
+
+
 class Installed(ForwardStandIn):
     """Base of the tiled forwards: puts itself into an instance, remembers what was there, and restores it."""
 
@@ -130,7 +148,7 @@ class Installed(ForwardStandIn):
     def __init__(self, module: nn.Module, setting: Setting) -> None:
         super().__init__(module)
         self.setting = setting
-        self._proofs: dict[Any, tuple[Chain, Proof, Facts | None]] = {}
+        self._proofs: dict[Mode, Known] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_proofs": {}}  # which rest on this very module
@@ -166,32 +184,26 @@ class Installed(ForwardStandIn):
             inner = [*self.inside(), *besides]
             refuse_gathering_inside(inner, block=self.setting.name, layer=self.setting.layer)
 
-    def proof(self, chain: Chain, mode: Mode) -> Proof:
-        """What is known of ``chain`` in this mode: what was known at its last call, if all of it still holds.
+    def known(self, chain: Chain, mode: Mode) -> Known:
+        """What is known of ``chain`` in this mode: what was known at its last call, while the modules are the same.
 
         Cost:
-            Where it does, some 30 µs for a plain MLP with its norm, 60 µs with adapters (21 and 27 Python calls); where
-            it does not, see :func:`seqtile.models.discover.proof.prove`.
+            Where they are, some 10 µs; where they are not, see :func:`seqtile.models.discover.proof.prove`.
         """
         known = self._proofs.get(mode)
-        if known is not None and known[0] == chain and (known[2] is None or known[2].hold()):
-            return known[1]  # without facts it is untiled, and stays so
-        if len(self._proofs) > 8:
-            self._proofs.clear()
-        proof, facts = prove(chain, mode)
-        self._proofs[mode] = (chain, proof, facts)
-        return proof
-
-    def facts(self, mode: Mode) -> Facts | None:
-        """What the proof of the last call in this mode rests on."""
-        return self._proofs[mode][2]
+        if known is None or known.chain != chain or not known.snapshot.holds():
+            if len(self._proofs) > 8:
+                self._proofs.clear()
+            snapshot = Snapshot(chain.modules)
+            known = self._proofs[mode] = Known(chain, prove(chain, mode, trusted=self.setting.trusted), snapshot)
+        return known
 
     def run(
         self,
         chain: Chain,
         tensors: Sequence[Tensor],
         call: Callable[[list[Tensor]], Any],
-        constants: Sequence[Tensor] = (),
+        untiled: Callable[[], Any],
         lanes: int = 1,
         mode: Mode | None = None,
     ) -> Any:
@@ -201,90 +213,77 @@ class Installed(ForwardStandIn):
             chain: what runs.
             tensors: what is split.
             call: ``chain`` on tiles.
-            constants: other tensors that it is called with.
+            untiled: the call as its caller made it.
             lanes: rows per token.
             mode: how it runs, where that is not to be read from ``tensors``.
         """
         if inside_a_tile():
-            return call(list(tensors))
-        parts = chain.modules
+            return untiled()
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (why := self._cannot_cut(chain, tensors)):
+            self._tell_untiled(why)
+            return untiled()
+        x, setting = tensors[0], self.setting
+        weights: FusedWeights | RowWise | None = None
+        if compiling:
+            if self.falls_back:
+                self.note_compiled()
+            kinds = [(tensor.dim(), tensor.dtype) for tensor in tensors]
+            if not self._is_proven(kinds, bool(chain.call), x.device, torch.is_grad_enabled()):
+                return untiled()
+        else:
+            known = self.known(chain, mode or mode_of(tensors))
+            if known.proof.why_not and (known.proof.refuted or not setting.trusted):
+                self._tell_untiled(known.proof.why_untiled(setting.name))
+                return untiled()
+            weights = self._fused_now(known, x.dtype)
+        mlp = weights if isinstance(weights, FusedWeights) else None
+        dense = mlp.packed_numel * x.element_size() if mlp is not None else 0
+        trained = [weight for part in chain.modules for _, weight in named_weights(part) if weight.requires_grad]
+        tokens, shape = x.shape[:-1].numel(), setting.shape(x, trained, mlp is not None, lanes)
+        sizes = setting.rule.tile_sizes(tokens, shape)
+        if not compiling:
+            self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
+        if not sizes and tokens and reduces_as_they_arrive(trained):
+            sizes = (tokens,)  # one tile, not none: another rank's batch may be tiled
+        if not sizes:
+            return untiled()
+        if self.plainly is None and mlp is not None:
+            kept = setting.keep.share(sizes, shape, dense)
+            return fused_mlp(x, mlp, sizes, keep=kept, holds_dense=setting.keep.holds_dense(dense))
+        if self.plainly is None and isinstance(weights, RowWise):
+            graph = known.proof.graph
+            assert graph is not None
+            return fused_norm(x, weights, graph.outputs[2][2], sizes)
+        return self._in_tiles(chain.modules, tensors, call, sizes, mlp is not None)
 
-        def weights() -> dict[str, Tensor]:
-            found = {}
-            for number, part in enumerate(parts):
-                for name, weight in named_weights(part):
-                    found[f"{number}.{name}"] = weight
-            return found
+    def _in_tiles(
+        self, parts: Sequence[nn.Module], tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any],
+        sizes: tuple[int, ...], fused: bool,
+    ) -> Any:  # fmt: skip
+        """The generic operator; where :attr:`plainly` is set, that in its place."""
+
+        def live_weights() -> dict[str, Tensor]:
+            return {f"{n}.{name}": weight for n, part in enumerate(parts) for name, weight in named_weights(part)}
 
         def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
             if not aliases:
                 return call(list(tiles))
             return call_with_weights(ParameterSwap(parts), aliases, (call, list(tiles)))
 
-        if any(one.is_nested for one in tensors):
-            self._tell_untiled("it was called with a nested tensor, which has no rows to cut")
-            return call(list(tensors))
-        if handed := _handed_per_sequence(parts):
-            self._tell_untiled(f"PEFT hands its adapters one entry per sequence ({handed}), which tiles do not keep")
-            return call(list(tensors))
-        if why := _why_watched(parts):
-            self._tell_untiled(why)
-            return call(list(tensors))
-        x, setting = tensors[0], self.setting
-        mlp: FusedWeights | None = None
-        norm: tuple[RowWise, torch.dtype] | None = None
-        check: Callable[[], None] | None = None
-        if not setting.trusted and torch.compiler.is_compiling():
-            if self.falls_back:
-                self.note_compiled()
-            kinds = [(one.dim(), one.dtype) for one in tensors]
-            if not self._is_proven_for_compiler(kinds, len(constants), chain.call, x.device, torch.is_grad_enabled()):
-                return call(list(tensors))
-        elif not setting.trusted:
-            mode = mode or mode_of(tensors, constants)
-            proof = self.proof(chain, mode)
-            if proof.why_not:
-                self._tell_untiled(proof.why_untiled(setting.name))
-                return call(list(tensors))
-            facts = self.facts(mode)
-            for one in (*tensors, *constants):
-                if not is_known_kind(type(one)):
-                    self._tell_untiled(f"it is called with a {type(one).__name__}, a tensor that may do anything")
-                    return call(list(tensors))
-                if one.__dict__ and facts is not None and (names := facts.reads_of(one)):
-                    why = f"a tensor that it is called with has an attribute {names[0]!r}, which it may read"
-                    self._tell_untiled(why)
-                    return call(list(tensors))
-            mlp = self._fused_now(proof, chain, x.dtype)
-            check = _Unchanged(self, chain, mode, proof, constants)
-            if self.fuses_norms and proof.norm is not None and proof.graph is not None:
-                live_norm = row_wise(parts[0], proof.norm)
-                norm = None if isinstance(live_norm, str) else (live_norm, proof.graph.outputs[2][2])
-        dense = _dense_numel(mlp) * x.element_size() if mlp is not None else 0
-        tokens = x.shape[:-1].numel()
-        live = [weight for weight in weights().values() if weight.requires_grad]
-        # With gradients PyTorch itself refuses forward-mode derivatives of a custom function; without, they are lost.
-        with_graph = torch.is_grad_enabled() and any([one.requires_grad for one in (*tensors, *live)])
-        if not with_graph and not torch.compiler.is_compiling() and in_forward_mode():
-            self._tell_untiled("forward-mode derivatives are computed, which tiles do not carry")
-            return call(list(tensors))
-        shape = setting.shape(x, live, mlp is not None, lanes)
-        sizes = setting.rule.tile_sizes(tokens, shape)
-        if not torch.compiler.is_compiling():
-            self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
-        if not sizes and tokens and reduces_as_they_arrive(live):
-            sizes = (tokens,)  # one tile, not none: another rank's batch may be tiled
-        if not sizes:
-            return call(list(tensors))
         if self.plainly is not None:
-            return self.plainly(run, tensors, sizes, mlp is not None)
-        if norm is not None:
-            return fused_norm(x, *norm, sizes, check=check)
-        if mlp is None:
-            return run_in_tiles(run, tensors, sizes, weights, check)
-        keep = setting.keep
-        kept = keep.share(sizes, shape, dense)
-        return fused_mlp(x, mlp, sizes, keep=kept, holds_dense=keep.holds_dense(dense), check=check)
+            return self.plainly(run, tensors, sizes, fused)
+        return run_in_tiles(run, tensors, sizes, live_weights)
+
+    def _cannot_cut(self, chain: Chain, tensors: Sequence[Tensor]) -> str:
+        """Why tiles would not compute what the call does, by how it is made, or ""."""
+        if tensors[0].is_nested:
+            return "it was called with a nested tensor, which has no rows to cut"
+        if transform_level() is not None or in_forward_mode():
+            return "a transform of torch.func or forward-mode derivatives run, which tiles do not carry"
+        if handed := _handed_per_sequence(chain.modules):
+            return f"PEFT hands its adapters one entry per sequence ({handed}), which tiles do not keep"
+        return ""
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def note_compiled(self) -> bool:
@@ -296,38 +295,40 @@ class Installed(ForwardStandIn):
         return True
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _is_proven_for_compiler(
-        self, kinds: Sequence[tuple[int, torch.dtype]], constants: int, told: tuple[Any, ...], device: torch.device,
-        gradients: bool,
-    ) -> bool:  # fmt: skip
+    def _is_proven(
+        self, kinds: Sequence[tuple[int, torch.dtype]], more: bool, device: torch.device, gradients: bool
+    ) -> bool:
         """Whether the block is proven as it is now; asked when the compiler writes down a call, outside its graph.
 
         The compiler guards what the block's own code reads, so that a change leads here again.
         """
         setting = self.setting
-        known = [one for mode, one in self._proofs.items() if mode.gradients == gradients]
-        if setting.experts and any(not proof.why_not and (not facts or facts.hold()) for _, proof, facts in known):
-            return True
-        if len(kinds) > 1 or constants or told or setting.experts:
+        if not setting.experts and (len(kinds) > 1 or more):
             self._tell_untiled("torch.compile calls it with more than hidden states, for which it is not proven")
             return False
-        [(dim, dtype)] = kinds
-        axes = _AXES.get(dim) or ("b",) * (dim - 1)
+        (dim, dtype), *_ = kinds
+        axes: tuple[int | str, ...] = _AXES.get(dim) or ("b",) * (dim - 1)
         mode = Mode((((*axes, setting.hidden), dtype),), device, autocast_dtype(device.type), gradients)
-        proof = self.proof(Chain(((setting.name, self.module),)), mode)
-        if proof.why_not:
-            self._tell_untiled(proof.why_not)
-        return not proof.why_not
+        kind = "experts" if setting.experts else "block"
+        proof = self.known(Chain(((setting.name, self.module),), kind), mode).proof
+        if proof.why_not and (proof.refuted or not setting.trusted):
+            self._tell_untiled(proof.why_untiled(setting.name))
+            return False
+        return True
 
-    def _fused_now(self, proof: Proof, chain: Chain, dtype: torch.dtype) -> FusedWeights | None:
-        """The fused operator's weights if it can run this call; says so, once, if it was asked for and cannot."""
-        if self.setting.path == "generic" or self.setting.experts:
+    def _fused_now(self, known: Known, dtype: torch.dtype) -> FusedWeights | RowWise | None:
+        """The weights of a fused operator if one can run this call; logs once if one was asked for and cannot."""
+        setting, proof = self.setting, known.proof
+        if self.fuses_norms and proof.norm is not None:
+            norm = row_wise(known.chain.modules[0], proof.norm)
+            return norm if isinstance(norm, RowWise) else None
+        if setting.path == "generic" or setting.experts:
             return None
-        mlp = proof.formula if isinstance(proof.formula, str) else chain.weights(proof.formula, dtype)
+        mlp = known.weights(dtype)
         if isinstance(mlp, FusedWeights):
             return mlp
         if self.falls_back and self.is_news(mlp):
-            logger.warning("%s now runs the generic operator: %s", self.setting.name, mlp)
+            logger.warning("%s now runs the generic operator: %s", setting.name, mlp)
         return None
 
     def _tell_untiled(self, why: str) -> None:
@@ -371,42 +372,8 @@ _NO_SOURCE = (
 )
 
 
-def _why_watched(parts: Iterable[nn.Module]) -> str:
-    """Why a call would run once per tile, or keep of one, what its caller does around modules and functions, or ""."""
-    if torch.compiler.is_compiling():
-        return ""
-    if transform_level() is not None:
-        return "a transform of torch.func runs, which tiles do not carry"
-    if PARAMETRIZE.get(KEEPS_WEIGHTS) and any(
-        hasattr(one, "parametrizations") for part in parts for one in part.modules()
-    ):
-        return "torch.nn.utils.parametrize.cached keeps weights that one tile computes, without a graph, for others"
-    if any(GLOBAL_HOOKS) and any(_is_foreign(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
-        return "a hook is registered for all modules (torch.nn.modules.module), which tiles would run on other tensors"
-    modes = [*(function_modes() if function_mode_count() else ()), *(dispatch_modes() if dispatch_mode_count() else ())]
-    for mode in modes:
-        if _is_foreign(type(mode)) and not getattr(mode, "observes_only", False):
-            return (
-                f"{type(mode).__name__} is active around the call, which tiles would run on other tensors (a mode that "
-                "changes no result says so with observes_only = True)"
-            )
-    return ""
-
-
-def _is_foreign(value: Any) -> bool:
-    return not str(getattr(value, "__module__", "")).startswith(("torch.", "seqtile."))
-
-
 _AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}
 """The token axes in each leading dimension, by dimensions; more than three are more than a trace tells apart."""
-
-
-def _dense_numel(mlp: FusedWeights) -> int:
-    """Elements of the quantised weights, once they are dense."""
-    numel = 0
-    for part in (*mlp.first, mlp.down):
-        numel += math.prod(part.weight.shape) if isinstance(part.weight, Packed) else 0
-    return numel
 
 
 def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode:
@@ -421,54 +388,10 @@ def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode
     return Mode(tuple(inputs), x.device, autocast_dtype(x.device.type), torch.is_grad_enabled())
 
 
-class _Unchanged:
-    """Asked before a backward recomputes: is everything that the forward read as it was?
-
-    Not its weights: the fused operator has them from autograd, the generic one compares them itself.
-    """
-
-    def __init__(
-        self, installed: Installed, chain: Chain, mode: Mode, proof: Proof, constants: Sequence[Tensor] = ()
-    ) -> None:
-        self._installed, self._chain, self._mode, self._proof = installed, chain, mode, proof
-        self._tensors = self._read(mode)
-        self._constants = [(one, _version(one)) for one in constants]
-
-    def _read(self, mode: Mode) -> list[tuple[str, Tensor, int]]:
-        facts = self._installed.facts(mode)
-        return facts.tensors() if facts is not None else []
-
-    def __call__(self) -> None:
-        mode = replace(self._mode, switches=process_switches())
-        now = self._installed.proof(self._chain, mode)
-        changed = now is not self._proof and (now.graph is None or now.graph != self._proof.graph)
-        what = "something that its forward reads (an attribute, a global, train or eval)" if changed else ""
-        for (name, tensor, version), (_, other, later) in zip(self._tensors, self._read(mode), strict=False):
-            if version != later or tensor is not other:
-                what = f"its {name}"
-        if any(_version(one) != version for one, version in self._constants):
-            what = "a tensor that every tile is called with"
-        if why := _why_watched(self._chain.modules):
-            raise RuntimeError(
-                f"{self._installed.setting.name}: in its backward {why}; enter it around the forward too"
-            )
-        if what:
-            raise RuntimeError(
-                f"{self._installed.setting.name}: {what} was changed between forward and backward, so a tile would be "
-                "recomputed as something else; change it before the forward or after the backward"
-            )
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else version_of(tensor)
-
-
 class TiledForward(Installed):
     """``forward`` of one position-wise module, over tiles of tokens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_tracing():
-            raise Untraceable("its forward is called by another that was put over it; call seqtile.apply after that")
         self.check()
         original = self.original
         if hasattr(self.module, "parametrizations"):
@@ -478,10 +401,9 @@ class TiledForward(Installed):
         if kwargs and not args:
             args, kwargs = by_position(original, kwargs)
         places = Places(args, kwargs)
-        why = places.why_whole or ("" if self.setting.trusted else why_opaque(places.arguments))
-        if why:
-            self._tell_untiled(why)
-        if not places.names or why:
+        if places.why_whole:
+            self._tell_untiled(places.why_whole)
+        if places.why_whole or not places.names:
             return original(*args, **kwargs)
         tensors = places.take()
 
@@ -493,7 +415,8 @@ class TiledForward(Installed):
         arguments = places if kind == "block" and (len(args) > 1 or kwargs) else None
         told = arguments.key if arguments is not None else ()
         chain = Chain(((self.setting.name, self.module),), kind, arguments=arguments, call=told)
-        return self.run(chain, tensors, call, places.constants())
+        mode = mode_of(tensors, places.constants()) if places.whole else None
+        return self.run(chain, tensors, call, lambda: original(*args, **kwargs), mode=mode)
 
 
 def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:

@@ -30,7 +30,7 @@ from seqtile._compat import (
 )
 from seqtile.engines.granularity import wrapper
 from seqtile.models.discover.chain import Chain
-from seqtile.models.discover.layer_parts import Neighbours, device_types, own_facts
+from seqtile.models.discover.layer_parts import Neighbours, device_types
 from seqtile.models.discover.live_weights import has_foreign_hooks, has_hooks
 from seqtile.models.instance import Installed, Setting, TiledForward, logger
 from seqtile.ops.attention.backends import FLEX, has_long_mask, without_wrong_kernel
@@ -243,16 +243,14 @@ class TiledLayer(Installed):
         names = [near.before, *near.members, near.after, near.dropout, *(("+", near.closing) if near.closing else ())]
         self._events = [name for name in names if name]
         """What the layer's forward calls, in order."""
-        self._code, self._facts = _code_of(layer), own_facts(layer)
+        self._code = _code_of(layer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_code": None, "_facts": None}  # which are of this process and layer
+        return {**super().__getstate__(), "_code": None}  # which cannot be pickled
 
-    def _is_as_read(self, layer: nn.Module) -> bool:
-        """Whether the forward of the layer's class, and what it calls, are those that seqtile read."""
-        if self._code is None:  # a copy
-            self._code, self._facts = _code_of(layer), own_facts(layer)
-        return _code_of(layer) is self._code and (self._facts is None or self._facts.hold())
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._code = _code_of(self.module)
 
     attention: NormedAttention | None = None
     """Attention of the same layer that runs its norm itself."""
@@ -286,7 +284,7 @@ class TiledLayer(Installed):
                 shares.append(name)
             elif isinstance(part, nn.Module) and (has_hooks(part) or isinstance(part, fsdp1)):
                 hooked.append(name)
-        if hooked or not self._is_as_read(layer):
+        if hooked or _code_of(layer) is not self._code:
             self._tell(f"{', '.join(hooked)} has hooks" if hooked else "its forward is another than seqtile read")
             alone = self.attention.view(layer) if self.attention else None
             forward = self.original if alone is None else functools.partial(type(alone).forward, alone)
@@ -387,7 +385,11 @@ class TiledLayer(Installed):
     def _compute(self, layer: nn.Module, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
         chain = self.chain(layer, dropped)
         block = None if self.inline else _forward_of(chain.members[0][1])
-        return self.run(chain, inputs, lambda tiles: chain.run(tiles, call=block))
+
+        def call(tiles: list[Tensor]) -> Any:
+            return chain.run(tiles, call=block)
+
+        return self.run(chain, inputs, call, functools.partial(call, inputs))
 
 
 def _checkpoint_without_wrong_kernel(checkpoint: Callable[..., Any], function: Any, *args: Any, **words: Any) -> Any:
@@ -404,7 +406,7 @@ class TiledPair(TiledLayer):
     def _compute(self, layer: nn.Module, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
         chain = self.chain(layer, dropped)
         tensors = inputs[:1] if inputs[-1] is inputs[0] else inputs
-        return self.run(chain, tensors, chain.run)
+        return self.run(chain, tensors, chain.run, functools.partial(chain.run, tensors))
 
 
 def _code_of(layer: nn.Module) -> Any:

@@ -15,7 +15,6 @@ from seqtile._errors import UserError, expect_module
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.models.apply import refuse_tiled_by_unsloth, replacing, with_free_memory
-from seqtile.models.call_arguments import why_opaque
 from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.proof import Mode, Proof, for_training, prove
 from seqtile.models.discover.widths import linear_widths
@@ -31,9 +30,10 @@ def tile_module(
     tile: int | str = "auto",
     path: str = "auto",
     keep: float | str = 0.0,
-    trust: bool = False,
 ) -> Report:
     """Run one position-wise module of your own over tiles of tokens, in place.
+
+    The call vouches for the module's code. A module that is seen to mix tokens or to keep a state is refused.
 
     Replaces ``module(x)`` by ``torch.cat([module(part) for part in x.split(size, dim)], dim)``, each part recomputed
     in backward, with one gradient per weight. :func:`seqtile.undo` takes it off; a later :func:`seqtile.apply` on the
@@ -47,7 +47,6 @@ def tile_module(
         tile: as for :func:`seqtile.apply`.
         path: as for :func:`seqtile.apply`; the fused operator where the module is an MLP of plain linear layers.
         keep: as for :func:`seqtile.apply`.
-        trust: tile it without a proof: its caller knows that it treats every token by itself, and keeps no state.
 
     Returns:
         A :class:`Report` of one block.
@@ -59,7 +58,7 @@ def tile_module(
 
     Raises:
         UserError: an argument is wrong; or the trace of the module shows that a token sees others, or that it keeps a
-            state. Where no trace can be made before the first call, it is made then.
+            state. What no trace can follow is tiled, and the report says that it was not verified.
         ValueError: when it is called: a tensor argument may be one row per token or not, or an output has no row per
             token.
     """
@@ -72,14 +71,14 @@ def tile_module(
     refuse_tiled_by_unsloth(module)
     name = type(module).__name__
     hidden, widest = _widths(module)
-    along = _proof(module, _dims_along(dim, hidden), trust, ("along", dim))
+    along = _proof(module, _dims_along(dim, hidden), ("along", dim))
     if along.why_not and along.refuted:
         raise UserError(
             f"cannot tile {name} along dim={dim}: {along.why_not}; name the token dimension, or leave it untiled"
         )
-    rows = _proof(module, ("b", "s", hidden), trust) if dim != -1 and not trust else None
+    rows = _proof(module, ("b", "s", hidden)) if dim != -1 else None
     by_rows = rows is not None and not rows.why_not
-    setting = Setting(rule, with_free_memory(keeping, module, 1), path, hidden, widest, name=name, trusted=trust)
+    setting = Setting(rule, with_free_memory(keeping, module, 1), path, hidden, widest, name=name, trusted=True)
     own = TiledModule(module, setting, dim, by_rows)
     not_fused = "its rows are not known to be independent"
     if by_rows and rows is not None:
@@ -97,19 +96,14 @@ def tile_module(
     trained = [weight for weight in module.parameters() if weight.requires_grad]
     shape = setting.shape(torch.empty(0, dtype=_dtype(module), device="meta"), trained, own.falls_back)
     shape = replace(shape, device_type=next((p.device.type for p in module.parameters()), "cpu"))
-    why = along.how or ("not verified: its caller vouches for it (trust=)" if trust else NOT_YET.format(along.why_not))
+    why = along.how or f"not verified: its caller vouches for it ({along.why_not})"
     block = Block(
         name, name, "module", "fused" if own.falls_back else "generic", hidden, widest, (), rule.describe(shape), why,
         not_fused, False,
     )  # fmt: skip
     report = Report((block,), (), 1, setting.keep, weakref.ref(module))
     logger.info("%s", report)
-    if along.why_not and not trust:
-        logger.warning("%s: %s", name, why)
     return report
-
-
-NOT_YET = "not proven on three dimensions ({}); it is judged at each call, and runs untiled where nothing is proven"
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
@@ -124,14 +118,14 @@ def _dims_along(dim: int, hidden: int) -> tuple[int | str, ...]:
     return tuple(sizes)
 
 
-def _proof(module: nn.Module, dims: tuple[int | str, ...], trust: bool, call: tuple[Any, ...] = ()) -> Proof:
+def _proof(module: nn.Module, dims: tuple[int | str, ...], call: tuple[Any, ...] = ()) -> Proof:
     """What is known of the module before it is called, for an input of these dimensions."""
-    if trust or "s" not in dims:
-        return Proof("" if trust else "it was not called yet", False, None, "")
+    if "s" not in dims:
+        return Proof("it was not called yet", False, None, "")
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
     mode = Mode(((dims, _dtype(module)),) * inputs_of(module), device)
     with for_training(module):
-        return prove(Chain(((type(module).__name__, module),), call=call), mode)[0]
+        return prove(Chain(((type(module).__name__, module),), call=call), mode, trusted=True)
 
 
 def _widths(module: nn.Module) -> tuple[int, int]:
@@ -158,10 +152,6 @@ class TiledModule(TiledForward):
         if self.by_rows and places.features_last:
             return super().__call__(*args, **kwargs)
         self.check()
-        why = "" if self.setting.trusted else why_opaque(places.arguments)
-        if why:
-            self._tell_untiled(why)
-            return self.original(*args, **kwargs)
         original, tensors = self.original, places.take()
         if not tensors:
             return original(*args, **kwargs)
@@ -179,8 +169,8 @@ class TiledModule(TiledForward):
         split = tuple((("s", one.shape[1]), one.dtype) for one in tensors)  # rows of one token each
         mode = replace(mode, inputs=split + mode.inputs[len(tensors) :])
         chain = Chain(((self.setting.name, self.module),), arguments=places, call=places.key)
-        result = self.run(chain, tensors, call, constants, lanes, mode)
-        if not shapes:  # it ran untiled, on all tokens at once: as rows too
+        result = self.run(chain, tensors, call, lambda: original(*args, **kwargs), lanes, mode)
+        if not shapes:  # it ran untiled
             return result
         rest = iter(list(shapes))
         return tree_map(lambda leaf: places.as_given(leaf, next(rest)) if isinstance(leaf, Tensor) else leaf, result)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,9 @@ class _NormPlan:
     dtype: torch.dtype
     sizes: tuple[int, ...]
     autocast: Autocast
-    check: Callable[[], None] | None
 
 
-def fused_norm(
-    x: Tensor, norm: RowWise, dtype: torch.dtype, sizes: Sequence[int], *, check: Callable[[], None] | None = None
-) -> Tensor:
+def fused_norm(x: Tensor, norm: RowWise, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:
     """Compute a norm that keeps nothing but its input for the backward.
 
     Replaces the norm's own forward, which keeps its input and the normalised states in fp32.
@@ -39,7 +36,6 @@ def fused_norm(
         norm: its function, live weights ``[D]`` and formula.
         dtype: of the result.
         sizes: tokens of each tile where there is no kernel, in order; they sum to ``N``.
-        check: called first in the backward; raises where what the norm reads has changed since.
 
     Returns:
         ``[..., D]`` in ``dtype``.
@@ -55,7 +51,7 @@ def fused_norm(
     whole = BY_DEVICE.get(x.device.type, COMPILED) is not None
     plan = _NormPlan(
         (norm.function, len(norm.weights), norm.formula), dtype, (x.shape[:-1].numel(),) if whole else tuple(sizes),
-        Autocast.of(x), check,
+        Autocast.of(x),
     )  # fmt: skip
     return _FusedNorm.apply(plan, x, *norm.weights)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -81,8 +77,6 @@ class _FusedNorm(torch.autograd.Function):
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         plan: _NormPlan = ctx.plan
-        if plan.check is not None:
-            plan.check()
         needs_x, *needs = ctx.needs_input_grad[1:]
         x, *weights = ctx.saved_tensors
         sums = sums_for(weights, needs)

@@ -48,7 +48,6 @@ def run_in_tiles(
     tensors: Sequence[Tensor],
     sizes: Sequence[int],
     weights: Weights = dict,
-    check: Callable[[], None] | None = None,
 ) -> Any:
     """Compute ``run(tensors, {})`` one tile of rows at a time.
 
@@ -63,7 +62,6 @@ def run_in_tiles(
         sizes: tokens of each tile, in order; they sum to ``N``; may be empty when ``N`` is 0.
         weights: returns the live weights by name: those that train, and others that have to be the same in backward.
             They are asked for again at every tile, so that an engine may free and gather them in between.
-        check: called first in the backward; raises where a recompute of ``run`` would be another computation.
 
     Returns:
         What ``run(tensors, {})`` returns. Outputs shaped like the first input but for the last dimension keep its
@@ -94,7 +92,7 @@ def run_in_tiles(
     live = weights() if torch.is_grad_enabled() else {}
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
         return _run_without_gradient(_without_state(run), tensors, cuts)
-    return _run_with_gradient(_without_state(run), tensors, cuts, weights, live, check)
+    return _run_with_gradient(_without_state(run), tensors, cuts, weights, live)
 
 
 def run_with_state(
@@ -103,7 +101,6 @@ def run_with_state(
     sizes: Sequence[int],
     begins: Collection[int] = (),
     weights: Weights = dict,
-    check: Callable[[], None] | None = None,
 ) -> Any:
     """Compute a layer that carries a state along the sequence, one tile of the sequence at a time.
 
@@ -118,7 +115,6 @@ def run_with_state(
         sizes: tokens of each tile, in order; they sum to ``T``.
         begins: numbers of the tiles besides the first at which a sequence begins: they get no state.
         weights: as for :func:`run_in_tiles`.
-        check: as for :func:`run_in_tiles`.
 
     Returns:
         The outputs of ``run``, joined along dimension 1.
@@ -137,7 +133,7 @@ def run_with_state(
     live = weights() if torch.is_grad_enabled() else {}
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
         return _run_without_gradient(run, tensors, cuts, begins)
-    return _run_with_gradient(run, tensors, cuts, weights, live, check, begins)
+    return _run_with_gradient(run, tensors, cuts, weights, live, begins)
 
 
 def _without_state(run: Run) -> RunWithState:
@@ -162,7 +158,6 @@ def _run_with_gradient(
     cuts: Cuts,
     weights: Weights,
     live: Mapping[str, Tensor],
-    check: Callable[[], None] | None,
     begins: Collection[int] = (),
 ) -> Any:
     rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
@@ -208,7 +203,7 @@ def _run_with_gradient(
         del state
     finally:
         last = source.end_forward()
-    joined = _Join.apply(gradients, output, last, check)  # type: ignore[no-untyped-call]
+    joined = _Join.apply(gradients, output, last)  # type: ignore[no-untyped-call]
     return output.result(joined)
 
 
@@ -415,10 +410,8 @@ class _Join(torch.autograd.Function):
     """The whole outputs; their gradients are kept for the tiles to take slices of."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gradients: TileGradients, output: Outputs, token: Tensor, check: Callable[[], None] | None
-    ) -> Any:
-        ctx.gradients, ctx.check = gradients, check
+    def forward(ctx: Any, gradients: TileGradients, output: Outputs, token: Tensor) -> Any:
+        ctx.gradients = gradients
         ctx.set_materialize_grads(False)
         buffers, output.buffers = output.buffers, []
         ctx.mark_non_differentiable(
@@ -429,7 +422,5 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor | None) -> Any:
         refuse_second_derivative()
-        if ctx.check is not None:
-            ctx.check()
         ctx.gradients.begin(outputs)
-        return None, None, None, None
+        return None, None, None

@@ -14,6 +14,7 @@ from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.decoder_layers import NOT_LANGUAGE, looks_like_attention, named_state
+from seqtile.models.discover.known_code import is_known_module
 from seqtile.models.discover.layer_parts import (
     LayerSteps,
     Neighbours,
@@ -33,6 +34,9 @@ LOOKED_FOR = (
 )
 
 
+Trusted = Callable[[str, nn.Module], bool]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A position-wise block.
@@ -48,6 +52,7 @@ class Candidate:
         neighbours: what runs before and after it in that layer, and in the same tile.
         why: what proves that it is position-wise.
         proof: the proof; None for one that its caller vouches for.
+        trusted: whether its caller vouches for its code.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Candidate:
     neighbours: Neighbours
     why: str = ""
     proof: Proof | None = None
+    trusted: bool = False
 
     @property
     def in_layer(self) -> bool:
@@ -91,9 +97,6 @@ class Left:
     unproven: bool = False
 
 
-Trusted = Callable[[str, nn.Module], bool]
-
-
 def find_blocks(
     model: nn.Module, *, everything: bool = False, trusted: Trusted = lambda name, module: False
 ) -> tuple[list[Candidate], list[Left]]:
@@ -108,7 +111,7 @@ def find_blocks(
         The blocks, outermost first, none inside another; and the modules left alone with the reason.
     """
     modules = dict(model.named_modules())
-    traces = LayerTraces(modules)
+    traces = LayerTraces(modules, trusted)
     found: list[Candidate] = []
     left: list[Left] = []
     inside = ""  # modules come in order, so those inside a block follow it
@@ -139,13 +142,16 @@ def find_blocks(
 
 
 class LayerTraces:
-    """The steps of each layer's forward, traced once for layers of one kind."""
+    """The steps of each layer's forward, traced once for layers of one kind; of custom layers if they are trusted."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], trusted: Trusted = lambda name, module: False) -> None:
         self.modules = modules
+        self._trusted = {id(module) for name, module in modules.items() if trusted(name, module)}
         self._known: dict[object, LayerSteps | None] = {}
 
     def of(self, layer: nn.Module, hidden: int, blocks: Mapping[str, int]) -> LayerSteps | None:
+        if not is_known_module(layer) and id(layer) not in self._trusted:
+            return None
         plain = plain_children(layer, blocks)
         numbers = tuple(
             (k, v) for k, v in vars(layer).items() if isinstance(v, (int, float, str, bool)) and k != "layer_idx"
@@ -191,34 +197,35 @@ def expected_mode(chain: Chain, hidden: int, dims: tuple[int | str, ...] | None 
 def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate | Left:
     class_name = type(block.module).__name__
     layer = model.get_submodule(block.layer) if block.name or block.in_layer else None
+    trusts = trusted(block.name, block.module)
     for near in _variants(block.neighbours):
         chain = chain_of(layer, block, near)
-        proof, _ = prove(chain, expected_mode(chain, block.hidden))
+        proof = prove(chain, expected_mode(chain, block.hidden), trusted=trusts)
         if not proof.why_not:
-            return replace(block, neighbours=near, why=proof.how, proof=proof)
+            return replace(block, neighbours=near, why=proof.how, proof=proof, trusted=trusts)
     if block.kind == "mlp" and not proof.refuted:  # the second of two linear layers may be the first
-        turned, _ = prove(chain, expected_mode(chain, block.intermediate))
+        turned = prove(chain, expected_mode(chain, block.intermediate), trusted=trusts)
         if not turned.why_not:
             block = replace(block, hidden=block.intermediate, intermediate=block.hidden)
-            return replace(block, neighbours=near, why=turned.how, proof=turned)
-    if not proof.refuted and trusted(block.name, block.module):
-        return replace(block, why="not verified: its caller vouches for it (trust=)")
+            return replace(block, neighbours=near, why=turned.how, proof=turned, trusted=trusts)
     if proof.refuted:
         return Left(block.name, class_name, f"not position-wise: {proof.why_untiled(block.name)}")
+    if trusts:
+        return replace(block, why="not verified: its caller vouches for it (trust=)", trusted=True)
     parts = ((name, part) for module in chain.modules for name, part in module.named_modules() if name)
     try:
         refuse_gathering_inside(parts, block=block.name, layer=block.layer)
     except UserError as error:  # an engine's hooks cannot be traced; raised where the block is to be tiled
         return replace(block, why=str(error))
-    return Left(block.name, class_name, f"not proven: {proof.why_untiled(block.name)}", True)
+    return Left(block.name, class_name, proof.why_untiled(block.name), True)
 
 
 def is_per_row(model: nn.Module, norm: nn.Module, hidden: int) -> bool:
     """Whether a norm treats every token by itself, in the same way whether it is given ``[B, T, D]`` or rows."""
     chain = Chain((("norm", norm),), "inline")
     with for_training(model):
-        whole, _ = prove(chain, expected_mode(chain, hidden))
-        rows, _ = prove(chain, expected_mode(chain, hidden, ("bs", hidden)))
+        whole = prove(chain, expected_mode(chain, hidden))
+        rows = prove(chain, expected_mode(chain, hidden, ("bs", hidden)))
     if whole.graph is None or rows.graph is None:
         return False
     return (whole.graph.outputs[2][0], whole.graph.gradients) == (rows.graph.outputs[2][0], rows.graph.gradients)

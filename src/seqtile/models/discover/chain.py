@@ -81,6 +81,12 @@ class Chain:
         return [part for _, part in self.members if not isinstance(part, (nn.Module, int, float))]
 
     @property
+    def called(self) -> nn.Module | None:
+        """The lone block whose ``forward`` is called without its hooks."""
+        block = self.members[0][1]
+        return block if self.kind in ("block", "experts") and isinstance(block, nn.Module) else None
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """What tells chains of the same modules apart."""
         places = [isinstance(part, nn.Module) for part in (self.before, self.after, self.closing)]
@@ -120,12 +126,11 @@ class Chain:
         if self.kind == "inline":
             return {name: view(part) if isinstance(part, nn.Module) else part for name, part in self.members}
         block = view(self.members[0][1])
-        parts: dict[str, Any] = {}
-        for name, value in block.__dict__.items():
-            if callable(value):
-                parts[name] = value
-        parts.update(block.__dict__[MODULES])
-        return parts
+        functions = {
+            name: value for name, value in block.__dict__.items()
+            if callable(value) and name != "forward" and name != "extra_repr" and not name.startswith("_")
+        }  # fmt: skip
+        return {**functions, **block.__dict__[MODULES]}
 
     def weights(self, formula: Formula, dtype: torch.dtype, view: ViewOf = itself) -> FusedWeights | str:
         """The live weights for the fused operator, or why it cannot run now."""

@@ -87,7 +87,7 @@ _BY_OPERATOR: Mapping[str, tuple[tuple[Activation, Callable[[Tensor], Tensor]], 
 """The activations that the operator knows, by an operator in the trace, and how a block may write them."""
 
 
-def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) -> Formula | str:
+def formula_of(chain: Chain, graph: Graph, tracer: Tracer) -> Formula | str:
     """The formula that a traced chain computes, or why it is none."""
     why = "its trace is another formula than down(act(gate(x)) * up(x)) or down(act(up(x)))"
     reasons = list[str]()
@@ -99,7 +99,7 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer, mentioned: set[str]) 
     hidden = tracer.inputs[0][0][-1]
     if not isinstance(hidden, int):
         return "its features are not in the last dimension"
-    for formula in _candidates(chain.parts(), hidden, graph, mentioned):
+    for formula in _candidates(chain.parts(), hidden, graph):
         if isinstance(formula, str):
             return formula
         try:
@@ -121,7 +121,7 @@ def _computes(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, trai
         weights = chain.weights(formula, tracer.inputs[0][1], view)
         if isinstance(weights, str):
             raise Untraceable(weights)
-        used.update(tracer.names[id(weight)] for weight in weights.split()[0])
+        used.update(tracer.names[id(weight)] for weight in weights.split[0])
         if formula.form is not None:
             weights = replace(weights, activation=replace(weights.activation, function=formula.form))
         for place, norm in (("before", weights.before), ("after", weights.after)):
@@ -177,7 +177,7 @@ def _norms(module: nn.Module) -> Iterator[NormFormula]:
             yield NormFormula(written, epsilon, len(shapes), **flags)
 
 
-def _candidates(parts: Mapping[str, Any], hidden: int, graph: Graph, mentioned: set[str]) -> Iterator[Formula | str]:
+def _candidates(parts: Mapping[str, Any], hidden: int, graph: Graph) -> Iterator[Formula | str]:
     linears = {name: widths for name, part in parts.items() if (widths := linear_widths(part)) is not None}
     if len(linears) not in (2, 3):
         yield f"{len(linears)} linear layers where 2 or 3 were expected"
@@ -196,8 +196,7 @@ def _candidates(parts: Mapping[str, Any], hidden: int, graph: Graph, mentioned: 
         yield "its linear layers are not D -> F and F -> D"
         return
     drops = [name for name, part in parts.items() if type(part) is nn.Dropout and part.p > 0]
-    called = [name for name in parts if name in mentioned or name.isdigit()]  # nn.Sequential mentions none of its own
-    functions = [name for name in called if callable(parts[name]) and name not in (*linears, *drops)]
+    functions = [name for name, part in parts.items() if callable(part) and name not in (*linears, *drops)]
     known = [one for name, ones in _BY_OPERATOR.items() if name in graph.operators for one in ones]
     choices = [(one, "", form) for one, form in known] + [(None, name, None) for name in functions]
     for activation, function, form in choices:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from dis import opname
 from functools import partial
 from typing import Any
 
@@ -20,12 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from seqtile._compat import BUFFERS, HOOKS, MODULES, PARAMETERS, children_of, disabled_torch_function, version_of
+from seqtile._compat import BUFFERS, MODULES, PARAMETERS, children_of, disabled_torch_function, version_of
 from seqtile.engines.zero3 import whole_shape
-from seqtile.models.discover.facts import INTERNAL, Facts
-from seqtile.models.discover.plain_forward import is_plain
-from seqtile.models.discover.proof import generators, restored
-from seqtile.models.discover.python_code import KNOWN_LIBRARIES, Code, is_of_known_library
+from seqtile.models.discover.snapshot import INTERNAL
 from seqtile.models.discover.trace import in_a_thread
 
 
@@ -74,28 +69,15 @@ class LayerCall:
 
 
 class LayerSteps:
-    """The calls in one run of a layer's forward.
+    """The calls in one run of a layer's forward in training."""
 
-    Args:
-        steps: the calls, in training.
-        evaluated: those in evaluation mode; None for a library's layer, where they are the same.
-        known: whether the layer and its children are a library's that we know.
-    """
+    def __init__(self, steps: list[LayerCall]) -> None:
+        self.steps = steps
 
-    def __init__(self, steps: list[LayerCall], evaluated: LayerSteps | None = None, known: bool = False) -> None:
-        self.steps, self.known = steps, known
-        self.modes = [self] if evaluated is None or evaluated.steps == steps else [self, evaluated]
-
-    def is_undisturbed(self, first: LayerCall, last: LayerCall, members: Sequence[LayerCall] = ()) -> bool:
-        """Whether what the first of two calls reads is the same at the last.
-
-        Nothing is changed in place between them, and no other child runs that might keep something: of a layer that
-        is no library's, none but ``members``.
-        """
+    def is_undisturbed(self, first: LayerCall, last: LayerCall) -> bool:
+        """Whether nothing is changed in place between two calls."""
         between = self.steps[self.steps.index(first) + 1 : self.steps.index(last)]
-        if any(step.kind == "in-place" for step in between):
-            return False
-        return self.known or all(step.kind != "child" or step in members for step in between)
+        return all(step.kind != "in-place" for step in between)
 
     def call_of(self, name: str) -> LayerCall | None:
         """The call of a child, if there is exactly one and nothing else of the child is read."""
@@ -116,16 +98,17 @@ class LayerSteps:
 class _Result(Tensor):
     """What a stand-in returns: a tensor that may as well be a tuple of tensors, as long as the code wants it to be.
 
-    Unpacked, it is as many as there are names for it; indexed with a number, it is itself.
+    Unpacked, it is two tensors, or as many as an earlier run was short of; indexed with a number, it is itself.
     """
 
     __torch_function__ = disabled_torch_function
 
+    @staticmethod
+    def unpack() -> int:
+        return 2
+
     def __iter__(self) -> Iterator[Any]:
-        frame = sys._getframe(1)
-        wanted = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
-        count = wanted[1] if opname[wanted[0]] == "UNPACK_SEQUENCE" else 2
-        return iter([self, *[_result(self, self.shape) for _ in range(count - 1)]])
+        return iter([self, *[_result(self, self.shape) for _ in range(self.unpack() - 1)]])
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int):
@@ -150,9 +133,10 @@ def _result(like: Tensor, shape: Sequence[int]) -> Tensor:
 class _LayerRun(TorchFunctionMode):
     """One run of a layer's forward: notes what reads what."""
 
-    def __init__(self, layer: nn.Module, plain: Mapping[str, int], training: bool) -> None:
+    def __init__(self, layer: nn.Module, plain: Mapping[str, int], results: Mapping[str, int]) -> None:
         super().__init__()
-        self._training = training
+        self._results = results
+        self.unpacked: Any = None  # the child whose result was unpacked last
         self.steps: list[LayerCall] = []
         self._plain = plain
         self._dropouts: dict[float, str] = {}
@@ -169,7 +153,7 @@ class _LayerRun(TorchFunctionMode):
         own.update(layer.__dict__)
         own.pop("forward", None)
         # Transformers' own switches: neither changes who reads what, and both would run the parts in other ways.
-        own.update(training=self._training, gradient_checkpointing=False, chunk_size_feed_forward=0)
+        own.update(training=True, gradient_checkpointing=False, chunk_size_feed_forward=0)
         own[MODULES] = {
             name: None if child is None else _ChildStandIn(name, child, self)
             for name, child in children_of(layer).items()
@@ -193,12 +177,17 @@ class _LayerRun(TorchFunctionMode):
                 raise TypeError(f"{name} was called without a tensor")
             self._inside = True
             y = _result(given[0], (*given[0].shape[:-1], self._plain.get(name) or given[0].shape[-1]))
+            y.unpack = partial(self._unpack, name)  # type: ignore[attr-defined]
             y = y if name not in self._plain else y.as_subclass(Tensor)
             self._inside = False
             self.add("child", name, args, words, y)
             return y
 
         return call
+
+    def _unpack(self, name: str) -> int:
+        self.unpacked = name
+        return self._results.get(name, 2)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
@@ -298,13 +287,11 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
         plain: children that return one tensor, with its width.
 
     Returns:
-        The calls, or None where it cannot be run or does more than call its children and functions of PyTorch.
+        The calls, or None where it cannot be run.
 
     Cost:
         One to a few milliseconds.
     """
-    if not is_plain(layer):
-        return None
     parameters = list(inspect.signature(type(layer).forward).parameters.values())[2:]
     needed = [one.name for one in parameters if one.default is one.empty and one.kind in _NAMED]
     others = [
@@ -318,72 +305,36 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
         for given, numbers in (([], []), (needed, []), (needed + others, []), (needed + others, counts)):
             words = {**dict.fromkeys(needed), **dict.fromkeys(given, shape), **dict.fromkeys(numbers, shape[1])}
             try:
-                return in_a_thread(partial(_guarded, layer, partial(_run, layer, shape, plain, words)))  # type: ignore[no-any-return]
+                return in_a_thread(partial(_run, layer, shape, plain, words))  # type: ignore[no-any-return]
             except Exception:  # noqa: BLE001 - it wants another shape, or arguments that nobody knows
                 continue
     return None
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-def _guarded(layer: nn.Module, run: Callable[[], LayerSteps]) -> LayerSteps:
-    """``run()``, which must leave the random generators and whatever the layer's own code reads as they were."""
-    facts = own_facts(layer)
-    before = generators()
-    try:
-        return run()
-    finally:
-        changed = facts.restore() if facts is not None else ""
-        if drawn := restored(before) or changed:
-            raise RuntimeError(f"the layer's forward changes {drawn}")
-
-
-def own_facts(layer: nn.Module) -> Facts | None:
-    """What the code of a layer reads, without its children's; None for a known library's.
-
-    Raises:
-        Untraceable: it reads more than can be watched.
-    """
-    if _is_known(layer):
-        return None
-    alone: nn.Module = object.__new__(type(layer))
-    alone.__dict__.update({**vars(layer), MODULES: {}, **{name: {} for name in HOOKS}})
-    alone.__dict__.pop("forward", None)
-    return Facts([alone], (), Code.written([alone], ()))
-
-
-def _is_known(layer: nn.Module) -> bool:
-    cls = type(layer)
-    return cls.__module__.partition(".")[0] in KNOWN_LIBRARIES and is_of_known_library(cls.forward)
+_UNPACKED = re.compile(r"values to unpack \(expected (\d+)")
+"""Python's words for too many or too few values."""
 
 
 def _run(
     layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given: Mapping[str, Sequence[int] | int | None]
 ) -> LayerSteps:
-    evaluated = None if _is_known(layer) else _run_once(layer, shape, plain, given, training=False)
-    return LayerSteps(_run_once(layer, shape, plain, given, training=True).steps, evaluated, _is_known(layer))
-
-
-def _run_once(
-    layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int],
-    given: Mapping[str, Sequence[int] | int | None], training: bool,
-) -> LayerSteps:  # fmt: skip
-    with torch.enable_grad():
-        run = _LayerRun(layer, plain, training)
-        before = {
-            name: value.copy() if type(value) in (list, set, dict) else value for name, value in vars(run.view).items()
-        }
+    results: dict[str, int] = {}  # how many the children return that return another number than two
+    while True:
+        run = _LayerRun(layer, plain, results)
         x = torch.empty(tuple(shape), device="meta")
         run.number(x)
-        words = {name: _result(x, one) if isinstance(one, tuple) else one for name, one in given.items()}
-        with run:
-            type(layer).forward(run.view, x, **words)
-    if len(before) != len(vars(run.view)) or any(
-        before[k] is not v and before[k] != v for k, v in vars(run.view).items()
-    ):
-        raise RuntimeError("the layer's forward changes the layer")
-    return LayerSteps(run.steps, known=_is_known(layer))
+        words = {name: _result(x, value) if isinstance(value, tuple) else value for name, value in given.items()}
+        try:
+            with torch.enable_grad(), run:
+                type(layer).forward(run.view, x, **words)
+        except ValueError as error:
+            expected = _UNPACKED.search(str(error))
+            if expected is None or run.unpacked in (None, *results):
+                raise
+            results[run.unpacked] = int(expected[1])
+        else:
+            return LayerSteps(run.steps)
 
 
 def is_small(layer: nn.Module, name: str) -> bool:
@@ -404,23 +355,7 @@ def plain_children(layer: nn.Module, blocks: Mapping[str, int]) -> dict[str, int
 
 
 def around(layer: nn.Module, steps: LayerSteps, name: str) -> Neighbours:
-    """What runs beside the child ``name``, in training and in evaluation."""
-    return _agreed(_around(layer, one, name) for one in steps.modes) or Neighbours(members=(name,))
-
-
-def _agreed(found: Iterable[Neighbours | None]) -> Neighbours | None:
-    """What is the same in every mode."""
-    first, *others = found
-    for other in others:
-        if first is None or other is None or first.members != other.members:
-            return None
-        fields = ("before", "after", "dropout", "closing")
-        changed: dict[str, Any] = {name: "" for name in fields if getattr(first, name) != getattr(other, name)}
-        first = replace(first, **changed)
-    return first
-
-
-def _around(layer: nn.Module, steps: LayerSteps, name: str) -> Neighbours:
+    """What runs beside the child ``name``."""
     call = steps.call_of(name)
     block = getattr(layer, name)
     if call is None or len(call.reads) != 1 or not call.alone or type(block).__call__ is not nn.Module.__call__:
@@ -467,10 +402,6 @@ def looks_inline(widths: Mapping[str, tuple[int, int] | None]) -> tuple[str, str
 
 def inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:
     """An MLP whose linear layers are children of the layer, called one after another (OPT, BART)."""
-    return _agreed(_inline(layer, one, widths) for one in steps.modes)
-
-
-def _inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:
     for name in widths:
         call = steps.call_of(name)
         members: list[LayerCall] = []
@@ -484,7 +415,7 @@ def _inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int,
         names = tuple(one.name for one in members)
         if any(one.kind == "child" and steps.call_of(one.name) is not one for one in members):
             continue
-        if not steps.is_undisturbed(members[0], members[-1], members):
+        if not steps.is_undisturbed(members[0], members[-1]):
             continue
         near = _followed(layer, steps, members[-1], Neighbours(members=names))
         maker = steps.maker(members[0])
@@ -511,18 +442,13 @@ def _closing(layer: nn.Module, steps: LayerSteps, members: list[LayerCall], near
     if total is None or total.name not in ("add", "__add__") or len(total.reads) != 2:
         return ""
     norm = steps.reader(total)
-    inner = [*members, *([follower] if follower is not None else [])]
-    if members[0].hidden_states not in total.reads or norm is None or not steps.is_undisturbed(members[0], norm, inner):
+    if members[0].hidden_states not in total.reads or norm is None or not steps.is_undisturbed(members[0], norm):
         return ""
     return norm.name if _is_norm_call(layer, steps, norm) else ""
 
 
 def pair(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:
     """An MLP in two children of the layer (BERT): ``h = first(x)``, ``second(h, other)``."""
-    return _agreed(_pair(one, widths) for one in steps.modes)
-
-
-def _pair(steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:
     for name, (wide, inner) in widths.items():
         call = steps.call_of(name)
         second = steps.reader(call) if call is not None else None

@@ -95,6 +95,7 @@ class Call:
         flow: gives what is known of a tensor.
         expressions: where expressions get their numbers.
         axes: the token axes of the trace.
+        in_backward: whether the backward called it.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Call:
     flow: Callable[[Tensor], Flow]
     expressions: Expressions
     axes: frozenset[str]
+    in_backward: bool
 
     @property
     def first(self) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from seqtile._compat import FakeTensor, disable_current_modes
 from seqtile.counting.watch import tensors_in
-from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, holds_tokens, noted
+from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, holds_tokens
 from seqtile.models.discover.token_flow import Atoms, Call, Flow, features, place_of
 
 # -- element by element ----------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def _always(call: Call) -> bool:
     args = {name: None if isinstance(value, Tensor) else value for name, value in call.args.items()}
     if call.name == "clamp" and len(call.flows()) == 1:
         return args.get("min") in (None, -math.inf) and args.get("max") in (None, math.inf)
-    if not noted.in_backward:
+    if not call.in_backward:
         return False
     if call.name in ("ge", "le"):
         return args.get("other") == (-math.inf if call.name == "ge" else math.inf)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,22 +11,10 @@ from torch import Tensor, nn
 
 from seqtile._compat import BUFFERS, MODULES, PARAMETERS, buffers_of, children_of, parameters_of
 from seqtile.engines.flat import is_flat_view
-from seqtile.models.discover.facts import INTERNAL, slots_of
-from seqtile.models.discover.python_code import KNOWN_LIBRARIES
-from seqtile.models.discover.sizes import Untraceable
+from seqtile.models.discover.snapshot import INTERNAL
 
 MakeTensor = Callable[[Tensor, torch.device | str], Tensor]
 """Makes the tensor that a copy has in place of one of the module's, on a device."""
-
-
-_KNOWN_KINDS = (*KNOWN_LIBRARIES, "torch", "transformer_engine", "hqq", "optimum", "compressed_tensors")
-"""Packages with subclasses of tensors that compute what a tensor does."""
-
-
-@functools.cache
-def is_known_kind(kind: type) -> bool:
-    """Whether tensors of this class compute what those of PyTorch do, rather than something of their own."""
-    return kind.__module__.partition(".")[0] in _KNOWN_KINDS
 
 
 class Views:
@@ -43,8 +30,6 @@ class Views:
         known = self._views.get(id(module))
         if known is not None:
             return known
-        if slots := slots_of(type(module)):
-            raise Untraceable(f"it keeps {slots[0]} in a slot of {type(module).__name__}")
         view: nn.Module = object.__new__(type(module))
         self._views[id(module)] = view
         own = view.__dict__

@@ -1,0 +1,67 @@
+"""Which code a known library wrote: it is traced once and trusted. Custom code is left untiled and named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from seqtile._compat import HOOKS
+
+LIBRARIES = frozenset(
+    "torch transformers peft accelerate bitsandbytes torchao liger_kernel deepspeed trl axolotl swift unsloth "
+    "unsloth_zoo seqtile".split()
+)
+"""Packages whose modules are tested. The code of a model repository (``transformers_modules``) is none of them."""
+
+
+def is_known(code: Any) -> bool:
+    """Whether a library wrote this class or function; Python's own functions count too."""
+    while isinstance(code, partial):
+        code = code.func
+    home = getattr(code, "__module__", None) or "builtins"
+    package = home.partition(".")[0]
+    return package in LIBRARIES or package in ("builtins", "_operator", "math", "functools", "collections", "abc")
+
+
+def is_known_module(module: nn.Module) -> bool:
+    """Whether a library wrote a module's class and what was put on the instance; its children are not looked at."""
+    return all(map(is_known, _code_of(module, False)))
+
+
+def custom_code(modules: Iterable[nn.Module], functions: Iterable[Any] = (), called: nn.Module | None = None) -> str:
+    """What among these no known library wrote: ``"class project.model.MLP"``, or "" where there is nothing.
+
+    Args:
+        modules: looked through with all their children.
+        functions: what runs besides.
+        called: the module whose ``forward`` alone is called, so that its own hooks run outside of the tiles.
+    """
+    codes = [code for module in modules for part in module.modules() for code in _code_of(part, part is not called)]
+    for code in (*codes, *functions):
+        if not is_known(code):
+            code = code.func if isinstance(code, partial) else code
+            name = getattr(code, "__qualname__", type(code).__name__)
+            return f"{'class' if isinstance(code, type) else 'function'} {code.__module__}.{name}"
+    return ""
+
+
+def _code_of(part: nn.Module, with_hooks: bool) -> Iterator[Any]:
+    """The classes and functions that run when a module is called."""
+    kind: Any = type(part)
+    yield from kind.__mro__[:-1]
+    yield kind.forward  # which a library may have replaced on the class
+    attributes = part.__dict__
+    forward: Any = attributes.get("forward")
+    while hasattr(forward, "before"):  # a stand-in of seqtile's
+        forward = forward.before.get("forward")
+    if forward is not None:
+        yield getattr(forward, "__func__", forward)
+    for name, value in attributes.items():
+        if name not in ("forward", "extra_repr") and callable(value) and not isinstance(value, type):
+            yield value if hasattr(value, "__module__") else type(value)
+    if with_hooks:
+        for name in HOOKS:
+            yield from attributes.get(name, {}).values()
