@@ -84,7 +84,8 @@ class Recorder(TorchDispatchMode):
             if tensors[0].dtype is not torch.bool or func is not READ_NUMBER:
                 raise Untraceable("it reads the value of a weight") from None
             self.operators.add(READ_NUMBER_NAME)
-            return False  # "is one of them infinite?", as PEFT's VB-LoRA asks in order to raise
+            # A library asks in order to raise: "is one of them infinite?" (PEFT's VB-LoRA), "are all of them valid?".
+            return self.expressions.keys[self.flow(tensors[0]).expr][0] == "_is_all_true"
         if tensors or tensors_in([result]):  # else it asks about dtypes
             self._record(func, args, kwargs, tensors_in([result]))
         return result

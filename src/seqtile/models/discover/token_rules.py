@@ -414,7 +414,7 @@ RULES: Mapping[str, Rule] = {
         (along, "sum mean amax amin max min var var_mean std std_mean logsumexp linalg_vector_norm norm prod any all "
                 "argmax argmin topk sort cumsum cumprod _softmax _log_softmax _softmax_backward_data "
                 "_log_softmax_backward_data glu glu_backward flip roll median kthvalue mode aminmax nansum "
-                "count_nonzero cummax cummin logcumsumexp native_layer_norm "
+                "count_nonzero _is_all_true cummax cummin logcumsumexp native_layer_norm "
                 "native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"),
         (looked_up, "index embedding gather scatter scatter_add"),
         (product, " ".join(_FACTORS)),
@@ -440,7 +440,7 @@ _POINTWISE = frozenset(
     "mish_backward elu_backward celu_backward softplus_backward log_sigmoid_forward log_sigmoid_backward _conj "
     "_neg_view hardswish hardswish_backward hardsigmoid_backward leaky_relu_backward softshrink_backward "
     "hardshrink_backward "
-    "hardtanh_backward logit_backward rrelu_with_noise_backward _prelu_kernel _prelu_kernel_backward".split()
+    "floor_divide hardtanh_backward logit_backward rrelu_with_noise_backward _prelu_kernel _prelu_kernel_backward".split()
 )
 """Operators that are pointwise and not tagged so."""
 
