@@ -110,7 +110,7 @@ def test_undo_restores_every_attribute(architecture: str) -> None:
         mlp.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), mlp)
         expected = model(tokens()).logits
     before = _attributes(model)
-    report = seqtile.apply(model, tile=5)
+    report = seqtile.apply(model, tile=5, trust="*")
     assert _tiled(model) >= 2 and _attributes(model).keys() == before.keys()
     if mlp is not None:
         assert report.blocks[0].path == "generic" and "another formula" in report.blocks[0].not_fused
@@ -408,10 +408,25 @@ def test_fused_is_refused_where_it_does_not_apply() -> None:
     assert _tiled(model) == 0
 
 
-def test_a_hook_added_later_moves_a_block_to_the_generic_operator_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_added_later_sees_whole_calls_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """It is custom code, which may keep a state."""
     model, ids = causal_lm("llama", torch.float64), tokens()
     _, expected = gradients(model, ids)
-    report = seqtile.apply(model, tile=5)
+    seqtile.apply(model, tile=5)
+    shapes: list[torch.Size] = []
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda m, args, out: shapes.append(out.shape))
+    for _ in range(2):
+        _, got = gradients(model, ids)
+        assert_same_gradients(got, expected)
+    assert shapes == [torch.Size((2, 13, 88))] * 2
+    told = [r.message for r in caplog.records if "model.layers.0.mlp runs untiled: function" in r.message]
+    assert len(told) == 1 and "custom code" in told[0]
+
+
+def test_a_hook_of_a_trusted_block_moves_it_to_the_generic_operator(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = causal_lm("llama", torch.float64), tokens()
+    _, expected = gradients(model, ids)
+    report = seqtile.apply(model, tile=5, trust="*.mlp")
     assert {block.path for block in report.blocks} == {"fused"}
     gate = model.model.layers[0].mlp.gate_proj
     gate.register_forward_hook(lambda m, args, out: None)
@@ -422,20 +437,6 @@ def test_a_hook_added_later_moves_a_block_to_the_generic_operator_and_says_so(ca
         assert rows[:6] == [5, 5, 4, 4, 4, 4]
     told = [r.message for r in caplog.records if "now runs the generic operator: gate_proj has hooks" in r.message]
     assert len(told) == 1 and "untiled" not in caplog.text
-
-
-def test_a_hook_added_later_that_keeps_a_state_sees_whole_calls_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    model, ids = causal_lm("llama", torch.float64), tokens()
-    _, expected = gradients(model, ids)
-    seqtile.apply(model, tile=5)
-    seen: list[torch.Size] = []
-    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda m, args, out: seen.append(out.shape))
-    for _ in range(2):
-        _, got = gradients(model, ids)
-        assert_same_gradients(got, expected)
-    assert seen == [torch.Size((2, 13, 88))] * 2
-    told = [r.message for r in caplog.records if "model.layers.0.mlp runs untiled: its forward changes" in r.message]
-    assert len(told) == 1
 
 
 def test_keep_is_told_with_what_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -156,8 +156,13 @@ def test_experts_in_a_list_that_are_called_without_a_token(path: str) -> None:
 
     expected = step()
     assert any(".experts." in name and grad is not None and not grad.any() for name, grad in expected.items())
-    assert seqtile.apply(model, tile=1, path=path).tiled == 5
+    assert seqtile.apply(model, tile=1, path=path, trust="*").tiled == 5
     assert_same_gradients(step(), expected)
+
+
+def _anyone(name: str, module: nn.Module) -> bool:
+    """Whom a caller trusts who trusts every block."""
+    return True
 
 
 class _Mixer(nn.Module):
@@ -182,23 +187,23 @@ class _Mixer(nn.Module):
     ids=["cumsum", "mean", "flip", "softmax"],
 )
 def test_a_module_that_mixes_tokens_is_left_alone(mix) -> None:
-    found, left = find_blocks(nn.ModuleDict({"mixer": _Mixer(mix)}))
+    found, left = find_blocks(nn.ModuleDict({"mixer": _Mixer(mix)}), trusted=_anyone)
     assert not found
     assert left[0].name == "mixer" and "other tokens" in left[0].why
-    with pytest.raises(seqtile.UserError, match=r"looked for .* found mixer \(_Mixer\): not position-wise"):
-        seqtile.apply(nn.ModuleDict({"mixer": _Mixer(mix)}))
+    with pytest.raises(seqtile.UserError, match=r"mixer \(_Mixer\) cannot be tiled: not position-wise"):
+        seqtile.apply(nn.ModuleDict({"mixer": _Mixer(mix)}), trust="*")
 
 
 def test_a_module_that_counts_its_tokens_is_left_alone() -> None:
     model = nn.ModuleDict({"mixer": _Mixer(lambda h: h + torch.arange(h.shape[1])[:, None])})
-    found, left = find_blocks(model)
+    found, left = find_blocks(model, trusted=_anyone)
     assert not found and left[0].name == "mixer" and "computes with the number of tokens" in left[0].why
-    with pytest.raises(seqtile.UserError, match=r"looked for .* found mixer \(_Mixer\): not position-wise"):
-        seqtile.apply(model)
+    with pytest.raises(seqtile.UserError, match=r"mixer \(_Mixer\) cannot be tiled: not position-wise"):
+        seqtile.apply(model, trust="*")
 
 
 def test_the_same_module_without_mixing_is_found() -> None:
-    found, left = find_blocks(nn.ModuleDict({"mlp": _Mixer(torch.relu)}))
+    found, left = find_blocks(nn.ModuleDict({"mlp": _Mixer(torch.relu)}), trusted=_anyone)
     assert [(block.name, block.hidden, block.intermediate) for block in found] == [("mlp", 8, 16)] and not left
     assert found[0].why == "by its trace, forward and backward"
 
@@ -237,7 +242,7 @@ def test_meta_device_then_real_weights() -> None:
 def _same_as_untiled(model: nn.Module, call, path: str) -> seqtile.Report:
     inputs = [p for p in model.parameters() if p.requires_grad]
     expected = torch.autograd.grad(call(model).pow(2).sum(), inputs, allow_unused=True)
-    report = seqtile.apply(model, tile=4, path=path)
+    report = seqtile.apply(model, tile=4, path=path, trust="*")
     got = torch.autograd.grad(call(model).pow(2).sum(), inputs, allow_unused=True)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other)
@@ -293,8 +298,8 @@ def test_an_argument_beside_hidden_states_is_told_at_apply() -> None:
             return super().forward(x) + shift
 
     note = "Conditioned takes 'shift' beside hidden states: calls that give it one row per sequence, [B, 1, D]"
-    assert note in str(seqtile.apply(nn.ModuleList([Conditioned()])))
-    assert "beside hidden states" not in str(seqtile.apply(nn.ModuleList([_Scaled()])))
+    assert note in str(seqtile.apply(nn.ModuleList([Conditioned()]), trust="*"))
+    assert "beside hidden states" not in str(seqtile.apply(nn.ModuleList([_Scaled()]), trust="*"))
 
 
 @pytest.mark.parametrize("path", ["generic", "auto"])
@@ -318,19 +323,19 @@ class _Normed(nn.Module):
 
 
 def test_running_statistics_over_tokens_are_left_alone() -> None:
-    assert not find_blocks(nn.ModuleList([_Normed(nn.BatchNorm1d(16))]))[0]
-    assert not find_blocks(nn.ModuleList([_Normed(nn.BatchNorm1d(16, affine=False))]))[0]
-    assert len(find_blocks(nn.ModuleList([_Normed(nn.LayerNorm(16))]))[0]) == 1
+    assert not find_blocks(nn.ModuleList([_Normed(nn.BatchNorm1d(16))]), trusted=_anyone)[0]
+    assert not find_blocks(nn.ModuleList([_Normed(nn.BatchNorm1d(16, affine=False))]), trusted=_anyone)[0]
+    assert len(find_blocks(nn.ModuleList([_Normed(nn.LayerNorm(16))]), trusted=_anyone)[0]) == 1
 
 
 def test_mixing_over_the_batch_and_in_one_instance_only_is_seen() -> None:
-    found, left = find_blocks(nn.ModuleList([_Mixer(lambda h: h.softmax(0))]))
+    found, left = find_blocks(nn.ModuleList([_Mixer(lambda h: h.softmax(0))]), trusted=_anyone)
     assert not found and "other tokens" in left[0].why
     two = nn.ModuleDict(
         {"a": nn.ModuleDict({"mlp": _Mixer(torch.relu)}), "b": nn.ModuleDict({"mlp": _Mixer(torch.cumsum)})}
     )
     two["b"]["mlp"].mix = lambda h: h.cumsum(1)
-    assert [block.name for block in find_blocks(two)[0]] == ["a.mlp"]
+    assert [block.name for block in find_blocks(two, trusted=_anyone)[0]] == ["a.mlp"]
 
 
 class _WithScalar(_Mixer):
@@ -340,7 +345,7 @@ class _WithScalar(_Mixer):
 
 
 def test_a_scalar_beside_the_output_is_a_reason() -> None:
-    found, left = find_blocks(nn.ModuleList([_WithScalar(torch.relu)]))
+    found, left = find_blocks(nn.ModuleList([_WithScalar(torch.relu)]), trusted=_anyone)
     assert not found and "one token's output depends on other tokens: mean" in left[0].why
 
 

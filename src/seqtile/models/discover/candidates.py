@@ -120,9 +120,11 @@ def find_blocks(
             continue
         candidate = _classify(name, module, traces)
         class_name = type(module).__name__
-        if candidate is None:
-            if why := _unread(name, module):
+        if candidate is None and (why := _unread(name, module)):
+            candidate = _vouched(name, module) if trusted(name, module) else None
+            if candidate is None:
                 left.append(Left(name, class_name, why))
+        if candidate is None:
             continue
         if not everything and NOT_LANGUAGE.search(name):
             left.append(Left(name, class_name, "vision or audio tower; name it in only= to tile it"))
@@ -275,6 +277,16 @@ def _called_in_a_row(name: str, module: nn.Module, traces: LayerTraces) -> Candi
                 first = found_near.members[0]
                 return Candidate(f"{name}.{first}".lstrip("."), kind, module, *wide[first], name, found_near)
     return None
+
+
+def _vouched(name: str, module: nn.Module) -> Candidate | None:
+    """A block of more linear layers than an MLP has, such as one with adapters by hand, whose caller vouches for it."""
+    wide = {child: widths for child, part in module.named_children() if (widths := linear_widths(part)) is not None}
+    two = looks_inline(wide)
+    if two is None or any(looks_like_attention(inner, part) for inner, part in module.named_modules()):
+        return None
+    layer, _, child = name.rpartition(".")
+    return Candidate(name, "mlp", module, *wide[two[0]], layer, Neighbours(members=(child,)))
 
 
 def _unread(name: str, module: nn.Module) -> str:
