@@ -12,7 +12,6 @@ can say what is missing.
 
 from __future__ import annotations
 
-import abc
 import atexit
 import functools
 import importlib
@@ -33,8 +32,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _torch_module
-from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as _torch_checkpoint
 
 from seqtile.devices import package_version
@@ -226,9 +223,6 @@ def _folder_of(package: str) -> Path:
 
 # ---- Python ----
 
-LruCache: Any = functools._lru_cache_wrapper
-AbcData: Any = type(vars(abc.ABC)["_abc_impl"])
-
 
 def end_process(code: int) -> NoReturn:
     """End after what was registered with ``atexit``, without Python's last clean-up.
@@ -240,20 +234,6 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-@_contract("functools._lru_cache_wrapper", "Lib/functools.py", "functools has a public type of cached functions")
-def _check_lru_cache() -> None:
-    _expect(isinstance(functools.cache(lambda: 0), LruCache), "functools.cache to return one")
-    _expect(isinstance(functools.lru_cache(lambda: 0), LruCache), "functools.lru_cache to return one")
-
-
-@_contract("abc._abc_data", "Modules/_abc.c", "abstract classes keep no such object in their dictionary")
-def _check_abc_data() -> None:
-    class Abstract(abc.ABC):  # noqa: B024 - only its dictionary is looked at
-        pass
-
-    _expect(any(type(value) is AbcData for value in vars(Abstract).values()), "one in an abstract class's dictionary")
 
 
 @_contract("atexit._run_exitfuncs", "Modules/atexitmodule.c", "a process that ends at once can run them otherwise")
@@ -280,14 +260,6 @@ CALL_CODE: types.CodeType = _find("torch.nn.Module._call_impl.__code__")
 
 REPLICATE = "_replicate_for_data_parallel"
 """The method that ``nn.DataParallel`` copies a module with."""
-
-GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
-    _find(f"torch.nn.modules.module.{name}")
-    for name in (
-        "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
-    )
-)  # fmt: skip
-"""Hooks on the calls of all modules: the dictionaries themselves, which PyTorch fills and empties."""
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -384,27 +356,6 @@ def _check_replicate() -> None:
     _expect(REPLICATE in _names_in(_find("torch.nn.parallel.replicate.replicate")), "nn.DataParallel to call it")
 
 
-@_contract(
-    "torch.nn.modules.module._global_forward_hooks",
-    "torch/nn/modules/module.py",
-    "PyTorch says in public whether hooks on all modules are registered",
-)
-def _check_global_hooks() -> None:
-    registers: tuple[Callable[..., Any], ...] = (
-        _torch_module.register_module_forward_hook, _torch_module.register_module_forward_pre_hook,
-        _torch_module.register_module_full_backward_hook, _torch_module.register_module_full_backward_pre_hook,
-    )  # fmt: skip
-    kind = _torch_module._global_is_full_backward_hook
-    for register, hooks in zip(registers, GLOBAL_HOOKS, strict=True):
-        handle = register(_no_hook)
-        try:
-            _expect(_no_hook in hooks.values(), f"what {register.__name__} registers")
-        finally:
-            handle.remove()
-            _torch_module._global_is_full_backward_hook = kind
-        _expect(_no_hook not in hooks.values(), "a removed hook to be gone")
-
-
 # ---- torch: tensors ----
 
 version_of: Callable[[Tensor], int] = _find("torch.Tensor._version.__get__")
@@ -426,8 +377,6 @@ run_backward: Callable[..., Any] = _find("torch.autograd.graph._engine_run_backw
 """``torch.autograd.grad`` of (outputs, upstream, keep the graph, make one, inputs, allow unused, accumulate), but the
 hooks that it calls run under the caller's function modes."""
 
-without_function_modes: Callable[[], Any] = _find("torch._C.DisableTorchFunction")
-"""A context inside which operators run under no function mode."""
 
 _tensor_use_count: Callable[[Tensor], int] = _find("torch.Tensor._use_count")
 _storage_use_count: Callable[[int], int] = _find("torch._C._storage_Use_Count")
@@ -436,12 +385,6 @@ _USES_IN_A_MODE = 4, 2
 
 _AROUND_A_MODE = ("torch._dynamo.", "torch._compile")
 """Modules between an operator's caller and the mode's ``__torch_dispatch__``."""
-
-GRAPH_MEMBERS = ("_is_view", "_base", "_backward_hooks")
-"""Private members of a tensor that tell how it was made or who watches it, which a traced forward may not ask."""
-
-MEMORY_METHODS = ("_typed_storage", "_version")
-"""Private members of a tensor that tell of its memory, which a traced forward may not ask."""
 
 
 def has_gradient_step(weight: Tensor) -> bool:
@@ -475,10 +418,6 @@ def in_forward_mode() -> bool:
     """Whether forward-mode derivatives are computed here."""
     return bool(torch.autograd.forward_ad._current_level >= 0)
 
-
-PARAMETRIZE, KEEPS_WEIGHTS = vars(torch.nn.utils.parametrize), "_cache_enabled"
-"""The names of a module, and the one that tells whether ``cached`` keeps what a parametrised weight's first reader
-computed."""
 
 transform_level = _find("torch._C._functorch.maybe_current_level")
 """The number of the innermost transform of ``torch.func`` (``vmap``, ``grad``) that runs, None outside of them."""
@@ -583,22 +522,6 @@ def _check_gradient_sums() -> None:
     _expect(seen == [True, False, True, False], f"what others hold and formulas to be told from it, got {seen}")
 
 
-@_contract("torch._C.DisableTorchFunction", "torch/csrc/autograd/init.cpp", "a public context that suspends modes")
-def _check_without_function_modes() -> None:
-    class Refusing(TorchFunctionMode):
-        def __torch_function__(self, *_: Any, **__: Any) -> Any:
-            raise AssertionError
-
-    with Refusing(), without_function_modes():
-        _expect(torch.Tensor.sum(torch.ones(2)).shape == (), "an operator outside of modes")
-
-
-@_contract("torch.Tensor._typed_storage", "torch/_tensor.py", "a tensor has no other members that tell of its memory")
-def _check_memory_methods() -> None:
-    for name in (*MEMORY_METHODS, *GRAPH_MEMBERS):
-        _expect(hasattr(Tensor, name), f"a tensor's {name}")
-
-
 @_contract("torch.Tensor._post_accumulate_grad_hooks", "torch/_tensor.py", "a public list of a tensor's hooks")
 def _check_post_accumulate_hooks() -> None:
     weight = nn.Parameter(torch.zeros(2))
@@ -612,13 +535,6 @@ def _check_call_parameter() -> None:
     alias = torch.zeros(2)
     call_parameter(alias)
     _expect(isinstance(alias, nn.Parameter), "a tensor that is called a parameter is one")
-
-
-@_contract("torch.nn.utils.parametrize._cache_enabled", "torch/nn/utils/parametrize.py", "a public way to ask")
-def _check_cached_parametrizations() -> None:
-    _expect(not PARAMETRIZE.get(KEEPS_WEIGHTS), "nothing is kept outside")
-    with torch.nn.utils.parametrize.cached():
-        _expect(bool(PARAMETRIZE.get(KEEPS_WEIGHTS)), "the context to be seen")
 
 
 @_contract("torch._C._functorch.maybe_current_level", "torch/csrc/functorch/init.cpp", "a public way to ask")
@@ -763,11 +679,8 @@ else:
     tree_map = _find("torch.utils._pytree.tree_map")
     tree_unflatten = _find("torch.utils._pytree.tree_unflatten")
 
-ScriptMethod: type = _find("torch._C.ScriptMethod")
 is_wrapper_subclass: Callable[[type], bool] = _find("torch.utils._python_dispatch.is_traceable_wrapper_subclass_type")
 disable_current_modes: Callable[[], Any] = _find("torch.utils._python_dispatch._disable_current_modes")
-function_mode_count: Callable[[], int] = _find("torch._C._len_torch_function_stack")
-function_modes: Callable[[], list[Any]] = _find("torch.overrides._get_current_function_mode_stack")
 disabled_torch_function: Any = _find("torch._C._disabled_torch_function_impl")
 disable_torch_function_subclass: Callable[[], Any] = _find("torch._C.DisableTorchFunctionSubclass")
 has_kernel: Callable[[str, Any], bool] = _find("torch._C._dispatch_has_kernel_for_dispatch_key")
@@ -790,8 +703,6 @@ unsafe_view: Callable[..., Tensor] = _find("torch.ops.aten._unsafe_view")
 dispatch_modes: Callable[[], list[Any]] = _find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 """The modes around every operator, the outermost first."""
 
-dispatch_mode_count: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
-"""How many there are."""
 
 ATTENTION_KERNELS = (
     "_scaled_dot_product_flash_attention",
@@ -895,36 +806,6 @@ def _check_wrapper_subclass_type() -> None:
 
 
 @_contract(
-    "torch._C._len_torch_function_stack", "torch/csrc/autograd/init.cpp", "torch.overrides counts its modes in public"
-)
-def _check_function_modes() -> None:
-    from torch.overrides import TorchFunctionMode
-
-    before = function_mode_count()
-    with TorchFunctionMode():
-        _expect(function_mode_count() == before + 1, "one more mode")
-    _expect(function_mode_count() == before, "one less mode")
-
-
-@_contract("torch.overrides._get_current_function_mode_stack", "torch/overrides.py", "the stack of modes is public")
-def _check_function_mode_stack() -> None:
-    from torch.overrides import TorchFunctionMode
-
-    with TorchFunctionMode() as mode:
-        _expect(function_modes()[-1] is mode, "the mode that was entered last")
-
-
-@_contract("torch._C._len_torch_dispatch_stack", "torch/csrc/autograd/init.cpp", "torch counts its modes in public")
-def _check_dispatch_mode_count() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    before = dispatch_mode_count()
-    with TorchDispatchMode():
-        _expect(dispatch_mode_count() == before + 1, "one more mode")
-    _expect(dispatch_mode_count() == before, "one less mode")
-
-
-@_contract(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "torch/utils/_python_dispatch.py",
     "the stack of modes is public",
 )  # fmt: skip
@@ -968,11 +849,6 @@ def _check_has_kernel() -> None:
     composite, cpu = DispatchKey.CompositeImplicitAutograd, DispatchKey.CPU
     _expect(has_kernel("aten::matmul", composite) and not has_kernel("aten::matmul", cpu), "matmul to be composite")
     _expect(has_kernel("aten::mm", cpu) and not has_kernel("aten::mm", composite), "mm to have a kernel")
-
-
-@_contract("torch._C.ScriptMethod", "torch/csrc/jit/python/script_init.cpp", "TorchScript is gone")
-def _check_script_method() -> None:
-    _expect(isinstance(ScriptMethod, type), "a type")
 
 
 @_contract(
@@ -1485,6 +1361,13 @@ def _check_exchangeable_attention() -> None:
 
 # ---- accelerate ----
 
+BOOKKEEPING = (
+    "ds_", "pre_bwd_fn", "post_bwd_fn", "applied_pre_backward", "all_parameters", "_external_params",
+    "_original_parameters", "to_empty", "_z3", "_fsdp", "_is_fsdp", "_state_dict", "_optim_state", "_hf_hook", "_is_hf",
+    "layer_idx",
+)  # fmt: skip
+"""How the attributes begin in which engines (DeepSpeed, FSDP, accelerate) and transformers note things on a module."""
+
 HOOKED_FORWARD = "_old_forward"
 """Where accelerate's hooks keep the forward that they were put around."""
 
@@ -1762,9 +1645,6 @@ def _check_ds_shape() -> None:
 SWIFT_IMPORTS_PLUGINS = "_import_external_plugins"
 """The method of ms-swift's arguments that runs plugins; its ``self`` are the arguments."""
 
-UNSLOTH_KEEPS_GETATTR = "__unsloth_original__"
-"""The attribute of Unsloth's ``torch.__getattr__`` that holds PyTorch's."""
-
 
 def is_tiled_by_axolotl(module: nn.Module) -> bool:
     """Whether the module is of a class whose forward axolotl's own tiled MLP has replaced."""
@@ -1775,15 +1655,6 @@ def is_tiled_by_unsloth(module: nn.Module) -> bool:
     """Whether the forward of this instance is Unsloth's own tiled one (``unsloth_zoo.tiled_mlp.patch_mlp``)."""
     forward = module.__dict__.get("forward")
     return getattr(getattr(forward, "__func__", None), "__module__", "") == "unsloth_zoo.tiled_mlp"
-
-
-def unsloths_torch_getattr() -> set[types.CodeType]:
-    """The code of the ``__getattr__`` that Unsloth puts into ``torch``: PyTorch's own, with more words in its error.
-
-    PyTorch runs it for each ``hasattr(torch, name)`` of its own code.
-    """
-    function: Any = vars(torch).get("__getattr__")
-    return {function.__code__} if hasattr(function, UNSLOTH_KEEPS_GETATTR) else set()
 
 
 def checkpoint_before_swift() -> Any:
@@ -1824,8 +1695,3 @@ def _check_swift_checkpoint() -> None:
 def _check_unsloth_tiles() -> None:
     text = _source_of("unsloth_zoo.tiled_mlp")
     _expect("mlp_module.forward = MethodType(" in text, "a method bound to the instance")
-
-
-@_contract("unsloth.import_fixes.__unsloth_original__", "unsloth/import_fixes.py", "Unsloth leaves torch's __getattr__")
-def _check_unsloth_getattr() -> None:
-    _expect(f"__getattr__.{UNSLOTH_KEEPS_GETATTR} = original" in _source_of("unsloth.import_fixes"), "the former in it")

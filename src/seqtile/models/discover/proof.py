@@ -130,10 +130,12 @@ def _prove(chain: Chain, mode: Mode) -> Proof:
     except NotPerToken as error:
         return Proof(str(error), True, None, "")
     except Untraceable as error:
-        return Proof(str(error), False, None, "")
+        return Proof(f"not proven: {error}", False, None, "")
     except Exception as error:  # noqa: BLE001 - whatever a module raises on tensors without memory
         first_line = str(error).splitlines()[0][:200] if str(error) else ""
-        return Proof(f"it could not be executed here ({type(error).__name__}: {first_line})", False, None, "")
+        return Proof(
+            f"not proven: it could not be executed here ({type(error).__name__}: {first_line})", False, None, ""
+        )
 
 
 def _routed(chain: Chain) -> Proof:

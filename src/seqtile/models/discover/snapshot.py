@@ -18,13 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import BUFFERS, HOOKS, MODULES, PARAMETERS, children_of
+from seqtile._compat import BOOKKEEPING, BUFFERS, HOOKS, MODULES, PARAMETERS, children_of
 
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes of every module, in which PyTorch keeps parameters, children and hooks, and ``training``."""
-
-_OF_INSTANCE = frozenset(("layer_idx", "extra_repr", "_hf_hook", "_is_hf_initialized"))
-"""Attributes that tell instances apart and not what they compute."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -54,7 +51,10 @@ class Snapshot:
         self._sized: list[Any] = []
         for part in self._parts:
             attributes = part.__dict__
-            names = [name for name, value in attributes.items() if not isinstance(value, Tensor)]
+            names = [
+                name for name, value in attributes.items()
+                if not isinstance(value, Tensor) and not name.startswith(BOOKKEEPING)
+            ]  # fmt: skip
             containers = [attributes[MODULES], *(attributes[name] for name in HOOKS)]
             containers += [
                 attributes[name] for name in names if name not in INTERNAL and type(attributes[name]) is dict
@@ -110,7 +110,7 @@ def description(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
         tensors |= {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
         settings = {
             name: setting(value) for name, value in attributes.items() if name not in tensors
-            and (name == "training" or name not in INTERNAL and name not in _OF_INSTANCE)
+            and (name == "training" or name not in INTERNAL and not name.startswith(("extra_repr", *BOOKKEEPING)))
         }  # fmt: skip
         described.append((
             type(part), type(part).forward,

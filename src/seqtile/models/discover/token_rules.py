@@ -439,8 +439,8 @@ RULES: Mapping[str, Rule] = {
 _POINTWISE = frozenset(
     "mish_backward elu_backward celu_backward softplus_backward log_sigmoid_forward log_sigmoid_backward _conj "
     "_neg_view hardswish hardswish_backward hardsigmoid_backward leaky_relu_backward softshrink_backward "
-    "hardshrink_backward "
-    "floor_divide hardtanh_backward logit_backward rrelu_with_noise_backward _prelu_kernel _prelu_kernel_backward".split()
+    "hardshrink_backward floor_divide "
+    "hardtanh_backward logit_backward rrelu_with_noise_backward _prelu_kernel _prelu_kernel_backward".split()
 )
 """Operators that are pointwise and not tagged so."""
 

@@ -1,0 +1,58 @@
+"""Every backward of these tests runs as on an accelerator: in a thread of its own, outside of the forward's autocast.
+
+PyTorch hands a backward's thread the caller's dispatch modes, so that counters see it; autocast and the thread-locals of
+Python code stay behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+def in_a_worker(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` in a thread of its own where the main thread calls it."""
+
+    @wraps(function)
+    def call(*args: Any, **words: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return function(*args, **words)
+        modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+        gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        answer: list[Any] = []
+
+        def work() -> None:
+            try:
+                with ExitStack() as stack:
+                    for mode in modes:
+                        stack.enter_context(mode)
+                    stack.enter_context(torch.inference_mode(inference))
+                    stack.enter_context(torch.set_grad_enabled(gradients))
+                    answer.append((function(*args, **words), None))
+            except BaseException as error:  # noqa: BLE001 - raised again by the caller
+                answer.append((None, error))
+
+        thread = threading.Thread(target=work, name="backward")
+        thread.start()
+        thread.join()
+        result, error = answer[0]
+        if error is not None:
+            raise error
+        return result
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _backward_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.autograd, "backward", in_a_worker(torch.autograd.backward))
+    monkeypatch.setattr(torch.autograd, "grad", in_a_worker(torch.autograd.grad))
+    yield
