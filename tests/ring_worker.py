@@ -27,8 +27,6 @@ of_the_ring = Counter[str]()
 class Carried(TorchDispatchMode):
     """Bytes of every collective, by its name: of what is gathered, reduced or sent, whole."""
 
-    observes_only = True
-
     def __init__(self) -> None:
         super().__init__()
         self.bytes = Counter[str]()

@@ -1,6 +1,6 @@
 """What operators read while a piece of code runs, seen from outside.
 
-A hook or a forward that notes its calls in a list changes state, which is a reason to leave its block untiled. A
+A hook or a forward that notes its calls in a list changes state, which is custom code that would leave its block untiled. A
 dispatch mode belongs to nobody's forward, and the traces that prove a block run in a thread where it is not active.
 """
 
@@ -22,8 +22,6 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "convolut
 
 
 class _Watch(TorchDispatchMode):
-    observes_only = True
-
     def __init__(self, operator: str, weights: set[int]) -> None:
         super().__init__()
         self.operator, self.weights = operator, weights

@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_iter
 class Births(TorchDispatchMode):
     """Notes the storages that are born inside the ``with``, weakly."""
 
-    observes_only = True
-
     def __init__(self) -> None:
         super().__init__()
         self._born: dict[int, tuple[weakref.ref[Any], tuple[int, ...]]] = {}

@@ -28,8 +28,6 @@ BATCH, LENGTH, LAYERS, HEADS = 2, 24, 2, 4
 class AttentionCalls(TorchDispatchMode):
     """Forward and backward calls of attention kernels."""
 
-    observes_only = True
-
     def __init__(self) -> None:
         super().__init__()
         self.forward = self.backward = 0
@@ -246,8 +244,6 @@ def check_masks(calls: int, share: float) -> int:
 
 class CallsOf(TorchDispatchMode):
     """Calls of the operators of one namespace."""
-
-    observes_only = True
 
     def __init__(self, space: str) -> None:
         super().__init__()

@@ -21,8 +21,6 @@ LIMIT = 2**31
 class Offsets(TorchDispatchMode):
     """The furthest element that any operator touched, and the operators that ran."""
 
-    observes_only = True
-
     def __init__(self) -> None:
         super().__init__()
         self.furthest: dict[str, int] = {}

@@ -153,8 +153,6 @@ class Widest(TorchDispatchMode):
     Weights and their gradients, which are as wide but have ``D`` rows, are left out.
     """
 
-    observes_only = True
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width, self.rows, self.most = width, 0, 0

@@ -38,8 +38,6 @@ script = _script()
 class _Heads(TorchDispatchMode):
     """Query heads that attention kernels have run on, forward and backward."""
 
-    observes_only = True
-
     def __init__(self) -> None:
         super().__init__()
         self.forward = self.backward = 0
