@@ -1,7 +1,7 @@
 """What operators read while a piece of code runs, seen from outside.
 
-A hook or a forward that notes its calls in a list changes state, which is custom code that would leave its block untiled. A
-dispatch mode belongs to nobody's forward, and the traces that prove a block run in a thread where it is not active.
+A hook that notes its calls in a list is custom code, which would leave its block untiled. A dispatch mode belongs to
+nobody's forward, and the traces that prove a block run in a thread where it is not active.
 """
 
 from __future__ import annotations

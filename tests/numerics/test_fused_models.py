@@ -418,7 +418,7 @@ def test_inside_torch_compile_the_generic_operator_runs(monkeypatch: pytest.Monk
     monkeypatch.setattr(instance, "fused_mlp", lambda *a, **k: fused.append(1) or run(*a, **k))
     mlp, x = GatedMLP(), random(2, 5, 6)
     expected = mlp(x)
-    assert seqtile.apply(mlp, tile=TILE).blocks[0].path == "fused"
+    assert seqtile.apply(mlp, tile=TILE, trust="*").blocks[0].path == "fused"
     torch.testing.assert_close(torch.compile(mlp, backend="eager", fullgraph=True)(x), expected)
     assert not fused
     torch.testing.assert_close(mlp(x), expected)
@@ -550,7 +550,7 @@ def test_keep_decides_whether_dense_weights_stay(
     monkeypatch.setattr(instance, "fused_mlp", lambda *a, **k: kept.append(k["keep"]) or run(*a, **k))
     x, upstream = random(2, 50, 64), random(2, 50, 64, seed=2, grad=False)
     (expected,) = torch.autograd.grad(mlp(x), x, upstream)
-    report = seqtile.apply(mlp, tile=40, keep=keep)
+    report = seqtile.apply(mlp, tile=40, keep=keep, trust="*")
     assert report.blocks[0].path == "fused", report.blocks[0].not_fused
     mlp(x)  # any proof that is still missing is made now
     kept.clear()

@@ -14,7 +14,7 @@ from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.decoder_layers import NOT_LANGUAGE, looks_like_attention, named_state
-from seqtile.models.discover.known_code import is_known_module
+from seqtile.models.discover.known_code import custom_code, is_known_module
 from seqtile.models.discover.layer_parts import (
     LayerSteps,
     Neighbours,
@@ -122,7 +122,10 @@ def find_blocks(
         class_name = type(module).__name__
         if candidate is None and (why := _unread(name, module)):
             candidate = _vouched(name, module) if trusted(name, module) else None
-            if candidate is None:
+            custom = custom_code([module]) if children_of(module) else ""
+            if candidate is None and custom:
+                left.append(Left(name, class_name, Proof.of_custom(custom).why_untiled(name), True))
+            elif candidate is None:
                 left.append(Left(name, class_name, why))
         if candidate is None:
             continue

@@ -69,6 +69,11 @@ class Proof:
     how: str = ""
     norm: NormFormula | None = None
 
+    @staticmethod
+    def of_custom(code: str) -> Proof:
+        """That nothing is known of a block, since nobody knows this class or function."""
+        return Proof(f"{code} is custom code", False, None, "")
+
     def why_untiled(self, name: str) -> str:
         """Why the block of this name is not tiled, and what its caller can do about it."""
         if self.refuted:
@@ -114,7 +119,7 @@ def prove(chain: Chain, mode: Mode, *, trusted: bool = False) -> Proof:
     """
     modules = chain.modules
     if not trusted and (custom := custom_code(modules, chain.functions, chain.called)):
-        return Proof(f"{custom} is custom code", False, None, "")
+        return Proof.of_custom(custom)
     key = (chain.key, mode, tuple(map(setting, chain.functions)), description(modules))
     if key not in _proofs:
         _proofs[key] = in_a_thread(partial(_prove, chain, mode))
