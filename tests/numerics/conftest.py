@@ -1,7 +1,7 @@
 """Every backward of these tests runs as on an accelerator: in a thread of its own, outside of the forward's autocast.
 
-PyTorch hands a backward's thread the caller's dispatch modes, so that counters see it. Autocast and Python's thread-locals
-stay behind.
+PyTorch hands a backward's thread the caller's dispatch modes, so that counters see it. Autocast and thread-locals of
+Python stay behind.
 """
 
 from __future__ import annotations
