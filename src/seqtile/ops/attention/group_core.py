@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqtile.ops.attention.backends import AllowedKernels
 from seqtile.ops.attention.kernel_calls import Position, Recorded, record, replayed
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.normed_linears import sums_for
@@ -65,6 +66,7 @@ class Done:
         recorded: what goes where.
         random: generator state before the passes, None when nothing was random.
         after: the same after them.
+        kernels: SDPA's kernels that the forward could choose from.
     """
 
     whole: Tensor
@@ -73,6 +75,12 @@ class Done:
     recorded: tuple[Recorded, ...]
     random: RandomState | None
     after: RandomState | None
+    kernels: AllowedKernels
+
+    @property
+    def notes(self) -> tuple[Any, ...]:
+        """What is no tensor: an autograd node may hold it."""
+        return self.recorded, self.random, self.after, self.kernels
 
 
 @dataclass(frozen=True)
@@ -95,15 +103,15 @@ class Groups:
     autocast: Autocast
     draws: bool
 
-    def forward(self, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Done:
-        """Run every pass."""
+    def forward(self, parts: Sequence[Tensor], weights: Sequence[Tensor], *, for_backward: bool) -> Done:
+        """Run every pass; ``for_backward`` records what :meth:`backward` needs."""
         whole: Tensor | None = None
         beside: Any = None
         random = RandomState(parts[0].device) if self.draws else None
         tensors: list[Tensor] = []
         notes = []
         for cut in self.cuts:
-            output, beside, recorded, extra = self.run(cut, parts, weights)
+            output, beside, recorded, extra = self.run(cut, parts, weights, for_backward)
             notes.append(recorded)
             tensors += extra
             if whole is None:
@@ -114,21 +122,25 @@ class Groups:
                 cut.of(whole, self.output_dim).copy_(output)
             del output
         assert whole is not None
-        return Done(whole, beside, tensors, tuple(notes), random, RandomState(whole.device) if self.draws else None)
+        after = RandomState(whole.device) if self.draws else None
+        return Done(whole, beside, tensors, tuple(notes), random, after, AllowedKernels.now())
 
     def run(
-        self, cut: HeadGroup, parts: Sequence[Tensor], weights: Sequence[Tensor]
+        self, cut: HeadGroup, parts: Sequence[Tensor], weights: Sequence[Tensor], for_backward: bool
     ) -> tuple[Tensor, Any, Recorded, Sequence[Tensor]]:
         """One pass: its output, what is beside it, and what its kernels returned; a plan has only some of them run."""
         mine = [cut.of(part, self.heads_dim) for part in parts]
+        if for_backward:
+            mine = [part.detach().requires_grad_() for part in mine]
+            weights = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
         with self.autocast.on():
-            return record(partial(self.between, cut, mine, weights))
+            return record(partial(self.between, cut, mine, weights), for_backward=for_backward)
 
     def recorded(self, done: Done) -> Iterator[tuple[HeadGroup, Recorded, Sequence[Tensor]]]:
         """Each pass with what its kernels returned in the forward; a plan of memory has only some of them run."""
         left = 0
         for cut, recorded in zip(self.cuts, done.recorded, strict=True):
-            count = sum(isinstance(leaf, Position) for _, leaves in recorded.calls for leaf in leaves)
+            count = sum(isinstance(leaf, Position) for *_, leaves in recorded.calls for leaf in leaves)
             yield cut, recorded, done.tensors[left : left + count]
             left += count
 
@@ -141,7 +153,7 @@ class Groups:
         gradient_of: Callable[[HeadGroup], Tensor],
     ) -> None:
         """Write the gradients of ``q, k, v`` into ``into``, which may be themselves, and add those of the weights."""
-        with done.random.replayed() if done.random else nullcontext():
+        with done.random.replayed() if done.random else nullcontext(), done.kernels.allowed():
             for cut, recorded, extra in self.recorded(done):
                 leaves = [cut.of(part, self.heads_dim).detach().requires_grad_() for part in parts]
                 others = [weight.detach().requires_grad_(total is not None) for weight, total in weights]
@@ -187,7 +199,7 @@ def in_groups(parts: Sequence[Tensor], weights: Sequence[Tensor], groups: Groups
     """
     refuse_trace()
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*parts, *weights)):
-        done = groups.forward(parts, weights)
+        done = groups.forward(parts, weights, for_backward=False)
         return done.whole, done.beside
     result: tuple[Tensor, Any] = _InGroups.apply(groups, *parts, *weights)  # type: ignore[no-untyped-call]
     return result
@@ -198,8 +210,8 @@ class _InGroups(torch.autograd.Function):
     def forward(ctx: Any, groups: Groups, *tensors: Tensor) -> tuple[Tensor, Any]:
         ctx.groups = groups
         ctx.set_materialize_grads(False)
-        done = groups.forward(tensors[:3], tensors[3:])
-        ctx.count, ctx.notes = len(tensors), (done.recorded, done.random, done.after)
+        done = groups.forward(tensors[:3], tensors[3:], for_backward=True)
+        ctx.count, ctx.notes = len(tensors), done.notes
         ctx.save_for_backward(*tensors, done.whole, *done.tensors)
         return done.whole, done.beside
 

@@ -122,7 +122,7 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
     )  # fmt: skip
     if not torch.is_grad_enabled() or not any([t.requires_grad for t in (x, *tensors)]):
         with torch.no_grad():
-            y, done, _ = _forward(plan, x.detach(), [t.detach() for t in tensors])
+            y, done, _ = _forward(plan, x.detach(), [t.detach() for t in tensors], for_backward=False)
             return y, done.beside
     result: tuple[Tensor, Any] = _HeadGroups.apply(plan, x, *tensors)  # type: ignore[no-untyped-call]
     return result
@@ -182,7 +182,9 @@ class _PositionWise:
         return dx
 
 
-def _forward(plan: HeadGroupsPlan, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Done, list[Tensor]]:
+def _forward(
+    plan: HeadGroupsPlan, x: Tensor, tensors: Sequence[Tensor], *, for_backward: bool
+) -> tuple[Tensor, Done, list[Tensor]]:
     """Output, what the passes leave, and queries, keys and values where they are to be kept."""
     kept = kept_now()
     parts: list[Tensor] = []
@@ -198,10 +200,10 @@ def _forward(plan: HeadGroupsPlan, x: Tensor, tensors: Sequence[Tensor]) -> tupl
             mask = work.out.draw(x.shape[:-1].numel())
             others = [weight for weight, _ in work.others]
             if kept is None:
-                done = plan.groups.forward(parts, others)
+                done = plan.groups.forward(parts, others, for_backward=for_backward)
             else:  # the node's backward projects once more instead of the layer's recompute
                 with kept.alone():
-                    done = plan.groups.forward(parts, others)
+                    done = plan.groups.forward(parts, others, for_backward=for_backward)
                 parts = []
                 if not kept.replaying:
                     kept.outputs.append(done)
@@ -216,9 +218,9 @@ class _HeadGroups(torch.autograd.Function):
     def forward(ctx: Any, plan: HeadGroupsPlan, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Any]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        y, done, parts = _forward(plan, x, tensors)
+        y, done, parts = _forward(plan, x, tensors, for_backward=True)
         ctx.counts = len(tensors), len(done.tensors)
-        ctx.notes = done.recorded, done.random, done.after
+        ctx.notes = done.notes
         ctx.save_for_backward(x, *tensors, done.whole, *done.tensors, *parts)
         return y, done.beside
 
