@@ -32,6 +32,7 @@ from seqtile.models.discover.attention_modules import (
 )
 from seqtile.models.discover.candidates import Left
 from seqtile.models.discover.decoder_layers import states_of
+from seqtile.models.discover.known_functions import twins_for
 from seqtile.models.discover.live_weights import differ_in_dtype, projection_of, row_wise
 from seqtile.models.instance import Installed
 from seqtile.models.layer import NormedAttention, TiledLayer
@@ -153,6 +154,9 @@ class HeadWise(Installed):
         nothing = nothing_like(x.detach())
 
         def between(cut: HeadGroup, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Any]:
+            if any(part.is_contiguous() for part in parts) and twins_for(type(module).forward):
+                parts = [part.clone() for part in parts]  # a known kernel would rotate what the backward reads again
+
             def call() -> tuple[Tensor, Any]:
                 view = View(module, shape, cut, parts)
                 output = view.run(nothing, [_sliced(a, cut, shape) for a in args],
