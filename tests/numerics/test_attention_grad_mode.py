@@ -73,6 +73,17 @@ def test_a_log_sum_exp_that_has_to_be_asked_for(how: str, stand_in: None) -> Non
     assert_same_gradients(step(model), expected)
 
 
+def test_a_log_sum_exp_where_projections_run_as_modules(stand_in: None) -> None:
+    """The node that Ulysses uses too, between its two exchanges."""
+    expected = gradients(model_with("sdpa"), tokens(2, LENGTH))[1]
+    model = model_with("stand_in")
+    for name, module in model.named_modules():
+        if name.endswith("q_proj"):
+            module.register_forward_hook(lambda *_: None)
+    seqtile.apply(model, blocks="none", heads=1)
+    assert_same_gradients(step(model), expected)
+
+
 def test_without_a_backward_no_log_sum_exp_is_asked_for(stand_in: None) -> None:
     model = model_with("stand_in")
     seqtile.apply(model, blocks="none", heads=1)
