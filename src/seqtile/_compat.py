@@ -715,6 +715,9 @@ ATTENTION_KERNELS = (
 )
 """PyTorch's fused attention forwards, in ``torch.ops.aten``."""
 
+allowed_sdpa_kernels: Callable[..., list[Any]] = _find("torch.nn.attention._cur_sdpa_kernel_backends")
+"""SDPA's kernels that are switched on; ``with_priority=True`` orders them as SDPA tries them."""
+
 EFFICIENT_ATTENTION = "_scaled_dot_product_efficient_attention"
 
 ATTENTION_BACKENDS = {
@@ -949,6 +952,19 @@ def _check_attention_kernels() -> None:
         seen = _operators_of(lambda: nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True))
     names = [schema_of(one).name.removeprefix("aten::") for one in seen]
     _expect(set(names) & set(ATTENTION_KERNELS), f"one of these kernels on the CPU, got {names}")
+
+
+@_contract(
+    "torch.nn.attention._cur_sdpa_kernel_backends",
+    "torch/nn/attention/__init__.py",
+    "the order in which SDPA tries its kernels can be read in public",
+)
+def _check_allowed_sdpa_kernels() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    for order in ([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        with sdpa_kernel(order, set_priority=True):
+            _expect(allowed_sdpa_kernels(with_priority=True) == order, f"{order}")
 
 
 # ---- torch: backward passes, checkpoints, devices ----

@@ -131,6 +131,29 @@ def test_what_is_kept_is_reported(offload: bool) -> None:
     assert report.notes == (note, ran)
 
 
+@pytest.mark.parametrize("settings", [{}, {"heads": 1}], ids=["", "heads"])
+def test_what_is_kept_is_counted_where_pytorch_does_not_hand_out_results(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11 calls the policy without the operator's results."""
+    models = [causal_lm("llama", use_cache=False, attn_implementation="sdpa") for _ in range(2)]
+    reports = []
+    for model in models:
+        reports.append(seqtile.apply(model, blocks="none", checkpoint="attention-saved", **settings))
+        step(model)
+        monkeypatch.setattr("torch.utils.checkpoint.SelectiveCheckpointContext", _ContextOfTorch211)
+    assert reports[0].notes == reports[1].notes
+    kept = [standing_checkpointing(model)[0].attention for model in models]
+    assert kept[0] is not None and kept[1] is not None
+    assert kept[0].saved_bytes == kept[1].saved_bytes > LAYERS * BATCH * LENGTH * HIDDEN * 4
+    assert check_masks(1, 0.25) == 2
+
+
+class _ContextOfTorch211:
+    def __init__(self, *, is_recompute: bool, **_: Any) -> None:
+        self.is_recompute = is_recompute
+
+
 def test_trls_own_key_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     models = pytest.importorskip("trl.models", reason="TRL's own selective checkpointing needs TRL")
     expected = step(model_with())

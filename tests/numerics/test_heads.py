@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import seqtile
 from seqtile.models.attention import headwise as heads_of_models
@@ -307,6 +308,24 @@ def test_models_of_another_form_are_named() -> None:
             seqtile.apply(model_with(architecture), heads=1)
     with pytest.raises(seqtile.UserError, match="from 1, or None"):
         seqtile.apply(model_with("llama"), heads=0)
+
+
+def test_custom_attention_is_left_alone_and_named() -> None:
+    model = model_with("llama")
+    custom = model.model.layers[0].self_attn
+    custom.__class__ = _Scaled
+    assert "head-wise attention in 1 of 2" in assert_exact(model, tokens(2, LENGTH))
+    assert "forward" not in custom.__dict__
+    seqtile.undo(model)
+    model.model.layers[1].self_attn.__class__ = _Scaled
+    with pytest.raises(seqtile.UserError, match="self_attn.*custom code"):
+        seqtile.apply(model, blocks="none", heads=1)
+
+
+class _Scaled(LlamaAttention):
+    def forward(self, hidden_states: Tensor, *args: Any, **words: Any) -> Any:
+        output, *others = super().forward(hidden_states, *args, **words)
+        return (output * 2, *others)
 
 
 def test_what_runs_all_heads_at_once_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -161,6 +161,7 @@ BREAKS: dict[str, Any] = {
     "torch._C.PyTorchFileReader": ("TorchArchive", GONE),
     "torch.ops.aten._unsafe_view": ("unsafe_view", Tensor.view),  # a view of autograd's
     "torch.ops.aten._scaled_dot_product_flash_attention": ("ATTENTION_KERNELS", ("_gone",)),
+    "torch.nn.attention._cur_sdpa_kernel_backends": ("allowed_sdpa_kernels", lambda **_: []),
     "torch._C._current_graph_task_id": ("backward_pass", lambda: -1),
     "torch._C._autograd._get_current_graph_task_keep_graph": ("_keeps_graph", GONE),
     "torch.utils.checkpoint._enable_checkpoint_early_stop": "torch.utils.checkpoint._enable_checkpoint_early_stop",

@@ -10,8 +10,9 @@ Source: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from seqtile._compat import HOOKS_SEE_WHAT_IS_KEPT, SavedValue, saved_values, tree_iter
 from seqtile.activation_checkpointing.host_offload import HostMemory, OffloadedTensor
 from seqtile.counting.watch import LettingCompile, name_of
-from seqtile.ops.attention.backends import refuse_wrong
-from seqtile.ops.attention.kernel_calls import Kept, is_attention, keeping, kept_now
+from seqtile.ops.attention.backends import AllowedKernels, refuse_wrong
+from seqtile.ops.attention.kernel_calls import Kept, is_attention, keeping
 from seqtile.ops.rng import RandomState
 
 
@@ -65,7 +66,7 @@ class AttentionSaved:
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         kept = Kept()
-        forward, recompute = create_selective_checkpoint_contexts(self._policy)
+        forward, recompute = create_selective_checkpoint_contexts(partial(_policy, kept))
         vars(forward).update(HOOKS_SEE_WHAT_IS_KEPT)
         away = _Away(self.host, forward, kept)
         return _Forward(forward, kept, away, self), _Recompute(recompute, kept, away)
@@ -78,20 +79,10 @@ class AttentionSaved:
             if self.told is not None:
                 self.told(tensor)
 
-    def _policy(self, context: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
-        kept = kept_now()
-        if not is_attention(op):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        refuse_wrong(op, args)
-        self.operators.add(name_of(op))
-        if kept is not None and kept.computing:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if not getattr(context, "is_recompute", False):
-            results = [t for t in tree_iter(getattr(context, "op_output", None)) if isinstance(t, Tensor)]
-            self.add(results)
-            if kept is not None and results and not results[0].is_meta:
-                kept.random.append(RandomState(results[0].device))
-        return CheckpointPolicy.MUST_SAVE
+
+def _policy(kept: Kept, _: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+    saves = is_attention(op) and not kept.computing
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Away:
@@ -135,19 +126,45 @@ class _Forward:
     def __init__(self, inner: Any, kept: Kept, away: _Away, saved: AttentionSaved) -> None:
         self.inner, self.kept, self.away, self.saved = inner, kept, away, saved
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> None:
         self.saved.calls += 1
-        self.keeping = keeping(self.kept, replaying=False)
-        self.keeping.__enter__()
-        return self.inner.__enter__()
+        self.kept.kernels = AllowedKernels.now()
+        self.contexts = ExitStack()
+        self.contexts.enter_context(keeping(self.kept, replaying=False))
+        self.contexts.enter_context(self.inner)
+        self.contexts.enter_context(_KernelCount(self.kept, self.saved))
 
     def __exit__(self, *reason: Any) -> Any:
-        result = self.inner.__exit__(*reason)
-        self.keeping.__exit__(*reason)
+        self.contexts.__exit__(*reason)
         if reason[0] is None:
             for done in self.kept.outputs:
                 self.saved.add((done.whole, *done.tensors))
             self.away.park()
+
+
+class _KernelCount(LettingCompile):
+    """Counts the bytes that attention kernels return, and notes where they leave the random stream.
+
+    The policy cannot do this: torch 2.11 calls it without the operator's results.
+    """
+
+    supports_higher_order_operators = True  # which are handed on as they are
+
+    def __init__(self, kept: Kept, saved: AttentionSaved) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept, self.saved = kept, saved
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_attention(func):
+            return func(*args, **(kwargs or {}))
+        refuse_wrong(func, args)
+        result = func(*args, **(kwargs or {}))
+        self.saved.operators.add(name_of(func))
+        if not self.kept.computing:
+            tensors = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+            self.saved.add(tensors)
+            if tensors and not tensors[0].is_meta:
+                self.kept.random.append(RandomState(tensors[0].device))
         return result
 
 
@@ -157,24 +174,21 @@ class _Recompute:
     def __init__(self, inner: Any, kept: Kept, away: _Away) -> None:
         self.inner, self.kept, self.away = inner, kept, away
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> None:
         with torch.no_grad():
             self.away.fetch()
+        self.contexts = ExitStack()
+        if self.kept.kernels is not None:
+            self.contexts.enter_context(self.kept.kernels.allowed())
         # The stream stands where the forward began: if it stood there after the last kernel too, no kernel has drawn.
-        self.going_on = None if all(state.is_now for state in self.kept.random[-1:]) else _GoingOn(self.kept)
-        self.keeping = keeping(self.kept, replaying=True)
-        self.keeping.__enter__()
-        entered = self.inner.__enter__()
-        if self.going_on is not None:
-            self.going_on.__enter__()  # type: ignore[no-untyped-call]
-        return entered
+        drew = not all(state.is_now for state in self.kept.random[-1:])
+        self.contexts.enter_context(keeping(self.kept, replaying=True))
+        self.contexts.enter_context(self.inner)
+        if drew:
+            self.contexts.enter_context(_GoingOn(self.kept))
 
-    def __exit__(self, *reason: Any) -> Any:
-        if self.going_on is not None:
-            self.going_on.__exit__(*reason)  # type: ignore[no-untyped-call]
-        result = self.inner.__exit__(*reason)
-        self.keeping.__exit__(*reason)
-        return result
+    def __exit__(self, *reason: Any) -> None:
+        self.contexts.__exit__(*reason)
 
 
 class _GoingOn(LettingCompile):

@@ -32,6 +32,7 @@ from seqtile.models.discover.attention_modules import (
 )
 from seqtile.models.discover.candidates import Left
 from seqtile.models.discover.decoder_layers import states_of
+from seqtile.models.discover.known_functions import twins_for
 from seqtile.models.discover.live_weights import differ_in_dtype, projection_of, row_wise
 from seqtile.models.instance import Installed
 from seqtile.models.layer import NormedAttention, TiledLayer
@@ -78,22 +79,22 @@ class HeadWise(Installed):
     def note(self) -> str:
         return f"heads={self.heads.per_pass} of {self.heads.shape.groups} per pass"
 
-    def __call__(self, *args: Any, norm_before: nn.Module | None = None, **words: Any) -> Any:
-        norm, given = norm_before, dict(words)
-        hidden_states = args[0] if args else given.pop("hidden_states", None)
-        rest = args[1:]
+    def __call__(self, *args: Any, norm_before: nn.Module | None = None, **kwargs: Any) -> Any:
+        norm, named = norm_before, dict(kwargs)
+        hidden_states = args[0] if args else named.pop("hidden_states", None)
+        positional = args[1:]
         if not isinstance(hidden_states, Tensor):
-            return self.original(*args, **words)
+            return self.original(*args, **kwargs)
         cuts: tuple[HeadGroup, ...] = ()
         if hidden_states.dim() == 3 and hidden_states.numel():
-            cuts = self._passes(hidden_states, norm, (*rest, *given.values()), given)
+            cuts = self._passes(hidden_states, norm, (*positional, *named.values()), named)
         if not cuts:
             normed = norm(hidden_states) if norm is not None else hidden_states
-            return self.original(normed, *rest, **given)
-        return self._in_passes(hidden_states, norm, rest, given, cuts)
+            return self.original(normed, *positional, **named)
+        return self._in_passes(hidden_states, norm, positional, named, cuts)
 
     def _passes(
-        self, hidden_states: Tensor, norm: nn.Module | None, values: Sequence[Any], given: Mapping[str, Any]
+        self, hidden_states: Tensor, norm: nn.Module | None, values: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[HeadGroup, ...]:
         """The passes of a call; empty where it runs untouched, which is said once where passes were asked for."""
         if torch.compiler.is_compiling():
@@ -101,7 +102,7 @@ class HeadWise(Installed):
             return ()
         module = self.module
         kind = attention_kind(module) or ""
-        cached, differentiated = given.get("past_key_values") is not None, False
+        cached, differentiated = named.get("past_key_values") is not None, False
         for value in values:
             cached |= hasattr(value, "get_seq_length")
             differentiated |= isinstance(value, Tensor) and value.requires_grad
@@ -110,7 +111,7 @@ class HeadWise(Installed):
             if torch.is_grad_enabled():
                 self._tell("it was called with a key-value cache; pass use_cache=False")
             return ()
-        if given.get("output_attentions"):
+        if named.get("output_attentions"):
             reason = "attention weights were asked for"
         elif differentiated:
             reason = "it was called with another tensor that needs a gradient"
@@ -143,7 +144,7 @@ class HeadWise(Installed):
         x: Tensor,
         norm: nn.Module | None,
         args: Sequence[Any],
-        words: Mapping[str, Any],
+        kwargs: Mapping[str, Any],
         cuts: tuple[HeadGroup, ...],
     ) -> Any:
         module: Any = self.module
@@ -152,11 +153,14 @@ class HeadWise(Installed):
         names = tuple(others)
         nothing = nothing_like(x.detach())
 
-        def between(cut: HeadGroup, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        def between(cut: HeadGroup, qkv: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Any]:
+            if any(tensor.is_contiguous() for tensor in qkv) and twins_for(type(module).forward):
+                qkv = [tensor.clone() for tensor in qkv]  # a known kernel would rotate what the backward reads again
+
             def call() -> tuple[Tensor, Any]:
-                view = View(module, shape, cut, parts)
+                view = View(module, shape, cut, qkv)
                 output = view.run(nothing, [_sliced(a, cut, shape) for a in args],
-                                  {name: _sliced(value, cut, shape) for name, value in words.items()})  # fmt: skip
+                                  {name: _sliced(value, cut, shape) for name, value in kwargs.items()})  # fmt: skip
                 if not view.is_plain:
                     raise RuntimeError(
                         f"{self.heads.name}: its forward does more with its input or its output now than when seqtile "
@@ -172,8 +176,8 @@ class HeadWise(Installed):
         if isinstance(weights, str):
             self._tell_modules(weights)
             normed = norm(x) if norm is not None else x
-            parts = [getattr(module, name)(normed) for name in shape.projections[:3]]
-            whole, beside = in_groups(parts, list(others.values()), groups)
+            qkv = [getattr(module, name)(normed) for name in shape.projections[:3]]
+            whole, beside = in_groups(qkv, list(others.values()), groups)
             y = getattr(module, shape.output)(whole)
         else:
             y, beside = head_wise(x, weights, groups, projection_sizes(x.shape[:-1].numel()))
@@ -181,19 +185,19 @@ class HeadWise(Installed):
 
     def _weights(self, x: Tensor, norm: nn.Module | None, others: tuple[Tensor, ...]) -> HeadWeights | str:
         """The live weights for the operator, or why the projections have to run as modules."""
-        parts: list[Projection] = []
+        projections: list[Projection] = []
         module = self.module
         for name in self.heads.shape.projections:
-            part = projection_of(name, getattr(module, name), x.dtype)
-            if isinstance(part, str):
-                return part
-            parts.append(part)
-        before = row_wise(norm) if norm is not None else None
-        if isinstance(before, str):
-            return before
-        if differ_in_dtype(parts):
+            projection = projection_of(name, getattr(module, name), x.dtype)
+            if isinstance(projection, str):
+                return projection
+            projections.append(projection)
+        norm_rows = row_wise(norm) if norm is not None else None
+        if isinstance(norm_rows, str):
+            return norm_rows
+        if differ_in_dtype(projections):
             return "its linear layers differ in dtype"
-        return HeadWeights((parts[0], parts[1], parts[2]), parts[3], before, others)
+        return HeadWeights((projections[0], projections[1], projections[2]), projections[3], norm_rows, others)
 
     def _tell_modules(self, why: str) -> None:
         news = f"its projections run as modules, beside two more hidden states: {why}"
@@ -208,8 +212,8 @@ def _draws(module: nn.Module) -> bool:
     for name, value in module.__dict__.items():
         if "drop" in name and isinstance(value, float) and value > 0:
             return True
-    for part in module.modules():
-        if isinstance(part, nn.Dropout) and part.training and part.p > 0:
+    for child in module.modules():
+        if isinstance(child, nn.Dropout) and child.training and child.p > 0:
             return True
     return False
 
@@ -246,27 +250,27 @@ class _AfterExchange:
         self.function = function
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **words: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        one = module.__dict__.get("forward")
-        if not isinstance(one, HeadWise):
-            return self.function(module, query, key, value, mask, *args, **words)
+        forward = module.__dict__.get("forward")
+        if not isinstance(forward, HeadWise):
+            return self.function(module, query, key, value, mask, *args, **kwargs)
         shape = HeadShape(query.shape[1], key.shape[1], query.shape[-1], query.shape[-1], "")
-        per_pass = one.heads.per_pass
+        per_pass = forward.heads.per_pass
         if isinstance(per_pass, str):
             tokens = query.shape[0] * query.shape[2]
             per_pass = head_passes(tokens, shape.query // shape.groups, shape.groups)
         cuts = cut_heads(shape.groups, per_pass)
-        sinks = words.pop("s_aux", None)
+        sinks = kwargs.pop("s_aux", None)
         if len(cuts) == 1 or sinks is not None:
             if sinks is not None:
-                words["s_aux"] = sinks
-            return self.function(module, query, key, value, mask, *args, **words)
+                kwargs["s_aux"] = sinks
+            return self.function(module, query, key, value, mask, *args, **kwargs)
 
-        def between(cut: HeadGroup, parts: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[Tensor, None]:
-            return self.function(module, *parts, _sliced(mask, cut, shape), *args, **words)[0], None
+        def between(cut: HeadGroup, qkv: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[Tensor, None]:
+            return self.function(module, *qkv, _sliced(mask, cut, shape), *args, **kwargs)[0], None
 
-        drops = bool(words.get("dropout"))
+        drops = bool(kwargs.get("dropout"))
         return in_groups([query, key, value], [], Groups(between, cuts, 1, 2, Autocast.of(query), drops))
 
 
@@ -283,9 +287,9 @@ class HeadLayer(Installed):
     def check(self, *besides: tuple[str, nn.Module]) -> None:
         pass
 
-    def __call__(self, *args: Any, **words: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         view = self.near.view(self.module)
-        return self.original(*args, **words) if view is None else type(view).forward(view, *args, **words)
+        return self.original(*args, **kwargs) if view is None else type(view).forward(view, *args, **kwargs)
 
 
 def find_for(model: nn.Module, heads: Heads | None) -> tuple[list[Attention], list[Left]]:
@@ -320,21 +324,21 @@ def runs_on_some_heads(model: nn.Module) -> bool:
 
 
 def install_heads(model: nn.Module, heads: Heads | None, found: Sequence[Attention], left: Sequence[Left]) -> str:
-    """Have every attention module in ``found`` run head-wise; what was done, in words."""
+    """Have every attention module in ``found`` run head-wise; what was done, in a sentence."""
     if heads is None:
         return ""
-    for one in found:
-        setting = HeadSetting(heads, one.shape, one.name, one.layer)
-        standing = HeadWise(one.module, setting)
+    for attention in found:
+        setting = HeadSetting(heads, attention.shape, attention.name, attention.layer)
+        standing = HeadWise(attention.module, setting)
         standing.install()
         standing.check()
-        layer = model.get_submodule(one.layer) if one.layer else one.module
-        own = layer.__dict__.get("forward")
-        near = NormedAttention(one.norm, one.name.rpartition(".")[2])
-        if isinstance(own, TiledLayer):
-            own.attention = near
-        elif own is None:
-            HeadLayer(layer, setting, near).install()
+        layer = model.get_submodule(attention.layer) if attention.layer else attention.module
+        installed = layer.__dict__.get("forward")
+        normed = NormedAttention(attention.norm, attention.name.rpartition(".")[2])
+        if isinstance(installed, TiledLayer):
+            installed.attention = normed
+        elif installed is None:
+            HeadLayer(layer, setting, normed).install()
         mark_leaf(layer)  # which the layer's stand-in takes off again
     shapes = dict.fromkeys(
         f"{type(one.module).__name__}, {one.shape.query} query heads on {one.shape.groups}" for one in found

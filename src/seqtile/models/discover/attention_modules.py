@@ -1,4 +1,4 @@
-"""Which attention modules can run one group of heads at a time, proved by running them so.
+"""Which attention modules of known libraries can run one group of heads at a time, proved by running them so.
 
 The model's own ``forward`` runs on a shallow view of the module in which the four projections are stand-ins: those of
 query, key and value hand out a group's slice, the output projection keeps what it is given. A trace on a few tokens
@@ -31,6 +31,8 @@ from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
 from seqtile.models.discover.candidates import LayerTraces, Left, is_per_row
 from seqtile.models.discover.decoder_layers import ATTENTION, kind_of, looks_like_attention
+from seqtile.models.discover.known_code import is_known
+from seqtile.models.discover.known_functions import with_twins
 from seqtile.models.discover.layer_parts import norm_before
 from seqtile.models.discover.widths import linear_widths
 from seqtile.ops.attention.group_core import HeadGroup
@@ -96,7 +98,7 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
             continue
         if kind_of(name.rpartition(".")[2], module) not in ("", ATTENTION):  # a state, by whatever name
             continue
-        shape = head_shape(module)
+        shape = head_shape(module) if is_known(type(module).forward) else _CUSTOM
         if isinstance(shape, HeadShape):
             key = _key(module, shape)
             if key not in proved:
@@ -117,13 +119,14 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
     return found, left
 
 
+_CUSTOM = "its forward is custom code; heads= takes attention of Transformers and the libraries around it"
+
+
 def _has_linears(module: nn.Module) -> bool:
     return sum(linear_widths(child) is not None for child in module.children()) >= 2
 
 
 def _key(module: nn.Module, shape: HeadShape) -> object:
-    if not type(module).__module__.startswith("transformers."):
-        return id(module)
     plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, bool)) and k != "layer_idx"}
     weights = tuple((name, tuple(whole_shape(weight))) for name, weight in between_weights(module))
     return type(module), tuple(sorted(plain.items())), weights, shape
@@ -166,7 +169,7 @@ class View:
         shape: its heads.
         cut: the heads to run.
         parts: their queries, keys and values.
-        traced: raise where something follows the output projection.
+        traced: raise where something follows the output projection, and run plain twins of known kernels.
     """
 
     def __init__(
@@ -195,8 +198,11 @@ class View:
     def run(self, hidden_states: Tensor, args: Sequence[Any], words: Mapping[str, Any]) -> Tensor:
         """What the output projection would have been given."""
         self._hidden_states = hidden_states
+        forward = type(self.view).forward
+        if self._traced:
+            forward = with_twins(forward)
         try:
-            self._result = type(self.view).forward(self.view, hidden_states, *args, **words)
+            self._result = forward(self.view, hidden_states, *args, **words)
         finally:
             self.view.__dict__.clear()  # the view and its stand-ins hold each other, and with them the call's tensors
             self._parts.clear()
@@ -264,16 +270,13 @@ def why_not_by_heads(module: nn.Module, shape: HeadShape) -> str:
         for rotary in (shape.width, shape.width // 2, shape.width // 4, 3 * shape.width // 4):
             try:
                 return _compare(module, shape, rotary)
-            except Exception as error:  # noqa: BLE001 - whatever a custom module raises, it is left alone
+            except Exception as error:  # noqa: BLE001 - a module that does not take these arguments is left alone
                 reason = reason or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return f"its forward does not run on some of its heads ({reason.rstrip(': ')})"
 
 
 def _compare(module: nn.Module, shape: HeadShape, rotary: int) -> str:
-    return _compare_at(module, shape, rotary, 6) or _compare_at(module, shape, rotary, 37)
-
-
-def _compare_at(module: nn.Module, shape: HeadShape, rotary: int, tokens: int) -> str:
+    tokens = 6
     # Small heads of the same number would do, but head_dim is read in many ways.
     sizes = [shape.query * shape.query_width, *[shape.groups * shape.width] * 2]
     parts = [torch.randn(1, tokens, size, dtype=torch.float32, requires_grad=True) for size in sizes]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import ATTENTION_BACKENDS, EFFICIENT_ATTENTION
+from seqtile._compat import ATTENTION_BACKENDS, EFFICIENT_ATTENTION, allowed_sdpa_kernels
 from seqtile._errors import UserError
 from seqtile.devices import compute_capability, is_accelerator
 
@@ -83,6 +85,27 @@ def attention_sentences(operators: Collection[str]) -> list[str]:
     slower = slower_than_possible(operators, compute_capability(), flash3=find_spec("flash_attn_interface") is not None)
     ran = ", ".join(sorted({backend_of(one) for one in operators})) or "plain products"
     return [slower or f"attention ran on {ran}"]
+
+
+@dataclass(frozen=True)
+class AllowedKernels:
+    """Which of SDPA's kernels may run, in order of preference, as ``torch.nn.attention.sdpa_kernel`` sets it.
+
+    A backward usually runs outside the ``with sdpa_kernel(...)`` of its forward.
+    """
+
+    kernels: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> AllowedKernels:
+        """Those that the caller allows."""
+        return cls(tuple(allowed_sdpa_kernels(with_priority=True)))
+
+    def allowed(self) -> AbstractContextManager[Any]:
+        """Inside, SDPA chooses among these; the process's setting is left alone where it is this already."""
+        from torch.nn.attention import sdpa_kernel
+
+        return nullcontext() if self == self.now() else sdpa_kernel(list(self.kernels), set_priority=True)
 
 
 def refuse_wrong(func: Any, args: tuple[Any, ...]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqtile.ops.attention.backends import AllowedKernels
 from seqtile.ops.attention.kernel_calls import Position, Recorded, record, replayed
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.normed_linears import sums_for
@@ -65,6 +66,7 @@ class Done:
         recorded: what goes where.
         random: generator state before the passes, None when nothing was random.
         after: the same after them.
+        kernels: SDPA's kernels that the forward could choose from.
     """
 
     whole: Tensor
@@ -73,6 +75,12 @@ class Done:
     recorded: tuple[Recorded, ...]
     random: RandomState | None
     after: RandomState | None
+    kernels: AllowedKernels
+
+    @property
+    def notes(self) -> tuple[Any, ...]:
+        """What is no tensor: an autograd node may hold it."""
+        return self.recorded, self.random, self.after, self.kernels
 
 
 @dataclass(frozen=True)
@@ -95,15 +103,15 @@ class Groups:
     autocast: Autocast
     draws: bool
 
-    def forward(self, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Done:
-        """Run every pass."""
+    def forward(self, qkv: Sequence[Tensor], weights: Sequence[Tensor], *, for_backward: bool) -> Done:
+        """Run every pass; ``for_backward`` records what :meth:`backward` needs."""
         whole: Tensor | None = None
         beside: Any = None
-        random = RandomState(parts[0].device) if self.draws else None
+        random = RandomState(qkv[0].device) if self.draws else None
         tensors: list[Tensor] = []
         notes = []
         for cut in self.cuts:
-            output, beside, recorded, extra = self.run(cut, parts, weights)
+            output, beside, recorded, extra = self.run(cut, qkv, weights, for_backward)
             notes.append(recorded)
             tensors += extra
             if whole is None:
@@ -114,54 +122,58 @@ class Groups:
                 cut.of(whole, self.output_dim).copy_(output)
             del output
         assert whole is not None
-        return Done(whole, beside, tensors, tuple(notes), random, RandomState(whole.device) if self.draws else None)
+        after = RandomState(whole.device) if self.draws else None
+        return Done(whole, beside, tensors, tuple(notes), random, after, AllowedKernels.now())
 
     def run(
-        self, cut: HeadGroup, parts: Sequence[Tensor], weights: Sequence[Tensor]
+        self, cut: HeadGroup, qkv: Sequence[Tensor], weights: Sequence[Tensor], for_backward: bool
     ) -> tuple[Tensor, Any, Recorded, Sequence[Tensor]]:
         """One pass: its output, what is beside it, and what its kernels returned; a plan has only some of them run."""
-        mine = [cut.of(part, self.heads_dim) for part in parts]
+        heads = [cut.of(tensor, self.heads_dim) for tensor in qkv]
+        if for_backward:
+            heads = [tensor.detach().requires_grad_() for tensor in heads]
+            weights = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
         with self.autocast.on():
-            return record(partial(self.between, cut, mine, weights))
+            return record(partial(self.between, cut, heads, weights), for_backward=for_backward)
 
     def recorded(self, done: Done) -> Iterator[tuple[HeadGroup, Recorded, Sequence[Tensor]]]:
         """Each pass with what its kernels returned in the forward; a plan of memory has only some of them run."""
         left = 0
         for cut, recorded in zip(self.cuts, done.recorded, strict=True):
-            count = sum(isinstance(leaf, Position) for _, leaves in recorded.calls for leaf in leaves)
+            count = sum(isinstance(leaf, Position) for *_, leaves in recorded.calls for leaf in leaves)
             yield cut, recorded, done.tensors[left : left + count]
             left += count
 
     def backward(
         self,
-        parts: Sequence[Tensor],
+        qkv: Sequence[Tensor],
         into: Sequence[Tensor],
         weights: Sequence[tuple[Tensor, Sum | None]],
         done: Done,
         gradient_of: Callable[[HeadGroup], Tensor],
     ) -> None:
         """Write the gradients of ``q, k, v`` into ``into``, which may be themselves, and add those of the weights."""
-        with done.random.replayed() if done.random else nullcontext():
+        with done.random.replayed() if done.random else nullcontext(), done.kernels.allowed():
             for cut, recorded, extra in self.recorded(done):
-                leaves = [cut.of(part, self.heads_dim).detach().requires_grad_() for part in parts]
+                leaves = [cut.of(tensor, self.heads_dim).detach().requires_grad_() for tensor in qkv]
                 others = [weight.detach().requires_grad_(total is not None) for weight, total in weights]
                 with torch.enable_grad(), self.autocast.on():
                     with replayed(recorded, extra, cut.of(done.whole, self.output_dim)):
                         output, _ = self.between(cut, leaves, others)
-                wanted = [*leaves, *(weight for weight in others if weight.requires_grad)]
+                inputs = [*leaves, *(weight for weight in others if weight.requires_grad)]
                 gradient = gradient_of(cut).to(output.dtype).reshape(output.shape)
                 del extra, recorded
-                found = iter(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
-                del output, gradient, wanted
-                for place in into:
-                    self._write(cut, place, next(found))
+                gradients = iter(torch.autograd.grad(output, inputs, gradient, allow_unused=True))
+                del output, gradient, inputs
+                for target in into:
+                    self._write(cut, target, next(gradients))
                 for _, total in weights:
-                    if total is not None and (part := next(found)) is not None:
-                        total.add(part)
+                    if total is not None and (weight_gradient := next(gradients)) is not None:
+                        total.add(weight_gradient)
 
-    def _write(self, cut: HeadGroup, place: Tensor, gradient: Tensor | None) -> None:
-        mine = cut.of(place, self.heads_dim)
-        mine.zero_() if gradient is None else mine.copy_(gradient)
+    def _write(self, cut: HeadGroup, target: Tensor, gradient: Tensor | None) -> None:
+        heads = cut.of(target, self.heads_dim)
+        heads.zero_() if gradient is None else heads.copy_(gradient)
 
 
 REFUSED = (
@@ -171,14 +183,14 @@ REFUSED = (
 """How a second derivative is refused here."""
 
 
-def in_groups(parts: Sequence[Tensor], weights: Sequence[Tensor], groups: Groups) -> tuple[Tensor, Any]:
+def in_groups(qkv: Sequence[Tensor], weights: Sequence[Tensor], groups: Groups) -> tuple[Tensor, Any]:
     """``groups.between`` on queries, keys and values that are there already, one pass after another.
 
     For projections that run as modules, and for heads that other ranks have sent. Costs their gradients beside them,
     which :func:`seqtile.ops.attention.head_groups.head_wise` does not.
 
     Args:
-        parts: queries, keys and values.
+        qkv: queries, keys and values.
         weights: other weights that ``groups.between`` reads.
         groups: the passes.
 
@@ -186,10 +198,10 @@ def in_groups(parts: Sequence[Tensor], weights: Sequence[Tensor], groups: Groups
         The output, and what the last pass returned beside it.
     """
     refuse_trace()
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*parts, *weights)):
-        done = groups.forward(parts, weights)
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*qkv, *weights)):
+        done = groups.forward(qkv, weights, for_backward=False)
         return done.whole, done.beside
-    result: tuple[Tensor, Any] = _InGroups.apply(groups, *parts, *weights)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Any] = _InGroups.apply(groups, *qkv, *weights)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -198,8 +210,8 @@ class _InGroups(torch.autograd.Function):
     def forward(ctx: Any, groups: Groups, *tensors: Tensor) -> tuple[Tensor, Any]:
         ctx.groups = groups
         ctx.set_materialize_grads(False)
-        done = groups.forward(tensors[:3], tensors[3:])
-        ctx.count, ctx.notes = len(tensors), (done.recorded, done.random, done.after)
+        done = groups.forward(tensors[:3], tensors[3:], for_backward=True)
+        ctx.count, ctx.notes = len(tensors), done.notes
         ctx.save_for_backward(*tensors, done.whole, *done.tensors)
         return done.whole, done.beside
 
@@ -210,10 +222,10 @@ class _InGroups(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         groups: Groups = ctx.groups
         saved, count = ctx.saved_tensors, ctx.count
-        parts, weights = saved[:3], saved[3:count]
+        qkv, weights = saved[:3], saved[3:count]
         done = Done(saved[count], None, saved[count + 1 :], *ctx.notes)
         sums = sums_for(weights, ctx.needs_input_grad[4:])
-        found = [torch.empty_like(part) for part in parts]
+        gradients = [torch.empty_like(tensor) for tensor in qkv]
         pairs = list(zip(weights, sums, strict=True))
-        groups.backward(parts, found, pairs, done, lambda cut: cut.of(gradient, groups.output_dim))
-        return None, *found, *(None if total is None else total.result() for total in sums)
+        groups.backward(qkv, gradients, pairs, done, lambda cut: cut.of(gradient, groups.output_dim))
+        return None, *gradients, *(None if total is None else total.result() for total in sums)

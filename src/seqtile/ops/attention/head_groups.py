@@ -57,8 +57,8 @@ class HeadWeights:
     def tensors(self) -> list[Tensor]:
         """Every tensor, in the order in which a pass takes them back."""
         tensors = list(self.before.weights) if self.before is not None else []
-        for part in (*self.first, self.out):
-            tensors += part.tensors()
+        for projection in (*self.first, self.out):
+            tensors += projection.tensors()
         return [*tensors, *self.between]
 
 
@@ -122,7 +122,7 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
     )  # fmt: skip
     if not torch.is_grad_enabled() or not any([t.requires_grad for t in (x, *tensors)]):
         with torch.no_grad():
-            y, done, _ = _forward(plan, x.detach(), [t.detach() for t in tensors])
+            y, done, _ = _forward(plan, x.detach(), [t.detach() for t in tensors], for_backward=False)
             return y, done.beside
     result: tuple[Tensor, Any] = _HeadGroups.apply(plan, x, *tensors)  # type: ignore[no-untyped-call]
     return result
@@ -153,15 +153,15 @@ class _PositionWise:
     def project(self, x: Tensor) -> list[Tensor]:
         """Queries, keys and values, ``[B, T, heads * E]`` each."""
         rows = x.reshape(-1, x.shape[-1])  # [B, T, D] -> [N, D]
-        parts = []
+        qkv = []
         for layer in self.first.layers:
-            parts.append(rows.new_empty(rows.shape[0], layer.width, dtype=self.dtype))  # [N, heads * E]
+            qkv.append(rows.new_empty(rows.shape[0], layer.width, dtype=self.dtype))  # [N, heads * E]
         for start, size in self.plan.tiles():
             masks = self.first.draw(size)
             normed = self.first.normed(rows.narrow(0, start, size))  # [t, D]
-            for layer, part, mask in zip(self.first.layers, parts, masks, strict=True):
-                layer.forward(normed, part.narrow(0, start, size), mask)
-        return [part.view(*x.shape[:-1], -1) for part in parts]  # [N, heads * E] -> [B, T, heads * E]
+            for layer, output, mask in zip(self.first.layers, qkv, masks, strict=True):
+                layer.forward(normed, output.narrow(0, start, size), mask)
+        return [tensor.view(*x.shape[:-1], -1) for tensor in qkv]  # [N, heads * E] -> [B, T, heads * E]
 
     def skip(self, x: Tensor) -> Tensor | None:
         """Draw what :meth:`project` and the output projection draw; returns the latter's mask."""
@@ -169,23 +169,25 @@ class _PositionWise:
             self.first.draw(size)
         return self.out.draw(x.shape[:-1].numel())
 
-    def project_gradients(self, x: Tensor, parts: Sequence[Tensor], needs_x: bool) -> Tensor | None:
+    def project_gradients(self, x: Tensor, qkv: Sequence[Tensor], needs_x: bool) -> Tensor | None:
         """Add the gradients of the projections and the norm; returns the input's."""
         rows = x.reshape(-1, x.shape[-1])  # [N, D]
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
         for start, size in self.plan.tiles():
             masks = self.first.draw(size)
-            mine = rows.narrow(0, start, size)  # [t, D]
-            grads = [part.view(-1, part.shape[-1]).narrow(0, start, size) for part in parts]  # [t, heads * E] each
+            tile = rows.narrow(0, start, size)  # [t, D]
+            grads = [grad.view(-1, grad.shape[-1]).narrow(0, start, size) for grad in qkv]  # [t, heads * E] each
             out = None if dx is None else dx.view(-1, x.shape[-1]).narrow(0, start, size)
-            self.first.backward(mine, self.first.normed(mine), grads, masks, out)
+            self.first.backward(tile, self.first.normed(tile), grads, masks, out)
         return dx
 
 
-def _forward(plan: HeadGroupsPlan, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Done, list[Tensor]]:
+def _forward(
+    plan: HeadGroupsPlan, x: Tensor, tensors: Sequence[Tensor], *, for_backward: bool
+) -> tuple[Tensor, Done, list[Tensor]]:
     """Output, what the passes leave, and queries, keys and values where they are to be kept."""
     kept = kept_now()
-    parts: list[Tensor] = []
+    qkv: list[Tensor] = []
     with plan.autocast.off():
         work = _PositionWise(plan, tensors, [None] * len(tensors))
         if kept is not None and kept.replaying and kept.outputs:
@@ -194,21 +196,21 @@ def _forward(plan: HeadGroupsPlan, x: Tensor, tensors: Sequence[Tensor]) -> tupl
             if done.after is not None:
                 done.after.restore()
         else:
-            parts = work.project(x)
+            qkv = work.project(x)
             mask = work.out.draw(x.shape[:-1].numel())
             others = [weight for weight, _ in work.others]
             if kept is None:
-                done = plan.groups.forward(parts, others)
+                done = plan.groups.forward(qkv, others, for_backward=for_backward)
             else:  # the node's backward projects once more instead of the layer's recompute
                 with kept.alone():
-                    done = plan.groups.forward(parts, others)
-                parts = []
+                    done = plan.groups.forward(qkv, others, for_backward=for_backward)
+                qkv = []
                 if not kept.replaying:
                     kept.outputs.append(done)
         flat = done.whole.view(-1, done.whole.shape[-1])  # [B, T, H * E] -> [N, H * E]
         y = torch.empty(*x.shape[:-1], work.out.width, dtype=work.dtype, device=x.device)
         work.out.forward(flat, y.view(flat.shape[0], -1), mask)  # [N, H * E] -> [N, D]
-    return y, done, parts
+    return y, done, qkv
 
 
 class _HeadGroups(torch.autograd.Function):
@@ -216,10 +218,10 @@ class _HeadGroups(torch.autograd.Function):
     def forward(ctx: Any, plan: HeadGroupsPlan, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Any]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        y, done, parts = _forward(plan, x, tensors)
+        y, done, qkv = _forward(plan, x, tensors, for_backward=True)
         ctx.counts = len(tensors), len(done.tensors)
-        ctx.notes = done.recorded, done.random, done.after
-        ctx.save_for_backward(x, *tensors, done.whole, *done.tensors, *parts)
+        ctx.notes = done.notes
+        ctx.save_for_backward(x, *tensors, done.whole, *done.tensors, *qkv)
         return y, done.beside
 
     @staticmethod
@@ -232,18 +234,18 @@ class _HeadGroups(torch.autograd.Function):
         x, *saved = ctx.saved_tensors
         count, extra = ctx.counts
         tensors, done = saved[:count], Done(saved[count], None, saved[count + 1 :][:extra], *ctx.notes)
-        parts = saved[count + 1 + extra :]
+        qkv = saved[count + 1 + extra :]
         del saved
         with plan.autocast.off():
             work = _PositionWise(plan, tensors, sums_for(tensors, needs))
             with plan.random.replayed() if plan.random else nullcontext():
-                if not parts:
-                    parts = work.project(x)
+                if not qkv:
+                    qkv = work.project(x)
                     mask = work.out.draw(x.shape[:-1].numel())
                 else:
                     mask = work.skip(x)
                     if keeps_graph():
-                        parts = [part.clone() for part in parts]  # another backward will want them
+                        qkv = [tensor.clone() for tensor in qkv]  # another backward will want them
             rows = dy.reshape(-1, dy.shape[-1]).to(work.dtype)  # [N, D]
             low = work.out.low_rank_gradient(rows)
             if work.out.trains:
@@ -258,11 +260,11 @@ class _HeadGroups(torch.autograd.Function):
                     layer.input_gradient(rows, out, low, None if mask is None else cut.of(mask, 1))
                     return out
 
-                plan.groups.backward(parts, parts, work.others, done, gradient_of)
+                plan.groups.backward(qkv, qkv, work.others, done, gradient_of)
                 del done
             if inner:
                 with plan.random.replayed() if plan.random else nullcontext():
-                    dx = work.project_gradients(x, parts, needs_x)
-            del parts
+                    dx = work.project_gradients(x, qkv, needs_x)
+            del qkv
             gradients = work.gradients()
         return None, dx, *gradients

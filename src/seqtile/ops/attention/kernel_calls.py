@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from seqtile._compat import ATTENTION_KERNELS, TreeSpec, storage_key, tree_flatten, tree_unflatten
 from seqtile.counting.watch import LettingCompile, name_of
-from seqtile.ops.attention.backends import refuse_wrong
+from seqtile.ops.attention.backends import AllowedKernels, backend_of, refuse_wrong
 from seqtile.ops.rng import RandomState
 
 
@@ -48,11 +49,11 @@ class Recorded:
     """The results of the kernels in one call, without their tensors: an autograd node may hold it.
 
     Attributes:
-        calls: for each kernel the form of its results and the results themselves; a number in place of a tensor is its
-            position among the tensors, an :class:`OutputAlias` its place in the output.
+        calls: for each kernel its operator, the form of its results and the results themselves; a :class:`Position`
+            stands for one of the tensors, an :class:`OutputAlias` for a view of the output.
     """
 
-    calls: tuple[tuple[TreeSpec, tuple[Any, ...]], ...]
+    calls: tuple[tuple[Any, TreeSpec, tuple[Any, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,32 @@ class Position:
     position: int
 
 
-def record(run: Callable[[], tuple[Tensor, Any]]) -> tuple[Tensor, Any, Recorded, list[Tensor]]:
-    """``run()`` outside any graph: what it returns, and what the attention kernels in it returned beside its output."""
-    with torch.no_grad(), _Recording() as mode:
+def record(run: Callable[[], tuple[Tensor, Any]], *, for_backward: bool) -> tuple[Tensor, Any, Recorded, list[Tensor]]:
+    """Call ``run()`` and record what the attention kernels in it return beside its output.
+
+    Args:
+        run: returns its output and anything else.
+        for_backward: whether a backward replays the kernels. ``run()`` then runs under gradient mode, and its inputs
+            must require gradients, because SDPA chooses its kernel by both and cuDNN and the memory-efficient kernel
+            compute a log-sum-exp only then:
+            https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/attention.cpp
+    """
+    with _graph_without_tensors() if for_backward else torch.no_grad(), _Recording() as mode:
         output, beside = run()
+    output = output.detach()
     tensors: list[Tensor] = []
     calls = []
-    for result in mode.results:
+    for operator, result in mode.calls:
         leaves, spec = tree_flatten(result)
-        calls.append((spec, tuple(_described(leaf, output, tensors) for leaf in leaves)))
+        calls.append((operator, spec, tuple(_described(leaf, output, tensors) for leaf in leaves)))
     return output, beside, Recorded(tuple(calls)), tensors
+
+
+@contextmanager
+def _graph_without_tensors() -> Iterator[None]:
+    """Gradient mode whose graph holds no tensors; hides the pack hooks of an activation checkpoint around it."""
+    with torch.enable_grad(), saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
+        yield
 
 
 def _described(leaf: Any, output: Tensor, tensors: list[Tensor]) -> Any:
@@ -81,7 +98,7 @@ def _described(leaf: Any, output: Tensor, tensors: list[Tensor]) -> Any:
         if storage_key(leaf.untyped_storage()) == storage_key(output.untyped_storage()):
             offset = int(leaf.storage_offset() - output.storage_offset())
             return OutputAlias(tuple(leaf.shape), tuple(leaf.stride()), offset)
-    tensors.append(leaf)
+    tensors.append(leaf.detach())  # autograd has written its node on the kernel's own result
     return Position(len(tensors) - 1)
 
 
@@ -94,16 +111,16 @@ def replayed(recorded: Recorded, tensors: Sequence[Tensor], output: Tensor) -> I
         tensors: likewise.
         output: the output of that call; copied, since kernels of a backward want the strides of their forward.
     """
-    values = []
-    for spec, leaves in recorded.calls:
-        found = [
+    calls = []
+    for operator, spec, leaves in recorded.calls:
+        values = [
             tensors[leaf.position] if isinstance(leaf, Position)
             else _placed(leaf, output) if isinstance(leaf, OutputAlias)
             else leaf
             for leaf in leaves
         ]  # fmt: skip
-        values.append(tree_unflatten(found, spec))
-    with _Replaying(values):
+        calls.append((operator, tree_unflatten(values, spec)))
+    with _Replaying(calls):
         yield
 
 
@@ -116,24 +133,33 @@ def _placed(place: OutputAlias, output: Tensor) -> Tensor:
 class _Recording(LettingCompile):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.results: list[Any] = []
+        self.calls: list[tuple[Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not is_attention(func):
             return func(*args, **(kwargs or {}))
         refuse_wrong(func, args)
         result = func(*args, **(kwargs or {}))
-        self.results.append(result)
+        self.calls.append((func, result))
         return result
 
 
 class _Replaying(LettingCompile):
-    def __init__(self, results: list[Any]) -> None:
+    def __init__(self, calls: list[tuple[Any, Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._results = results
+        self._calls = calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._results.pop(0) if is_attention(func) else func(*args, **(kwargs or {}))
+        if not is_attention(func):
+            return func(*args, **(kwargs or {}))
+        operator, result = self._calls.pop(0) if self._calls else (None, None)
+        if operator is not func:  # another kernel's log-sum-exp has another form, and gives wrong gradients silently
+            ran = "plain products" if operator is None else backend_of(name_of(operator))
+            raise RuntimeError(
+                f"attention ran on {ran} in the forward, and the backward asks for {backend_of(name_of(func))}; run "
+                "both with the same settings of torch.backends"
+            )
+        return result
 
 
 @contextmanager
@@ -167,12 +193,14 @@ class Kept:
         outputs: what was put here, first in first out.
         random: where the generator stood after each kernel whose results PyTorch keeps. The recompute does not run it,
             but its dropout has drawn from the stream with which the rest of the layer goes on.
+        kernels: SDPA's kernels that the forward could choose from.
     """
 
     replaying: bool = False
     computing: bool = False
     outputs: list[Any] = field(default_factory=list)
     random: list[RandomState] = field(default_factory=list)
+    kernels: AllowedKernels | None = None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
