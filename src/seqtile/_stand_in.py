@@ -93,6 +93,16 @@ class ForwardStandIn(StandIn):
         return ""
 
 
+def attributes_without_stand_ins(module: nn.Module) -> dict[str, Any]:
+    """The attributes of an instance as they are without what stands in for its forward."""
+    attributes = dict(module.__dict__)
+    while isinstance(stand_in := attributes.get("forward"), ForwardStandIn):
+        for name in stand_in.changed:
+            attributes.pop(name, None)
+        attributes |= stand_in.before
+    return attributes
+
+
 class _Note:
     """``extra_repr`` of a changed instance."""
 

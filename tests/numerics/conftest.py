@@ -43,16 +43,22 @@ def in_a_worker(function: Callable[..., Any]) -> Callable[..., Any]:
         thread = threading.Thread(target=work, name="backward")
         thread.start()
         thread.join()
-        result, error = answer[0]
-        if error is not None:
+        result, error = answer.pop()
+        if error is None:
+            return result
+        try:
             raise error
-        return result
+        finally:
+            del error  # whose traceback holds this frame
 
     return call
 
 
 @pytest.fixture(autouse=True)
-def _backward_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _backward_in_a_worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.node.get_closest_marker("backward_here"):
+        yield
+        return
     monkeypatch.setattr(torch.autograd, "backward", in_a_worker(torch.autograd.backward))
     monkeypatch.setattr(torch.autograd, "grad", in_a_worker(torch.autograd.grad))
     yield

@@ -340,7 +340,7 @@ def test_no_dropout_in_evaluation() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     sizes = cut(10, TILE)
     mlp = weights_of(model)
-    assert fused._plan(random(10, D), mlp, mlp.split()[1], sizes, 0, True, None).random is None
+    assert fused._plan(random(10, D), mlp, mlp.split[1], sizes, 0, True).random is None
 
 
 def test_dropout_of_everything() -> None:

@@ -89,7 +89,7 @@ def test_hooks_on_linear_layers_that_a_layer_calls_itself(child: str, caplog: py
     model, ids = causal_lm("opt", torch.float64), tokens()
     _, expected = model_gradients(model, ids)
     getattr(model.model.decoder.layers[0], child).register_forward_hook(lambda *_: None)
-    first, second = seqtile.apply(model, tile=TILE).blocks
+    first, second = seqtile.apply(model, tile=TILE, trust="*").blocks
     assert (first.path, first.not_fused, second.path) == ("generic", f"{child} has hooks", "fused")
     assert_same_gradients(model_gradients(model, ids)[1], expected)
     assert f"OPTDecoderLayer runs untiled: {child} has hooks" in caplog.text
@@ -101,7 +101,7 @@ def test_activations_with_hooks_or_weights_that_a_layer_calls_itself() -> None:
         layer.activation_fn = act
     act.register_forward_hook(lambda *_: None)
     _, expected = model_gradients(model, ids)
-    report = seqtile.apply(model, tile=TILE)
+    report = seqtile.apply(model, tile=TILE, trust="*")
     assert [block.path for block in report.blocks] == ["generic", "generic"]
     assert "another formula" in report.blocks[0].not_fused
     assert report.blocks[1].not_fused == "activation_fn has hooks"
@@ -372,19 +372,13 @@ def test_a_replaced_forward_is_traced_like_any_other() -> None:
     assert not isinstance(fused_weights(mlp), str)
 
 
-def test_a_replaced_forward_that_keeps_a_state_is_left_alone() -> None:
-    mlp, calls = GatedMLP(), []
-    mlp.__dict__["forward"] = types.MethodType(lambda self, x: calls.append(1) or type(self).forward(self, x), mlp)
-    assert "its forward changes" in reason(mlp) and not calls
-
-
 def test_weights_that_are_no_plain_tensors() -> None:
     class Packed(nn.Parameter):
         pass
 
     mlp = GatedMLP()
     mlp.up.weight = Packed(mlp.up.weight.detach())
-    assert "a weight or buffer is a Packed, which may do anything" in reason(mlp)
+    assert reason(mlp) == "up: its weight is a Packed"
     mlp = GatedMLP()
     mlp.up.weight = nn.Parameter(torch.zeros(10, 6, dtype=torch.int8), requires_grad=False)
     assert reason(mlp) == "up: its weight is quantised (int8)"

@@ -215,6 +215,7 @@ def test_inside_the_tile_and_never_under_a_changed_module(kernels: norms.NormKer
 
 
 @pytest.mark.parametrize("kernels", ["aot_eager"], indirect=True)
+@pytest.mark.backward_here  # torch.compile is switched off in this thread alone
 def test_without_a_kernel_in_pieces_of_the_tile(kernels: norms.NormKernels, caplog: pytest.LogCaptureFixture) -> None:
     """In the same buffers and a piece of one, said once; the whole function holds several in fp32."""
     tokens, width = 4096, 64

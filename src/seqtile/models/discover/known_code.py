@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from seqtile._compat import HOOKS
+from seqtile._stand_in import attributes_without_stand_ins
 
 LIBRARIES = frozenset(
     "torch transformers peft accelerate bitsandbytes torchao liger_kernel deepspeed trl axolotl swift unsloth "
@@ -53,14 +54,9 @@ def _code_of(part: nn.Module, with_hooks: bool) -> Iterator[Any]:
     kind: Any = type(part)
     yield from kind.__mro__[:-1]
     yield kind.forward  # which a library may have replaced on the class
-    attributes = part.__dict__
-    forward: Any = attributes.get("forward")
-    while hasattr(forward, "before"):  # a stand-in of seqtile's
-        forward = forward.before.get("forward")
-    if forward is not None:
-        yield getattr(forward, "__func__", forward)
+    attributes = attributes_without_stand_ins(part)
     for name, value in attributes.items():
-        if name not in ("forward", "extra_repr") and callable(value) and not isinstance(value, type):
+        if name != "extra_repr" and callable(value) and not isinstance(value, type):
             yield value if hasattr(value, "__module__") else type(value)
     if with_hooks:
         for name in HOOKS:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import BOOKKEEPING, BUFFERS, HOOKS, MODULES, PARAMETERS, children_of
+from seqtile._stand_in import attributes_without_stand_ins
 
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes of every module, in which PyTorch keeps parameters, children and hooks, and ``training``."""
@@ -105,12 +106,12 @@ def description(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
 
     described = []
     for part in parts:
-        attributes = part.__dict__
+        attributes = attributes_without_stand_ins(part)
         tensors = {**attributes[PARAMETERS], **attributes[BUFFERS]}
         tensors |= {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
         settings = {
             name: setting(value) for name, value in attributes.items() if name not in tensors
-            and (name == "training" or name not in INTERNAL and not name.startswith(("extra_repr", *BOOKKEEPING)))
+            and (name == "training" or name not in INTERNAL and not name.startswith(BOOKKEEPING))
         }  # fmt: skip
         described.append((
             type(part), type(part).forward,
@@ -124,8 +125,6 @@ def description(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
 
 def setting(value: Any, depth: int = 4) -> tuple[Any, ...]:
     """A value that can be compared and holds no module; of an object the class and its plain attributes."""
-    while hasattr(value, "before"):  # a stand-in of seqtile's
-        value = value.before.get("forward")
     if isinstance(value, MethodType):
         return value.__func__, value.__self__ if isinstance(value.__self__, type) else type(value.__self__)
     if isinstance(value, _PLAIN):
