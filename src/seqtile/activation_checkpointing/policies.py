@@ -79,9 +79,9 @@ def install_checkpointing(model: nn.Module, policy: str | None, offload: bool | 
     """
     chosen, frozen = split_frozen(find_checkpointed(model))
     for _, module in chosen:
-        policies = Checkpointing(module, policy or "full", offload)
-        policies.install()
-    return policies.describe() + which(chosen, frozen)
+        checkpointing = Checkpointing(module, policy or "full", offload)
+        checkpointing.install()
+    return checkpointing.describe() + which(chosen, frozen)
 
 
 def standing_checkpointing(model: nn.Module) -> list[Checkpointing]:
