@@ -227,6 +227,7 @@ def test_a_norm_that_is_differentiated_outside_autocast_is_noticed(monkeypatch: 
         check_norms(torch.bfloat16, None)
 
 
+@pytest.mark.backward_here
 def test_a_recompute_in_the_backwards_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     on = Autocast.on
     monkeypatch.setattr(Autocast, "on", lambda self: on(self) if self.enabled else nullcontext())

@@ -175,6 +175,7 @@ REASONS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.backward_here  # the compiler's settings are of this thread
 @pytest.mark.parametrize("kernels", ["aot_eager"], indirect=True)
 @pytest.mark.parametrize("reason", REASONS)
 def test_what_cannot_run_is_eager_in_the_same_buffers(

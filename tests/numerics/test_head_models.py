@@ -500,7 +500,7 @@ def test_compiled_with_checkpoints_that_break_the_graph(checkpoint: str, caplog:
     torch.compiler.reset()
     torch.testing.assert_close(output.loss, plain.loss)
     assert_same_gradients(got, expected)
-    assert ("runs the decoder layers uncompiled" in caplog.text) == (checkpoint == "attention-saved")
+    assert "runs the decoder layers uncompiled" in caplog.text
 
 
 def test_replicas_are_refused() -> None:

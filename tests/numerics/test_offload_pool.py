@@ -176,7 +176,7 @@ def test_layers_in_flight_are_bounded(in_flight: int, machine: Machine) -> None:
     assert not machine.lanes[0].inward
 
 
-def test_what_is_fetched_ahead_and_never_taken_is_held_until_its_copy_has_ended(machine: Machine) -> None:
+def test_what_is_fetched_ahead_and_never_taken_is_released_after_its_copy(machine: Machine) -> None:
     memory = HostMemory()
     parked = []
     for _ in range(2):
@@ -187,12 +187,32 @@ def test_what_is_fetched_ahead_and_never_taken_is_held_until_its_copy_has_ended(
     memory_of = weakref.ref(parked[0].fetched[0].untyped_storage())
     parked.clear()
     gc.collect()
-    assert memory_of() is not None, "a copy still writes there"
-    for event in machine.copies.events:
-        event.ended = True
-    memory.begin_layer()
-    park(memory, torch.zeros(8)).take()
     assert memory_of() is None
+    assert all(event.ended for event in machine.copies.events), "a copy still writes there"
+
+
+@pytest.mark.parametrize("policy", ["full", "attention-saved"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_nothing_is_held_after_an_exception(where: str, policy: str, machine: Machine) -> None:
+    model, expected = deep(offload=True, checkpoint=policy), step(deep())
+    layer = model.model.layers[3]
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == (1 if where == "forward" else 2):  # the second is the recompute
+            raise RuntimeError("out of memory")
+
+    hook = layer.mlp.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(model)
+    gc.collect()
+    [lane] = machine.lanes
+    assert not lane.outward and not lane.inward
+    assert lane.pool.free_bytes == lane.pool.capacity > 0 and host(model).parked_bytes == 0
+    hook.remove()
+    assert_equal(step(model), expected)
 
 
 def test_strides_and_types_come_back(machine: Machine) -> None:

@@ -21,6 +21,8 @@ from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONTEXT
 
+pytestmark = pytest.mark.backward_here  # a profiler records the memory of its own thread
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "plan_accuracy.py"
 
 

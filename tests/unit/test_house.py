@@ -27,6 +27,7 @@ ORDER: tuple[frozenset[str], ...] = (
     frozenset({"_errors", "_log", "_sentences", "devices"}),
     frozenset({"_compat"}),
     frozenset({"_stand_in", "counting"}),
+    frozenset({"_effects"}),
     frozenset({"tiling"}),
     frozenset({"options"}),
     frozenset({"ops"}),

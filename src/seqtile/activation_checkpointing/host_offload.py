@@ -183,6 +183,18 @@ class Lane:
             if not event.query():
                 self.current().wait_event(event)
 
+    def give(self, extents: list[Extent]) -> None:
+        """Take the extents of a tensor back that nobody refers to any more.
+
+        Where they were the last, a forward without a backward or an exception has left what is still in flight.
+        """
+        self.pool.give(extents)
+        if (self.outward or self.inward) and self.pool.free_bytes == self.pool.capacity:
+            for event in (*(one[-1] for one in self.outward), *(one[-1] for one in self.inward.values())):
+                self.current().wait_event(event)
+            self.outward.clear()
+            self.inward.clear()
+
     def read(self, extents: list[Extent], like: Tensor) -> tuple[Tensor, Any, int]:
         """Begin to copy extents back: a tensor like ``like``, the event after which it is whole, its number."""
         # Made for the stream that computes, to which it belongs: it may still use that memory for what came before.
@@ -225,7 +237,7 @@ class OffloadedTensor:
             tensor = torch.empty_like(tensor).copy_(tensor)
         self.host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         self.extents = self.lane.write(tensor, self.layer)
-        weakref.finalize(self, self.lane.pool.give, self.extents).atexit = False
+        weakref.finalize(self, self.lane.give, self.extents).atexit = False
 
     def fetch(self) -> tuple[Tensor, Any, int]:
         """The device tensor, the event after which it is whole, its number; begun once, by whoever comes first."""
@@ -272,6 +284,7 @@ class HostMemory:
     def __init__(self, budget: int = 0, in_flight: int = IN_FLIGHT) -> None:
         self.budget, self.in_flight = budget, in_flight
         self.layer = 0
+        self.ever_parked = 0  # bytes
         self._order: deque[weakref.ref[OffloadedTensor]] = deque()
         self._lanes: dict[torch.device, Lane] = {}
         self._checked = 0
@@ -313,6 +326,7 @@ class HostMemory:
         while self._order and self._order[0]() is None:
             self._order.popleft()
         one = OffloadedTensor(self, tensor)
+        self.ever_parked += one.nbytes
         self._order.append(weakref.ref(one))
         return one
 

@@ -38,12 +38,15 @@ def largest_of_layers(text_config: Any, name: str) -> Any:
     return max((size for layer in text_config.per_layer_config if (size := getattr(layer, name, None))), default=None)
 
 
-def kept_per_token(text_config: Any, itemsize: int) -> int:
-    """Bytes per token and layer that are kept of attention: each head's output, and its log-sum-exp in fp32."""
-    heads = largest_of_layers(text_config, "num_attention_heads")
+def kept_per_token(text_config: Any, itemsize: int, hidden: int = 0) -> int:
+    """Bytes per token and layer that are kept of attention: each head's output, and its log-sum-exp in fp32.
+
+    ``hidden`` is the width for a configuration that does not name one.
+    """
+    heads = largest_of_layers(text_config, "num_attention_heads") or 1
+    hidden = largest_of_layers(text_config, "hidden_size") or hidden
     width = max(
-        largest_of_layers(text_config, "head_dim") or text_config.hidden_size // heads,
-        largest_of_layers(text_config, "v_head_dim") or 0,
+        largest_of_layers(text_config, "head_dim") or hidden // heads, largest_of_layers(text_config, "v_head_dim") or 0
     )
     return int(heads * (width * itemsize + 4))
 

@@ -24,34 +24,30 @@ from seqtile._compat import (
     active_fake_mode,
     attention_kind,
 )
+from seqtile._effects import Named, Watched, outermost, split_frozen, which
 from seqtile._errors import UserError
-from seqtile._log import first_rank_logger
-from seqtile._stand_in import StandIn
 from seqtile.activation_checkpointing.host_offload import HostMemory
 from seqtile.activation_checkpointing.keep_attention import AttentionSaved, kept_per_token
 from seqtile.ops.attention.backends import FLEX, attention_sentences, has_long_mask, without_wrong_kernel
 from seqtile.ops.attention.kernel_calls import names_of_kernels
 
-logger = first_rank_logger(__name__)
-
 _MARK = "_seqtile_checkpointing"
 
 
-def find_checkpointed(model: nn.Module) -> nn.Module:
-    """The outermost module that can switch activation checkpointing on.
+def find_checkpointed(model: nn.Module) -> Named:
+    """(name, module) of the outermost models in ``model`` whose own class switches activation checkpointing on.
 
-    Raises:
-        UserError: there is none.
+    Asked of the class: PEFT's models, ``torch.compile``'s and other wrappers hand any attribute on to the model inside,
+    so an instance of theirs would answer too, and what is set on it would reach no layer.
     """
-    for module in model.modules():
-        if callable(getattr(module, SET_CHECKPOINTING, None)) and getattr(
-            module, "supports_gradient_checkpointing", False
-        ):
-            return module
-    raise UserError(
-        f"{type(model).__name__} holds no model of transformers with activation checkpointing; leave checkpoint and "
-        "offload out"
-    )
+
+    def checkpoints(module: nn.Module) -> bool:
+        kind = type(module)
+        return callable(getattr(kind, SET_CHECKPOINTING, None)) and getattr(
+            kind, "supports_gradient_checkpointing", False
+        )
+
+    return outermost(model, checkpoints)
 
 
 def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | int) -> None:
@@ -62,20 +58,30 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
     """
     if policy is None and not offload:
         return
-    module = find_checkpointed(model)
-    kind = attention_kind(module)
-    if policy == "attention-saved" and kind == "eager":
+    models = find_checkpointed(model)
+    if not models:
+        raise UserError(
+            f"{type(model).__name__} holds no model of transformers with activation checkpointing; leave checkpoint "
+            "and offload out"
+        )
+    if policy == "attention-saved" and any(attention_kind(module) == "eager" for _, module in split_frozen(models)[0]):
         raise UserError(
             "checkpoint='attention-saved' keeps the output of an attention kernel, but this model computes attention "
             "by plain products (attn_implementation='eager'); load it with attn_implementation='sdpa'"
         )
 
 
-def install_checkpointing(model: nn.Module, policy: str | None, offload: bool | int) -> Checkpointing:
-    """Have the activation checkpoints of ``model`` follow ``policy``; switches checkpointing on if it is off."""
-    one = Checkpointing(find_checkpointed(model), policy or "full", offload)
-    one.install()
-    return one
+def install_checkpointing(model: nn.Module, policy: str | None, offload: bool | int) -> str:
+    """Have the activation checkpoints of ``model`` follow ``policy``; switches checkpointing on if it is off.
+
+    Returns:
+        What was done, in words.
+    """
+    chosen, frozen = split_frozen(find_checkpointed(model))
+    for _, module in chosen:
+        checkpointing = Checkpointing(module, policy or "full", offload)
+        checkpointing.install()
+    return checkpointing.describe() + which(chosen, frozen)
 
 
 def standing_checkpointing(model: nn.Module) -> list[Checkpointing]:
@@ -85,11 +91,11 @@ def standing_checkpointing(model: nn.Module) -> list[Checkpointing]:
 
 def remove_checkpointing(model: nn.Module) -> None:
     """Restore the checkpoint functions, and switch checkpointing off again if it was off."""
-    for one in standing_checkpointing(model):
-        one.remove()
+    for policy in standing_checkpointing(model):
+        policy.remove()
 
 
-class Checkpointing(StandIn):
+class Checkpointing(Watched):
     """Stands in for ``_set_gradient_checkpointing`` of one model.
 
     Args:
@@ -100,10 +106,11 @@ class Checkpointing(StandIn):
 
     def __init__(self, module: nn.Module, policy: str, offload: bool | int) -> None:
         super().__init__(module)
-        self.offload = bool(offload)
+        self.policy, self.offload = policy, bool(offload)
         self.host = HostMemory(0 if isinstance(offload, bool) else offload) if offload else None
         self.attention = AttentionSaved(self.host) if policy == "attention-saved" else None
         self.switched_on = False
+        self.calls = 0  # of layers' checkpoints while gradients are recorded
         self.hooks: list[Any] = []
         self.attention_ran: frozenset[str] | None = None  # as in a tiled layer
         self._looks_left: int | None = None  # calls in which attention's operators are still looked for
@@ -111,6 +118,7 @@ class Checkpointing(StandIn):
     def install(self) -> None:
         module = self.module
         on = _is_on(module)
+        self.watch()
         module.__dict__[_MARK] = self
         module.__dict__[SET_CHECKPOINTING] = self
         if on:
@@ -122,6 +130,7 @@ class Checkpointing(StandIn):
             self.hooks = list(module.__dict__.get(INPUT_HOOKS[0]) or ())
 
     def remove(self) -> None:
+        self.unwatch()
         own = self.module.__dict__
         for name in (_MARK, SET_CHECKPOINTING):
             own.pop(name, None)
@@ -172,7 +181,7 @@ class Checkpointing(StandIn):
                 )
             words["use_reentrant"] = False
             if "context_fn" in words:
-                self._tell("another library's context_fn (TRL's 'selective') decides what a checkpoint keeps")
+                self.warn("another library's context_fn (TRL's 'selective') decides what a checkpoint keeps")
             else:
                 words["context_fn"] = self.attention
         if "context_fn" in words and base is checkpoint:
@@ -181,11 +190,17 @@ class Checkpointing(StandIn):
 
     def run(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: dict[str, Any]) -> Any:
         """One layer's checkpoint."""
+        if torch.compiler.is_compiling():
+            self._note_call()
+            if self.attention is not None or self.host is not None:
+                return self._uncompiled(base, function, args, words)
+        elif torch.is_grad_enabled():
+            self.calls += 1
+        if self.host is not None:
+            function, args = _hidden_states_first(function, args)
         bound = getattr(function, "keywords", {})  # transformers binds what it passes to a layer by name
         if has_long_mask((*args, *words.values(), *bound.values())):
             function = functools.partial(without_wrong_kernel, function)
-        if self.attention is not None and torch.compiler.is_compiling():
-            return self._uncompiled(base, function, args, words)
         if not self._looks():
             return self._run(base, function, args, words)
         kind = attention_kind(self.module)
@@ -198,6 +213,12 @@ class Checkpointing(StandIn):
             self.attention_ran = frozenset(names)
         return result
 
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _note_call(self) -> bool:
+        """Note a call outside the graph: dynamo would guard on the count, and compile again at every call."""
+        self.calls = 1
+        return True
+
     def _looks(self) -> bool:
         """Whether attention's operators are noted in this call: until a layer has some, at most once for each layer."""
         if self.attention is not None or self.attention_ran is not None or self._looks_left == 0:
@@ -208,25 +229,27 @@ class Checkpointing(StandIn):
         return True
 
     def _run(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: dict[str, Any]) -> Any:
-        if self.host is None:
+        if self.host is None or not torch.is_grad_enabled():
             return base(function, *args, **words)
-        first = next((value for value in args if isinstance(value, Tensor) and value.is_floating_point()), None)
-        if first is None or not torch.is_grad_enabled():
+        hidden = next((value for value in args if _is_floating(value)), None)
+        if hidden is None:
             return base(function, *args, **words)
-        each = first.numel() * first.element_size()
+        nbytes = hidden.numel() * hidden.element_size()
         if self.attention is not None:
             text = self.module.config.get_text_config()
-            each += first.numel() // first.shape[-1] * kept_per_token(text, first.element_size())
-        self.host.check(each, self.layers, first.device)
+            tokens, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
+            nbytes += tokens * kept_per_token(text, hidden.element_size(), width)
+        self.host.check(nbytes, self.layers, hidden.device)
         self.host.begin_layer()
-        pack, unpack = _only(first, self.host)
+        pack, unpack = _only(hidden, self.host)
         with saved_tensors_hooks(pack, unpack):
             return base(function, *args, **words)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _uncompiled(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: Any) -> Any:
-        """PyTorch's compiler does not take a policy of what to keep, and a compiled kernel shows it no attention."""
-        self._tell("checkpoint='attention-saved' runs the decoder layers uncompiled; with torch.compile use 'full'")
+        """Dynamo takes neither a policy of what a checkpoint keeps nor hooks on what it saves."""
+        asked = "offload" if self.attention is None else "checkpoint='attention-saved'"
+        self.warn(f"{asked} runs the decoder layers uncompiled; with torch.compile use checkpoint='full' alone")
         return self.run(base, function, args, words)
 
     def layers(self) -> int:
@@ -234,12 +257,8 @@ class Checkpointing(StandIn):
         return sum(
             bool(getattr(part, "gradient_checkpointing", False))
             for part in self.module.modules()
-            if CHECKPOINT_FUNCTION in part.__dict__ and not hasattr(part, SET_CHECKPOINTING)
+            if CHECKPOINT_FUNCTION in part.__dict__ and not hasattr(type(part), SET_CHECKPOINTING)
         )
-
-    def _tell(self, text: str) -> None:
-        if self.is_news(text):
-            logger.warning(text)
 
     def describe(self) -> str:
         """For the report."""
@@ -250,20 +269,36 @@ class Checkpointing(StandIn):
             words.append("layer inputs on the host" + (", attention's output too" if self.attention else ""))
         return "; ".join(words) or "plain activation checkpoints"
 
-    def notes(self) -> list[str]:
-        """What the steps so far have shown."""
-        saved = self.attention
-        if self.attention_ran is not None:
-            return attention_sentences(self.attention_ran)
-        if saved is None or not saved.calls:
-            return []
-        if not saved.saved:
-            return [
+    def without_effect(self) -> str:
+        saved, names = self.attention, [f"checkpoint={self.policy!r}"] + ["offload"] * self.offload
+        if not self.calls:
+            why = "no layer calls an activation checkpoint" if _is_on(self.module) else "checkpoints are switched off"
+            return (
+                f"{' and '.join(names)} did nothing in the first training step of {type(self.module).__name__}: {why}"
+            )
+        if saved is not None and saved.calls and not saved.saved:
+            return (
                 "attention-saved has found no attention kernel in the layers: nothing was kept, all is recomputed; "
                 "load the model with attn_implementation='sdpa' or a FlashAttention"
-            ]
+            )
+        if self.host is not None and not self.host.ever_parked:
+            return "offload parked nothing in the first training step: " + (
+                f"offload='memory:{self.host.budget}B' has no room for a layer's input"
+                if self.host.budget
+                else "the layers' checkpoints take no hidden states"
+            )
+        return ""
+
+    def notes(self) -> list[str]:
+        saved, notes = self.attention, self.warnings()
+        if self.host is not None and self.host.ever_parked:
+            notes.append(f"on the host: {self.host.ever_parked / self.calls / 2**20:.3g} MiB per layer and forward")
+        if self.attention_ran is not None:
+            return notes + attention_sentences(self.attention_ran)
+        if saved is None or not saved.saved:
+            return notes
         kept = f"attention's output: {saved.saved_bytes / saved.calls / 2**20:.3g} MiB kept per layer and forward"
-        return [kept, *attention_sentences(saved.operators)]
+        return [*notes, kept, *attention_sentences(saved.operators)]
 
 
 def _call(one: Checkpointing, base: Any, function: Any, *args: Any, _seqtile_former: Any, **words: Any) -> Any:
@@ -282,6 +317,27 @@ def _only(wanted: Tensor, host: HostMemory) -> tuple[Callable[[Tensor], Any], Ca
         return packed if isinstance(packed, Tensor) else packed.take()
 
     return pack, unpack
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _hidden_states_first(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The call with its hidden states by position: what a layer is called with by name, a checkpoint does not save."""
+    bound = getattr(function, "keywords", None)
+    if not bound or any(map(_is_floating, args)):
+        return function, args
+    floating = [name for name, value in bound.items() if _is_floating(value)]
+    if not floating:
+        return function, args
+    name = max(floating, key=lambda name: bound[name].requires_grad)  # the first of those, else the first
+    rest = functools.partial(function.func, *function.args, **{k: v for k, v in bound.items() if k != name})
+    return functools.partial(_by_name, rest, name), (bound[name], *args)
+
+
+def _by_name(function: Callable[..., Any], name: str, hidden: Tensor, *args: Any, **words: Any) -> Any:
+    return function(*args, **words, **{name: hidden})
 
 
 def _ours(function: Any) -> bool:

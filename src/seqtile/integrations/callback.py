@@ -36,7 +36,7 @@ class TilingCallback(TrainerCallback):
 
     The trainer's logs (``state.log_history``, the console, everything in ``report_to``) gain
 
-    * ``seqtile``: the report, in the first log of a run;
+    * ``seqtile``: the report, in the first log of a run, with what the steps before it have shown;
     * ``seqtile/forward_backward_peak_allocated_gib``, ``.../optimizer_...``, ``.../evaluation_...``: the allocator's
       peak in each part since the last log, on this process' accelerator. Forward and backward are one part, since no
       event lies between them;
@@ -77,6 +77,7 @@ class TilingCallback(TrainerCallback):
         self.report = report
         self._settings, self._by_hand = settings, report is not None
         self._news: dict[str, Any] = {}
+        self._references: list[str] | None = None  # what the first log of a run says of them; None after it
         self._peaks: _Peaks | None = None
         self._at_start = self._collects_again = False
 
@@ -93,11 +94,8 @@ class TilingCallback(TrainerCallback):
             self.report = apply(model, **self._settings)
         self._refuse_what_is_lost(model, self.report)
         _refuse_split_states(trainer, model)
-        told = [str(self.report)]
-        if not self._by_hand and trainer is not None:
-            told += self._tile_reference(trainer)
-        self._news = {"seqtile": "; ".join(told)}
-        logger.info("%s", self._news["seqtile"])
+        self._references = [] if self._by_hand or trainer is None else self._tile_reference(trainer)
+        logger.info("%s", "; ".join([str(self.report), *self._references]))
         _collect(args.device)
         self._at_start, self._collects_again = True, False
         self._peaks = _Peaks(args.device) if args.skip_memory_metrics else None
@@ -127,6 +125,9 @@ class TilingCallback(TrainerCallback):
         if self._peaks is not None:
             self._news.update(self._peaks.take())
         if logs is not None and state.log_history:
+            if self._references is not None:  # now, so that the report knows what the first steps did
+                self._news["seqtile"] = "; ".join([str(self.report), *self._references])
+                self._references = None
             logs.update(self._news)
             state.log_history[-1].update(self._news)
             self._news = {}
@@ -159,16 +160,6 @@ class TilingCallback(TrainerCallback):
                 f"{len(lost)} of {report.tiled} tiled blocks would run untiled ({lost[0]} among them): another library "
                 "replaced their forward after they were tiled, or the report is another model's; with "
                 "use_liger_kernel=True pass liger_kernel_config={'swiglu': False, 'geglu': False}"
-            )
-        if self._settings.get("loss") is None:
-            return
-        over = [note for note in report.notes if "over the tiled loss" in note]
-        if over:
-            raise UserError(
-                "loss='tiled' has no effect in this trainer: it puts TRL's fused head, which builds no whole logits "
-                "either, over the model after the callback has run; leave loss out, or build the trainer without this "
-                "callback, call report = seqtile.apply(trainer.model, loss='tiled', ...) and "
-                "trainer.add_callback(seqtile.TilingCallback(report))"
             )
 
 

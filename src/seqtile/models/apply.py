@@ -153,8 +153,10 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
                     f"{option}={idle!r}: {refused.name} ({refused.class_name}) cannot be tiled: {refused.why}"
                 )
             raise UserError(_nothing(model, found, left, f"{option}={idle!r}"))
-    if not chosen:
+    if not chosen and not any(one.unproven and not one.custom for one in left):
         raise UserError(_nothing(model, found, left, f"only={only!r}"))
+    if not chosen:
+        logger.warning("%s", _nothing(model, found, left, ""))
     rule, keeping = options.tile_rule, with_free_memory(options.keep_rule(len(chosen)), model, len(chosen))
     with rest.replacing(model), replacing(model):
         tiled = [_tile(model, block, rule, keeping, options.blocks != "mlp", options.path) for block in chosen]

@@ -16,7 +16,7 @@ from seqtile.activation_checkpointing.policies import (
     standing_checkpointing,
 )
 from seqtile.models.discover.decoder_layers import states_of
-from seqtile.models.lm_loss.tiled_loss import check_kernel, find_causal_lm, install_loss, remove_loss, standing_losses
+from seqtile.models.lm_loss.tiled_loss import check_kernel, find_causal_lms, install_loss, remove_loss, standing_losses
 from seqtile.options import DEFAULTS, TilingOptions, unknown_checkpoint
 
 
@@ -39,8 +39,8 @@ class Rest:
     def check(self, model: nn.Module) -> None:
         """Refuse what ``model`` cannot do, before anything is changed."""
         if self.options.loss is not None:
-            head = find_causal_lm(model)[1].get_output_embeddings()  # type: ignore[operator]
-            check_kernel(head, self.options.loss_impl)
+            for _, module in find_causal_lms(model)[0]:
+                check_kernel(module.get_output_embeddings(), self.options.loss_impl)  # type: ignore[operator]
         check_checkpointing(model, self.options.checkpoint, self._room)
 
     @property
@@ -69,7 +69,7 @@ class Rest:
             loss = install_loss(model, options.loss_rule, options.loss_impl)
         if options.checkpoint is None and not options.offload:
             return loss, ""
-        done = install_checkpointing(model, options.checkpoint, self._room).describe()
+        done = install_checkpointing(model, options.checkpoint, self._room)
         return loss, f"{done}{recomputed(states_of(model))}" if options.checkpoint == "attention-saved" else done
 
 
@@ -89,15 +89,4 @@ def remove_rest(model: nn.Module) -> None:
 
 def rest_notes(model: nn.Module) -> list[str]:
     """What the user should know of them, from what the model is now."""
-    notes = [
-        f"{one.covered_by} was put over the tiled loss and computes the loss in its place; call seqtile.apply again "
-        "after the trainer is built to have the tiled one"
-        for one in standing_losses(model)
-        if one.covered_by
-    ]
-    notes += [
-        f"TRL asks for one score per token, which loss_impl={one.impl!r} does not compute: plain PyTorch does"
-        for one in standing_losses(model)
-        if one.trl is not None and one.impl != "torch"
-    ]
-    return notes + [note for one in standing_checkpointing(model) for note in one.notes()]
+    return [note for one in (*standing_losses(model), *standing_checkpointing(model)) for note in one.notes()]

@@ -275,7 +275,7 @@ def require_packages() -> None:
 
 def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
-    from seqtile.models.lm_loss.tiled_loss import find_causal_lm
+    from seqtile.models.lm_loss.tiled_loss import find_causal_lms
     from seqtile.train.arguments import adapter_config, trainer_arguments
     from seqtile.train.check_rows import check_rows
     from seqtile.train.data import check_ids, load_rows
@@ -314,7 +314,7 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     display.stage("tiling")
     tiling = tile(model, recipe)
     if recipe.loss_tile:
-        find_causal_lm(model)  # before the trainer is built, which takes longer
+        find_causal_lms(model)  # before the trainer is built, which takes longer
     prepare_on_cpu(recipe)
     display.stage(f"reading {recipe.dataset}" if stream else f"tokenising {len(rows):,} rows")
     trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora, model), evaluated,

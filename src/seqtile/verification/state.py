@@ -11,6 +11,7 @@ from torch import nn
 
 from seqtile._compat import forward_pre_hooks_of, has_gradient_step
 from seqtile._errors import UserError
+from seqtile.activation_checkpointing.policies import standing_checkpointing
 from seqtile.models.apply import undo
 from seqtile.models.instance import Installed
 from seqtile.models.lm_loss.tiled_loss import standing_losses
@@ -61,18 +62,26 @@ def kept(model: nn.Module, seed: int) -> Iterator[None]:
 @contextmanager
 def without_tiling(model: nn.Module) -> Iterator[Standing]:
     """Take the tiling off; yields what stood, and puts exactly that back at the end."""
-    losses = [loss.module for loss in standing_losses(model)]
-    tiled = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), Installed)] + losses
+    losses, policies = standing_losses(model), standing_checkpointing(model)
+    tiled = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), Installed)]
     standing: Standing = [(module, dict(module.__dict__)) for module in tiled]
     hooks = [dict(forward_pre_hooks_of(module)) for module in tiled]
+    for loss in losses:
+        own = loss.module.__dict__
+        standing.append((loss.module, {name: own[name] for name in loss.changed if name in own}))
     undo(model)
     try:
         yield standing
     finally:
-        for (module, attributes), listening in zip(standing, hooks, strict=True):
+        for module, attributes in standing:
             module.__dict__.update(attributes)
+        for module, listening in zip(tiled, hooks, strict=True):
             forward_pre_hooks_of(module).clear()
             forward_pre_hooks_of(module).update(listening)
+        for loss in losses:
+            loss.listen()
+        for policy in policies:
+            policy.install()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from seqtile._errors import UserError
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.models.carried_state.state_cache import cache_argument
 from seqtile.models.carried_state.state_proof import StateProofs, has_values, is_here
@@ -16,6 +17,7 @@ from seqtile.models.carried_state.tiled_state import StateForward, StateSetting
 from seqtile.models.discover.candidates import Left
 from seqtile.models.discover.decoder_layers import DecoderLayer, Mixer, decoder_layers
 from seqtile.models.discover.proof import for_training
+from seqtile.models.instance import logger
 from seqtile.models.layer import TiledLayer
 from seqtile.tiling import STATE_TOKENS
 
@@ -60,11 +62,19 @@ def _joined(*names: str) -> str:
 
 
 def install_state(model: nn.Module, tile: int | str | None) -> tuple[str, list[Left]]:
-    """Have every proven layer with a state run over tiles of ``tile`` tokens; what was done, in words, and what not."""
+    """Have every proven layer with a state run over tiles of ``tile`` tokens; what was done, in words, and what not.
+
+    Raises:
+        UserError: a number of tokens was asked for, and no layer carries a state.
+    """
     if tile is None:
         return "", []
     proofs, left, done = StateProofs(), list[Left](), Counter[tuple[str, str]]()
     carriers = [*find_carriers(model)]
+    if not carriers and tile != "auto":
+        raise UserError(
+            f"state={tile}: no layer of {type(model).__name__} carries a state along the sequence; leave state out"
+        )
     later = False
     with for_training(model):
         for one in carriers:
@@ -82,7 +92,11 @@ def install_state(model: nn.Module, tile: int | str | None) -> tuple[str, list[L
                 _install(model, one.layer, StateSetting(tile, one.layer, one.layer, runs=False), proofs)
             mark_leaf(model.get_submodule(one.layer))  # which the layer's stand-in takes off again
             done[one.kind, "whole layers" if whole != one.mixer else "the mixers alone"] += 1
-    return _words(done, len(carriers), tile, later), left
+    words = _words(done, len(carriers), tile, later)
+    if carriers and not done:
+        words += f": {'; '.join(dict.fromkeys(one.why for one in left))}"
+        logger.warning("%s", words)
+    return words, left
 
 
 def _choose(model: nn.Module, one: Carrier, proofs: StateProofs) -> tuple[str, str, bool]:

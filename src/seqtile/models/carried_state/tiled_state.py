@@ -45,7 +45,7 @@ class StateForward(Installed):
         proofs: what is proven of modules like it.
 
     Attributes:
-        refused: why the trial at its last call left it whole, or "".
+        refused: why its last call ran whole although a tile is shorter than its sequence, or "".
     """
 
     def __init__(self, module: nn.Module, setting: StateSetting, proofs: StateProofs) -> None:
@@ -81,9 +81,9 @@ class StateForward(Installed):
         if len(cuts.sizes) == 1 and not reduces_as_they_arrive(module.parameters()):
             return self.original(*args, **words)
         self.check()
-        self.refused = self.proofs.why_not(module, call.tensors[0])
-        if self.refused:
-            return self._whole(self.refused, args, words)
+        if why := self.proofs.why_not(module, call.tensors[0]):
+            return self._whole(why, args, words)
+        self.refused = ""
 
         def tiled(*tensors: Tensor) -> Any:
             return in_tiles(module, call, tensors, cuts, lambda: dict(named_weights(module)))
@@ -105,13 +105,15 @@ class StateForward(Installed):
         return ""
 
     def _whole(self, why: str, args: Any, words: Any) -> Any:
-        if torch.is_grad_enabled() and self.is_news(why):
-            logger.warning("%s runs whole: %s", self.state.name, why)
+        if torch.is_grad_enabled():
+            self.refused = why
+            if self.is_news(why):
+                logger.warning("%s runs whole: %s", self.state.name, why)
         return self.original(*args, **words)
 
 
 def refusals(model: nn.Module) -> list[str]:
-    """Which layers run whole as a trial at their last call failed, and why."""
+    """Which layers ran whole at their last call, and why."""
     found: dict[str, list[str]] = {}
     for part in model.modules():
         one = part.__dict__.get("forward")

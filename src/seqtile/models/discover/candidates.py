@@ -89,12 +89,14 @@ class Left:
         class_name: its class.
         why: one sentence.
         unproven: whether nothing is known of it, so that ``trust=`` may name it, rather than something against it.
+        custom: whether that is so because it is custom code.
     """
 
     name: str
     class_name: str
     why: str
     unproven: bool = False
+    custom: bool = False
 
 
 def find_blocks(
@@ -124,7 +126,7 @@ def find_blocks(
             candidate = _vouched(name, module) if trusted(name, module) else None
             custom = custom_code([module]) if children_of(module) else ""
             if candidate is None and custom:
-                left.append(Left(name, class_name, Proof.of_custom(custom).why_untiled(name), True))
+                left.append(Left(name, class_name, Proof.of_custom(custom).why_untiled(name), True, True))
             elif candidate is None:
                 left.append(Left(name, class_name, why))
         if candidate is None:
@@ -222,7 +224,7 @@ def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate |
         refuse_gathering_inside(parts, block=block.name, layer=block.layer)
     except UserError as error:  # an engine's hooks cannot be traced; raised where the block is to be tiled
         return replace(block, why=str(error))
-    return Left(block.name, class_name, proof.why_untiled(block.name), True)
+    return Left(block.name, class_name, proof.why_untiled(block.name), True, proof.custom)
 
 
 def is_per_row(model: nn.Module, norm: nn.Module, hidden: int) -> bool:

@@ -60,6 +60,7 @@ class Proof:
         formula: what the fused operator needs to know, or why it cannot run it.
         how: what proves it.
         norm: which norm it is, where it is one and nothing else.
+        custom: whether nothing is known because custom code is not traced.
     """
 
     why_not: str
@@ -68,11 +69,12 @@ class Proof:
     formula: Formula | str
     how: str = ""
     norm: NormFormula | None = None
+    custom: bool = False
 
     @staticmethod
     def of_custom(code: str) -> Proof:
         """That nothing is known of a block, since nobody knows this class or function."""
-        return Proof(f"{code} is custom code", False, None, "")
+        return Proof(f"{code} is custom code", False, None, "", custom=True)
 
     def why_untiled(self, name: str) -> str:
         """Why the block of this name is not tiled, and what its caller can do about it."""

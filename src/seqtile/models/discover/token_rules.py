@@ -245,6 +245,13 @@ def along(call: Call) -> list[Flow]:
     ]
 
 
+def put(call: Call) -> list[Flow]:
+    """``table.index_put(indices, values)`` of weights: the gradient of a table that is looked up at constant indices."""
+    if any(flow.axes for flow in call.flows()):
+        raise call.mixes("puts some of them elsewhere")
+    return [call.flow_of(call.out[0], call.expr(), call.is_sum("values"))]
+
+
 def looked_up(call: Call) -> list[Flow]:
     """``table[index]``: an index per token into a constant, constant indices into features, or ``gather``."""
     table: Any
@@ -416,6 +423,7 @@ RULES: Mapping[str, Rule] = {
                 "_log_softmax_backward_data glu glu_backward flip roll median kthvalue mode aminmax nansum "
                 "count_nonzero _is_all_true cummax cummin logcumsumexp native_layer_norm "
                 "native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"),
+        (put, "index_put _unsafe_index_put"),
         (looked_up, "index embedding gather scatter scatter_add"),
         (product, " ".join(_FACTORS)),
         (weight_normed, "_weight_norm_interface _weight_norm_interface_backward"),

@@ -259,10 +259,14 @@ class DeferredHead(nn.Module):
 
 
 def head_width(head: nn.Module) -> int:
-    """``V`` of a head, under whatever adapters."""
-    for name in ("out_features", "nf"):
-        width = getattr(head, name, None)
-        if isinstance(width, int):
-            return width
+    """``V`` of a head, under whatever adapters.
+
+    The weight's shape first: a head that PEFT ties to saved embeddings has the sizes of its layer swapped. Packed
+    weights and transformers' Conv1D have another shape.
+    """
     weight = getattr(head, "weight", None)
-    return int(getattr(weight, "ds_shape", weight.shape)[0]) if isinstance(weight, Tensor) else 0
+    if isinstance(weight, Tensor) and weight.is_floating_point() and not hasattr(head, "nf"):
+        shape = getattr(weight, "ds_shape", weight.shape)
+        if len(shape) == 2:
+            return int(shape[0])
+    return int(getattr(head, "nf", 0) or getattr(head, "out_features", 0))

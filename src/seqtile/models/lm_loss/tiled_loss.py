@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seqtile._compat import HOOKED_FORWARD, LOSS_FUNCTION, OUTPUT_HOOKS, children_of
+from seqtile._effects import Named, Watched, outermost, split_frozen, which
 from seqtile._errors import UserError
-from seqtile._log import first_rank_logger
 from seqtile._stand_in import ForwardStandIn
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
@@ -33,7 +33,8 @@ from seqtile.ops.lm_loss.module_head import module_cross_entropy, module_logprob
 from seqtile.ops.lm_loss.token_logprobs import TokenScores, token_logprobs
 from seqtile.tiling import BlockShape, TileRule, head_sizes
 
-logger = first_rank_logger(__name__)
+if TYPE_CHECKING:
+    from seqtile.models.lm_loss.trl_head import TrlHead
 
 _MARK = "_seqtile_loss"
 
@@ -52,27 +53,32 @@ def check_kernel(head: nn.Module, impl: str) -> None:
         )
 
 
-def find_causal_lm(model: nn.Module) -> tuple[str, nn.Module]:
-    """The module whose forward computes the loss, below whatever wraps it.
+def find_causal_lms(model: nn.Module) -> tuple[Named, Named]:
+    """The modules whose forward computes the loss, below whatever wraps them, and such whose weights are frozen.
 
     Raises:
         UserError: none, or one whose loss is not the plain causal one.
     """
-    for name, module in model.named_modules():
+
+    def computes_loss(module: Any) -> bool:
         if not callable(getattr(module, "get_output_embeddings", None)) or not hasattr(type(module), "loss_function"):
-            continue
-        if module.get_output_embeddings() is None or not _calls_loss_function(type(module)):
-            continue
+            return False
+        return module.get_output_embeddings() is not None and _calls_loss_function(type(module))
+
+    models = outermost(model, computes_loss)
+    if not models:
+        raise UserError(
+            f"loss='tiled' needs a causal language model of transformers, whose forward calls its loss function; found "
+            f"none in {type(model).__name__}; leave loss out, or call seqtile.linear_cross_entropy in your own forward"
+        )
+    chosen, frozen = split_frozen(models)
+    for _, module in chosen:
         if not _is_causal_loss(module.loss_function):
             raise UserError(
                 f"loss='tiled' replaces transformers' causal loss, but {type(module).__name__} uses "
                 f"{getattr(module.loss_function, '__name__', module.loss_function)!r}; leave loss out"
             )
-        return name, module
-    raise UserError(
-        f"loss='tiled' needs a causal language model of transformers, whose forward calls its loss function; found "
-        f"none in {type(model).__name__}; leave loss out, or call seqtile.linear_cross_entropy in your own forward"
-    )
+    return chosen, frozen
 
 
 def _calls_loss_function(kind: type) -> bool:
@@ -95,11 +101,12 @@ def _is_causal_loss(function: Any) -> bool:
 
 
 def install_loss(model: nn.Module, rule: TileRule, impl: str = "torch") -> str:
-    """Put the tiled loss on the causal language model in ``model``; returns what was done, in words."""
-    name, module = find_causal_lm(model)
-    remove_loss(module)
-    TiledLoss(module, rule, impl).install()
-    return f"loss of {type(module).__name__} tiled" + (f" ({name})" if name else "")
+    """Put the tiled loss on the causal language models in ``model``; returns what was done, in words."""
+    chosen, frozen = find_causal_lms(model)
+    for _, module in chosen:
+        remove_loss(module)
+        TiledLoss(module, rule, impl).install()
+    return f"loss of {', '.join(type(module).__name__ for _, module in chosen)} tiled{which(chosen, frozen)}"
 
 
 def standing_losses(model: nn.Module) -> list[TiledLoss]:
@@ -113,7 +120,7 @@ def remove_loss(model: nn.Module) -> None:
         installed.remove()
 
 
-class TiledLoss(ForwardStandIn):
+class TiledLoss(ForwardStandIn, Watched):
     """Stands in for ``forward`` on the instance of a causal language model."""
 
     changed = (*ForwardStandIn.changed, _MARK)
@@ -124,35 +131,54 @@ class TiledLoss(ForwardStandIn):
         super().__init__(module)
         self.rule, self.impl, self.active, self.deferring = rule, impl, True, False
         self.trl = TrlHead.of(module.__dict__.get("forward"))
+        self.calls = 0  # that the tiled loss answered
+        self.why_untiled = ""  # the last call that it did not answer
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The model's own: trainers read from it which columns to keep, ``generate`` what it may pass."""
         return inspect.signature(self.original)
 
-    @property
-    def covered_by(self) -> str:
-        """What was put over this forward and computes the loss without asking it, or ""."""
+    def _trl_above(self) -> TrlHead | None:
+        """TRL's head where it was put over this forward."""
         from seqtile.models.lm_loss.trl_head import TrlHead
 
         forward = self.module.__dict__.get("forward")
         while forward is not None and forward is not self:
-            if TrlHead.of(forward):
-                return "TRL's fused head"
+            if head := TrlHead.of(forward):
+                return head
             forward = getattr(forward, "__wrapped__", None)  # accelerate puts autocast around it
-        return ""
+        return None
+
+    def _take_over(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Have a call of TRL's head handed on to this forward, as TRL does with calls that do not ask for its head."""
+        if not (self.active and kwargs.get("fused_lm_head")):
+            return None
+        head = self._trl_above()
+        if head is None or head.forward is not self:
+            return None
+        return args, {**kwargs, "fused_lm_head": False, "trl_head": replace(head, forward=self.original)}
 
     def install(self, marked: bool = True) -> None:
         """Put it on the model; unmarked, ``undo`` does not find it."""
         super().install()
         if marked:
             self.module.__dict__[_MARK] = self
+        self.listen()
         head = self.module.get_output_embeddings()
         if any(True for _ in head.children()):  # an adapter's parts run inside the tile loop
             mark_leaf(head)
 
+    def listen(self) -> None:
+        """Hang its hooks on the model."""
+        self.active = True
+        self.watch()
+        self._before_call = self.module.register_forward_pre_hook(self._take_over, with_kwargs=True)
+
     def remove(self) -> None:
         """Put every attribute back; under another library's forward, do nothing from now on."""
+        self.unwatch()
+        self._before_call.remove()
         unmark_leaf(self.module.get_output_embeddings())
         own = self.module.__dict__
         covered = own.get("forward") is not self
@@ -162,53 +188,71 @@ class TiledLoss(ForwardStandIn):
                 own.pop(name, None)
         own.update({name: value for name, value in self.before.items() if not (covered and name == "forward")})
 
+    def without_effect(self) -> str:
+        if self.calls or self.told - {self.idle}:  # what was told says why
+            return ""
+        instead = "its forward was not called" if self._trl_above() is None else "TRL's own head ran"
+        return f"loss='tiled' was not used in the first training step: {self.why_untiled or instead}"
+
+    def notes(self) -> list[str]:
+        notes = self.warnings()
+        if self.impl != "torch" and (self.trl or self._trl_above()) is not None:
+            notes.append(
+                f"TRL asks for one score per token, which loss_impl={self.impl!r} does not compute: plain PyTorch does"
+            )
+        return notes
+
     def note(self) -> str:
         return f"loss=tiled, tile={self.rule}"
 
-    def __call__(self, *args: Any, return_logits: bool | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, *args: Any, return_logits: bool | None = None, trl_head: TrlHead | None = None, **kwargs: Any
+    ) -> Any:
         """The model's forward; with labels, in training, without logits.
 
         Args:
             *args: the model's own.
             return_logits: True: logits and the untiled loss, also in training; False: the tiled loss alone, also in
                 evaluation; None: logits in evaluation.
+            trl_head: what TRL's head is asked for, where it stands over this forward.
             **kwargs: the model's own. ``logits_to_keep`` asks for logits too.
         """
         model = self.module
-        if self.active and self.trl is not None and kwargs.pop("fused_lm_head", False):
-            return self.trl.call(self, args, kwargs)
-        if self.active and self.covered_by:
-            self._tell(f"{self.covered_by} stands over the tiled loss and computes the loss; see report.notes")
+        if trl_head is None and self.active and self.trl is not None and kwargs.pop("fused_lm_head", False):
+            trl_head = self.trl
+        if trl_head is not None:
+            self.calls += 1
+            return trl_head.call(self, args, kwargs)
         labels = kwargs.get("labels")
         if labels is None and args:
             names = list(self.__signature__.parameters)
             labels = dict(zip(names, args, strict=False)).get("labels")
         asked = not model.training if return_logits is None else return_logits
         keep = kwargs.get("logits_to_keep", 0)
-        if self.deferring and self.active and labels is None and not self._cannot():
-            return self.run(self.original, args, kwargs, self._loss, keep_logits=True)
-        if labels is None or asked or not self.active or isinstance(keep, Tensor) or keep or self._cannot():
+        deferred = self.deferring and labels is None
+        if not self.active:
             return self.original(*args, **kwargs)
-        return self.run(self.original, args, kwargs, self._loss)
+        if labels is None and not deferred:
+            why = "the model was called without labels, as label_smoothing_factor and compute_loss_func have it"
+        elif not deferred and (asked or isinstance(keep, Tensor) or keep):
+            why = "logits were asked for"
+        elif why := self._why_not():
+            self.warn(f"its loss runs untiled: {why}")
+        if why:
+            self.why_untiled = why
+            return self.original(*args, **kwargs)
+        self.calls += 1
+        return self.run(self.original, args, kwargs, self._loss, keep_logits=deferred)
 
-    def _cannot(self) -> bool:
-        """Whether this call has to be left to the model, said once."""
+    def _why_not(self) -> str:
+        """Why this call has to be left to the model, or ""."""
         if torch.compiler.is_compiling():
-            self._tell(
-                "torch.compile traces the whole model: its loss runs untiled; compile the decoder layers instead"
-            )
-            return True
+            return "torch.compile traces the whole model; compile the decoder layers instead"
         if not _is_causal_loss(self.module.loss_function):
-            self._tell("the model's loss function was replaced after seqtile.apply: it runs untiled")
-            return True
+            return "the model's loss function was replaced after seqtile.apply"
         if hook := _listener(self.module.get_output_embeddings()):
-            self._tell(f"a hook on the head ({hook}) expects logits: the loss runs untiled")
-            return True
-        return False
-
-    def _tell(self, text: str) -> None:
-        if self.is_news(text):
-            logger.warning(text)
+            return f"a hook on the head ({hook}) expects logits"
+        return ""
 
     def run(
         self, forward: Callable[..., Any], args: Any, kwargs: Any, compute: Callable[..., Tensor],
@@ -238,7 +282,7 @@ class TiledLoss(ForwardStandIn):
         former = model.loss_function
 
         def make(hidden: Tensor, why: str) -> Tensor:
-            self._tell(f"{type(model).__name__} needs its logits ({why}): the loss runs untiled")
+            self.warn(f"{type(model).__name__} needs its logits ({why}): the loss runs untiled")
             return head(hidden)  # type: ignore[no-any-return]
 
         def loss(
@@ -383,7 +427,7 @@ def deferred_logits(*models: nn.Module) -> Iterator[None]:
         *models: each with ``seqtile.apply(model, loss="tiled")``, wrapped or not.
 
     Raises:
-        UserError: one without a tiled loss, or with another library's forward over it.
+        UserError: one without a tiled loss.
     """
     installed = []
     for model in models:
@@ -393,8 +437,6 @@ def deferred_logits(*models: nn.Module) -> Iterator[None]:
                 f"{type(model).__name__} has no tiled loss whose logits could be deferred; call "
                 "seqtile.apply(model, loss='tiled') first"
             )
-        if covered := next((one.covered_by for one in standing if one.covered_by), ""):
-            raise UserError(f"{covered} stands over the tiled loss; call seqtile.apply after it was put on the model")
         installed += standing
     before = [one.deferring for one in installed]
     try:

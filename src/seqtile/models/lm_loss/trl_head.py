@@ -2,7 +2,8 @@
 
 TRL's trainers (SFT, DPO, GRPO, KTO, RLOO) put a forward of their own on the model that answers ``fused_lm_head=True``
 with log-probabilities. Where :func:`seqtile.apply` runs after the trainer was built, the tiled loss stands over that
-forward and answers in its place; where it ran before, TRL's forward stands over ours and wins.
+forward and answers in its place. Where it ran before, TRL's forward stands over the tiled loss and hands on every call
+that does not ask for TRL's head: a forward pre-hook on the model takes that argument out and passes what was asked for.
 """
 
 from __future__ import annotations

@@ -1,0 +1,96 @@
+"""Whole models inside a module: which of them an option acts on, and whether it did anything in their first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._compat import tree_iter
+from seqtile._log import first_rank_logger
+from seqtile._stand_in import StandIn
+
+logger = first_rank_logger(__name__)
+
+Named = list[tuple[str, nn.Module]]
+"""Modules with their qualified names."""
+
+
+def outermost(model: nn.Module, matches: Callable[[Any], bool]) -> Named:
+    """(name, module) of the modules in ``model`` that match, without those inside another that does."""
+    outer: Named = []
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module not in inside and matches(module):
+            outer.append((name, module))
+            inside.update(module.modules())
+    return outer
+
+
+def split_frozen(models: Named) -> tuple[Named, Named]:
+    """(models that an option acts on, frozen ones that it leaves): all of them where none has a weight that trains.
+
+    A frozen model beside one that trains is a teacher or a reference: activation checkpoints would make it record a
+    graph. A model alone may be frozen since its adapters come later.
+    """
+    frozen = [one for one in models if not any(weight.requires_grad for weight in one[1].parameters())]
+    if len(frozen) == len(models):
+        return models, []
+    return [one for one in models if one not in frozen], frozen
+
+
+def which(chosen: Named, frozen: Named) -> str:
+    """For the report: which of several models an option acts on; "" where there is one."""
+    if len(chosen) + len(frozen) == 1:
+        return ""
+    left = f"; {', '.join(name for name, _ in frozen)} left alone, its weights are frozen" if frozen else ""
+    return f" (in {', '.join(name for name, _ in chosen)}{left})"
+
+
+class Watched(StandIn):
+    """Stands in on a whole model, and reports after the model's first training forward if it had no effect.
+
+    It watches through a forward hook on the model's backbone, since a trainer may replace the model's own forward. The
+    hook comes off after that forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.idle = ""
+        """Why it did nothing in the first training forward, or ""."""
+
+    def watch(self) -> None:
+        backbone: nn.Module = getattr(self.module, "base_model", self.module)
+        self._hook = backbone.register_forward_hook(self._look)
+
+    def unwatch(self) -> None:
+        self._hook.remove()
+
+    def without_effect(self) -> str:
+        """Why nothing was done in the forward that has just ended, or "" if something was."""
+        raise NotImplementedError
+
+    def notes(self) -> list[str]:
+        """What the steps so far have shown."""
+        raise NotImplementedError
+
+    def _look(self, backbone: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not (backbone.training and torch.is_grad_enabled()):
+            return
+        if any(isinstance(value, Tensor) and value.requires_grad for value in tree_iter(output)):
+            self.unwatch()
+            self.idle = self.without_effect()
+            if self.idle:
+                self.warn(self.idle)
+
+    def warnings(self) -> list[str]:
+        """What was logged, and why nothing is done if that is still so."""
+        still = self.without_effect() if self.idle else ""
+        return sorted(self.told - {self.idle}) + [still] * bool(still)
+
+    def warn(self, text: str) -> None:
+        """Log ``text`` as a warning, once."""
+        if self.is_news(text):
+            logger.warning(text)
