@@ -14,6 +14,7 @@ from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.decoder_layers import NOT_LANGUAGE, looks_like_attention, named_state
+from seqtile.models.discover.known_kernels import tiled_by_liger
 from seqtile.models.discover.layer_parts import (
     LayerSteps,
     Neighbours,
@@ -120,6 +121,10 @@ def find_blocks(
         if candidate is None:
             if why := _unread(name, module):
                 left.append(Left(name, class_name, why))
+            continue
+        if tiled_by_liger(module):
+            why = "Liger tiles it already; put LigerSwiGLUMLP, LigerGEGLUMLP or the model's own MLP in its place"
+            left.append(Left(name, class_name, why))
             continue
         if not everything and NOT_LANGUAGE.search(name):
             left.append(Left(name, class_name, "vision or audio tower; name it in only= to tile it"))

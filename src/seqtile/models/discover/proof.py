@@ -23,6 +23,7 @@ from torch import nn
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
 from seqtile.models.discover.formula import Formula, formula_of, norm_of
+from seqtile.models.discover.known_kernels import is_offloaded
 from seqtile.models.discover.python_code import Code
 from seqtile.models.discover.sizes import NoRule, NotPerToken, Untraceable
 from seqtile.models.discover.trace import Graph, Tracer, in_a_thread
@@ -126,6 +127,9 @@ def prove(chain: Chain, mode: Mode) -> tuple[Proof, Facts | None]:
         Where one is known for modules like these, some 100 µs; else 10 to 100 ms.
     """
     modules = chain.modules
+    if any(is_offloaded(part) for module in modules for part in module.modules()):
+        why = "accelerate fetches its weights at each call and drops them (device_map), and every tile would be one"
+        return Proof(why, False, None, why), None
     tree = tuple(weakref.ref(type(part), _forget) for module in modules for part in module.modules())
     key = (chain.key, tree, mode)
     known = _proofs.setdefault(key, {})
