@@ -8,23 +8,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from seqtile._compat import (
     GLOBAL_HOOKS,
     HOOKED_FORWARD,
     KEEPS_WEIGHTS,
+    MODULES,
+    PARAMETERS,
     PARAMETRIZE,
     PER_SEQUENCE,
     PRE_HOOKS,
+    children_of,
     dispatch_mode_count,
     dispatch_modes,
     function_mode_count,
     function_modes,
     in_forward_mode,
+    parameters_of,
     transform_level,
     version_of,
 )
@@ -37,6 +43,7 @@ from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.models.call_arguments import Places, by_position, why_opaque
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.facts import Facts
+from seqtile.models.discover.known_kernels import own_forward
 from seqtile.models.discover.live_weights import row_wise
 from seqtile.models.discover.proof import Mode, Proof, autocast_dtype, process_switches, prove
 from seqtile.models.discover.sizes import Untraceable
@@ -51,6 +58,7 @@ from seqtile.ops.token_tiles import refuse_trace
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
 
 logger = first_rank_logger(__name__)
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,7 @@ class Installed(ForwardStandIn):
         self._proofs: dict[Any, tuple[Chain, Proof, Facts | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_proofs": {}}  # which rest on this very module
+        return {**super().__getstate__(), "_proofs": {}, "_view": None}  # which are of this very module
 
     def remove(self) -> None:
         """Put every attribute back as it was."""
@@ -194,6 +202,7 @@ class Installed(ForwardStandIn):
         constants: Sequence[Tensor] = (),
         lanes: int = 1,
         mode: Mode | None = None,
+        computed: Mapping[str, Tensor] = _NONE,
     ) -> Any:
         """Run ``call``, which is ``chain``, on tiles of ``tensors``.
 
@@ -204,16 +213,17 @@ class Installed(ForwardStandIn):
             constants: other tensors that it is called with.
             lanes: rows per token.
             mode: how it runs, where that is not to be read from ``tensors``.
+            computed: weights that were computed for this call, in place of the modules' own of these names.
         """
-        if inside_a_tile():
-            return call(list(tensors))
-        parts = chain.modules
+        parts, computed_names = chain.modules, frozenset(computed)
 
         def weights() -> dict[str, Tensor]:
             found = {}
             for number, part in enumerate(parts):
                 for name, weight in named_weights(part):
                     found[f"{number}.{name}"] = weight
+            for name in computed_names:
+                del found[name]
             return found
 
         def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
@@ -221,15 +231,20 @@ class Installed(ForwardStandIn):
                 return call(list(tiles))
             return call_with_weights(ParameterSwap(parts), aliases, (call, list(tiles)))
 
+        def whole() -> Any:
+            return run(tensors, computed)
+
+        if inside_a_tile():
+            return whole()
         if any(one.is_nested for one in tensors):
             self._tell_untiled("it was called with a nested tensor, which has no rows to cut")
-            return call(list(tensors))
+            return whole()
         if handed := _handed_per_sequence(parts):
             self._tell_untiled(f"PEFT hands its adapters one entry per sequence ({handed}), which tiles do not keep")
-            return call(list(tensors))
+            return whole()
         if why := _why_watched(parts):
             self._tell_untiled(why)
-            return call(list(tensors))
+            return whole()
         x, setting = tensors[0], self.setting
         mlp: FusedWeights | None = None
         norm: tuple[RowWise, torch.dtype] | None = None
@@ -239,22 +254,22 @@ class Installed(ForwardStandIn):
                 self.note_compiled()
             kinds = [(one.dim(), one.dtype) for one in tensors]
             if not self._is_proven_for_compiler(kinds, len(constants), chain.call, x.device, torch.is_grad_enabled()):
-                return call(list(tensors))
+                return whole()
         elif not setting.trusted:
             mode = mode or mode_of(tensors, constants)
             proof = self.proof(chain, mode)
             if proof.why_not:
                 self._tell_untiled(proof.why_untiled(setting.name))
-                return call(list(tensors))
+                return whole()
             facts = self.facts(mode)
             for one in (*tensors, *constants):
                 if not is_known_kind(type(one)):
                     self._tell_untiled(f"it is called with a {type(one).__name__}, a tensor that may do anything")
-                    return call(list(tensors))
+                    return whole()
                 if one.__dict__ and facts is not None and (names := facts.reads_of(one)):
                     why = f"a tensor that it is called with has an attribute {names[0]!r}, which it may read"
                     self._tell_untiled(why)
-                    return call(list(tensors))
+                    return whole()
             mlp = self._fused_now(proof, chain, x.dtype)
             check = _Unchanged(self, chain, mode, proof, constants)
             if self.fuses_norms and proof.norm is not None and proof.graph is not None:
@@ -262,12 +277,12 @@ class Installed(ForwardStandIn):
                 norm = None if isinstance(live_norm, str) else (live_norm, proof.graph.outputs[2][2])
         dense = _dense_numel(mlp) * x.element_size() if mlp is not None else 0
         tokens = x.shape[:-1].numel()
-        live = [weight for weight in weights().values() if weight.requires_grad]
+        live = [weight for weight in (*weights().values(), *computed.values()) if weight.requires_grad]
         # With gradients PyTorch itself refuses forward-mode derivatives of a custom function; without, they are lost.
         with_graph = torch.is_grad_enabled() and any([one.requires_grad for one in (*tensors, *live)])
         if not with_graph and not torch.compiler.is_compiling() and in_forward_mode():
             self._tell_untiled("forward-mode derivatives are computed, which tiles do not carry")
-            return call(list(tensors))
+            return whole()
         shape = setting.shape(x, live, mlp is not None, lanes)
         sizes = setting.rule.tile_sizes(tokens, shape)
         if not torch.compiler.is_compiling():
@@ -275,13 +290,14 @@ class Installed(ForwardStandIn):
         if not sizes and tokens and reduces_as_they_arrive(live):
             sizes = (tokens,)  # one tile, not none: another rank's batch may be tiled
         if not sizes:
-            return call(list(tensors))
+            return whole()
         if self.plainly is not None:
-            return self.plainly(run, tensors, sizes, mlp is not None)
+            plain = (lambda tiles, aliases: run(tiles, {**computed, **aliases})) if computed else run
+            return self.plainly(plain, tensors, sizes, mlp is not None)
         if norm is not None:
             return fused_norm(x, *norm, sizes, check=check)
         if mlp is None:
-            return run_in_tiles(run, tensors, sizes, weights, check)
+            return run_in_tiles(run, tensors, sizes, weights, check, computed)
         keep = setting.keep
         kept = keep.share(sizes, shape, dense)
         return fused_mlp(x, mlp, sizes, keep=kept, holds_dense=keep.holds_dense(dense), check=check)
@@ -470,11 +486,9 @@ class TiledForward(Installed):
         if is_tracing():
             raise Untraceable("its forward is called by another that was put over it; call seqtile.apply after that")
         self.check()
-        original = self.original
-        if hasattr(self.module, "parametrizations"):
-            # PEFT's target_parameters sets weights for the length of a call: a recompute would miss them.
-            self._tell_untiled("its weights are parametrised around it; call seqtile.apply after get_peft_model")
-            return original(*args, **kwargs)
+        module, original, computed = self.module, self.original, _NONE
+        if hasattr(module, "parametrizations") and not torch.compiler.is_compiling():
+            module, original, computed = self._outside_parametrizations()
         if kwargs and not args:
             args, kwargs = by_position(original, kwargs)
         places = Places(args, kwargs)
@@ -482,7 +496,7 @@ class TiledForward(Installed):
         if why:
             self._tell_untiled(why)
         if not places.names or why:
-            return original(*args, **kwargs)
+            return self.original(*args, **kwargs)
         tensors = places.take()
 
         def call(tiles: list[Tensor]) -> Any:
@@ -492,8 +506,29 @@ class TiledForward(Installed):
         kind = "experts" if self.setting.experts else "block"
         arguments = places if kind == "block" and (len(args) > 1 or kwargs) else None
         told = arguments.key if arguments is not None else ()
-        chain = Chain(((self.setting.name, self.module),), kind, arguments=arguments, call=told)
-        return self.run(chain, tensors, call, places.constants())
+        chain = Chain(((self.setting.name, module),), kind, arguments=arguments, call=told)
+        return self.run(chain, tensors, call, places.constants(), computed=computed)
+
+    def _outside_parametrizations(self) -> tuple[nn.Module, Callable[..., Any], dict[str, Tensor]]:
+        """A view of the module without its parametrisations, its forward, and the weights that they compute.
+
+        PEFT's ``target_parameters`` puts them on experts for the length of a call, and a recompute comes later.
+        """
+        module = self.module
+        if self._view is None:
+            self._view = object.__new__(type_before_parametrizations(module))
+        view, own = self._view, self._view.__dict__
+        own.clear()
+        own.update(module.__dict__)
+        own.pop("forward")
+        own[MODULES] = {name: part for name, part in children_of(module).items() if name != "parametrizations"}
+        originals = {name: one.original for name, one in module.parametrizations.items()}
+        own[PARAMETERS] = {**parameters_of(module), **originals}
+        forward = getattr(own_forward(module), "__func__", type(view).forward)
+        return view, partial(forward, view), {f"0.{name}": getattr(module, name) for name in originals}
+
+    _view: nn.Module | None = None
+    """The module as it is outside its parametrisations; the same at every call, as a proof rests on it."""
 
 
 def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -242,6 +243,8 @@ def _variants(near: Neighbours) -> Iterator[Neighbours]:
 def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | None:
     if looks_like_attention(name, module) or named_state(module):
         return None
+    if type(module).__name__ == "ParamWrapper":  # PEFT's target_parameters: the experts inside are tiled
+        return None
     layer, _, child = name.rpartition(".")
     parent = traces.modules.get(layer)
     if (widths := mlp_widths(module)) is not None:
@@ -249,10 +252,8 @@ def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | 
         if name and parent is not None and (steps := traces.of(parent, widths[0], {child: 0})) is not None:
             near = around(parent, steps, child)
         return Candidate(name, "mlp", module, *widths, layer, near)
-    experts: Any = module
-    while type(experts).__name__ == "ParamWrapper":  # PEFT's target_parameters: tile around it, it sets the weights
-        experts = experts.base_layer
-    if (widths := experts_widths(experts)) is not None:
+    if (widths := experts_widths(module)) is not None:
+        layer = re.sub(r"(\.base_layer)+$", "", name).rpartition(".")[0]  # beside PEFT's wrappers of the experts
         return Candidate(name, "experts", module, *widths, layer, Neighbours())
     return _called_in_a_row(name, module, traces)
 
