@@ -139,7 +139,7 @@ class _GeGLU(_SwiGLU):
         return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
 
 
-class _RMSNorm(nn.Module):
+class _OffsetRMSNorm(nn.Module):
     weight: Tensor | None
     variance_epsilon: float
     offset: float
@@ -174,7 +174,7 @@ class _LayerNorm(nn.Module):
 def _rms_norm(module: Any) -> nn.Module | None:
     if not getattr(module, "with_scale", True):  # plain operators, which a trace follows
         return None
-    return _with_state(_RMSNorm, module) if module.casting_mode in ("llama", "gemma", "none") else None
+    return _with_state(_OffsetRMSNorm, module) if module.casting_mode in ("llama", "gemma", "none") else None
 
 
 # ---- bitsandbytes: frozen weights of 4 and 8 bits
