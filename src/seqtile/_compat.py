@@ -1387,6 +1387,9 @@ BOOKKEEPING = (
 HOOKED_FORWARD = "_old_forward"
 """Where accelerate's hooks keep the forward that they were put around."""
 
+HOOKING = "_hf_hook"
+"""Where a module keeps the hook that accelerate put on it."""
+
 PREPARED_FORWARD = "_original_forward"
 """Where ``Accelerator.prepare`` keeps the forward that it put autocast around."""
 
@@ -1402,6 +1405,7 @@ def _check_hooked_forward() -> None:
     add_hook_to_module(module, ModelHook())
     _expect(module.__dict__.get(HOOKED_FORWARD) is _no_hook, "the forward that was there")
     _expect(module.forward is not _no_hook, "a forward around it")
+    _expect(type(module.__dict__.get(HOOKING)) is ModelHook, "the hook beside it")
 
 
 @_contract("accelerate.Accelerator._original_forward", "src/accelerate/accelerator.py", "autocast is put on otherwise")

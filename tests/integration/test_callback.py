@@ -247,10 +247,21 @@ def replace_forward(trainer: Trainer) -> torch.Tensor:
 
 
 def test_what_another_library_replaced_is_noticed(directory: Path, tmp_path: Path) -> None:
-    trainer = plain(directory, tmp_path, seqtile.TilingCallback(tile=16, blocks="mlp"), max_steps=1)
+    trainer = plain(directory, tmp_path, max_steps=1)
+    trainer.add_callback(seqtile.TilingCallback(seqtile.apply(trainer.model, tile=16, blocks="mlp")))
     replace_forward(trainer)
     with pytest.raises(seqtile.UserError, match="1 of 2 tiled blocks would run untiled .model.layers.1.mlp"):
         trainer.train()
+
+
+def test_what_another_library_put_in_its_place_is_tiled(directory: Path, tmp_path: Path) -> None:
+    """As use_liger_kernel=True does when training begins."""
+    trainer = plain(directory, tmp_path, seqtile.TilingCallback(tile=16, blocks="mlp"), max_steps=1)
+    mlp = trainer.model.model.layers[1].mlp
+    mlp.forward = type(mlp).forward.__get__(mlp)
+    with rows_of(mlp.gate_proj.weight) as tiles:
+        trainer.train()
+    assert set(tiles) == {16} and "tiled 2 of 2" in history(trainer)[0]["seqtile"]
 
 
 def test_the_layers_tiles_go_on_around_a_replaced_forward(directory: Path, tmp_path: Path) -> None:

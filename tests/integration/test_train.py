@@ -277,6 +277,27 @@ def test_lora_trains_adapters_and_they_load(model: Path, dataset: Path, tmp_path
     AutoModelForCausalLM.from_pretrained(outcome.output)
 
 
+def test_lora_on_experts_is_tiled(dataset: Path, tmp_path: Path):
+    directory = tmp_path / "experts"
+    vocabulary = tiny_run.save_tokenizer(directory)
+    config = CONFIG_MAPPING["qwen3_moe"](
+        vocab_size=vocabulary, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, max_position_embeddings=tiny_run.POSITIONS, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=24, decoder_sparse_step=1, eos_token_id=0, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    adapters = {"r": 2, "target_modules": ["q_proj", "gate_up_proj", "down_proj"]}
+    outcome = run(directory, dataset, tmp_path / "out", steps=2, lora=adapters)
+    assert any("experts" in name for name in weights(outcome.output)), "no adapter is on the experts"
+    assert outcome.ran == "batches of up to 64 tokens were cut into up to 4 tiles"
+    assert "tiled 2 of 2 experts" in str(outcome.tiling)
+
+
+def test_projections_are_tiled_with_their_adapters(model: Path, dataset: Path, tmp_path: Path):
+    outcome = run(model, dataset, tmp_path / "out", steps=1, lora={"r": 2}, blocks="mlp+norm+projections")
+    assert "8 projections in tiles" in str(outcome.tiling) and "adapters were put around" not in str(outcome.tiling)
+
+
 KINDS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": "the cat sees the house."}] * 2,
     "messages": [{"messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "the cat."}]}] * 2,

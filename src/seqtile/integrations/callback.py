@@ -90,9 +90,12 @@ class TilingCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """The engine has wrapped the model; nothing has run."""
         trainer = _go_first(self)
-        if self.report is None or not (self._by_hand or carries(model)):
+        expected = self.report if self.report is not None and (self._by_hand or carries(model)) else None
+        # use_liger_kernel=True patches the instances when training begins, after on_init_end.
+        if expected is None or (not self._by_hand and _lost(model, expected)):
             self.report = apply(model, **self._settings)
-        self._refuse_what_is_lost(model, self.report)
+        assert self.report is not None
+        self._refuse_what_is_lost(model, expected or self.report)
         _refuse_split_states(trainer, model)
         self._references = [] if self._by_hand or trainer is None else self._tile_reference(trainer)
         logger.info("%s", "; ".join([str(self.report), *self._references]))
@@ -153,18 +156,23 @@ class TilingCallback(TrainerCallback):
 
     def _refuse_what_is_lost(self, model: nn.Module, report: Report) -> None:
         """Raise if something that was tiled would not run in tiles any more."""
-        standing = tiled_names(model)
-        lost = [block.name for block in report.blocks if block.name not in standing]
+        lost = _lost(model, report)
         if lost:
             raise UserError(
                 f"{len(lost)} of {report.tiled} tiled blocks would run untiled ({lost[0]} among them): another library "
-                "replaced their forward after they were tiled, or the report is another model's; with "
-                "use_liger_kernel=True pass liger_kernel_config={'swiglu': False, 'geglu': False}"
+                "replaced their forward after they were tiled, or the report is another model's; give the callback "
+                "seqtile.apply's settings instead of a report, so that it tiles what is there when training begins"
             )
 
 
 _OF_REFERENCE = ("blocks", *(name for name in OF_BLOCKS if name != "keep"))
 """What the reference model is tiled with as the model is: without a backward nothing is kept for one."""
+
+
+def _lost(model: nn.Module, report: Report) -> list[str]:
+    """Blocks of a report that run in tiles no longer."""
+    standing = tiled_names(model)
+    return [block.name for block in report.blocks if block.name not in standing]
 
 
 def _refuse_split_states(trainer: Trainer | None, model: nn.Module) -> None:

@@ -8,16 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from seqtile._compat import (
     HOOKED_FORWARD,
+    MODULES,
+    PARAMETERS,
     PER_SEQUENCE,
     PRE_HOOKS,
+    children_of,
     in_forward_mode,
+    parameters_of,
     transform_level,
 )
 from seqtile._log import first_rank_logger
@@ -28,6 +34,7 @@ from seqtile.engines.zero3 import unmark_leaf
 from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.models.call_arguments import Places, by_position
 from seqtile.models.discover.chain import Chain
+from seqtile.models.discover.known_kernels import own_forward
 from seqtile.models.discover.live_weights import row_wise
 from seqtile.models.discover.proof import Mode, Proof, autocast_dtype, prove
 from seqtile.models.discover.snapshot import Snapshot
@@ -39,6 +46,7 @@ from seqtile.ops.token_tiles import refuse_trace
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
 
 logger = first_rank_logger(__name__)
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -151,7 +159,7 @@ class Installed(ForwardStandIn):
         self._proofs: dict[Mode, Known] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_proofs": {}}  # which rest on this very module
+        return {**super().__getstate__(), "_proofs": {}, "_view": None}  # which are of this very module
 
     def remove(self) -> None:
         """Put every attribute back as it was."""
@@ -206,6 +214,7 @@ class Installed(ForwardStandIn):
         untiled: Callable[[], Any],
         lanes: int = 1,
         mode: Mode | None = None,
+        computed: Mapping[str, Tensor] = _NONE,
     ) -> Any:
         """Run ``call``, which is ``chain``, on tiles of ``tensors``.
 
@@ -216,6 +225,7 @@ class Installed(ForwardStandIn):
             untiled: the call as its caller made it.
             lanes: rows per token.
             mode: how it runs, where that is not to be read from ``tensors``.
+            computed: weights that were computed for this call, in place of the modules' own of these names.
         """
         if inside_a_tile():
             return untiled()
@@ -239,7 +249,8 @@ class Installed(ForwardStandIn):
             weights = self._fused_now(known, x.dtype)
         mlp = weights if isinstance(weights, FusedWeights) else None
         dense = mlp.packed_numel * x.element_size() if mlp is not None else 0
-        trained = [weight for part in chain.modules for _, weight in named_weights(part) if weight.requires_grad]
+        live = [weight for part in chain.modules for _, weight in named_weights(part)]
+        trained = [weight for weight in (*live, *computed.values()) if weight.requires_grad]
         tokens, shape = x.shape[:-1].numel(), setting.shape(x, trained, mlp is not None, lanes)
         sizes = setting.rule.tile_sizes(tokens, shape)
         if not compiling:
@@ -255,16 +266,18 @@ class Installed(ForwardStandIn):
             graph = known.proof.graph
             assert graph is not None
             return fused_norm(x, weights, graph.outputs[2][2], sizes)
-        return self._in_tiles(chain.modules, tensors, call, sizes, mlp is not None)
+        return self._in_tiles(chain.modules, tensors, call, sizes, computed, mlp is not None)
 
     def _in_tiles(
         self, parts: Sequence[nn.Module], tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any],
-        sizes: tuple[int, ...], fused: bool,
+        sizes: tuple[int, ...], computed: Mapping[str, Tensor], fused: bool,
     ) -> Any:  # fmt: skip
         """The generic operator; where :attr:`plainly` is set, that in its place."""
+        computed_names = frozenset(computed)  # a closure over the tensors would keep them until the backward
 
         def live_weights() -> dict[str, Tensor]:
-            return {f"{n}.{name}": weight for n, part in enumerate(parts) for name, weight in named_weights(part)}
+            live = {f"{n}.{name}": weight for n, part in enumerate(parts) for name, weight in named_weights(part)}
+            return {name: weight for name, weight in live.items() if name not in computed_names}
 
         def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
             if not aliases:
@@ -272,8 +285,9 @@ class Installed(ForwardStandIn):
             return call_with_weights(ParameterSwap(parts), aliases, (call, list(tiles)))
 
         if self.plainly is not None:
-            return self.plainly(run, tensors, sizes, fused)
-        return run_in_tiles(run, tensors, sizes, live_weights)
+            plain = (lambda tiles, aliases: run(tiles, {**computed, **aliases})) if computed else run
+            return self.plainly(plain, tensors, sizes, fused)
+        return run_in_tiles(run, tensors, sizes, live_weights, computed)
 
     def _cannot_cut(self, chain: Chain, tensors: Sequence[Tensor]) -> str:
         """Why tiles would not compute what the call does, by how it is made, or ""."""
@@ -393,18 +407,16 @@ class TiledForward(Installed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.check()
-        original = self.original
-        if hasattr(self.module, "parametrizations"):
-            # PEFT's target_parameters sets weights for the length of a call: a recompute would miss them.
-            self._tell_untiled("its weights are parametrised around it; call seqtile.apply after get_peft_model")
-            return original(*args, **kwargs)
+        module, original, computed = self.module, self.original, _NONE
+        if hasattr(module, "parametrizations") and not torch.compiler.is_compiling():
+            module, original, computed = self._outside_parametrizations()
         if kwargs and not args:
             args, kwargs = by_position(original, kwargs)
         places = Places(args, kwargs)
         if places.why_whole:
             self._tell_untiled(places.why_whole)
         if places.why_whole or not places.names:
-            return original(*args, **kwargs)
+            return self.original(*args, **kwargs)
         tensors = places.take()
 
         def call(tiles: list[Tensor]) -> Any:
@@ -414,9 +426,30 @@ class TiledForward(Installed):
         kind = "experts" if self.setting.experts else "block"
         arguments = places if kind == "block" and (len(args) > 1 or kwargs) else None
         told = arguments.key if arguments is not None else ()
-        chain = Chain(((self.setting.name, self.module),), kind, arguments=arguments, call=told)
+        chain = Chain(((self.setting.name, module),), kind, arguments=arguments, call=told)
         mode = mode_of(tensors, places.constants()) if places.whole else None
-        return self.run(chain, tensors, call, lambda: original(*args, **kwargs), mode=mode)
+        return self.run(chain, tensors, call, lambda: self.original(*args, **kwargs), mode=mode, computed=computed)
+
+    def _outside_parametrizations(self) -> tuple[nn.Module, Callable[..., Any], dict[str, Tensor]]:
+        """A view of the module without its parametrisations, its forward, and the weights that they compute.
+
+        PEFT's ``target_parameters`` puts them on experts for the length of a call, and a recompute comes later.
+        """
+        module = self.module
+        if self._view is None:
+            self._view = object.__new__(type_before_parametrizations(module))
+        view, own = self._view, self._view.__dict__
+        own.clear()
+        own.update(module.__dict__)
+        own.pop("forward")
+        own[MODULES] = {name: part for name, part in children_of(module).items() if name != "parametrizations"}
+        originals = {name: one.original for name, one in module.parametrizations.items()}
+        own[PARAMETERS] = {**parameters_of(module), **originals}
+        forward = getattr(own_forward(module), "__func__", type(view).forward)
+        return view, partial(forward, view), {f"0.{name}": getattr(module, name) for name in originals}
+
+    _view: nn.Module | None = None
+    """The module as it is outside its parametrisations; the same at every call, as a proof rests on it."""
 
 
 def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from seqtile.engines.zero3 import mark_leaf, whole_shape
 from seqtile.models.discover.candidates import Candidate, is_per_row
 from seqtile.models.discover.decoder_layers import looks_like_attention
+from seqtile.models.discover.known_kernels import own_forward
 from seqtile.models.discover.widths import linear_widths
 from seqtile.models.instance import Setting, TiledForward
 from seqtile.tiling import KeepRule, TileRule
@@ -80,7 +81,7 @@ def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[s
         return proved[key]
 
     for name, module in modules.items():
-        if name in taken or name.startswith(inside) or "forward" in module.__dict__:
+        if name in taken or name.startswith(inside) or own_forward(module) is not None:
             continue
         parent = name.rpartition(".")[0]
         width = around.get(parent) or next(
@@ -108,6 +109,14 @@ def tile_rows(rows: Iterable[Rows], rule: TileRule, path: str = "auto") -> None:
         tiled.install()
         tiled.check()
         mark_leaf(one.module)
+
+
+def adapted_since(model: nn.Module) -> int:
+    """How many tiled projections are the base layer of an adapter that was put around them afterwards."""
+    return sum(
+        name.endswith(".base_layer") and isinstance(module.__dict__.get("forward"), TiledRows)
+        for name, module in model.named_modules()
+    )
 
 
 def words_for(rows: Sequence[Rows]) -> str:

@@ -14,6 +14,7 @@ from seqtile.models.carried_state.tiled_state import refusals
 from seqtile.models.discover.candidates import Left
 from seqtile.models.instance import Installed
 from seqtile.models.loss_and_checkpoints import rest_notes
+from seqtile.models.norms_and_projections import adapted_since
 from seqtile.ops.attention.backends import attention_sentences, rotary_sentences
 from seqtile.tiling import KeepRule
 
@@ -119,7 +120,12 @@ class Report(PrintsAsSentence):
         if ran and not any(note.startswith("attention ran on") for note in rest):
             rest += attention_sentences(frozenset().union(*ran))
         if model is not None:
-            rest += (*refusals(model), *rotary_sentences(model))
+            rest = [*rest, *refusals(model), *rotary_sentences(model)]
+            if adapted := adapted_since(model):
+                rest.append(
+                    f"adapters were put around {adapted} projections after they were tiled, and run whole; call "
+                    "seqtile.apply again"
+                )
         return (*notes, *rest)
 
     def __str__(self) -> str:
@@ -131,6 +137,10 @@ class Report(PrintsAsSentence):
         paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
         rows = self.rows and f"{self.rows} in tiles of their own"
         done = [words for words in (rows, self.heads, self.state, self.loss, self.checkpointing) if words]
+        if not self.blocks and not done and self.left:
+            first, others = self.left[0], len(self.left) - 1
+            done = [f"tiled nothing: {first.name} ({first.class_name}): {first.why}"]
+            done += [f"and {others} more were left, see report.left"] if others else []
         if not self.blocks:
             return "; ".join([*done, *self.notes])
         return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *self.notes])

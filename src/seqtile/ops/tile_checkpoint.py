@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from seqtile.ops.token_tiles import Cuts, Outputs, SequenceCuts, is_differentiab
 
 Weights = Callable[[], Mapping[str, Tensor]]
 State = tuple[Tensor, ...]
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
 RunWithState = Callable[[Sequence[Tensor], Mapping[str, Tensor], State], tuple[Any, State]]
 
 
@@ -48,23 +50,26 @@ def run_in_tiles(
     tensors: Sequence[Tensor],
     sizes: Sequence[int],
     weights: Weights = dict,
+    computed: Mapping[str, Tensor] = _NONE,
 ) -> Any:
-    """Compute ``run(tensors, {})`` one tile of rows at a time.
+    """Compute ``run(tensors, computed)`` one tile of rows at a time.
 
     Replaces ``torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in x.split(sizes)])``.
 
     Args:
         run: position-wise function of (tile tensors, replaced weights) that returns a tensor or a nest of tensors,
             each with one row per token. The second argument maps the names that ``weights`` gave to tensors to use
-            instead; it is empty when nothing needs a gradient.
+            instead; these are ``computed`` alone when nothing needs a gradient.
         tensors: inputs that are split, each ``[..., D_i]`` with the same number of rows ``N`` (product of the
             leading dimensions). A tile keeps the number of dimensions: ``[1, ..., t, D_i]``.
         sizes: tokens of each tile, in order; they sum to ``N``; may be empty when ``N`` is 0.
         weights: returns the live weights by name: those that train, and others that have to be the same in backward.
             They are asked for again at every tile, so that an engine may free and gather them in between.
+        computed: weights by name that were computed for this call alone, as a parametrisation does. They are saved with
+            the inputs, so a checkpoint around the layer computes them again, and each gets one gradient.
 
     Returns:
-        What ``run(tensors, {})`` returns. Outputs shaped like the first input but for the last dimension keep its
+        What ``run(tensors, computed)`` returns. Outputs shaped like the first input but for the last dimension keep its
         leading dimensions; other outputs are joined along dimension 0.
 
     Cost:
@@ -90,9 +95,9 @@ def run_in_tiles(
     if torch.compiler.is_compiling():
         return run_compiled(run, tensors, cuts)
     live = weights() if torch.is_grad_enabled() else {}
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
-        return _run_without_gradient(_without_state(run), tensors, cuts)
-    return _run_with_gradient(_without_state(run), tensors, cuts, weights, live)
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *computed.values(), *live.values())):
+        return _run_without_gradient(_without_state(run), tensors, cuts, computed=computed)
+    return _run_with_gradient(_without_state(run), tensors, cuts, weights, live, computed=computed)
 
 
 def run_with_state(
@@ -141,13 +146,14 @@ def _without_state(run: Run) -> RunWithState:
 
 
 def _run_without_gradient(
-    run: RunWithState, tensors: Sequence[Tensor], cuts: Cuts, begins: Collection[int] = ()
-) -> Any:
+    run: RunWithState, tensors: Sequence[Tensor], cuts: Cuts, begins: Collection[int] = (),
+    computed: Mapping[str, Tensor] = _NONE,
+) -> Any:  # fmt: skip
     rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     output = Outputs(cuts)
     state: State = ()
     for index, _ in cuts.numbered():
-        result, state = run(cuts.tiles(rows, index), {}, () if index in begins else state)
+        result, state = run(cuts.tiles(rows, index), computed, () if index in begins else state)
         output.write(index, result)
     return output.result(output.buffers)
 
@@ -159,21 +165,26 @@ def _run_with_gradient(
     weights: Weights,
     live: Mapping[str, Tensor],
     begins: Collection[int] = (),
+    computed: Mapping[str, Tensor] = _NONE,
 ) -> Any:
     rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     trained = {name: weight for name, weight in live.items() if weight.requires_grad}
     names, same = tuple(trained), SameWeights(live)
+    names += tuple(name for name, weight in computed.items() if weight.requires_grad)
+    trained |= computed
     gradients = TileGradients(cuts, [(name, weight.dtype) for name, weight in trained.items()])
     saved: list[Tensor] = []
-    source = TileSource(cuts, _Save.apply(gradients, saved, len(rows), *rows, *trained.values()), rows, saved)  # type: ignore[no-untyped-call]
-    del trained, live
+    token = _Save.apply(gradients, saved, len(rows), len(computed), *rows, *trained.values())  # type: ignore[no-untyped-call]
+    source = TileSource(cuts, token, rows, computed, saved)
+    del trained, live, computed, token
     output = Outputs(cuts)
     anchor = rows[0].new_empty(0)
     random = TileStates(anchor.device)
 
     def run_tile(index: int, _: Tensor, *state: Tensor) -> Any:
+        computed = source.computed()
         tiles = source.tiles(index)
-        found = same.check(weights()) if source.recomputes else weights()
+        found = {**(same.check(weights()) if source.recomputes else weights()), **computed}
         own = [found[name].detach() for name in names]
         wanted = [number for number, needs in enumerate(source.needs_gradient) if needs]
         entered = _Enter.apply(source.token, gradients, index, wanted, names, *(tiles[n] for n in wanted), *own)  # type: ignore[no-untyped-call]
@@ -184,7 +195,7 @@ def _run_with_gradient(
             if isinstance(found[name], nn.Parameter):
                 call_parameter(alias)
         with random.of(index), SumsOfLinears(aliases, gradients.sum_of):
-            result = run(tiles, aliases, state)
+            result = run(tiles, {**computed, **aliases}, state)
         if not source.recomputes:
             same.settle(found)
         return result
@@ -230,24 +241,34 @@ class TileSource:
         recomputes: the forward is over.
     """
 
-    def __init__(self, cuts: Cuts, token: Tensor, rows: Sequence[Tensor], saved: list[Tensor]) -> None:
+    def __init__(
+        self, cuts: Cuts, token: Tensor, rows: Sequence[Tensor], computed: Mapping[str, Tensor], saved: list[Tensor]
+    ) -> None:
         self.cuts = cuts
+        self._inputs, self._names = len(rows), tuple(computed)
         self.needs_gradient = [row.requires_grad for row in rows]
         self.token, self.recomputes = token, False
         self._save = token.grad_fn
-        self._live: list[Tensor] | None = [row.detach() for row in rows]
+        self._live: list[Tensor] | None = [tensor.detach() for tensor in (*rows, *computed.values())]
         self._saved = saved
         self._pass = -1
 
     def tiles(self, index: int) -> list[Tensor]:
         """The rows of one tile, outside any graph."""
-        if self._live is not None:
-            return self.cuts.tiles(self._live, index)
-        self.unpack()
-        tiles = self.cuts.tiles(self._saved, index)
+        tiles = self.cuts.tiles(self._now()[: self._inputs], index)
         if index == 0:  # the last one to run
             self._saved.clear()
         return tiles
+
+    def computed(self) -> dict[str, Tensor]:
+        """The weights that were computed for the call, outside any graph; asked for before the tile's rows."""
+        return dict(zip(self._names, self._now()[self._inputs :], strict=True)) if self._names else {}
+
+    def _now(self) -> list[Tensor]:
+        if self._live is not None:
+            return self._live
+        self.unpack()
+        return self._saved
 
     def end_forward(self) -> Tensor:
         """Release the live inputs, from here on they come from the saved ones, and of the last token; return it."""
@@ -336,17 +357,19 @@ class _Save(torch.autograd.Function):
     """Save the inputs ahead of the tiles; run last in backward and return every gradient."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: TileGradients, saved: list[Tensor], inputs: int, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gradients: TileGradients, saved: list[Tensor], inputs: int, computed: int, *tensors: Tensor
+    ) -> Tensor:
         ctx.gradients, ctx.saved, ctx.inputs = gradients, saved, inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors[:inputs])
+        ctx.save_for_backward(*tensors[:inputs], *tensors[len(tensors) - computed :])
         return torch.empty(0, device=tensors[0].device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Any) -> Any:
         ctx.saved.clear()  # still there when a tile had nothing to recompute
-        return None, None, None, *ctx.gradients.take(ctx.inputs)
+        return None, None, None, None, *ctx.gradients.take(ctx.inputs)
 
 
 class _Enter(torch.autograd.Function):

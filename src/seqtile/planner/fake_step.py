@@ -158,12 +158,6 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
             options = replace(options, loss_tile="auto")
         if options.tiled:
             report = apply_options(model, options)
-            wrapped = [left.name for left in report.left if left.class_name == "ParamWrapper"]
-            wrapped = [name for name in wrapped if name.rpartition(".")[0] not in wrapped]  # each is around another
-            # Adapters on experts, which a real step tries out and, in fp32, tiles.
-            if device == "meta" and wrapped and setup.dtype == torch.float32:
-                undo(model)
-                report = apply_options(model, replace(options, trust=wrapped))
             blocks = report.blocks
         else:
             with suppress(UserError):  # there are none

@@ -325,6 +325,9 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
         logger.info("%s: %s", "data" if name == "train" else f"{name} data", summary)
     if stream is not None:
         trainer.data["train"] = stream.summary
+    if recipe.lora is not None:
+        # TRL put the adapters on: what has them in it is judged with them, projections and experts among it.
+        tiling = tile(causal_model(trainer.model), recipe)
     if recipe.loss_tile:
         tile_head(causal_model(trainer.model), recipe.loss_tile)
     return trainer, tiling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.decoder_layers import NOT_LANGUAGE, looks_like_attention, named_state
 from seqtile.models.discover.known_code import custom_code, is_known_module
+from seqtile.models.discover.known_kernels import tiled_by_liger
 from seqtile.models.discover.layer_parts import (
     LayerSteps,
     Neighbours,
@@ -130,6 +132,10 @@ def find_blocks(
             elif candidate is None:
                 left.append(Left(name, class_name, why))
         if candidate is None:
+            continue
+        if tiled_by_liger(module):
+            why = "Liger tiles it already; put LigerSwiGLUMLP, LigerGEGLUMLP or the model's own MLP in its place"
+            left.append(Left(name, class_name, why))
             continue
         if not everything and NOT_LANGUAGE.search(name):
             left.append(Left(name, class_name, "vision or audio tower; name it in only= to tile it"))
@@ -251,6 +257,8 @@ def _variants(near: Neighbours) -> Iterator[Neighbours]:
 def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | None:
     if looks_like_attention(name, module) or named_state(module):
         return None
+    if type(module).__name__ == "ParamWrapper":  # PEFT's target_parameters: the experts inside are tiled
+        return None
     layer, _, child = name.rpartition(".")
     parent = traces.modules.get(layer)
     if (widths := mlp_widths(module)) is not None:
@@ -258,10 +266,8 @@ def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | 
         if name and parent is not None and (steps := traces.of(parent, widths[0], {child: 0})) is not None:
             near = around(parent, steps, child)
         return Candidate(name, "mlp", module, *widths, layer, near)
-    experts: Any = module
-    while type(experts).__name__ == "ParamWrapper":  # PEFT's target_parameters: tile around it, it sets the weights
-        experts = experts.base_layer
-    if (widths := experts_widths(experts)) is not None:
+    if (widths := experts_widths(module)) is not None:
+        layer = re.sub(r"(\.base_layer)+$", "", name).rpartition(".")[0]  # beside PEFT's wrappers of the experts
         return Candidate(name, "experts", module, *widths, layer, Neighbours())
     return _called_in_a_row(name, module, traces)
 

@@ -16,12 +16,17 @@ from torch import Tensor, nn
 from seqtile._compat import HOOKS
 from seqtile.counting.fake import PLAIN
 from seqtile.engines.flat import call_with_weights, named_weights
+from seqtile.models.discover.known_kernels import DenseLinear, has_twin, own_forward
 from seqtile.ops.linear import Adapter, Packed, Projection
 from seqtile.ops.norm import NormFormula
 from seqtile.ops.rng import RowWise
 
 _hooks_of = attrgetter(*HOOKS)
-_ADAPTED = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
+_ADAPTED = (
+    ("peft.tuners.lora.layer", "Linear"),
+    ("peft.tuners.lora.bnb", "Linear4bit"),
+    ("peft.tuners.lora.bnb", "Linear8bitLt"),
+)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -49,7 +54,7 @@ def row_wise(norm: nn.Module, formula: NormFormula | None = None) -> RowWise | s
         norm: the module.
         formula: what a proof says that it computes, if that is known.
     """
-    if "forward" in norm.__dict__ or has_hooks(norm):
+    if has_hooks(norm) or ("forward" in norm.__dict__ and own_forward(norm) is not None and not has_twin(norm)):
         return f"{type(norm).__name__} has hooks"
     live = dict(named_weights(norm))
     if next(norm.children(), None) is not None:
@@ -89,13 +94,15 @@ def projection_of(
         dtype: dtype of its input; without it 4-bit layers, which compute in a dtype of their own, are declined.
         traced: whether a trace shows that the layer computes what the result says, a forward of its own included.
     """
-    if has_hooks(layer) or "forward" in layer.__dict__:
+    if has_hooks(layer) or ("forward" in layer.__dict__ and own_forward(layer) is not None):
         return f"{name} has hooks"
     if hasattr(layer, "base_layer"):
         return _adapted(name, layer, dtype, traced)
     kind = type(layer)
     if kind.__name__ == "Linear4bit" and kind.__module__ == "bitsandbytes.nn.modules":
         return _packed(name, layer, dtype)
+    if isinstance(layer, DenseLinear) and layer.compute_dtype not in (None, dtype):
+        return f"{name}: its quantised weight computes in {layer.compute_dtype}, its input is {dtype}"
     transposed = kind.__name__ == "Conv1D" and hasattr(layer, "nx")
     if not transposed and not isinstance(layer, nn.Linear):
         return f"{name} is a {kind.__name__}"

@@ -20,8 +20,9 @@ from torch import nn
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.formula import Formula, formula_of, norm_of
 from seqtile.models.discover.known_code import custom_code
+from seqtile.models.discover.known_kernels import is_offloaded
 from seqtile.models.discover.sizes import NotPerToken, Untraceable
-from seqtile.models.discover.snapshot import description, setting
+from seqtile.models.discover.snapshot import description, parts_of, setting
 from seqtile.models.discover.trace import Graph, Tracer, in_a_thread
 from seqtile.ops.norm import NormFormula
 
@@ -120,6 +121,9 @@ def prove(chain: Chain, mode: Mode, *, trusted: bool = False) -> Proof:
         Where one is known for modules like these, some 100 µs; else 10 to 100 ms.
     """
     modules = chain.modules
+    if any(is_offloaded(part) for part in parts_of(modules)):
+        why = "accelerate fetches its weights at each call and drops them (device_map), and every tile would be one"
+        return Proof(why, False, None, why)
     if not trusted and (custom := custom_code(modules, chain.functions, chain.called)):
         return Proof.of_custom(custom)
     key = (chain.key, mode, tuple(map(setting, chain.functions)), description(modules))

@@ -246,7 +246,7 @@ def along(call: Call) -> list[Flow]:
 
 
 def put(call: Call) -> list[Flow]:
-    """``table.index_put(indices, values)`` of weights: the gradient of a table that is looked up at constant indices."""
+    """``table.index_put(indices, values)`` of weights: the gradient of a table that is looked up."""
     if any(flow.axes for flow in call.flows()):
         raise call.mixes("puts some of them elsewhere")
     return [call.flow_of(call.out[0], call.expr(), call.is_sum("values"))]
@@ -258,7 +258,11 @@ def looked_up(call: Call) -> list[Flow]:
     table, gather = call.args.get("weight", call.args.get("self")), call.name in ("gather", "scatter", "scatter_add")
     indices = call.args["indices"] if call.name == "index" else [call.args["index" if gather else "indices"]]
     used = [(dim, one) for dim, one in enumerate(indices) if one is not None]
-    given = call.flow(table)
+    given, flows = call.flow(table), call.flows()
+    if any(flow.summed for flow in flows) and not any(flow.axes for flow in flows):  # the gradient of a weight
+        return [
+            call.flow_of(call.out[0], call.expr(), call.is_sum("src" if call.name.startswith("scatter") else "self"))
+        ]
     if len(used) != 1 or any(flow.summed for flow in call.flows()):
         raise NoRule(f"it uses {call.name} with {len(used)} indices, for which there is no rule")
     dim, index = (call.args["dim"] if gather else used[0][0]), used[0][1]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from seqtile._compat import BUFFERS, MODULES, PARAMETERS, buffers_of, children_of, parameters_of
 from seqtile.engines.flat import is_flat_view
+from seqtile.models.discover.known_kernels import own_forward, twin_of
 from seqtile.models.discover.snapshot import INTERNAL
 
 MakeTensor = Callable[[Tensor, torch.device | str], Tensor]
@@ -23,6 +24,7 @@ class Views:
     def __init__(self, make: MakeTensor) -> None:
         self._make = make
         self._views: dict[int, nn.Module] = {}
+        self._plain: list[nn.Module] = []
         self._weights: dict[int, tuple[str, Tensor]] = {}
         self._former: list[tuple[nn.Module, dict[str, Any]]] = []
 
@@ -30,17 +32,19 @@ class Views:
         known = self._views.get(id(module))
         if known is not None:
             return known
-        view: nn.Module = object.__new__(type(module))
+        plain = twin_of(module) or module
+        self._plain.append(plain)  # weights are known by their ids
+        view: nn.Module = object.__new__(type(plain))
         self._views[id(module)] = view
         own = view.__dict__
-        own.update(module.__dict__)
-        own[PARAMETERS] = {key: self._fake(f"{name}.{key}", one) for key, one in parameters_of(module).items()}
-        own[BUFFERS] = {key: self._fake(f"{name}.{key}", one) for key, one in buffers_of(module).items()}
+        own.update(plain.__dict__)
+        own[PARAMETERS] = {key: self._fake(f"{name}.{key}", one) for key, one in parameters_of(plain).items()}
+        own[BUFFERS] = {key: self._fake(f"{name}.{key}", one) for key, one in buffers_of(plain).items()}
         own[MODULES] = {
             key: self.of(child, f"{name}.{key}") if isinstance(child, nn.Module) else child
-            for key, child in children_of(module).items()
+            for key, child in children_of(plain).items()
         }
-        for key, value in module.__dict__.items():
+        for key, value in plain.__dict__.items():
             if is_flat_view(value):
                 del own[key]
                 own[PARAMETERS][key] = self._fake(f"{name}.{key}", value)
@@ -48,7 +52,7 @@ class Views:
                 own[key] = self._fake(f"{name}.{key}", value)
             elif type(value) in (list, dict, set) and key not in INTERNAL:
                 own[key] = value.copy()
-        _bind_methods(own, module, view)
+        _bind_methods(own, own_forward(plain), module, view)
         self._former.append((view, {key: _copied(value) for key, value in own.items()}))
         return view
 
@@ -93,10 +97,9 @@ def _differs(one: Any, other: Any) -> bool:
     return isinstance(one, Tensor) or isinstance(other, Tensor) or one != other
 
 
-def _bind_methods(own: dict[str, Any], module: nn.Module, view: nn.Module) -> None:
+def _bind_methods(own: dict[str, Any], forward: Any, module: nn.Module, view: nn.Module) -> None:
     """The instance's own methods that are bound to the module, forward or others, are bound to the view instead."""
-    forward = own.pop("forward", None)
-    forward = getattr(forward, "before", {"forward": forward}).get("forward")
+    own.pop("forward", None)
     if forward is not None:
         own["forward"] = forward
     for name, value in own.items():
