@@ -283,8 +283,8 @@ def unreadable(files: tuple[Path, ...] | list[Path], error: Exception) -> UserEr
             return UserError(f"cannot read {str(file)!r}, {broken}; write one JSON object per line, in UTF-8")
     if "column names don't match" in str(error.__cause__ or error):
         return UserError(
-            f"{', '.join(repr(file.name) for file in files[:3])} do not have the same columns; give the same columns to "
-            "all files, or name one"
+            f"{', '.join(repr(file.name) for file in files[:3])} do not have the same columns; give all files the same "
+            "columns, or name one"
         )
     return UserError(
         f"cannot read {str(files[0])!r} as {_builder(files[0])} rows ({_reason(error)}); "

@@ -93,6 +93,9 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
         stream,
         checked["eval"].rows if "eval" in checked else None,
     )
+    if stream is None and rows is None:
+        data.sample["train"] = [Tokens(row["input_ids"], row["input_ids"]) for row in data.rows.select([0])]
+        data.trains_prompts["train"] = None
     stage("rendering a sample of the rows")
 
     def render(name: str, dataset: str, sample: Any, row_format: RowFormat, place: Callable[[int], str]) -> None:

@@ -48,6 +48,10 @@ class Tokens(NamedTuple):
             runs[-1][1].append(token)
         return runs
 
+    def trained(self, max_length: int | None) -> int:
+        """Tokens whose loss counts once the row is cut: the first of them is predicted by none."""
+        return sum(label != IGNORED for label in self.labels[1:max_length])
+
 
 def check_rendered(
     rows: Dataset,
