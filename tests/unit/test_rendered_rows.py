@@ -156,7 +156,8 @@ def test_a_sample_of_each_file_is_looked_at(models: dict[str, Path], tmp_path: P
     tiny_run.write_jsonl(tmp_path / "rows" / "a.jsonl", [{"messages": [ASK, ANSWER]}] * 100)
     bad = {"messages": [ASK, {"role": "critic", "content": "a"}, ANSWER]}
     tiny_run.write_jsonl(tmp_path / "rows" / "b.jsonl", [bad])
-    recipe = resolve(build_recipe({"model": str(models["strict"]), "dataset": str(tmp_path / "rows")}, {})[0])
+    values = {"model": str(models["strict"]), "dataset": str(tmp_path / "rows"), "max_length": 64}
+    recipe = resolve(build_recipe(values, {})[0])
     with pytest.raises(UserError, match=r"file 'b.jsonl', line 1: .*'critic'"):
         read_data(recipe, tmp_path / "out", lambda _: None)
 

@@ -33,7 +33,7 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
     Raises:
         UserError: what a run would refuse of its rows.
     """
-    from seqtile.train.load import load_tokenizer
+    from seqtile.train.load import tokenizer_of
     from seqtile.train.read_data import read_data
     from seqtile.train.run import fitted
 
@@ -44,7 +44,7 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
     # Rows do not depend on the processes, and accelerate would wait for them.
     alone = recipe.model_copy(update={"engine": "single", "nproc": None, "sp_size": 1, "cp_size": 1})
     data = read_data(alone, Path(recipe.output or "runs"), progress.stage)
-    tokenizer = load_tokenizer(recipe)
+    tokenizer = tokenizer_of(recipe)
     progress.stage("planning")
     notes: list[str] = []
     recipe = fitted(recipe, None, notes.append, nodes)

@@ -35,7 +35,7 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     if recipe.model == DEMO:
         if recipe.model_kwargs or recipe.rope_scaling or recipe.dtype not in (None, "float32"):
             raise UserError("model_kwargs, rope_scaling and dtype do not change the demo's model; name a model")
-        tokenizer = load_tokenizer(recipe)
+        tokenizer = tokenizer_of(recipe)
         model = demo.build_demo_model(recipe.seed, tokenizer)
         check_positions(model.config, recipe)
         return model, tokenizer
@@ -45,12 +45,12 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     config = _load("configuration", transformers.AutoConfig, path, recipe, **_revision(recipe))
     _scale_positions(config, recipe)
     check_positions(config, recipe)
-    tokenizer = load_tokenizer(recipe)
+    tokenizer = tokenizer_of(recipe)
     words = {"config": config, "dtype": weights_dtype(recipe), **_attention(recipe), **recipe.model_kwargs}
     return _load_weights(path, recipe, **words), tokenizer
 
 
-def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+def tokenizer_of(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The tokenizer alone.
 
     Raises:

@@ -13,7 +13,7 @@ from seqtile.train.arguments import trainer_arguments
 from seqtile.train.check_rows import Checked, check_rows
 from seqtile.train.data import load_rows
 from seqtile.train.data_summary import how_to_change
-from seqtile.train.load import load_tokenizer
+from seqtile.train.load import load_config, tokenizer_of
 from seqtile.train.recipe import DEMO, Recipe
 from seqtile.train.rendered_rows import Tokens, check_rendered
 from seqtile.train.row_formats import RowFormat
@@ -59,6 +59,7 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
     Raises:
         UserError: rows or settings of which something would be trained that they do not say.
     """
+    load_config(recipe)  # what it refuses costs no reading
     how = {
         "text_field": recipe.trainer.get("dataset_text_field", "text"),
         "skip": recipe.skip_bad_rows,
@@ -86,7 +87,7 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
     rows = checked["train"].rows if "train" in checked else None
     documents = "train" in checked and checked["train"].loaded.documents
     arguments = trainer_arguments(recipe, output, documents=documents, rows=0 if rows is None else len(rows))
-    tokenizer = load_tokenizer(recipe)
+    tokenizer = tokenizer_of(recipe)
     data = Data(
         arguments,
         stream.rows() if stream else demo.demo_rows(tokenizer, recipe.max_length) if rows is None else rows,
