@@ -153,7 +153,8 @@ def test_a_template_that_marks_other_parts_is_refused(models: dict[str, Path], t
 
 def test_a_sample_of_each_file_is_looked_at(models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
-    tiny_run.write_jsonl(tmp_path / "rows" / "a.jsonl", [{"messages": [ASK, ANSWER]}] * 100)
+    for name in ("a.jsonl", "c.jsonl"):
+        tiny_run.write_jsonl(tmp_path / "rows" / name, [{"messages": [ASK, ANSWER]}] * 100)
     bad = {"messages": [ASK, {"role": "critic", "content": "a"}, ANSWER]}
     tiny_run.write_jsonl(tmp_path / "rows" / "b.jsonl", [bad])
     values = {"model": str(models["strict"]), "dataset": str(tmp_path / "rows"), "max_length": 64}
