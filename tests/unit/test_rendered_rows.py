@@ -139,6 +139,27 @@ def test_nothing_is_said_of_rows_that_are_trained_as_they_are(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("written", ["{{ c.function.arguments | tojson }}", "{{ 'with ' + c.function.arguments }}"])
+@pytest.mark.parametrize("arguments", [{"at": "cat"}, '{"at": "cat"}'])
+def test_arguments_of_calls_are_written_once(
+    models: dict[str, Path], tmp_path: Path, written: str, arguments: Any
+) -> None:
+    """Whether the row has them as an object or as OpenAI's JSON, and whichever of these the template takes."""
+    template = tmp_path / "template.jinja"
+    call = "{% for c in m.tool_calls %}C:{{ c.function.name }}" + written + "{% endfor %}"
+    template.write_text("{% for m in messages %}{{ m.content }}" + call + "{% endfor %}")
+    rows = [
+        {
+            "messages": [
+                ASK,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]},
+            ]
+        }
+    ]
+    data = read(models["strict"], tmp_path / "rows.jsonl", rows, chat_template_path=str(template))
+    assert counted(data, models["strict"])[0].replace("with ", "") == 'who?C:look{"at": "cat"}'
+
+
 def test_a_template_that_marks_other_parts_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     rows = [{"messages": [ASK, {**ANSWER, "weight": 0}, {**ANSWER, "weight": 1}]}]

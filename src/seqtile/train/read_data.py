@@ -15,7 +15,7 @@ from seqtile.train.data import load_rows
 from seqtile.train.data_summary import how_to_change
 from seqtile.train.load import load_config, tokenizer_of
 from seqtile.train.recipe import DEMO, Recipe
-from seqtile.train.rendered_rows import Tokens, check_rendered
+from seqtile.train.rendered_rows import Tokens, check_rendered, takes_json_arguments, trained_tokenizer
 from seqtile.train.row_formats import RowFormat
 from seqtile.train.stream import Stream
 
@@ -60,12 +60,14 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
         UserError: rows or settings of which something would be trained that they do not say.
     """
     load_config(recipe)  # what it refuses costs no reading
+    tokenizer = trained_tokenizer(tokenizer_of(recipe), recipe.trainer)
     how = {
         "text_field": recipe.trainer.get("dataset_text_field", "text"),
         "skip": recipe.skip_bad_rows,
         "assistant_only": bool(recipe.trainer.get("assistant_only_loss")),
         "completion_only": recipe.trainer.get("completion_only_loss"),
         "padding_free": bool(recipe.trainer.get("padding_free")),
+        "json_arguments": takes_json_arguments(tokenizer),
     }
 
     def read(key: str, dataset: str, split: str) -> Checked:
@@ -87,7 +89,6 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
     rows = checked["train"].rows if "train" in checked else None
     documents = "train" in checked and checked["train"].loaded.documents
     arguments = trainer_arguments(recipe, output, documents=documents, rows=0 if rows is None else len(rows))
-    tokenizer = tokenizer_of(recipe)
     data = Data(
         arguments,
         stream.rows() if stream else demo.demo_rows(tokenizer, recipe.max_length) if rows is None else rows,

@@ -18,7 +18,7 @@ from seqtile._compat import prepare_like_sft
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
-from seqtile.train.row_formats import ASKING_ROLES, COUNTED, RowFormat
+from seqtile.train.row_formats import ASKING_ROLES, COUNTED, RowFormat, with_json_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ def check_rendered(
     Args:
         rows: a sample, in TRL's columns.
         row_format: how they were read.
-        tokenizer: the model's.
+        tokenizer: of :func:`trained_tokenizer`.
         arguments: the trainer's (``SFTConfig``).
         dataset: its name, for messages.
         place: where the n-th row of the sample stands.
@@ -78,7 +78,6 @@ def check_rendered(
         UserError: the first row that is not what it says, or settings of the loss that no row can heed.
     """
     _check_loss_settings(row_format, arguments, dataset)
-    tokenizer = _as_trained(tokenizer, arguments)
     is_chat = row_format.is_chat or isinstance(rows[0].get("prompt"), list)
     if is_chat and not tokenizer.chat_template:
         raise UserError(
@@ -106,7 +105,7 @@ def check_rendered(
             found = _compare_chat(row, row_format, tokens, tokenizer) if is_chat else _compare_ids(row)
         except ValueError as error:
             raise UserError(f"dataset {dataset!r}, {place(number)}: {error}") from None
-        for note in found:
+        for note in dict.fromkeys(found):
             notes.setdefault(note, []).append(number)
     for note, numbers in notes.items():
         logger.warning("dataset %s, %s: %s (%d of %d rows looked at)", dataset, place(numbers[0]), note, len(numbers),
@@ -121,6 +120,54 @@ def is_of_template(error: Exception) -> bool:
     return isinstance(error, TemplateError) or any(
         frame.f_code.co_filename == "<template>" for frame, _ in traceback.walk_tb(error.__traceback__)
     )
+
+
+def trained_tokenizer(tokenizer: Any, settings: Mapping[str, Any]) -> Any:
+    """A tokenizer with what TRL's trainer changes of it.
+
+    Args:
+        tokenizer: the model's.
+        settings: the recipe's section ``trainer``.
+
+    Raises:
+        UserError: no chat template at the path that the settings name.
+    """
+    path = settings.get("chat_template_path")
+    if path is not None:
+        if Path(path).is_file():
+            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+        else:
+            from transformers import AutoTokenizer
+
+            try:
+                tokenizer.chat_template = AutoTokenizer.from_pretrained(path).chat_template
+            except (OSError, ValueError) as error:
+                reason = str(error).strip().splitlines()[0]
+                raise UserError(
+                    f"trainer.chat_template_path {path!r} is no file and no tokenizer ({reason}); give a .jinja file"
+                ) from None
+    if settings.get("eos_token") is not None:
+        tokenizer.eos_token = settings["eos_token"]
+    return tokenizer
+
+
+def takes_json_arguments(tokenizer: Any) -> bool:
+    """Whether the chat template cannot write a tool call with an object of arguments, and can with a JSON text."""
+    call = {"type": "function", "function": {"name": "seqtile-call", "arguments": {"at": "cat"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+    def is_written(messages: list[dict[str, Any]]) -> bool:
+        try:
+            return "seqtile-call" in tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # noqa: BLE001 - a template is a program, and this one wants its calls otherwise
+            return False
+
+    return bool(tokenizer.chat_template) and not is_written(messages) and is_written(with_json_arguments(messages))
 
 
 def mask_messages(rows: Any) -> Any:
@@ -167,22 +214,6 @@ def _check_loss_settings(row_format: RowFormat, arguments: Any, dataset: str) ->
             f"{row_format.kind[0]!r}; "
             + ("use 'trainer: {assistant_only_loss: true}'" if row_format.is_chat else "drop it")
         )
-
-
-def _as_trained(tokenizer: Any, arguments: Any) -> Any:
-    """A copy of the tokenizer with what the trainer's arguments change of it."""
-    tokenizer = copy.deepcopy(tokenizer)
-    path = arguments.chat_template_path
-    if path is not None:
-        if Path(path).is_file():
-            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
-        else:
-            from transformers import AutoTokenizer
-
-            tokenizer.chat_template = AutoTokenizer.from_pretrained(path).chat_template
-    if arguments.eos_token is not None:
-        tokenizer.eos_token = arguments.eos_token
-    return tokenizer
 
 
 def _compare_chat(row: Mapping[str, Any], row_format: RowFormat, tokens: Tokens, tokenizer: Any) -> list[str]:
@@ -247,10 +278,10 @@ def _left_out_by_template(messages: list[dict[str, Any]], row: Mapping[str, Any]
             continue
         if note in ("", "call"):
             role = messages[int(mark.split("-")[2])]["role"]
-            what = f"messages of {role!r}" if not note else "tool calls"
+            what, cure = ("tool calls", "write them as text") if note else (f"messages of {role!r}", "rename the role")
             raise ValueError(
-                f"the chat template writes nothing of {what}, which would not be trained; rename the role, or give a "
-                "template that knows it with 'trainer: {chat_template_path: FILE.jinja}'"
+                f"the chat template writes nothing of {what}, which would not be trained; {cure}, or give a template "
+                "that knows them with 'trainer: {chat_template_path: FILE.jinja}'"
             )
         notes.append(note)
     return list(dict.fromkeys(notes))

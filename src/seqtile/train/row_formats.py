@@ -8,6 +8,7 @@ rows with their masks. What a row says of the loss is kept for :mod:`seqtile.tra
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class RowFormat:
         assistant_only: whether messages of assistants alone count in the loss.
         completion_only: TRL's setting; None is its default.
         padding_free: whether TRL heeds ``seq_lengths``.
+        json_arguments: whether the chat template adds arguments of tool calls up as text; others write objects as JSON.
     """
 
     kind: tuple[str, ...]
@@ -67,6 +69,7 @@ class RowFormat:
     assistant_only: bool = False
     completion_only: bool | None = None
     padding_free: bool = False
+    json_arguments: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -153,6 +156,8 @@ class RowFormat:
             result = _read_answered(row, *self.kind)
         elif self.kind == ("prompt", "completion"):
             result = _read_pair(row, masks_prompt=self.completion_only is not False)
+            if self.json_arguments and isinstance(result["prompt"], list):
+                result = {name: with_json_arguments(messages) for name, messages in result.items()}
         else:
             return {self.kind[0]: _text(row[self.kind[0]], self.kind[0])}
         if tools := _read_tools(row.get("tools")):
@@ -168,6 +173,7 @@ class RowFormat:
             raise RowError(f"{name!r} is only a prompt, without a message of an assistant")
         messages = _with_system(messages, row)
         counted = _counted_messages(messages, assistant_only=self.assistant_only)
+        messages = with_json_arguments(messages) if self.json_arguments else messages
         return {"messages": messages, **({} if all(counted) else {COUNTED: [int(value) for value in counted]})}
 
 
@@ -268,6 +274,17 @@ def _read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
             function = {**function, "arguments": _parsed(function["arguments"])}
         result.append({**call, "function": function} if "function" in call else dict(function))
     return result
+
+
+def with_json_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as :func:`read_messages` gives them, the arguments of their tool calls as JSON texts."""
+    messages = copy.deepcopy(messages)
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call.get("function", call)
+            if not isinstance(function.get("arguments"), str):
+                function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return messages
 
 
 def _read_tools(tools: Any) -> str | None:
