@@ -66,7 +66,6 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
         "skip": recipe.skip_bad_rows,
         "assistant_only": bool(recipe.trainer.get("assistant_only_loss")),
         "completion_only": recipe.trainer.get("completion_only_loss"),
-        "padding_free": bool(recipe.trainer.get("padding_free")),
         "json_arguments": takes_json_arguments(tokenizer),
     }
 

@@ -59,7 +59,6 @@ class RowFormat:
         text_field: name of the text column.
         assistant_only: whether messages of assistants alone count in the loss.
         completion_only: TRL's setting; None is its default.
-        padding_free: whether TRL heeds ``seq_lengths``.
         json_arguments: whether the chat template adds arguments of tool calls up as text; others write objects as JSON.
     """
 
@@ -68,7 +67,6 @@ class RowFormat:
     text_field: str = "text"
     assistant_only: bool = False
     completion_only: bool | None = None
-    padding_free: bool = False
     json_arguments: bool = False
 
     @property
@@ -146,7 +144,7 @@ class RowFormat:
                 mixed = f" and {other!r} is not: rows of two kinds are mixed" if other else ""
                 raise RowError(f"{column!r} is null{mixed}")
         if self.kind == ("input_ids",):
-            return read_ids(row, completion_only=self.completion_only, padding_free=self.padding_free)
+            return read_ids(row, completion_only=self.completion_only)
         for name in MEDIA:
             if row.get(name):
                 raise RowError(f"{name!r} is not empty, and only text is trained here")
@@ -357,7 +355,7 @@ def _read_answered(row: Mapping[str, Any], question: str, answer: str) -> dict[s
     return {"prompt": _with_system(messages, row), "completion": completion}
 
 
-def read_ids(row: Mapping[str, Any], *, completion_only: bool | None, padding_free: bool) -> dict[str, Any]:
+def read_ids(row: Mapping[str, Any], *, completion_only: bool | None) -> dict[str, Any]:
     """A tokenised row without padding, with its masks in its labels: TRL reads ``input_ids`` and ``labels`` alone.
 
     Raises:
@@ -370,10 +368,9 @@ def read_ids(row: Mapping[str, Any], *, completion_only: bool | None, padding_fr
         raise RowError(f"'input_ids' is {_described(ids)}, expected a list of token ids")
     if not ids:
         raise RowError("'input_ids' is empty")
-    if None in ids:
-        raise RowError("'input_ids' holds a null")
-    if not all(isinstance(token, int) for token in ids):
-        raise RowError("'input_ids' is no list of token ids")
+    tokens = numpy.asarray(ids)
+    if tokens.dtype.kind not in "iu":
+        raise RowError(f"'input_ids' holds {'a null' if None in ids else 'something else than token ids'}")
     beside = {
         name: numpy.asarray(row[name])
         for name in ("labels", "attention_mask", "position_ids", *LOSS_MASKS)
@@ -382,7 +379,7 @@ def read_ids(row: Mapping[str, Any], *, completion_only: bool | None, padding_fr
     for name, values in beside.items():
         if values.shape != (len(ids),):
             raise RowError(f"'input_ids' and {name!r} are of two lengths")
-    labels = beside.get("labels", numpy.asarray(ids)).copy()
+    labels = beside.get("labels", tokens).copy()
     masks = [name for name in LOSS_MASKS if name in beside]
     if completion_only is False:
         masks = [name for name in masks if name != "completion_mask"]
@@ -395,14 +392,13 @@ def read_ids(row: Mapping[str, Any], *, completion_only: bool | None, padding_fr
     span = slice(places[0], places[-1] + 1)
     if not kept[span].all():
         raise RowError("'attention_mask' hides tokens in the middle, which the trainer would show")
-    if not padding_free:
-        restarts = "position_ids" in beside and (numpy.diff(beside["position_ids"][span]) != 1).any()
-        if restarts or len(row.get("seq_lengths") or ()) > 1:
-            raise RowError(
-                f"{'position_ids' if restarts else 'seq_lengths'!r} packs several documents, which would attend to "
-                "each other; give one document a row, and 'packing: true' packs them"
-            )
-    # A Python list of numbers is what it was; a million of them are not boxed again where nothing changes.
+    # TRL reads neither: its collator counts the positions of a row through.
+    restarts = "position_ids" in beside and (numpy.diff(beside["position_ids"][span]) != 1).any()
+    if restarts or len(row.get("seq_lengths") or ()) > 1:
+        raise RowError(
+            f"{'position_ids' if restarts else 'seq_lengths'!r} packs several documents, which would attend to "
+            "each other; give one document a row, and 'packing: true' packs them"
+        )
     result = {"input_ids": ids if kept.all() else ids[span]}
     if masks or "labels" in beside:
         result["labels"] = labels[span].tolist()
