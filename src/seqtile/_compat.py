@@ -13,6 +13,7 @@ can say what is missing.
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import importlib
 import importlib.util
@@ -1589,6 +1590,25 @@ def _check_gradient_norm_methods() -> None:
         _expect(callable(getattr(SFTTrainer, name, None)), f"a method {name}")
 
 
+def prepare_like_sft(rows: Any, tokenizer: Any, arguments: Any) -> Any:
+    """``rows`` as TRL's ``SFTTrainer`` tokenises and masks them, whole; neither a trainer nor a model is made."""
+    from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+    columns, template = rows.column_names, None
+    if arguments.assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
+        template = get_training_chat_template(tokenizer)
+    completion_only = arguments.completion_only_loss
+    if completion_only is None:
+        completion_only = "prompt" in columns and "completion" in columns
+    trainer: Any = types.SimpleNamespace(
+        _tokenizer=tokenizer, chat_template=template, completion_only_loss=completion_only
+    )
+    whole = copy.copy(arguments)
+    whole.max_length, whole.shuffle_dataset, whole.dataset_num_proc = None, False, None
+    return SFTTrainer._prepare_dataset(trainer, rows, tokenizer, whole, False, None, "sample")
+
+
 @_contract("trl.SFTTrainer._prepare_dataset", "trl/trainer/sft_trainer.py", "rows can be looked at between its steps")
 def _check_prepare_dataset() -> None:
     from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]
@@ -1597,6 +1617,8 @@ def _check_prepare_dataset() -> None:
     words = list(inspect.signature(SFTTrainer._prepare_dataset).parameters)
     _expect(words == expected, f"the arguments {', '.join(expected)}; got {', '.join(words)}")
     _expect("_prepare_dataset" in _names_in(SFTTrainer.__init__), "the trainer to call it when it is made")
+    reads = {"_tokenizer", "chat_template", "completion_only_loss"}
+    _expect(reads <= _names_in(SFTTrainer._prepare_dataset), f"it to read {', '.join(sorted(reads))} of the trainer")
 
 
 # ---- DeepSpeed ----

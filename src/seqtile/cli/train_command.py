@@ -77,6 +77,9 @@ def command(
         False, "--trust-checkpoint", help="With --resume: load its pickles whatever they would run."
     ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier run."),
+    dry: bool = typer.Option(
+        False, "--dry-run", help="Show the settings, the first row with what counts in the loss, and the plan; stop."
+    ),
     compare: bool = typer.Option(None, "--compare/--no-compare", help="End with tiled against untiled on one batch."),
     tiled_mlp: str = typer.Option(None, help="Tile at all (default true), as axolotl spells it.", metavar="BOOL"),
     use_tiled_mlp: str = typer.Option(None, help="The same, as ms-swift spells it.", metavar="BOOL"),
@@ -163,7 +166,7 @@ def command(
                 f"engine 'single' is one process, got {of_nodes.count} nodes; give --engine ddp, fsdp2, zero2 or zero3"
             )
         check_early(recipes.resolve(chosen))
-        if not resume:
+        if not resume and not dry:
             locate(chosen, **how)
     progress = show.Progress(enabled=is_first())
     progress.stage("loading PyTorch and Transformers")
@@ -171,6 +174,13 @@ def command(
         quiet()
     for note in notes:
         logging.getLogger("seqtile").warning(note)
+    if dry:
+        from seqtile.cli.dry_run import dry_run
+
+        if is_first():
+            with progress, show.folded_bars(progress):
+                dry_run(recipes.resolve(chosen), progress, 1 if of_nodes is None else of_nodes.count)
+        return
     if launched and chosen.on_oom == "retry" and chosen.engine != "single":
         raise UserError(
             "--on-oom retry starts the processes again, which a launcher of your own does not let it; start them with "

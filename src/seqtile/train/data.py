@@ -1,37 +1,42 @@
-"""Datasets: local JSONL, Parquet, CSV or text, or a Hub id, found and read before anything is trained.
-
-What comes out is a ``datasets.Dataset`` with the columns TRL understands: ``input_ids`` (pre-tokenised rows),
-``messages`` or ``conversations`` (chat), ``prompt`` and ``completion``, or a text column.
-"""
+"""Datasets: local JSONL, Parquet, CSV, Arrow or text, or a Hub id, found and read before anything is trained."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
-PARQUET_ENDINGS = (".parquet",)
-CSV_ENDINGS = (".csv", ".tsv")
-ROW_ENDINGS = JSON_ENDINGS + PARQUET_ENDINGS + CSV_ENDINGS
+logger = first_rank_logger(__name__)
 
-ROW_KINDS = (("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"))
-"""Columns that say by themselves what a row is; a text column is looked for after them."""
+BUILDERS = {
+    ".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
+    ".arrow": "arrow",
+}  # fmt: skip
+"""What reads a file of rows, by its ending."""
+
+METADATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+"""Files that datasets writes beside rows."""
+
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+
+SPLITS = {"dataset_split": "train", "eval_split": "test"}
+"""Keys of the recipe that name a split, and their defaults, which fit data without splits too."""
 
 
 class Loaded(NamedTuple):
     """Rows, and where they are from.
 
     Attributes:
-        rows: what was read, unchecked but for its columns; an ``IterableDataset`` where it is streamed.
+        rows: what was read, unchecked; an ``IterableDataset`` where it is streamed.
         documents: whether they are whole documents from text files (to be packed, not cut off).
         files: the files of the rows, in order; empty where there are none.
     """
@@ -46,34 +51,50 @@ class Loaded(NamedTuple):
             return f"file {str(self.files[index])!r}"
         for file in self.files:
             lines = _line_numbers(file)
+            if lines is None:
+                break
             if index < len(lines):
                 of = f"file {file.name!r}, " if len(self.files) > 1 else ""
                 return f"{of}{'row' if isinstance(lines, range) else 'line'} {lines[index]}"
             index -= len(lines)
         return f"row {index + 1}"
 
+    def counts(self) -> list[int]:
+        """The rows of each file; those of all where a file does not tell. Reads the files where there are several."""
+        lines = [_line_numbers(file) for file in self.files] if len(self.files) > 1 and not self.documents else []
+        counts = [len(numbers) for numbers in lines if numbers is not None]
+        return counts if counts and sum(counts) == len(self.rows) else [len(self.rows)]
 
-def load_rows(dataset: str, *, split: str = "train", text_field: str = "text", streaming: bool = False) -> Loaded:
-    """Load a dataset and check that its columns can be trained on.
+
+def load_rows(dataset: str, *, key: str = "dataset_split", split: str = "train", text_field: str = "text",
+              streaming: bool = False) -> Loaded:  # fmt: skip
+    """Load a dataset.
 
     Args:
-        dataset: a file (``.jsonl``, ``.json``, ``.parquet``, ``.csv``, ``.tsv``; anything else is read as one UTF-8
-            document), a directory of such files, a directory written by ``Dataset.save_to_disk``, or a Hub id.
-        split: which split of a Hub dataset.
-        text_field: name of the text column.
-        streaming: read nothing yet; columns and rows are for :class:`seqtile.train.stream.Stream` to check.
+        dataset: a file (``.jsonl``, ``.json``, ``.parquet``, ``.csv``, ``.tsv``, ``.arrow``; anything else is read as
+            one UTF-8 document), a directory of such files, a directory written by ``save_to_disk``, or a Hub id.
+        key: the recipe's key of the split, for messages.
+        split: which split; data without splits takes the default of ``key`` alone.
+        text_field: name of the text column of documents.
+        streaming: read nothing yet.
 
     Raises:
-        UserError: nothing at that path, unreadable, empty, or no column that can be trained on.
+        UserError: nothing at that path, unreadable, empty, or no such split.
     """
     check_path(dataset)
     path = Path(dataset).expanduser()
-    if path.is_file():
-        loaded = _load_files([path], text_field, streaming)
-    elif path.is_dir():
-        loaded = _load_directory(path, text_field, streaming)
+    if not path.exists():
+        loaded = Loaded(_load_from_hub(dataset, key, split, streaming), documents=False)
+    elif path.is_dir() and _is_saved(path):
+        loaded = Loaded(_load_saved(path, key, split, streaming), documents=False)
     else:
-        loaded = Loaded(_load_from_hub(dataset, split, streaming), documents=False)
+        splits = {} if path.is_file() else find_splits(path)
+        if splits and split not in splits:
+            raise _no_split(dataset, key, split, splits)
+        if not splits:
+            _check_unsplit(dataset, key, split)
+            splits = {split: [path] if path.is_file() else _files_of(path)}
+        loaded = _load_files(splits[split], text_field, streaming)
     if streaming:
         if loaded.documents:
             raise UserError(
@@ -83,8 +104,46 @@ def load_rows(dataset: str, *, split: str = "train", text_field: str = "text", s
         return loaded
     if len(loaded.rows) == 0:
         raise UserError(f"dataset {dataset!r} holds no rows; give one with at least one example to train on")
-    row_kind(loaded.rows.column_names, dataset, text_field)
     return loaded
+
+
+def find_splits(directory: Path) -> dict[str, list[Path]]:
+    """The files of each split of a directory, as datasets tells them from names and a README; empty without splits.
+
+    Raises:
+        UserError: no files, several kinds of them, or several configurations.
+    """
+    from datasets import load_dataset_builder
+
+    files = _files_of(directory)
+    with silent_datasets():
+        try:
+            data_files = load_dataset_builder(str(directory)).config.data_files or {}
+        except FileNotFoundError:
+            data_files = {}  # no file of a kind that datasets reads, such as source code
+        except ValueError as error:
+            reason = " ".join(str(error).split("\nExample")[0].split())
+            raise UserError(
+                f"dataset directory {str(directory)!r}: {reason}; give a directory of one of them"
+            ) from None
+    splits = {str(name): sorted({Path(file) for file in names} & set(files)) for name, names in data_files.items()}
+    splits = {name: names for name, names in splits.items() if names}
+    is_whole = len(splits.get("train", ())) == len(files) or not _builder(files[0])
+    if not splits or (len(splits) == 1 and is_whole):
+        return {}
+    left = [file for file in files if not any(file in names for names in splits.values())]
+    if left:
+        logger.warning("dataset %s: %s and other files belong to no split, and are not read", directory, left[0].name)
+    return splits
+
+
+def _check_unsplit(dataset: str, key: str, split: str) -> None:
+    if split != SPLITS[key]:
+        raise UserError(f"dataset {dataset!r} has no splits, got {key} {split!r}; drop it, or give the file to read")
+
+
+def _no_split(dataset: str, key: str, split: str, splits: Mapping[str, Any]) -> UserError:
+    return UserError(f"dataset {dataset!r} has no split {split!r}; set {key} to one of {', '.join(splits)}")
 
 
 def check_path(dataset: str) -> None:
@@ -130,67 +189,131 @@ def check_ids(rows: Dataset, vocabulary: int, dataset: str) -> None:
         if not types.is_integer(ids.type):
             raise UserError(f"dataset {dataset!r} has {ids.type} in column 'input_ids', expected lists of token ids")
         bounds = compute.min_max(ids).as_py()
-        for found in (bounds["min"], bounds["max"]):
-            if found is not None and not 0 <= found < vocabulary:
+        for token in (bounds["min"], bounds["max"]):
+            if token is not None and not 0 <= token < vocabulary:
                 raise UserError(
-                    f"dataset {dataset!r} has token id {found}, but the model knows 0 to {vocabulary - 1}; "
+                    f"dataset {dataset!r} has token id {token}, but the model knows 0 to {vocabulary - 1}; "
                     "tokenise it with the tokenizer of this model"
                 )
 
 
-def _load_directory(path: Path, text_field: str, streaming: bool) -> Loaded:
-    if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
-        from datasets import load_from_disk
+def _is_saved(path: Path) -> bool:
+    """Whether ``save_to_disk`` of a data set, or of several splits, wrote a directory."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
+
+def _load_saved(path: Path, key: str, split: str, streaming: bool) -> Any:
+    from datasets import DatasetDict, load_from_disk
+
+    try:
         saved = load_from_disk(str(path))
-        return Loaded(saved.to_iterable_dataset() if streaming else saved, documents=False)
-    files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
-    tables = [file for file in files if file.suffix.lower() in ROW_ENDINGS]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"cannot read {str(path)!r}, written by save_to_disk ({_reason(error)}); save it again"
+        ) from None
+    if not isinstance(saved, DatasetDict):
+        _check_unsplit(str(path), key, split)
+    elif split not in saved:
+        raise _no_split(str(path), key, split, saved)
+    else:
+        saved = saved[split]
+    return saved.to_iterable_dataset() if streaming else saved
+
+
+def _files_of(directory: Path) -> list[Path]:
+    """Files of rows of one kind, or, where there are none, all files as text."""
+    files = sorted(
+        file for file in directory.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(directory))
+    )
     if not files:
-        raise UserError(f"dataset directory {str(path)!r} holds no files; put text, JSONL, CSV or Parquet files there")
-    return _load_files(tables or files, text_field, streaming)
+        raise UserError(
+            f"dataset directory {str(directory)!r} holds no files; put text, JSONL, CSV or Parquet files there"
+        )
+    tables = [file for file in files if _builder(file) and file.name not in METADATA]
+    if len({_builder(file) for file in tables}) > 1:
+        raise UserError(f"{str(directory)!r} mixes JSON, CSV and Parquet files; keep one kind, or name one file")
+    return tables or files
 
 
 def _is_hidden(relative: Path) -> bool:
     return any(part.startswith((".", "__")) for part in relative.parts)
 
 
+def _builder(file: Path) -> str | None:
+    """The name of datasets' builder that reads a file of rows; None for a document."""
+    ending = file.with_suffix("").suffix if file.suffix.lower() in COMPRESSIONS else file.suffix
+    return BUILDERS.get(ending.lower())
+
+
 def _load_files(files: list[Path], text_field: str, streaming: bool) -> Loaded:
-    """Rows of JSONL, CSV or Parquet files, or one document per text file."""
+    """Rows of files of one kind, or one document per text file."""
     from datasets import Dataset, load_dataset
     from datasets.exceptions import DatasetGenerationError
 
-    endings = {file.suffix.lower() for file in files}
-    if not endings & set(ROW_ENDINGS):
+    builder = _builder(files[0])
+    if builder is None:
         texts = {file: _read_text(file, skip_binary=len(files) > 1) for file in files}
         texts = {file: text for file, text in texts.items() if text}
         return Loaded(Dataset.from_dict({text_field: [*texts.values()]}), True, tuple(texts))
-    for builder, wanted in (("json", JSON_ENDINGS), ("parquet", PARQUET_ENDINGS), ("csv", CSV_ENDINGS)):
-        if endings <= set(wanted):
-            filled = [file for file in files if file.stat().st_size]
-            if not filled:
-                return Loaded(Dataset.from_dict({text_field: []}), documents=False)
-            for file in filled if builder == "json" else ():
-                if not _begins_with(file, b"{["):  # PyArrow 26.0 ends the process on a file of nulls
-                    _refuse_broken_json(file)
+    files = [file for file in files if file.stat().st_size]
+    if not files:
+        return Loaded(Dataset.from_dict({text_field: []}), documents=False)
+    for file in files:
+        if builder == "json" and file.suffix.lower() not in COMPRESSIONS and _begin(file) not in (b"{", b"["):
+            raise unreadable(files, ValueError("no JSON object"))  # of nulls, PyArrow 26.0 ends the process
+    try:
+        how = _csv_format(files) if builder == "csv" else {}
+        with silent_datasets():
+            rows = load_dataset(
+                builder, data_files=[str(file) for file in files], split="train", streaming=streaming, **how
+            )
+        if builder == "json" and not streaming:
+            rows.data.validate(full=True)  # PyArrow reads text that is not UTF-8 without a word
+    except (DatasetGenerationError, ValueError, OSError) as error:
+        raise unreadable(files, error) from None
+    return Loaded(rows, False, tuple(files))
+
+
+def unreadable(files: tuple[Path, ...] | list[Path], error: Exception) -> UserError:
+    """What datasets says of files that it cannot read, and the first broken line where they are JSON."""
+    if isinstance(error, UserError):
+        return error
+    for file in files:
+        if _builder(file) == "json" and (broken := _first_broken_line(file)):
+            return UserError(f"cannot read {str(file)!r}, {broken}; write one JSON object per line, in UTF-8")
+    if "column names don't match" in str(error.__cause__ or error):
+        return UserError(
+            f"{', '.join(repr(file.name) for file in files[:3])} do not have the same columns; give all files the same "
+            "columns, or name one"
+        )
+    return UserError(
+        f"cannot read {str(files[0])!r} as {_builder(files[0])} rows ({_reason(error)}); "
+        "write one JSON object per line, a CSV file with a header, or a Parquet table"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _first_broken_line(file: Path) -> str:
+    """The first line of a JSONL file that holds no JSON object, "" for none; the fault of another JSON file."""
+    if file.suffix.lower() in COMPRESSIONS:
+        return ""
+    try:
+        if _begin(file) == b"[":
+            json.loads(file.read_bytes())
+            return ""
+    except ValueError as error:
+        return f"line {getattr(error, 'lineno', 1)} ({error})"
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
             try:
-                how = _csv_format(filled) if builder == "csv" else {}
-                names = [str(file) for file in filled]
-                with silent_datasets():
-                    rows = load_dataset(builder, data_files=names, split="train", streaming=streaming, **how)
-                if builder == "json" and not streaming:
-                    rows.data.validate(full=True)  # PyArrow reads text that is not UTF-8 without a word
-            except (DatasetGenerationError, ValueError, OSError) as error:
-                if isinstance(error, UserError):
-                    raise
-                refuse_broken_rows(filled)
-                reason = str(error.__cause__ or error).strip().splitlines()[0]
-                raise UserError(
-                    f"cannot read {str(filled[0])!r} as {builder} rows ({reason}); "
-                    "write one JSON object per line, a CSV file with a header, or a Parquet table"
-                ) from None
-            return Loaded(rows, False, tuple(filled))
-    raise UserError(f"{str(files[0].parent)!r} mixes JSON, CSV and Parquet files; keep one kind, or name one file")
+                if line.strip() and not isinstance(json.loads(line.strip()), dict):
+                    return f"line {number} (not an object)"
+            except ValueError as error:  # of JSON, or of UTF-8
+                return f"line {number} ({error})"
+    return ""
 
 
 @contextmanager
@@ -210,143 +333,44 @@ def _csv_format(files: list[Path]) -> dict[str, Any]:
     """How the files are to be read: every column as text, whatever it looks like, as its header names it.
 
     Raises:
-        UserError: no header, or a line of another length, which would shift its columns in silence.
+        UserError: a line of another length, which would shift its columns in silence.
     """
     from datasets import Features, Value
 
+    separator = "\t" if ".tsv" in files[0].suffixes else ","
     columns: list[str] = []
     for file in files:
-        for number, fields in _csv_rows(file):
-            columns = columns or fields
-            if len(fields) != len(columns):
-                raise UserError(
-                    f"dataset {str(file)!r}, line {number}: got {len(fields)} fields, expected the header's "
-                    f"{len(columns)}; put fields that hold the separator or a line break into double quotes"
-                )
-    features = Features({column: Value("string") for column in columns})
-    return {"features": features, "keep_default_na": False, "sep": _separator(files[0])}
-
-
-def _separator(file: Path) -> str:
-    return "\t" if file.suffix.lower() == ".tsv" else ","
-
-
-def _csv_rows(file: Path, *, strict: bool = False) -> Iterator[tuple[int, list[str]]]:
-    """(number of its first line, fields) of each row, the header included; empty lines are none.
-
-    Raises:
-        UserError: text that is not UTF-8; with ``strict``, also a quote that is not closed.
-    """
-    with file.open(encoding="utf-8-sig", newline="") as stream:
-        reader = csv.reader(stream, delimiter=_separator(file), strict=strict)
-        begins = 1
-        try:
+        if file.suffix.lower() in COMPRESSIONS:
+            continue
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.reader(stream, delimiter=separator)
             for fields in reader:
-                if fields:
-                    yield begins, fields
-                begins = reader.line_num + 1
-        except UnicodeDecodeError as error:
-            # Text is decoded many lines at a time: the line of the byte is counted.
-            raise UserError(_not_utf8(file, _line_of_bad_byte(file), error)) from None
-        except csv.Error as error:
-            reason = "a quote is not closed" if "unexpected end" in str(error) else error
-            raise UserError(f"cannot read {str(file)!r}, line {begins} as CSV ({reason}); close or double it") from None
+                columns = columns or fields
+                if fields and len(fields) != len(columns):
+                    raise UserError(
+                        f"dataset {str(file)!r}, line {reader.line_num}: got {len(fields)} fields, expected "
+                        f"{len(columns)} as in the header; put a field that holds the separator into double quotes"
+                    )
+    how: dict[str, Any] = {"keep_default_na": False, "sep": separator}
+    return {**how, "features": Features({column: Value("string") for column in columns})} if columns else how
 
 
-def refuse_broken_rows(files: Sequence[Path]) -> None:
-    """Name the first line of these files that is no JSON object, or no row of a CSV file; Parquet is passed over.
-
-    Raises:
-        UserError: there is one.
-    """
-    for file in files:
-        if file.suffix.lower() in JSON_ENDINGS:
-            _refuse_broken_json(file)
-        elif file.suffix.lower() in CSV_ENDINGS:
-            for _ in _csv_rows(file, strict=True):
-                pass
-
-
-def _refuse_broken_json(file: Path) -> None:
-    """Name the first line that is no JSON object.
-
-    Raises:
-        UserError: there is one.
-    """
-    if _begins_with(file, b"\xfe\xff"):
-        raise UserError(f"cannot read {str(file)!r}: it is UTF-16, not UTF-8; save it as UTF-8")
-    if _is_array(file):
-        try:
-            json.loads(file.read_bytes())
-        except UnicodeDecodeError as error:
-            raise UserError(_not_utf8(file, _line_of_bad_byte(file), error)) from None
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"cannot read {str(file)!r}, line {error.lineno} ({_why(error)}); write valid JSON"
-            ) from None
-        return
-    empty = 0
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                empty = empty or number
-                continue
-            problem = ""
-            try:
-                if not isinstance(json.loads(line.rstrip()), dict):
-                    problem = "not an object"
-            except UnicodeDecodeError as error:
-                raise UserError(_not_utf8(file, number, error)) from None
-            except json.JSONDecodeError as error:
-                problem = _why(error)
-            if problem:
-                raise UserError(
-                    f"cannot read {str(file)!r}, line {number} ({problem}); write one JSON object per line"
-                ) from None
-    if empty:  # datasets reads over them, but not where a column holds values of several types
-        raise UserError(f"cannot read {str(file)!r}, line {empty} (empty); remove empty lines")
-
-
-def _why(error: json.JSONDecodeError) -> str:
-    return f"{error.msg.removesuffix(' at')} at column {error.colno}"
-
-
-def _not_utf8(file: Path, line: int, error: UnicodeDecodeError) -> str:
-    byte = f"byte 0x{error.object[error.start]:02x}"
-    return f"cannot read {str(file)!r}, line {line} (not UTF-8: {byte}); save the file as UTF-8"
-
-
-def _line_of_bad_byte(file: Path) -> int:
-    """The first line of a file that is not UTF-8."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
-                return number
-    return 1
-
-
-def _is_array(file: Path) -> bool:
-    """Whether a JSON file holds one list of objects and not an object per line."""
-    return _begins_with(file, b"[")
-
-
-def _begins_with(file: Path, signs: bytes) -> bool:
+def _begin(file: Path) -> bytes:
+    """The first byte of a JSON file: ``[`` of one list of objects, ``{`` of an object per line."""
     with file.open("rb") as stream:
-        return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in {bytes([sign]) for sign in signs}
+        return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
 
 
-def _line_numbers(file: Path) -> range | list[int]:
-    """The line of each row of a file; the number of the row where rows have no lines."""
-    ending = file.suffix.lower()
-    if ending in CSV_ENDINGS:
-        return [number for number, _ in _csv_rows(file)][1:]
-    if ending in PARQUET_ENDINGS:
+def _line_numbers(file: Path) -> range | list[int] | None:
+    """The line of each row of a file; the number of the row where rows have no lines; None where it is not counted."""
+    builder = _builder(file)
+    if builder == "parquet":
         from pyarrow import parquet
 
         return range(1, parquet.read_metadata(file).num_rows + 1)
-    if _is_array(file):
+    if builder != "json" or file.suffix.lower() in COMPRESSIONS:
+        return None
+    if _begin(file) == b"[":
         return range(1, len(json.loads(file.read_bytes())) + 1)
     with file.open("rb") as lines:
         return [number for number, line in enumerate(lines, 1) if line.strip()]
@@ -364,7 +388,7 @@ def _read_text(file: Path, *, skip_binary: bool) -> str:
         raise UserError(f"cannot read dataset {str(file)!r} ({error.strerror}); check its permissions") from None
 
 
-def _load_from_hub(dataset: str, split: str, streaming: bool) -> Dataset:
+def _load_from_hub(dataset: str, key: str, split: str, streaming: bool) -> Dataset:
     """A dataset by Hub id; a missing path and an unreachable Hub are told apart."""
     from datasets import get_dataset_split_names, load_dataset
 
@@ -376,26 +400,11 @@ def _load_from_hub(dataset: str, split: str, streaming: bool) -> Dataset:
         except Exception:  # noqa: BLE001 - same
             splits = []
         if splits and split not in splits:
-            raise UserError(
-                f"dataset {dataset!r} has no split {split!r}; set dataset_split to one of {', '.join(splits)}"
-            ) from None
+            raise _no_split(dataset, key, split, dict.fromkeys(splits)) from None
+        if "available configs" in str(error):
+            reason = " ".join(str(error).split("\nExample")[0].split())
+            raise UserError(f"dataset {dataset!r}: {reason} Download one of them, and give its directory") from None
         raise UserError(
             f"dataset {dataset!r} is neither a local path nor a Hub dataset that can be reached "
             f"({type(error).__name__}); check the spelling, or the network if it is on the Hub"
         ) from None
-
-
-def row_kind(columns: Sequence[str], dataset: str, text_field: str) -> tuple[str, ...]:
-    """The columns that say what a row is: the first of :data:`ROW_KINDS` that is there, or the text column.
-
-    Raises:
-        UserError: there is none that TRL can train on.
-    """
-    for kind in (*ROW_KINDS, (text_field,)):
-        if set(kind) <= set(columns):
-            return kind
-    raise UserError(
-        f"dataset {dataset!r} has columns {', '.join(sorted(columns))}; expected 'messages', "
-        f"'prompt' and 'completion', 'input_ids' or {text_field!r} "
-        "(name another text column with 'trainer: {dataset_text_field: NAME}')"
-    )

@@ -35,7 +35,7 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     if recipe.model == DEMO:
         if recipe.model_kwargs or recipe.rope_scaling or recipe.dtype not in (None, "float32"):
             raise UserError("model_kwargs, rope_scaling and dtype do not change the demo's model; name a model")
-        tokenizer = demo.load_tokenizer()
+        tokenizer = tokenizer_of(recipe)
         model = demo.build_demo_model(recipe.seed, tokenizer)
         check_positions(model.config, recipe)
         return model, tokenizer
@@ -45,11 +45,26 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     config = _load("configuration", transformers.AutoConfig, path, recipe, **_revision(recipe))
     _scale_positions(config, recipe)
     check_positions(config, recipe)
+    tokenizer = tokenizer_of(recipe)
+    words = {"config": config, "dtype": weights_dtype(recipe), **_attention(recipe), **recipe.model_kwargs}
+    return _load_weights(path, recipe, **words), tokenizer
+
+
+def tokenizer_of(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer alone.
+
+    Raises:
+        UserError: not there, unreachable, needs code of its own, or without an end-of-text token.
+    """
+    if recipe.model == DEMO:
+        return demo.load_tokenizer()
+    import transformers
+
+    path = existing_model(recipe.model)
     tokenizer = _load("tokenizer", transformers.AutoTokenizer, path, recipe, **_revision(recipe))
     if tokenizer.eos_token is None:
         raise UserError(f"the tokenizer of {recipe.model!r} has no end-of-text token; set one in its files first")
-    words = {"config": config, "dtype": weights_dtype(recipe), **_attention(recipe), **recipe.model_kwargs}
-    return _load_weights(path, recipe, **words), tokenizer
+    return tokenizer  # type: ignore[no-any-return]
 
 
 def load_bare(recipe: Recipe) -> PreTrainedModel:

@@ -35,7 +35,7 @@ def write_card(
     card = ModelCard.from_template(
         ModelCardData(
             library_name="transformers" if recipe.lora is None else "peft",
-            base_model=recipe.model if on_hub[recipe.model] else None,
+            base_model=_base_model(recipe, on_hub[recipe.model]),
             datasets=recipe.dataset if on_hub[recipe.dataset] else None,
             pipeline_tag="text-generation",
             tags=["trl", "sft", "seqtile"],
@@ -61,6 +61,15 @@ def write_card(
         },
     )
     card.save(folder / "README.md")
+
+
+def _base_model(recipe: Recipe, on_hub: bool) -> str | None:
+    """The Hub id; of adapters, which are nothing without their model, its directory too.
+
+    The Hub refuses a card with a path, so that it is left out where the run is pushed.
+    """
+    local = recipe.lora is not None and recipe.model != DEMO and not recipe.trainer.get("push_to_hub")
+    return recipe.model if on_hub or local else None
 
 
 def _is_on_hub(name: str) -> bool:

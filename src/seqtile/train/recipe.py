@@ -199,9 +199,9 @@ class Recipe(CheckedModel):
 
     model: str = DEMO
     dataset: str = DEMO
-    dataset_split: str = Field("train", description="split of a Hub dataset")
+    dataset_split: str = Field("train", description="split of a directory or a Hub dataset")
     eval_dataset: str | None = None
-    eval_split: str = Field("test", description="split of a Hub dataset to evaluate on")
+    eval_split: str = Field("test", description="split of eval_dataset")
     skip_bad_rows: bool = Field(False, description="leave rows out that nothing can be trained on, and count them")
     streaming: bool = Field(False, description="read the rows while training, and check each as it comes; needs steps")
     output: str | None = None

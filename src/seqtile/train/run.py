@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
 from seqtile.devices import accelerator, peak_bytes
-from seqtile.train import demo
-from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, resolve, save_recipe
+from seqtile.train.recipe import RECIPE_FILE, Recipe, resolve, save_recipe
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from seqtile.train.data_summary import DataSummary, StreamSummary
     from seqtile.train.metrics import Display
     from seqtile.train.run_lock import RunLock
-    from seqtile.train.stream import Stream
 
 logger = first_rank_logger(__name__)
 
@@ -276,34 +273,20 @@ def require_packages() -> None:
 def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
     from seqtile.models.lm_loss.tiled_loss import find_causal_lms
-    from seqtile.train.arguments import adapter_config, trainer_arguments
-    from seqtile.train.check_rows import check_rows
-    from seqtile.train.data import check_ids, load_rows
+    from seqtile.train.arguments import adapter_config
+    from seqtile.train.data import check_ids
     from seqtile.train.load import causal_model, check_split, load_model, tile, tile_head
     from seqtile.train.packing import check_packing
     from seqtile.train.ranks import prepare_on_cpu
+    from seqtile.train.read_data import read_data
 
     if recipe.split > 1:
         check_split(recipe)  # for the first time under a launcher of the user's
-    documents = False
-    rows, left_out, stream = None, dict[str, int](), None
-    if recipe.streaming:
-        stream = _stream(recipe, display)
-        rows = stream.rows()
-    elif recipe.dataset != DEMO:
-        display.stage(f"reading {recipe.dataset}")
-        text_field = recipe.trainer.get("dataset_text_field", "text")
-        loaded = load_rows(recipe.dataset, split=recipe.dataset_split, text_field=text_field)
-        documents = loaded.documents
-        display.stage(f"checking {len(loaded.rows):,} rows")
-        rows, left_out = check_rows(loaded, recipe.dataset, text_field=text_field, skip=recipe.skip_bad_rows)
-    evaluated, not_evaluated = _evaluation_rows(recipe, display)
-    arguments = trainer_arguments(recipe, output, documents=documents, rows=0 if rows is None or stream else len(rows))
+    data = read_data(recipe, output, display.stage)
+    arguments, rows, stream, evaluated = data.arguments, data.rows, data.stream, data.evaluated
     display.stage(f"loading the weights of {recipe.model}")
     model, tokenizer = load_model(recipe)
     check_packing(model, arguments)
-    if rows is None:
-        rows = demo.demo_rows(tokenizer, recipe.max_length)
     embeddings: Any = model.get_input_embeddings()
     if stream is None:
         check_ids(rows, embeddings.num_embeddings, recipe.dataset)
@@ -318,11 +301,12 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     prepare_on_cpu(recipe)
     display.stage(f"reading {recipe.dataset}" if stream else f"tokenising {len(rows):,} rows")
     trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora, model), evaluated,
-                       {"train": left_out, "eval": not_evaluated})  # fmt: skip
+                       {"left_out": data.left_out, "trains_prompts": data.trains_prompts,
+                        "stream": stream and stream.summary})  # fmt: skip
     if stream is not None:
-        logger.info("data: read as a stream, in its order, and checked as it comes")
+        logger.info("data: read as a stream, in its order, and checked as it comes%s", data.advice["train"])
     for name, summary in trainer.data.items():
-        logger.info("%s: %s", "data" if name == "train" else f"{name} data", summary)
+        logger.info("%s: %s%s", "data" if name == "train" else f"{name} data", summary, data.advice[name])
     if stream is not None:
         trainer.data["train"] = stream.summary
     if recipe.lora is not None:
@@ -333,46 +317,24 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     return trainer, tiling
 
 
-def _stream(recipe: Recipe, display: Display) -> Stream:
-    from seqtile.train.data import load_rows
-    from seqtile.train.stream import Stream
-
-    display.stage(f"reading {recipe.dataset}")
-    text_field = recipe.trainer.get("dataset_text_field", "text")
-    loaded = load_rows(recipe.dataset, split=recipe.dataset_split, text_field=text_field, streaming=True)
-    return Stream(loaded, recipe.dataset, text_field=text_field, skip=recipe.skip_bad_rows)
-
-
-def _evaluation_rows(recipe: Recipe, display: Display) -> tuple[Any, dict[str, int]]:
-    """The rows to evaluate on, or None, and how many were left out."""
-    from seqtile.train.check_rows import check_rows
-    from seqtile.train.data import load_rows
-
-    if recipe.eval_dataset is None:
-        return None, {}
-    display.stage(f"reading {recipe.eval_dataset}")
-    text_field = recipe.trainer.get("dataset_text_field", "text")
-    loaded = load_rows(recipe.eval_dataset, split=recipe.eval_split, text_field=text_field)
-    return check_rows(loaded, recipe.eval_dataset, text_field=text_field, skip=recipe.skip_bad_rows)
-
-
 def _trainer(
-    model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: Any, evaluated: Any, left_out: Any
+    model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: Any, evaluated: Any, known: Mapping[str, Any]
 ) -> Any:
     from transformers.trainer_callback import PrinterCallback
 
+    from seqtile.train.rendered_rows import is_of_template
     from seqtile.train.trainer import Trainer
 
     try:
         trainer = Trainer(
             model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, peft_config=adapters,
-            eval_dataset=evaluated, left_out=left_out,
+            eval_dataset=evaluated, **known,
         )  # fmt: skip
     except UserError:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if _is_of_template(error):
+        if is_of_template(error):
             raise UserError(
                 f"the model's chat template cannot be used on these rows ({type(error).__name__}: {reason}); fix its "
                 "chat_template.jinja, or name another one with 'trainer: {chat_template_path: PATH}'"
@@ -382,15 +344,6 @@ def _trainer(
         raise UserError(f"the trainer refuses this model, dataset or recipe: {reason}") from error
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def _is_of_template(error: Exception) -> bool:
-    """Whether an error came out of a chat template, which runs as a program of its own."""
-    from jinja2 import TemplateError
-
-    return isinstance(error, TemplateError) or any(
-        frame.f_code.co_filename == "<template>" for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
 
 
 def _all_done(trainer: Any, resume_from: Path, output: Path) -> bool:

@@ -33,6 +33,7 @@ from seqtile.train.checkpoint_files import (
 from seqtile.train.data_summary import DataSummary, StreamSummary, summarise
 from seqtile.train.evaluation import Evaluated, exchange_in_evaluations
 from seqtile.train.model_card import write_card
+from seqtile.train.rendered_rows import mask_messages
 from seqtile.train.split_rows import SplitRows
 
 if TYPE_CHECKING:
@@ -92,12 +93,21 @@ class Trainer(SFTTrainer, _SplitLoss):
 
     Args:
         left_out: rows of each data set that were left out before, by reason.
+        trains_prompts: whether prompts count in the loss of each data set.
+        stream: what counts the training rows where they are streamed.
         *args, **kwargs: as for ``SFTTrainer``.
     """
 
-    def __init__(self, *args: Any, left_out: Mapping[str, Mapping[str, int]] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        left_out: Mapping[str, Mapping[str, int]] | None = None,
+        trains_prompts: Mapping[str, bool | None] | None = None,
+        stream: StreamSummary | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.data: dict[str, DataSummary | StreamSummary] = {}
-        self._left_out = left_out or {}
+        self._left_out, self._trains_prompts, self._stream = left_out or {}, trains_prompts or {}, stream
         super().__init__(*args, **kwargs)
         # Else Transformers would divide each micro-batch's part of the step's mean by the number of micro-batches.
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or self._splits_rows
@@ -130,16 +140,22 @@ class Trainer(SFTTrainer, _SplitLoss):
         self, dataset, processing_class, args, packing, formatting_func, dataset_name
     ) -> Any:
         """TRL's own, in two goes: the first tokenises, the second cuts and packs what it finds tokenised."""
-        if isinstance(dataset, IterableDataset):  # nothing can be counted before it has come
-            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         prepare = super()._prepare_dataset
-        tokenised = prepare(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        tokenised = mask_messages(prepare(dataset, processing_class, whole, False, formatting_func, dataset_name))
+        if isinstance(dataset, IterableDataset):  # nothing can be counted before it has come
+            if self._stream is not None:
+                cut = {
+                    "max_length": None if packing else args.max_length,
+                    "keep_end": args.truncation_mode == "keep_end",
+                }
+                tokenised = tokenised.map(self._stream.count_tokens, with_indices=True, fn_kwargs=cut)
+            return prepare(tokenised, processing_class, args, packing, None, dataset_name)
         prepared = prepare(tokenised, processing_class, args, packing, None, dataset_name)
         summary = self.data[dataset_name] = summarise(
             tokenised, prepared, args.max_length, args.packing_strategy if packing else None,
-            self._left_out.get(dataset_name, {}),
+            self._left_out.get(dataset_name, {}), self._trains_prompts.get(dataset_name),
         )  # fmt: skip
         if not summary.trained:
             raise UserError(

@@ -1,0 +1,129 @@
+"""``seqtile train --dry-run``: the settings, the first row as it will be trained, and the plan; nothing is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from rich.console import Console
+from rich.text import Text
+
+from seqtile._errors import UserError
+
+if TYPE_CHECKING:
+    from seqtile.train.read_data import Data
+    from seqtile.train.recipe import Recipe
+    from seqtile.train.rendered_rows import Tokens
+
+SHOWN_RUNS, SHOWN_CHARACTERS = 12, 600
+"""Parts of a row, and characters of each, that are shown."""
+
+OPEN, CLOSE = "⟦", "⟧"
+
+
+def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
+    """Show what ``seqtile train`` would do, up to the weights, which are not loaded.
+
+    Args:
+        recipe: resolved.
+        progress: is told what is being done.
+        nodes: that the processes are on.
+
+    Raises:
+        UserError: what a run would refuse of its rows.
+    """
+    from seqtile.train.load import tokenizer_of
+    from seqtile.train.read_data import read_data
+    from seqtile.train.run import fitted
+
+    if recipe.engine != "single" and recipe.nproc is None:
+        import torch
+
+        recipe = recipe.model_copy(update={"nproc": max(1, torch.accelerator.device_count()) * nodes})
+    # Rows do not depend on the processes, and accelerate would wait for them.
+    alone = recipe.model_copy(update={"engine": "single", "nproc": None, "sp_size": 1, "cp_size": 1})
+    data = read_data(alone, Path(recipe.output or "runs"), progress.stage)
+    tokenizer = tokenizer_of(recipe)
+    progress.stage("planning")
+    notes: list[str] = []
+    recipe = fitted(recipe, None, notes.append, nodes)
+    plan = _plan(recipe, nodes)
+    progress.end()
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console.print("Settings", style="bold")
+    console.print(yaml.safe_dump(_settings(recipe), sort_keys=False), end="")
+    for note in notes:
+        console.print(note)
+    for name, sample in data.sample.items():
+        console.print(f"\n{'Data' if name == 'train' else 'Evaluation data'}", style="bold")
+        console.print(_described(data, name, sample, recipe))
+        console.print(f"\nThe first row, {len(sample[0].ids):,} tokens; those between {OPEN} and {CLOSE} count:")
+        console.print(marked(sample[0], tokenizer))
+    console.print("\nPlan", style="bold")
+    if isinstance(plan, str):
+        console.print(plan)
+    else:
+        from seqtile.cli.plan_show import show_plan
+
+        planner, estimate, longest, limit, saving = plan
+        show_plan(
+            planner, estimate, longest, limit, as_json=False, reasons=False, recipe_file=None, plot_file=None,
+            asked=recipe.max_length, saving=saving, better=lambda: None, by_split=dict,
+        )  # fmt: skip
+    console.print("\nNothing was written and no weight was loaded: this was --dry-run.")
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's keys that are not the default."""
+    from seqtile.train.recipe import OptionKeys, Recipe
+
+    defaults = {name: field.default for model in (Recipe, OptionKeys) for name, field in model.model_fields.items()}
+    values = recipe.model_dump(mode="json")
+    return {name: value for name, value in values.items() if value not in (defaults.get(name), None, {}, [])}
+
+
+def _described(data: Data, name: str, sample: list[Tokens], recipe: Recipe) -> str:
+    """What the sample tells of the rows."""
+    from seqtile.train.data_summary import DataSummary
+
+    lengths = [len(row.ids) for row in sample]
+    limit = None if data.arguments.packing else data.arguments.max_length
+    over = [] if limit is None else [length - limit for length in lengths if length > limit]
+    summary = DataSummary(
+        rows=len(sample), tokens=sum(lengths), longest=max(lengths), max_length=limit, cut=len(over),
+        cut_tokens=sum(over), sequences=len(sample), trained=sum(row.trained(limit) for row in sample),
+        left_out=data.left_out.get(name, {}), trains_prompts=data.trains_prompts[name],
+    )  # fmt: skip
+    if name == "train":
+        count = "as they come" if data.stream else f"{len(data.rows):,} rows"
+        return f"{recipe.dataset}: {count}; looked at: {summary}{data.advice[name]}"
+    return f"{recipe.eval_dataset}: {len(data.evaluated):,} rows; looked at: {summary}{data.advice[name]}"
+
+
+def marked(row: Tokens, tokenizer: Any) -> Text:
+    """A row's text; what counts in the loss is between marks, and green on a terminal."""
+    text = Text()
+    runs = row.runs()
+    for counts, tokens in runs[:SHOWN_RUNS]:
+        part = tokenizer.decode(tokens)
+        if len(part) > SHOWN_CHARACTERS:
+            half = SHOWN_CHARACTERS // 2
+            part = f"{part[:half]} ... ({len(tokens):,} tokens) ... {part[-half:]}"
+        text.append(f"{OPEN}{part}{CLOSE}" if counts else part, style="green" if counts else "dim")
+    if len(runs) > SHOWN_RUNS:
+        text.append(f" ... ({sum(len(tokens) for _, tokens in runs[SHOWN_RUNS:]):,} tokens more)")
+    return text
+
+
+def _plan(recipe: Recipe, nodes: int) -> Any:
+    """The plan of a step, or why there is none."""
+    from seqtile.planner.memory_plan import plan
+    from seqtile.train.fit import request_of
+
+    try:
+        return plan(request_of(recipe, nodes=nodes), recipe.max_length)
+    except UserError as error:
+        return f"none: {error}"
+    except Exception as error:  # noqa: BLE001 - nobody asked for a plan: a model that it cannot read trains all the same
+        return f"none: {type(error).__name__}: {error}"
