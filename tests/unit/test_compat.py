@@ -115,12 +115,9 @@ NUMBERS = itertools.count()
 
 BREAKS: dict[str, Any] = {
     # a name of _compat and what it would be, or the dotted name of what disappears
-    "functools._lru_cache_wrapper": ("LruCache", int),
     "torch.nn.Parameter._is_param": ("call_parameter", lambda tensor: None),
     "torch.autograd.forward_ad._current_level": ("in_forward_mode", lambda: False),
-    "torch.nn.utils.parametrize._cache_enabled": ("KEEPS_WEIGHTS", "_gone"),
     "torch._C._functorch.maybe_current_level": ("transform_level", lambda: None),
-    "abc._abc_data": ("AbcData", int),
     "atexit._run_exitfuncs": "atexit._run_exitfuncs",
     "torch.nn.Module._modules": ("MODULES", "_gone"),
     "torch.nn.Module._parameters": ("PARAMETERS", "_gone"),
@@ -128,7 +125,6 @@ BREAKS: dict[str, Any] = {
     "torch.nn.Module._forward_hooks": ("HOOKS", ("_gone", *_compat.HOOKS[1:])),
     "torch.nn.Module._call_impl": ("CALL_CODE", None),
     "torch.nn.Module._replicate_for_data_parallel": "torch.nn.Module._replicate_for_data_parallel",
-    "torch.nn.modules.module._global_forward_hooks": ("GLOBAL_HOOKS", ({}, *_compat.GLOBAL_HOOKS[1:])),
     "torch.Tensor._version": ("version_of", GONE),
     "torch.Tensor._is_view": ("is_view", GONE),
     "torch.Tensor._base": ("base_of", GONE),
@@ -136,8 +132,6 @@ BREAKS: dict[str, Any] = {
     "torch.Tensor._make_wrapper_subclass": ("make_wrapper_subclass", GONE),
     "torch.autograd.graph._engine_run_backward": ("run_backward", GONE),
     "torch._C._storage_Use_Count": ("_USES_IN_A_MODE", (5, 2)),
-    "torch._C.DisableTorchFunction": ("without_function_modes", GONE),
-    "torch.Tensor._typed_storage": "torch.Tensor._typed_storage",
     "torch.Tensor._post_accumulate_grad_hooks": ("has_gradient_step", lambda weight: hasattr(weight, "_gone")),
     "torch.distributed.fsdp.FlatParameter._is_flat_param": ("is_flat_parameter", lambda one: hasattr(one, "_gone")),
     "torch.distributed.tensor.DTensor._local_tensor": "torch.distributed.tensor.DTensor.to_local",
@@ -145,15 +139,11 @@ BREAKS: dict[str, Any] = {
     "torch.utils._python_dispatch.TorchDispatchMode": ("TorchDispatchMode", GONE),
     "torch.utils._python_dispatch._disable_current_modes": ("disable_current_modes", GONE),
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type": ("is_wrapper_subclass", GONE),
-    "torch._C._len_torch_function_stack": ("function_mode_count", GONE),
-    "torch.overrides._get_current_function_mode_stack": ("function_modes", GONE),
-    "torch._C._len_torch_dispatch_stack": ("dispatch_mode_count", GONE),
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": ("dispatch_modes", GONE),
     "torch._C._disabled_torch_function_impl": ("disabled_torch_function", GONE),
     "torch._C.DisableTorchFunctionSubclass": ("disable_torch_function_subclass", GONE),
     "torch._C._get_dispatch_mode": ("_dispatch_mode", GONE),
     "torch._C._dispatch_has_kernel_for_dispatch_key": ("has_kernel", GONE),
-    "torch._C.ScriptMethod": ("ScriptMethod", GONE),
     "torch._subclasses.fake_tensor.FakeTensorMode": ("FakeTensorMode", GONE),
     "torch.utils._pytree.tree_flatten": ("tree_leaves", GONE),
     "torch.ops.aten._grouped_mm": ("GROUPED_MM", GONE),
@@ -205,7 +195,6 @@ BREAKS: dict[str, Any] = {
     "swift.arguments._import_external_plugins": ("SWIFT_IMPORTS_PLUGINS", "_gone"),
     "swift.trainers._old_checkpoint": ("_folder_of", lambda package: Path(__file__).parent / "no_such_folder"),
     "unsloth_zoo.tiled_mlp.patch_mlp": ("_source_of", lambda module: ""),
-    "unsloth.import_fixes.__unsloth_original__": ("UNSLOTH_KEEPS_GETATTR", "_gone"),
 }
 
 

@@ -21,9 +21,10 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import seqtile
+from other_thread import backward_elsewhere
 from seqtile.models.discover import proof
 from watching import rows_of
-from zoo import assert_same_gradients, causal_lm, gradients, tokens
+from zoo import EXPERTS, assert_same_gradients, causal_lm, gradients, tokens
 
 D, F_ = 8, 12
 FULL = [5, 5, 4, 4, 4, 4]
@@ -360,3 +361,24 @@ def test_what_runs_untiled_runs_on_the_arguments_themselves() -> None:
     with torch.no_grad():
         module(x, torch.full((4, 6), 2.0), torch.ones(4, 6))
     assert torch.equal(x, torch.full((4, 6), 3.0))
+
+
+@pytest.mark.parametrize("architecture", ["llama", *EXPERTS])
+def test_a_backward_outside_of_the_forwards_autocast(architecture: str) -> None:
+    """As everybody runs it, and on an accelerator in a thread of its own."""
+    model, ids = causal_lm(architecture), tokens()
+    exact = {name: grad for name, grad in gradients(model, ids)[1].items() if grad is not None}
+
+    def under_autocast() -> dict[str, Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        backward_elsewhere(loss)
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    untiled = under_autocast()
+    assert seqtile.apply(model, tile=5).tiled >= 2
+    tiled = under_autocast()
+    for name, grad in exact.items():
+        error = (untiled[name] - grad).norm()
+        assert (tiled[name] - grad).norm() <= 2 * error + 1e-5 * grad.norm(), name

@@ -178,8 +178,7 @@ def test_a_model_that_unsloth_has_tiled_is_refused() -> None:
     seqtile.apply(model, blocks="none", loss="tiled")
 
 
-@pytest.mark.parametrize("marked", [True, False])
-def test_models_are_proven_beside_unsloths_torch_getattr(marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_proven_beside_unsloths_torch_getattr(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch asks ``hasattr(torch, "hpu")`` in a trace, which runs what ``import unsloth`` put there (2026.10.9)."""
     original = vars(torch)["__getattr__"]
 
@@ -191,13 +190,11 @@ def test_models_are_proven_beside_unsloths_torch_getattr(marked: bool, monkeypat
                 raise RuntimeError("torch is too old") from None
             raise
 
-    if marked:
-        __getattr__.__unsloth_original__ = original  # type: ignore[attr-defined]
     monkeypatch.setitem(vars(torch), "__getattr__", __getattr__)
     monkeypatch.setattr(proof, "_proofs", type(proof._proofs)())
     model = causal_lm("llama")
     patch_tiled_mlp(model, "shards:2")
-    assert len(tiled(model)) == (2 if marked else 0)
+    assert len(tiled(model)) == 2
 
 
 @pytest.mark.parametrize(("option", "words", "said"), [
