@@ -68,7 +68,12 @@ def patch_tiled_mlp(
         taken = inspect.signature(type(model.get_submodule(name)).forward).parameters
         if mixing := sorted(_OF_ATTENTION & taken.keys()):
             raise UserError(f"modules= names {name}, which takes {mixing[0]}: attention mixes tokens; name MLPs")
-    blocks = {block.name for block in find_blocks(model, everything=True)[0]}
+
+    def is_named(name: str, _: nn.Module) -> bool:
+        """To name a module is to vouch for its code."""
+        return any(f"{name}.".startswith(f"{other}.") for other in chosen)
+
+    blocks = {block.name for block in find_blocks(model, everything=True, trusted=is_named)[0]}
     inside = [name for name in chosen if any(name != b and f"{name}.".startswith(f"{b}.") for b in blocks)]
     own = [name for name in chosen if name not in blocks and name not in inside]
     for name in own:
@@ -81,7 +86,7 @@ def patch_tiled_mlp(
                 former.enter_context(replacing(module, own=True))
                 tile_module(module, tile=tile)
         if chosen_blocks := [name for name in chosen if name in blocks]:
-            apply(model, tile=tile, only=chosen_blocks)
+            apply(model, tile=tile, only=chosen_blocks, trust=chosen_blocks)
     return model
 
 
