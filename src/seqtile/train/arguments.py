@@ -83,7 +83,7 @@ def adapter_config(lora: LoraRecipe | None, model: nn.Module) -> LoraConfig | No
     if lora is None:
         return None
     config = lora_config(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=lora.target_modules)
-    left_out = without_adapters(config)
+    left_out = without_adapters(model, config)
     if left_out is not None:
         logger.warning(left_out)
     return config
