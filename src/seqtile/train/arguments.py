@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import typing
 import warnings
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.models.adapters import lora_config, without_adapters
+from seqtile.planner.names import adapters_need_reentrant
 from seqtile.train.check_rows import processes_for
-from seqtile.train.recipe import LoraRecipe, Recipe
+from seqtile.train.recipe import LoraRecipe, Recipe, shown
 from seqtile.train.trainer_fields import refuse_unknown_fields, typed_values
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 logger = first_rank_logger(__name__)
 
 KEPT_CHECKPOINTS = 2
+
+CHECKPOINT_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+"""The trainer's new and old name of how activation checkpoints are made."""
 
 
 def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: int = 0) -> SFTConfig:
@@ -159,15 +164,31 @@ def _sequence_split(recipe: Recipe) -> dict[str, Any]:
 def _checkpointing(recipe: Recipe, known: Any) -> dict[str, Any]:
     """Non-reentrant activation checkpointing: under a reentrant one the tiles would be computed once more.
 
-    With adapters under ZeRO-3 TRL makes it reentrant, whatever it is told, and warns where it was told otherwise.
+    With adapters under ZeRO-3 TRL (1.16) makes it reentrant, and warns where it reads otherwise. So nothing is said
+    there, and :class:`seqtile.train.trainer.Trainer` makes it non-reentrant again where DeepSpeed takes that.
     """
     name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
-    given = [
-        recipe.trainer[key] for key in (f"{name}_kwargs", "gradient_checkpointing_kwargs") if key in recipe.trainer
-    ]
-    forced = recipe.lora is not None and recipe.engine == "zero3"
-    kwargs = {"use_reentrant": forced, **(given[0] if given and isinstance(given[0], dict) else {})}
+    given = [key for key in CHECKPOINT_KWARGS if recipe.trainer.get(key) is not None]
+    if len(given) > 1:
+        raise UserError(f"trainer.{given[0]} and trainer.{given[1]} are two names of one setting; keep one")
+    kwargs: Any = recipe.trainer[given[0]] if given else {}
+    if isinstance(kwargs, str):
+        try:
+            kwargs = json.loads(kwargs)
+        except ValueError:
+            pass  # refused as what it is
+    if not isinstance(kwargs, dict):
+        raise UserError(f"recipe key 'trainer.{given[0]}': got {shown(kwargs)}, expected keys and values")
+    if given and not recipe.activation_checkpointing:
+        raise UserError(
+            f"trainer.{given[0]} says how layers are recomputed, but 'activation_checkpointing: false' is given; "
+            "drop one of the two"
+        )
+    kwargs = {"use_reentrant": recipe.lora is not None and adapters_need_reentrant(recipe.engine), **kwargs}
+    if recipe.lora is not None and recipe.engine == "zero3" and not kwargs["use_reentrant"]:
+        del kwargs["use_reentrant"]
     return {
+        **dict.fromkeys(given),
         name: recipe.activation_checkpointing,
         f"{name}_kwargs": kwargs if recipe.activation_checkpointing else None,
     }

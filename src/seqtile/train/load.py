@@ -12,6 +12,7 @@ from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.engines.sequence_parallel import heads_divide, refuse_split_states, why_no_ring
 from seqtile.models.discover.decoder_layers import states_of
+from seqtile.models.reentrant import shares_keys
 from seqtile.planner.model_shapes import max_positions as max_positions
 from seqtile.planner.phases import causal_model as causal_model
 from seqtile.train import demo
@@ -142,6 +143,20 @@ def check_positions(config: PretrainedConfig, recipe: Recipe) -> None:
         raise UserError(
             f"max_length {recipe.max_length:,} is beyond the {limit:,} positions of {recipe.model!r}; "
             f"use --max-length {limit}{lift}"
+        )
+
+
+def check_checkpoints(model: Any, arguments: Any) -> None:
+    """Refuse reentrant activation checkpoints where they would lose gradients.
+
+    Raises:
+        UserError: the trainer would make them, over layers that share keys and values.
+    """
+    kwargs = arguments.gradient_checkpointing_kwargs or {}
+    if arguments.gradient_checkpointing and kwargs.get("use_reentrant") and shares_keys(model):
+        raise UserError(
+            f"layers of {type(model).__name__} share keys and values, and reentrant activation checkpoints lose a part "
+            "of their gradient; drop use_reentrant, or with adapters under zero3 update DeepSpeed to 0.19.4"
         )
 
 

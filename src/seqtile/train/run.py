@@ -279,7 +279,7 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     from seqtile.train.arguments import adapter_config, trainer_arguments
     from seqtile.train.check_rows import check_rows
     from seqtile.train.data import check_ids, load_rows
-    from seqtile.train.load import causal_model, check_split, load_model, tile, tile_head
+    from seqtile.train.load import causal_model, check_checkpoints, check_split, load_model, tile, tile_head
     from seqtile.train.packing import check_packing
     from seqtile.train.ranks import prepare_on_cpu
 
@@ -302,6 +302,7 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     display.stage(f"loading the weights of {recipe.model}")
     model, tokenizer = load_model(recipe)
     check_packing(model, arguments)
+    check_checkpoints(model, arguments)
     if rows is None:
         rows = demo.demo_rows(tokenizer, recipe.max_length)
     embeddings: Any = model.get_input_embeddings()

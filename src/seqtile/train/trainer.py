@@ -98,7 +98,11 @@ class Trainer(SFTTrainer, _SplitLoss):
     def __init__(self, *args: Any, left_out: Mapping[str, Mapping[str, int]] | None = None, **kwargs: Any) -> None:
         self.data: dict[str, DataSummary | StreamSummary] = {}
         self._left_out = left_out or {}
+        asked = checkpoint_kwargs(kwargs["args"])
         super().__init__(*args, **kwargs)
+        if "use_reentrant" not in asked:  # TRL forces it for adapters under ZeRO-3
+            self.args.gradient_checkpointing_kwargs = {**asked, "use_reentrant": False}
+            self.args.activation_checkpointing_kwargs = self.args.gradient_checkpointing_kwargs
         # Else Transformers would divide each micro-batch's part of the step's mean by the number of micro-batches.
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or self._splits_rows
         self.run: dict[str, Any] = {}
@@ -369,6 +373,11 @@ class Trainer(SFTTrainer, _SplitLoss):
                 f"or start a new run {start if is_model else 'with a lower --learning-rate'}",
             ]
         return "\n".join(lines)
+
+
+def checkpoint_kwargs(args: Any) -> dict[str, Any]:
+    """How the trainer's arguments make activation checkpoints; Transformers before 5.23 has the second name alone."""
+    return dict(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {})
 
 
 @contextmanager
