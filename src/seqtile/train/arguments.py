@@ -14,7 +14,7 @@ from seqtile.models.adapters import lora_config, without_adapters
 from seqtile.planner.names import adapters_need_reentrant
 from seqtile.train.check_rows import processes_for
 from seqtile.train.recipe import LoraRecipe, Recipe, shown
-from seqtile.train.trainer_fields import refuse_unknown_fields, typed_values
+from seqtile.train.trainer_fields import best_metric, refuse_unknown_fields, typed_values
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -106,13 +106,14 @@ def _precision() -> dict[str, Any]:
 def _evaluation(recipe: Recipe) -> dict[str, Any]:
     """Evaluations, each at a step that is saved, so that the best checkpoint is one that can be kept."""
     every = recipe.eval_steps or recipe.save_steps or 500
+    metric, greater_is_better = best_metric(recipe)
     return {
         "eval_strategy": "steps",
         "eval_steps": every,
         "save_steps": recipe.save_steps or every,
         "per_device_eval_batch_size": recipe.batch_size,
-        "metric_for_best_model": "loss",
-        "greater_is_better": False,
+        "metric_for_best_model": metric,
+        "greater_is_better": greater_is_better,
         "prediction_loss_only": True,
     }
 

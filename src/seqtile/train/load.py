@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
 
 logger = first_rank_logger(__name__)
 
+HUB_KWARGS = ("revision", "code_revision", "cache_dir", "local_files_only", "force_download")
+"""Arguments of ``from_pretrained`` by which every file of a model is found."""
+
+OF_WEIGHTS = ("attn_implementation", "experts_implementation", "quantization_config")
+"""Arguments for the weights that a configuration has a field for, too; Transformers writes it itself."""
+
 
 def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load what ``recipe.model`` names; the configuration is checked before any weight is read.
@@ -43,14 +51,12 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     import transformers
 
     path = existing_model(recipe.model)
-    config = _load("configuration", transformers.AutoConfig, path, recipe, **_revision(recipe))
-    _scale_positions(config, recipe)
-    check_positions(config, recipe)
-    tokenizer = _load("tokenizer", transformers.AutoTokenizer, path, recipe, **_revision(recipe))
+    config, kwargs = _configured(path, recipe)
+    tokenizer = _load("tokenizer", transformers.AutoTokenizer, path, recipe, **_hub_kwargs(recipe))
     if tokenizer.eos_token is None:
         raise UserError(f"the tokenizer of {recipe.model!r} has no end-of-text token; set one in its files first")
-    words = {"config": config, "dtype": weights_dtype(recipe), **_attention(recipe), **recipe.model_kwargs}
-    return _load_weights(path, recipe, **words), tokenizer
+    kwargs = {"config": config, "dtype": weights_dtype(recipe), **_attention(recipe), **kwargs}
+    return _load_weights(path, recipe, **kwargs), tokenizer
 
 
 def load_bare(recipe: Recipe) -> PreTrainedModel:
@@ -166,17 +172,55 @@ def load_config(recipe: Recipe) -> Any:
     Raises:
         UserError: not there, unreachable, needs code of its own, or too few positions for ``max_length``.
     """
-    if recipe.model == DEMO:
-        config: Any = demo.build_config()
-    else:
-        import transformers
-
-        config = _load(
-            "configuration", transformers.AutoConfig, existing_model(recipe.model), recipe, **_revision(recipe)
-        )
-        _scale_positions(config, recipe)
+    if recipe.model != DEMO:
+        return _configured(existing_model(recipe.model), recipe)[0]
+    config: Any = demo.build_config()
     check_positions(config, recipe)
     return config
+
+
+def _configured(path: str, recipe: Recipe) -> tuple[Any, dict[str, Any]]:
+    """The configuration with what ``model_kwargs`` changes of it, and the arguments left for the weights.
+
+    As ``from_pretrained`` does without ``config=``: a key that the configuration has is a field of it.
+
+    Raises:
+        UserError: not there, unreachable, needs code of its own, too few positions for ``max_length``, or a field that
+            the trainer would set otherwise.
+    """
+    import transformers
+
+    fields = {key: value for key, value in recipe.model_kwargs.items() if key not in (*HUB_KWARGS, *OF_WEIGHTS)}
+    config, unused = _load(
+        "configuration",
+        transformers.AutoConfig,
+        path,
+        recipe,
+        return_unused_kwargs=True,
+        **_hub_kwargs(recipe),
+        **fields,
+    )
+    text = config.get_text_config()
+    for key in fields.keys() & unused.keys():  # of the text model in a model for pictures
+        if hasattr(text, key):
+            setattr(text, key, unused.pop(key))
+    _check_router_logits(text, recipe)
+    _scale_positions(config, recipe)
+    check_positions(config, recipe)
+    return config, {key: value for key, value in recipe.model_kwargs.items() if key not in fields or key in unused}
+
+
+def _check_router_logits(text: Any, recipe: Recipe) -> None:
+    """Refuse an ``output_router_logits`` that TRL overrides: it asks for them where their loss counts."""
+    asked = recipe.model_kwargs.get("output_router_logits")
+    coefficient = recipe.trainer.get("router_aux_loss_coef")
+    if coefficient is None:
+        coefficient = getattr(text, "router_aux_loss_coef", 0.0)
+    if asked is not None and hasattr(text, "output_router_logits") and bool(asked) != (coefficient != 0):
+        raise UserError(
+            f"output_router_logits {str(asked).lower()} with router_aux_loss_coef {coefficient}: the trainer asks for "
+            "router logits where that coefficient is not 0; give 'trainer: {router_aux_loss_coef: VALUE}'"
+        )
 
 
 def check_split(recipe: Recipe) -> None:
@@ -243,8 +287,8 @@ def _scale_positions(config: PretrainedConfig, recipe: Recipe) -> None:
     text.max_position_embeddings = int(original * factor)
 
 
-def _revision(recipe: Recipe) -> dict[str, Any]:
-    return {key: recipe.model_kwargs[key] for key in ("revision",) if key in recipe.model_kwargs}
+def _hub_kwargs(recipe: Recipe) -> dict[str, Any]:
+    return {key: recipe.model_kwargs[key] for key in HUB_KWARGS if key in recipe.model_kwargs}
 
 
 def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> Any:
@@ -273,6 +317,14 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
         ) from None
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         # A value of a wrong type or size in config.json: the last line says which.
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown and unknown[1] in recipe.model_kwargs:
+            close = difflib.get_close_matches(unknown[1], vars(kwargs["config"]), n=1, cutoff=0.6)
+            hint = f"did you mean {close[0]!r}?" if close else "drop it"
+            raise UserError(
+                f"model_kwargs.{unknown[1]} is no argument of from_pretrained and no field of the model's "
+                f"configuration; {hint}"
+            ) from None
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = lines[-1].strip() if isinstance(error, StrictDataclassError) else lines[0]
         if isinstance(error, ImportError):

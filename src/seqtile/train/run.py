@@ -45,7 +45,8 @@ class Outcome:
         comparison: tiled against untiled on one batch, if the recipe asked for it.
         report: directory of plots and numbers, if the recipe asked for it.
         data: what it was trained on, ``"train"``, and evaluated on, ``"eval"``, in numbers.
-        best: step and loss of the best evaluation of a checkpoint that is kept; None without evaluations.
+        best: step and value of the best evaluation of a checkpoint that is kept; None without evaluations.
+        best_metric: what it is the best of, ``"loss"`` or a name of TRL's.
         ran: into how many tiles the blocks were cut at the lengths that ran.
         retries: what was gone on with after each out-of-memory.
     """
@@ -62,6 +63,7 @@ class Outcome:
     report: Path | None = None
     data: Mapping[str, DataSummary | StreamSummary] = field(default_factory=dict)
     best: tuple[int, float] | None = None
+    best_metric: str = "loss"
     ran: str = ""
     retries: tuple[dict[str, Any], ...] = ()
 
@@ -423,6 +425,7 @@ def _run(
     from seqtile.train.ranks import is_first
     from seqtile.train.result_report import write_report
     from seqtile.train.retry import StepWatch
+    from seqtile.train.trainer_fields import best_metric
 
     stop, clock = StopOnSignal(), Clock()
     checks = [CheckModel(trainer, recipe), *([CheckFirstStep()] if tiling else [])]
@@ -461,6 +464,7 @@ def _run(
         comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
         data=trainer.data,
         best=_best(trainer),
+        best_metric=best_metric(recipe)[0],
         ran=ran,
         retries=tuple(trainer.run["retries"]),
     )
