@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import typing
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.models.adapters import lora_config, without_adapters
+from seqtile.models.adapters import ALL_LINEAR, lora_config, without_adapters
 from seqtile.planner.names import adapters_need_reentrant
 from seqtile.train.check_rows import processes_for
 from seqtile.train.recipe import LoraRecipe, Recipe, shown
@@ -18,7 +21,6 @@ from seqtile.train.trainer_fields import best_metric, refuse_unknown_fields, typ
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from torch import nn
     from trl import SFTConfig  # type: ignore[attr-defined]
 
 logger = first_rank_logger(__name__)
@@ -83,14 +85,24 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
         raise UserError(f"the trainer refuses these settings ({reason}); fix 'trainer:' in the recipe") from None
 
 
-def adapter_config(lora: LoraRecipe | None, model: nn.Module) -> LoraConfig | None:
-    """PEFT's configuration of the adapters on ``model``, or None to train every weight."""
+def adapter_config(lora: LoraRecipe | None, model: nn.Module, frozen: Sequence[str] = ()) -> LoraConfig | None:
+    """PEFT's configuration of the adapters on ``model``, or None to train every weight.
+
+    Args:
+        lora: of the recipe.
+        model: without adapters.
+        frozen: modules that no row reaches; ``"all-linear"`` leaves them out.
+    """
     if lora is None:
         return None
     config = lora_config(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=lora.target_modules)
     left_out = without_adapters(model, config)
     if left_out is not None:
         logger.warning(left_out)
+    if lora.target_modules == ALL_LINEAR and frozen:
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        unread = [name for name in linear if name.startswith(tuple(f"{tower}." for tower in frozen))]
+        config.exclude_modules = [*(config.exclude_modules or ()), *unread]
     return config
 
 

@@ -129,10 +129,9 @@ def _launch(
     require_packages()
     nodes = meeting.nodes if meeting else None
     recipe = _counted(recipe, nodes.count if nodes else 1)
-    if recipe.split > 1:
-        from seqtile.train.load import check_split
+    from seqtile.train.load import check_split, load_config
 
-        check_split(recipe)
+    check_split(recipe) if recipe.split > 1 else load_config(recipe)
     overwrite = asked["overwrite"]
     recipe, start = locate(recipe, **asked)
     port = 0

@@ -16,6 +16,7 @@ from seqtile.engines.sequence_parallel import heads_divide, refuse_split_states,
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.models.reentrant import shares_keys
 from seqtile.planner.model_shapes import max_positions as max_positions
+from seqtile.planner.model_shapes import towers_of
 from seqtile.planner.phases import causal_model as causal_model
 from seqtile.train import demo
 from seqtile.train.check_early import existing_model
@@ -79,7 +80,7 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
     limit = max_positions(config)
     if limit is not None and recipe.max_length > limit:
         raise UserError(f"{recipe.max_length:,} tokens are beyond the {limit:,} positions of {recipe.model!r}")
-    maker = transformers.AutoModelForCausalLM
+    maker = auto_class(config, recipe)
     if not is_config and not (file.is_dir() and not _has_weights(file)):
         return _load_weights(path, recipe, config=config, dtype=weights_dtype(recipe))
     torch.manual_seed(recipe.seed)
@@ -204,10 +205,51 @@ def _configured(path: str, recipe: Recipe) -> tuple[Any, dict[str, Any]]:
     for key in fields.keys() & unused.keys():  # of the text model in a model for pictures
         if hasattr(text, key):
             setattr(text, key, unused.pop(key))
+    auto_class(config, recipe)
     _check_router_logits(text, recipe)
     _scale_positions(config, recipe)
     check_positions(config, recipe)
     return config, {key: value for key, value in recipe.model_kwargs.items() if key not in fields or key in unused}
+
+
+def auto_class(config: Any, recipe: Recipe) -> Any:
+    """The class of Transformers that loads the model: a causal language model, or one for pictures to train on text.
+
+    Raises:
+        UserError: it is neither.
+    """
+    import transformers
+
+    from seqtile.planner.request import refuse_encoder
+
+    refuse_encoder(config, recipe.model, "seqtile trains")
+    code = getattr(config, "auto_map", None) or {}
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in code:
+        return transformers.AutoModelForCausalLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
+        return transformers.AutoModelForImageTextToText
+    raise UserError(
+        f"{recipe.model!r} is no causal language model ({config.model_type}), and seqtile trains those; use "
+        "transformers' own trainer for it, after seqtile.apply"
+    )
+
+
+def freeze_unread(model: Any) -> list[str]:
+    """Freeze what text never reaches in a model for pictures or sound; names of modules.
+
+    Without a gradient they train nothing, DDP waits for them, and engines keep optimiser states for them.
+    """
+    if not towers_of(model.config):
+        return []
+    read = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
+    used = {weight for module in read for weight in module.parameters()}
+    frozen: list[str] = []
+    for name, module in model.named_modules():
+        weights = set(module.parameters())
+        if weights and used.isdisjoint(weights) and not any(name.startswith(f"{tower}.") for tower in frozen):
+            module.requires_grad_(False)
+            frozen.append(name)
+    return frozen
 
 
 def _check_router_logits(text: Any, recipe: Recipe) -> None:
@@ -259,10 +301,9 @@ def check_split(recipe: Recipe) -> None:
 def _without_weights(config: PretrainedConfig, recipe: Recipe) -> Any:
     """The model on the meta device, to look at its modules."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.trust_remote_code)
+        return auto_class(config, recipe).from_config(config, trust_remote_code=recipe.trust_remote_code)
 
 
 def _scale_positions(config: PretrainedConfig, recipe: Recipe) -> None:
@@ -350,14 +391,13 @@ def _load_weights(path: str, recipe: Recipe, **kwargs: Any) -> PreTrainedModel:
         UserError: files that are damaged, or weights that are missing or of other sizes; Transformers would train
             random numbers in the place of missing ones.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # of which its table would say the same
     try:
         words = {"output_loading_info": True, "ignore_mismatched_sizes": True, **kwargs}
-        model, info = _load("weights", AutoModelForCausalLM, path, recipe, **words)
+        model, info = _load("weights", auto_class(kwargs["config"], recipe), path, recipe, **words)
     finally:
         logging.set_verbosity(level)
     mismatched, missing, unused = (sorted(info[f"{kind}_keys"]) for kind in ("mismatched", "missing", "unexpected"))

@@ -281,12 +281,23 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     from seqtile.train.arguments import adapter_config, trainer_arguments
     from seqtile.train.check_rows import check_rows
     from seqtile.train.data import check_ids, load_rows
-    from seqtile.train.load import causal_model, check_checkpoints, check_split, load_model, tile, tile_head
+    from seqtile.train.load import (
+        causal_model,
+        check_checkpoints,
+        check_split,
+        freeze_unread,
+        load_config,
+        load_model,
+        tile,
+        tile_head,
+    )
     from seqtile.train.packing import check_packing
     from seqtile.train.ranks import prepare_on_cpu
 
     if recipe.split > 1:
         check_split(recipe)  # for the first time under a launcher of the user's
+    else:
+        load_config(recipe)  # before rows are read
     documents = False
     rows, left_out, stream = None, dict[str, int](), None
     if recipe.streaming:
@@ -303,6 +314,9 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     arguments = trainer_arguments(recipe, output, documents=documents, rows=0 if rows is None or stream else len(rows))
     display.stage(f"loading the weights of {recipe.model}")
     model, tokenizer = load_model(recipe)
+    frozen = freeze_unread(model)
+    if frozen:
+        logger.warning("not trained, because rows of text do not reach them: %s", ", ".join(frozen))
     check_packing(model, arguments)
     check_checkpoints(model, arguments)
     if rows is None:
@@ -320,7 +334,7 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
         find_causal_lm(model)  # before the trainer is built, which takes longer
     prepare_on_cpu(recipe)
     display.stage(f"reading {recipe.dataset}" if stream else f"tokenising {len(rows):,} rows")
-    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora, model), evaluated,
+    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora, model, frozen), evaluated,
                        {"train": left_out, "eval": not_evaluated})  # fmt: skip
     if stream is not None:
         logger.info("data: read as a stream, in its order, and checked as it comes")
