@@ -22,6 +22,7 @@ from seqtile._compat import (
     INPUT_HOOKS,
     SET_CHECKPOINTING,
     active_fake_mode,
+    attention_is_exchangeable,
     attention_kind,
 )
 from seqtile._errors import UserError
@@ -65,9 +66,13 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
     module = find_checkpointed(model)
     kind = attention_kind(module)
     if policy == "attention-saved" and kind == "eager":
+        if attention_is_exchangeable(type(module)):
+            cure = "by plain products (attn_implementation='eager'); load it with attn_implementation='sdpa'"
+        else:
+            cure = "in code of its own, or has none; use checkpoint='full'"
         raise UserError(
             "checkpoint='attention-saved' keeps the output of an attention kernel, but this model computes attention "
-            "by plain products (attn_implementation='eager'); load it with attn_implementation='sdpa'"
+            f"{cure}"
         )
 
 

@@ -16,6 +16,7 @@ from seqtile.planner.layer_structure import Counts
 from seqtile.planner.model_shapes import is_masked_lm, max_positions
 from seqtile.planner.names import SHARDED, adapters_need_reentrant, check_names
 from seqtile.planner.pictures import Pictures
+from seqtile.planner.rope_scaling import scaling_for, shown_scaling
 from seqtile.planner.step_config import PLANNED, Lora, Setup
 
 
@@ -194,8 +195,13 @@ def check_request(request: Request, max_length: int | None) -> None:
     if max_length is not None and positions is not None and max_length > positions:
         raise UserError(
             f"{max_length:,} tokens are beyond the {positions:,} positions of {request.model!r}; use at most those, "
-            "or a configuration whose rotary scaling reaches further"
+            f"or a configuration whose rotary scaling reaches further{_further(request.config, max_length)}"
         )
+
+
+def _further(config: Any, tokens: int) -> str:
+    scaling = scaling_for(config, tokens)
+    return f" (seqtile train scales them by '{shown_scaling(scaling)}' in a recipe)" if scaling else ""
 
 
 def refuse_encoder(config: Any, model: str, what: str) -> None:

@@ -75,6 +75,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
         values |= {"warmup_steps": 3, "lr_scheduler_type": "cosine"}
     values |= typed_values(recipe.trainer, typing.get_type_hints(SFTConfig))
     values |= _checkpointing(recipe, known)
+    _check_offloading(recipe)
     try:
         with warnings.catch_warnings():
             # TRL itself sets the name that Transformers has deprecated.
@@ -172,6 +173,20 @@ def _sequence_split(recipe: Recipe) -> dict[str, Any]:
     # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/sequence_parallel/ulysses_sp.py
     multiple = recipe.sp_size if torch.accelerator.is_available() else recipe.max_length
     return {"parallelism_config": split, "pad_to_multiple_of": multiple}
+
+
+def _check_offloading(recipe: Recipe) -> None:
+    """Refuse TRL's offload where there is no device to copy from, or a second one beside ours."""
+    import torch
+
+    if not recipe.trainer.get("activation_offloading"):
+        return
+    if not torch.accelerator.is_available():
+        raise UserError(
+            "trainer.activation_offloading copies activations off an accelerator, and there is none; drop it"
+        )
+    if recipe.options.offload:
+        raise UserError("trainer.activation_offloading and offload both move checkpoints to the host; keep one")
 
 
 def _checkpointing(recipe: Recipe, known: Any) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def launch_check(recipe: Recipe, worker: str) -> VerifyResult:
 def _counted(recipe: Recipe, nodes: int = 1) -> Recipe:
     """The recipe with the number of its processes, on all nodes together, checked against what there is."""
     if recipe.engine.startswith("zero") and find_spec("deepspeed") is None:
-        raise UserError(f"engine {recipe.engine!r} needs DeepSpeed; install it with: pip install 'seqtile[deepspeed]'")
+        raise UserError(f"engine {recipe.engine!r} needs DeepSpeed; install it with: pip install deepspeed")
     if recipe.engine.startswith("zero"):
         check_build_locks()
     recipe = resolve(recipe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from seqtile.models.reentrant import shares_keys
 from seqtile.planner.model_shapes import max_positions as max_positions
 from seqtile.planner.model_shapes import towers_of
 from seqtile.planner.phases import causal_model as causal_model
+from seqtile.planner.rope_scaling import scale_positions, scaling_for, shown_scaling
 from seqtile.train import demo
 from seqtile.train.check_early import existing_model
 from seqtile.train.recipe import DEMO, Recipe
@@ -142,11 +142,8 @@ def check_positions(config: PretrainedConfig, recipe: Recipe) -> None:
     """
     limit = max_positions(config)
     if limit is not None and recipe.max_length > limit:
-        rotary = getattr(config.get_text_config(), "rope_parameters", None)
-        factor = math.ceil(recipe.max_length / limit)
-        lift = (
-            f", or extend it with 'rope_scaling: {{rope_type: yarn, factor: {factor}}}' in a recipe" if rotary else ""
-        )
+        scaling = scaling_for(config, recipe.max_length)
+        lift = f", or extend it with '{shown_scaling(scaling)}' in a recipe" if scaling else ""
         raise UserError(
             f"max_length {recipe.max_length:,} is beyond the {limit:,} positions of {recipe.model!r}; "
             f"use --max-length {limit}{lift}"
@@ -207,7 +204,8 @@ def _configured(path: str, recipe: Recipe) -> tuple[Any, dict[str, Any]]:
             setattr(text, key, unused.pop(key))
     auto_class(config, recipe)
     _check_router_logits(text, recipe)
-    _scale_positions(config, recipe)
+    if recipe.rope_scaling is not None:
+        scale_positions(config, recipe.rope_scaling, recipe.model)
     check_positions(config, recipe)
     return config, {key: value for key, value in recipe.model_kwargs.items() if key not in fields or key in unused}
 
@@ -222,7 +220,7 @@ def auto_class(config: Any, recipe: Recipe) -> Any:
 
     from seqtile.planner.request import refuse_encoder
 
-    refuse_encoder(config, recipe.model, "seqtile trains")
+    refuse_encoder(config, recipe.model, "seqtile train trains")
     code = getattr(config, "auto_map", None) or {}
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in code:
         return transformers.AutoModelForCausalLM
@@ -304,28 +302,6 @@ def _without_weights(config: PretrainedConfig, recipe: Recipe) -> Any:
 
     with torch.device("meta"):
         return auto_class(config, recipe).from_config(config, trust_remote_code=recipe.trust_remote_code)
-
-
-def _scale_positions(config: PretrainedConfig, recipe: Recipe) -> None:
-    """Write the recipe's RoPE scaling into the model's configuration."""
-    if recipe.rope_scaling is None:
-        return
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None)
-    if not rope or any(isinstance(value, dict) for value in rope.values()):
-        raise UserError(
-            f"rope_scaling does not fit {recipe.model!r}, which has "
-            f"{'several kinds of rotary layers' if rope else 'no rotary positions'}; leave it out"
-        )
-    if not {"rope_type", "factor"} <= recipe.rope_scaling.keys():
-        raise UserError("rope_scaling needs at least rope_type and factor, such as {rope_type: yarn, factor: 4}")
-    factor = recipe.rope_scaling["factor"]
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= 10_000:
-        raise UserError(f"rope_scaling: got factor {factor!r}, expected a number from 1 to 10,000")
-    original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
-    scaled = {"original_max_position_embeddings": original, **rope, **recipe.rope_scaling}
-    text.rope_parameters = scaled
-    text.max_position_embeddings = int(original * factor)
 
 
 def _hub_kwargs(recipe: Recipe) -> dict[str, Any]:

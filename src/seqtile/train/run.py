@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seqtile._errors import RunError, UserError
+from seqtile._errors import RunError, UserError, in_its_words, is_ours
 from seqtile._log import first_rank_logger
 from seqtile.devices import accelerator, peak_bytes
 from seqtile.train import demo
@@ -272,7 +272,7 @@ def require_packages() -> None:
 
     missing = [name for name in ("trl", "datasets", "peft", "matplotlib") if find_spec(name) is None]
     if missing:
-        raise UserError(f"seqtile train needs {', '.join(missing)}; install them with: pip install 'seqtile[train]'")
+        raise UserError(f"seqtile train needs {', '.join(missing)}; install them with: pip install {' '.join(missing)}")
 
 
 def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report | None]:
@@ -391,11 +391,21 @@ def _trainer(
                 f"the model's chat template cannot be used on these rows ({type(error).__name__}: {reason}); fix its "
                 "chat_template.jinja, or name another one with 'trainer: {chat_template_path: PATH}'"
             ) from None
-        if not isinstance(error, ValueError | TypeError | KeyError | ImportError):
+        if not _is_refusal(error, Path(str(arguments.output_dir))):
             raise
-        raise UserError(f"the trainer refuses this model, dataset or recipe: {reason}") from error
+        raise UserError(f"the trainer refuses this model, dataset or recipe: {in_its_words(error)}") from error
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _is_refusal(error: Exception, output: Path) -> bool:
+    """Whether a library raised ``error`` about what it was given; memory, disks and other ranks are told elsewhere."""
+    from seqtile.train.disk import disk_error
+    from seqtile.train.out_of_memory import is_out_of_memory
+
+    of_another_rank = "gloo" in str(error) or type(error).__name__.startswith("Dist")
+    known = isinstance(error, UserError | RunError) or is_out_of_memory(error) or disk_error(error, output) is not None
+    return not (known or of_another_rank or is_ours(error))
 
 
 def _is_of_template(error: Exception) -> bool:
@@ -452,6 +462,11 @@ def _run(
         try:
             trainer.train_all(resume_from)
         except Exception as error:
+            if not clock.seconds and _is_refusal(error, output):
+                raise UserError(
+                    f"the first step cannot run, and nothing was trained: {in_its_words(error)}; change the setting or "
+                    "the model that it names"
+                ) from error
             if not is_out_of_memory(error):
                 raise
             failed = error

@@ -119,7 +119,12 @@ def best_metric(recipe: Recipe) -> tuple[str, bool]:
 
 
 def _check_unread(recipe: Recipe) -> None:
-    """Refuse what would change nothing."""
+    """Refuse what would change nothing, or what the trainer refuses with a cure that a recipe has not."""
+    if recipe.trainer.get("padding_free") and not recipe.packing:
+        raise UserError(
+            "trainer.padding_free without packing leaves rows longer than max_length; give 'packing: true', which "
+            "joins rows without padding, or drop padding_free"
+        )
     for key in (key for key, value in recipe.trainer.items() if value is not None):
         if key in OF_EVALUATIONS and recipe.eval_dataset is None:
             raise UserError(f"trainer.{key} is of evaluations, and there is nothing to evaluate on; give eval_dataset")
