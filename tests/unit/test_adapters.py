@@ -1,6 +1,7 @@
 """PEFT adapters, added before or after tiling: same gradients, everything trains, dropout masks are the recompute's."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -150,3 +151,25 @@ def test_no_adapter_on_a_linear_layer_that_is_not_linear(architecture: str) -> N
     adapted = get_peft_model(model, config)
     _, got = gradients(adapted, tokens())
     assert any(value is not None and "lora" in name for name, value in got.items())
+
+
+def test_a_module_with_a_destructor_keeps_what_it_shares_with_its_copies() -> None:
+    """PEFT's OSF projects gradients in hooks on its weights, and takes them off when a layer goes: our copies did."""
+    from peft import OSFConfig
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return get_peft_model(causal_lm("llama"), OSFConfig(target_modules=["gate_proj", "up_proj", "down_proj"]))
+
+    def hooks(adapted: nn.Module) -> int:
+        return sum(len(weight._backward_hooks or ()) for weight in adapted.parameters())
+
+    untiled, tiled, ids = model(), model(), tokens()
+    before = hooks(tiled)
+    seqtile.apply(tiled, tile=5)
+    gc.collect()
+    assert before > 0 and hooks(tiled) == before
+    _, expected = gradients(untiled, ids)
+    _, got = gradients(tiled, ids)
+    assert_same_gradients(got, expected)
+    assert hooks(tiled) == before

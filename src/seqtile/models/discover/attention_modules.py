@@ -26,6 +26,7 @@ from seqtile._compat import (
     disable_current_modes,
     parameters_of,
 )
+from seqtile._shallow import bare_instance
 from seqtile.devices import one_thread
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
@@ -175,7 +176,7 @@ class View:
         self._traced = traced
         self.calls: list[str] = []
         self._output: Tensor | None = None
-        self.view: Any = object.__new__(type(module))
+        self.view: Any = bare_instance(module)
         own = self.view.__dict__
         own.update(module.__dict__)
         own.pop("forward", None)
@@ -322,7 +323,7 @@ def _compare_at(module: nn.Module, shape: HeadShape, rotary: int, tokens: int) -
 
 def _bare(module: nn.Module) -> nn.Module:
     """A shallow copy for training that drops nothing and computes attention by plain products, whatever its kernel."""
-    bare: nn.Module = object.__new__(type(module))
+    bare: nn.Module = bare_instance(module)
     own = bare.__dict__
     own.update(module.__dict__)
     own.pop("forward", None)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import BUFFERS, MODULES, PARAMETERS, buffers_of, children_of, parameters_of
+from seqtile._shallow import bare_instance
 from seqtile.engines.flat import is_flat_view
 from seqtile.models.discover.facts import INTERNAL, slots_of
 from seqtile.models.discover.python_code import KNOWN_LIBRARIES
@@ -45,7 +46,7 @@ class Views:
             return known
         if slots := slots_of(type(module)):
             raise Untraceable(f"it keeps {slots[0]} in a slot of {type(module).__name__}")
-        view: nn.Module = object.__new__(type(module))
+        view: nn.Module = bare_instance(module)
         self._views[id(module)] = view
         own = view.__dict__
         own.update(module.__dict__)
