@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as _torch_checkpoint
 
+from seqtile._shallow import bare_instance
 from seqtile.devices import package_version
 
 SEEN = {
@@ -284,7 +285,7 @@ def forward_pre_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
 
 
 def _view_with(module: nn.Module, where: str, name: str, value: Any) -> Any:
-    view: Any = object.__new__(type(module))
+    view: Any = bare_instance(module)
     view.__dict__.update(module.__dict__)
     view.__dict__[where] = {**view.__dict__[where], name: value}
     return view

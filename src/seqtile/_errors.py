@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from numbers import Integral, Real
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 RUN_ERROR = 1
@@ -15,6 +19,50 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """A run that cannot go on, through no setting that could have been refused. The command exits with code 1."""
+
+
+OUR_FAULT = (
+    "This is a fault of seqtile, not of its input: please report these lines with the output of 'seqtile doctor'."
+)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether seqtile's own code raised ``error``, by itself or by a wrong call of PyTorch or of Python's library."""
+    frame = _raised_in(error)
+    return frame is not None and _package(frame) == "seqtile"
+
+
+def note_fault(error: BaseException) -> None:
+    """Add to the traceback of an error of ours that it is one."""
+    if is_ours(error) and OUR_FAULT not in getattr(error, "__notes__", ()):
+        error.add_note(OUR_FAULT)
+
+
+def in_its_words(error: BaseException) -> str:
+    """What another library raised, and where, in one line."""
+    words = (str(error).strip().splitlines() or [""])[0]
+    what = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    frame = _raised_in(error)
+    if frame is None:
+        return what
+    return f"{what}; raised by {_package(frame)} in {Path(frame.f_code.co_filename).name}"
+
+
+def _raised_in(error: BaseException) -> FrameType | None:
+    """The innermost frame that is neither PyTorch's, nor Python's, nor of a mode that only passes operators on."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        package = _package(frame)
+        if package not in _BELOW and frame.f_code.co_name not in ("__torch_dispatch__", "__torch_function__"):
+            return frame
+    return None
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+_BELOW = {"torch", "numpy", "", *sys.stdlib_module_names}
 
 
 def expect_module(model: Any, caller: str) -> None:

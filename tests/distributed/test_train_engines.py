@@ -24,6 +24,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny_run
 from grid.launch import TESTS
@@ -134,6 +135,35 @@ def test_trains_as_one_process_and_resumes(
     assert shown.err.count("tiled 2 of 2 MLPs") == 2 and shown.out.count("step 1/2") == 1
     assert f"engine   {engine}, 2 processes" in shown.out
     assert build_recipe(read_recipe(output / "recipe.yaml"), {})[0].nproc == 2
+
+
+@needs_deepspeed
+@pytest.mark.timeout(SECONDS)
+def test_adapters_under_zero3_on_layers_that_share_keys(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL would make checkpoints reentrant there, which lose gradients of shared keys and values."""
+    model = folder / "sharing"
+    vocab = tiny_run.save_tokenizer(model)
+    config = AutoConfig.for_model(
+        "gemma4_text", hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=1, global_head_dim=8, vocab_size=vocab, vocab_size_per_layer_input=vocab, eos_token_id=0,
+        hidden_size_per_layer_input=8, num_kv_shared_layers=1, layer_types=["full_attention"] * 3, pad_token_id=0,
+        bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    monkeypatch.setattr(worker, "MODULE", "engine_worker")
+    more = ["--lora", "4", "--model", str(model)]
+    output = folder / "zero3-sharing"
+    assert main(arguments(folder, output, "--engine", "zero3", "--nproc", "2", "--steps", "2", *more)) == 0
+    values = {**VALUES, "model": str(model), "dataset": str(folder / "rows.jsonl"), "steps": 3, "lora": {"r": 4},
+              "gradient_accumulation": 2, "tiled_mlp": False, "tile": None, "report": False}  # fmt: skip
+    losses = train(build_recipe({**values, "output": str(folder / "alone-sharing")}, {})[0]).losses
+    found = json.loads((output / "report" / "report.json").read_text())["losses"]
+    torch.testing.assert_close([row["loss"] for row in found], [loss for _, loss in losses], rtol=1e-5, atol=0)
+    expected = load_file(folder / "alone-sharing" / "adapter_model.safetensors")
+    moved = max(tensor.abs().max() for name, tensor in expected.items() if "lora_B" in name)
+    for name, tensor in load_file(output / "adapter_model.safetensors").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=float(moved) * 1e-3)
 
 
 @pytest.mark.timeout(SECONDS)

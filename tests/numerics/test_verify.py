@@ -167,6 +167,22 @@ def test_any_module_with_a_loss_of_its_own() -> None:
     assert result.ok and (result.untiled.units, result.tiled.units) == (7.0, 9.0)  # the input takes no gradient
 
 
+def test_a_reference_has_no_reentrant_checkpoints() -> None:
+    """Layers that share keys and values lose gradients under reentrant checkpoints: untiled with them, too."""
+    sharing = dict(num_kv_shared_layers=1, layer_types=["full_attention"] * 2, head_dim=8, global_head_dim=8,
+                   hidden_size_per_layer_input=8, vocab_size_per_layer_input=zoo.VOCABULARY)  # fmt: skip
+    for architecture, settings, same in (("llama", {}, True), ("gemma4_text", sharing, False)):
+        model = zoo.causal_lm(architecture, **settings)
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+        model.config.use_cache = False
+        result = verify(model, tokens(), tile=16)
+        assert result.ok == same and any("reentrant" in note for note in result.notes)
+        assert ("share keys and values" in str(seqtile.apply(model, tile=16))) == (not same)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert verify(model, tokens(), tile=16).ok
+
+
 # --- what is planted wrong
 
 

@@ -1,6 +1,7 @@
 """PEFT adapters, added before or after tiling: same gradients, everything trains, dropout masks are the recompute's."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import seqtile
+from seqtile.models.adapters import lora_config, without_adapters
 from watching import rows_of
 from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
@@ -125,3 +127,49 @@ def test_adapters_on_the_experts_weights(order: str, caplog: pytest.LogCaptureFi
     assert_same_gradients(got, expected)
     told = any("call seqtile.apply after get_peft_model" in record.message for record in caplog.records)
     assert told == (order == "seqtile first")
+
+
+ROUTED = {
+    "llama4_text": (dict(num_local_experts=4, num_experts_per_tok=1, head_dim=8, intermediate_size_mlp=48), "router"),
+    "phimoe": (dict(num_local_experts=4, num_experts_per_tok=2), "router"),
+    "deepseek_v4": (
+        dict(num_key_value_heads=1, head_dim=16, q_lora_rank=16, o_groups=2, o_lora_rank=8, n_routed_experts=4,
+             num_experts_per_tok=2, moe_intermediate_size=24), "o_a_proj",
+    ),
+    "falcon": ({}, None),  # a class of its own, which is linear
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ROUTED)
+def test_no_adapter_on_a_linear_layer_that_is_not_linear(architecture: str) -> None:
+    """A router that inherits from nn.Linear returns a tuple, to which LoRA cannot add."""
+    settings, left_out = ROUTED[architecture]
+    model = causal_lm(architecture, **settings)
+    config = lora_config(model, r=4, alpha=None, dropout=0.0, target_modules="all-linear")
+    assert config.exclude_modules == ([left_out] if left_out else None)
+    assert (left_out or "None") in str(without_adapters(model, config))
+    adapted = get_peft_model(model, config)
+    _, got = gradients(adapted, tokens())
+    assert any(value is not None and "lora" in name for name, value in got.items())
+
+
+def test_a_module_with_a_destructor_keeps_what_it_shares_with_its_copies() -> None:
+    """PEFT's OSF projects gradients in hooks on its weights, and takes them off when a layer goes: our copies did."""
+    from peft import OSFConfig
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return get_peft_model(causal_lm("llama"), OSFConfig(target_modules=["gate_proj", "up_proj", "down_proj"]))
+
+    def hooks(adapted: nn.Module) -> int:
+        return sum(len(weight._backward_hooks or ()) for weight in adapted.parameters())
+
+    untiled, tiled, ids = model(), model(), tokens()
+    before = hooks(tiled)
+    seqtile.apply(tiled, tile=5)
+    gc.collect()
+    assert before > 0 and hooks(tiled) == before
+    _, expected = gradients(untiled, ids)
+    _, got = gradients(tiled, ids)
+    assert_same_gradients(got, expected)
+    assert hooks(tiled) == before

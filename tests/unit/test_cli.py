@@ -251,6 +251,13 @@ PLUGIN = "plugins: [seqtile.integrations.axolotl.SeqtilePlugin]\n"
     (PLUGIN + "seqtile: {zzz: 512}\n", 1, "'zzz' is no key. The keys are tile,"),
     (PLUGIN + "seqtile: {tile: banana}\n", 1, "seqtile: tile='banana' is not a tile rule"),
     (PLUGIN.replace("[", "").replace("]", "") + "seqtile: {tile: 8}\n", 1, "got str, expected a list of names"),
+    (PLUGIN + "seqtile: {tile: 512}\ntiled_mlp: false\n", 1, "seqtile.tile would be ignored"),
+    (PLUGIN + "seqtile: {tile: 512}\ntiled_mlp_num_shards: 4\n", 1, "both say how long a tile is"),
+    (PLUGIN + "seqtile: {loss: tiled}\ncut_cross_entropy: true\n", 1, "both compute the loss"),
+    (PLUGIN + "seqtile: {offload: true}\ngradient_checkpointing: offload\n", 1, "gradient_checkpointing: offload both"),
+    (PLUGIN + "seqtile: {loss_tile: 512}\n", 1, "loss_tile"),
+    (PLUGIN + "seqtile: {heads: '2'}\n", 1, "seqtile.heads: got '2'"),
+    (PLUGIN + "sequence_parallel_degree: 2\ncontext_parallel_size: 4\n", 1, "two names of one number"),
     (PLUGIN + "tiled_mlp: true\n", 0, "the plugin is listed"), ("[1]\n", 2, "got list"),
     ("a: [\n", 2, "cannot be read"),
 ])  # fmt: skip
@@ -364,7 +371,7 @@ def test_packages_that_are_missing_are_named_together(monkeypatch: pytest.Monkey
 
     find = run.find_spec
     monkeypatch.setattr(run, "find_spec", lambda name: None if name in ("trl", "peft") else find(name))
-    assert "needs trl, peft; install them with: pip install 'seqtile[train]'" in refused([], capsys)
+    assert "needs trl, peft; install them with: pip install trl peft" in refused([], capsys)
 
 
 def test_bad_models(model: Path, dataset: Path, tmp_path: Path, capsys):

@@ -172,7 +172,7 @@ def test_no_column_is_cut(config: Path, capsys: pytest.CaptureFixture[str], monk
 def test_a_config_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert verify(tmp_path) == 2
-    assert "cannot make a causal language model" in capsys.readouterr().err
+    assert "is no causal language model" in capsys.readouterr().err
     for text, reason in (("{", "JSON"), ('{"model_type": "llama", "hidden_size": "x"}', "'hidden_size' expected int")):
         (tmp_path / "config.json").write_text(text)
         assert verify(tmp_path / "config.json") == 2

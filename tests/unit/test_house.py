@@ -24,7 +24,7 @@ SOURCE = ROOT / "src" / "seqtile"
 
 # A module imports only from rows above its own and from its own package. A new top-level name needs a row here.
 ORDER: tuple[frozenset[str], ...] = (
-    frozenset({"_errors", "_log", "_sentences", "devices"}),
+    frozenset({"_errors", "_log", "_sentences", "_shallow", "devices"}),
     frozenset({"_compat"}),
     frozenset({"_stand_in", "counting"}),
     frozenset({"_effects"}),

@@ -138,7 +138,6 @@ BAD = [
     (["--offload", "checkpoints", "--checkpoint", "none"], "nothing to move"),
     (["--checkpoint", "some"], "use one of auto, layer"),
     (["--checkpoint", "attention-saved", "--attention", "eager"], "plain products"),
-    (["--checkpoint", "attention-saved", "--lora", "4", "--engine", "zero3"], "use fsdp2"),
     (["--tile", "many"], "not a tile rule"),
     (["--keep", "2"], "outside 0.0 to 1.0"),
     (["--keep", "some"], "is not a rule"),

@@ -22,6 +22,7 @@ from seqtile._compat import (
     INPUT_HOOKS,
     SET_CHECKPOINTING,
     active_fake_mode,
+    attention_is_exchangeable,
     attention_kind,
 )
 from seqtile._effects import Named, Watched, outermost, split_frozen, which
@@ -64,10 +65,16 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
             f"{type(model).__name__} holds no model of transformers with activation checkpointing; leave checkpoint "
             "and offload out"
         )
-    if policy == "attention-saved" and any(attention_kind(module) == "eager" for _, module in split_frozen(models)[0]):
+    chosen = [module for _, module in split_frozen(models)[0]]
+    plain = next((module for module in chosen if attention_kind(module) == "eager"), None)
+    if policy == "attention-saved" and plain is not None:
+        if attention_is_exchangeable(type(plain)):
+            cure = "by plain products (attn_implementation='eager'); load it with attn_implementation='sdpa'"
+        else:
+            cure = "in code of its own, or has none; use checkpoint='full'"
         raise UserError(
             "checkpoint='attention-saved' keeps the output of an attention kernel, but this model computes attention "
-            "by plain products (attn_implementation='eager'); load it with attn_implementation='sdpa'"
+            f"{cure}"
         )
 
 

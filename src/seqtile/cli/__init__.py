@@ -15,7 +15,7 @@ from typing import NoReturn
 import typer
 
 from seqtile import __version__
-from seqtile._errors import RUN_ERROR, USER_ERROR, RunError, UserError
+from seqtile._errors import RUN_ERROR, USER_ERROR, RunError, UserError, note_fault
 from seqtile._log import process_rank
 from seqtile.cli.usage_errors import OneSentence
 from seqtile.train.ranks import check_launch
@@ -89,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("seqtile: interrupted; nothing more was saved", file=sys.stderr)
             return 128 + getattr(cause, "number", signal.SIGINT)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception as error:
+        note_fault(error)
+        raise
     return 0
 
 

@@ -90,7 +90,8 @@ def _show_axolotl(file: Path) -> None:
     import yaml
 
     from seqtile._errors import UserError
-    from seqtile.options import TilingOptions, unknown_keys
+    from seqtile.integrations.axolotl_checks import check_settings
+    from seqtile.options import unknown_keys
 
     try:
         cfg = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -115,9 +116,9 @@ def _show_axolotl(file: Path) -> None:
         wrong.append(f"seqtile: {said}")
     else:
         try:
-            TilingOptions(**{key: value for key, value in (ours or {}).items() if value is not None})
+            check_settings(cfg)
         except UserError as error:
-            wrong.append(f"seqtile: {error}")
+            wrong.append(str(error) if str(error).startswith("seqtile") else f"seqtile: {error}")
     for line in wrong:
         print(line)
     if wrong:

@@ -18,7 +18,7 @@ from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.explain import NextSetting, explain, not_modelled, recipe, recipe_lacks
 from seqtile.planner.flops import EFFICIENCY
 from seqtile.planner.memory_plan import SPLITS, Planner
-from seqtile.planner.model_shapes import NAMED
+from seqtile.planner.model_shapes import NAMED, beyond_positions
 from seqtile.planner.request import Request
 from seqtile.planner.traffic import bytes_between_nodes, bytes_inside_a_node
 
@@ -61,7 +61,7 @@ def show_plan(
         console.print(f"Start it on each node with: {command}")
     if saving is not None:
         console.print(f"attention-saved: {saving.why}.")
-    for note in planner.notes():
+    for note in [*planner.notes(), *beyond_positions(request.model, estimate.tokens)]:
         console.print(f"Note: {note}.")
     if reasons:
         for line in explain(planner, estimate):
@@ -121,7 +121,8 @@ def _print_verdict(
         sizes = ", ".join(f"{length:,} at {size}" for size, length in lengths.items())
         console.print(f"By --{SPLITS[request.engine].replace('_', '-')}: {sizes}.")
     if (found := better()) is not None:
-        console.print(f"Next: {found.flags} reaches {found.length:,} tokens ({found.why}).")
+        file = "; --recipe FILE writes it for seqtile train" if request.has_recipe else ""
+        console.print(f"Next: {found.flags} reaches {found.length:,} tokens ({found.why}){file}.", soft_wrap=True)
     work = planner.work(estimate.tokens)
     rows = "one row" if request.batch == 1 else f"{request.batch:,} rows"
     share = work.attention / work.total
@@ -210,7 +211,7 @@ def print_object(
         "flops": work.total,
         "step_seconds": None if tflops is None else work.seconds(tflops, request.split),
         "efficiency": EFFICIENCY,
-        "notes": planner.notes(),
+        "notes": [*planner.notes(), *beyond_positions(request.model, estimate.tokens)],
         "not_modelled": not_modelled(request, estimate),
         "command": start_command(request, recipe_file),
     }

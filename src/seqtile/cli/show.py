@@ -213,7 +213,8 @@ def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, s
         mean = sum(loss for _, loss in last) / len(last)
         lines.append(("loss", f"{first:.3f} at first, {mean:.3f} over the last {len(last)} of {outcome.step} steps"))
     if outcome.best is not None:
-        lines.append(("best", f"evaluation loss {outcome.best[1]:.4f} at step {outcome.best[0]}"))
+        named = f"evaluation {outcome.best_metric.replace('_', ' ')} {outcome.best[1]:.4f}"
+        lines.append(("best", f"{named} at step {outcome.best[0]}"))
     lines.append(("saved", str(outcome.output)))
     if outcome.report is not None:
         lines.append(("report", str(outcome.report)))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from seqtile.verification import Difference, VerifyResult
 
 GIB = 2**30
+SAME_PEAK = 0.99
 DIFFERS = 1
 NO_ANSWER = 70  # EX_SOFTWARE of sysexits.h: a script must not take a crash for "gradients differ"
 
@@ -177,6 +178,12 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
     costs.add_row("peak memory of the step", size(untiled.peak_bytes), size(tiled.peak_bytes))
     costs.add_row("seconds, counting included", f"{untiled.seconds:.2f}", f"{tiled.seconds:.2f}")
     console.print(costs)
+    if tiled.peak_bytes >= SAME_PEAK * untiled.peak_bytes:
+        console.print(
+            "the peak of this step is outside of the tiled blocks (the logits, as a rule), and tiles do not move it; "
+            "longer rows (--tokens) show what they save",
+            soft_wrap=True,
+        )
     console.print(
         f"{recipe.batch_size} x {recipe.max_length:,} random tokens, {result.blocks} blocks tiled, "
         f"tile {recipe.options.tile}: {result.ran}",

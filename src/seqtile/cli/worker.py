@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from seqtile._compat import end_process
-from seqtile._errors import RunError, UserError
+from seqtile._errors import RunError, UserError, note_fault
 from seqtile._log import process_rank
 from seqtile.train.atomic_files import write_whole
 from seqtile.train.processes import is_running
@@ -53,6 +53,9 @@ def main(folder: Path) -> int:
         more = {name: getattr(error, name) for name in ("retry", "done") if getattr(error, name, None)}
     except KeyboardInterrupt as stopped_at_once:
         code, together = exit_code(getattr(stopped_at_once, "number", signal.SIGINT)), False
+    except Exception as error:
+        note_fault(error)
+        raise
     write_whole(
         folder / f"{process_rank()}.end", json.dumps({"code": code, "message": message, "together": together, **more})
     )

@@ -1,11 +1,13 @@
-"""Adapters (PEFT) on a model: where they are left out, because nothing would train them."""
+"""Adapters (PEFT) on a model: where they are left out, because they would not train or not run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.func import functional_call
 
 from seqtile._compat import refuses_adapter
 from seqtile.models.discover.decoder_layers import decoder_layers
@@ -23,9 +25,10 @@ def lora_config(
 ) -> LoraConfig:
     """PEFT's configuration of low-rank adapters for ``model``.
 
-    With ``"all-linear"`` the linear layers that PEFT refuses are left out, by its own list: the fused kernel of Mamba-2
-    takes the weight of ``out_proj`` itself and passes the adapter by. PEFT looks at five model types; here its list
-    holds for every Mamba-2 mixer. Layers that are given by name are PEFT's to refuse.
+    With ``"all-linear"`` two kinds of layers are left out. The fused kernel of Mamba-2 takes the weight of ``out_proj``
+    itself and passes the adapter by: PEFT refuses it in five model types, here in every Mamba-2 mixer. A router that
+    inherits from ``nn.Linear`` returns scores and choices, to which PEFT cannot add. Layers that are given by name are
+    PEFT's to refuse.
 
     Args:
         model: without adapters; its weights may be on the meta device.
@@ -44,28 +47,60 @@ def lora_config(
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,  # an encoder has no task
     )
     if target_modules == ALL_LINEAR:
-        config.exclude_modules = _refused(model, config) or None
+        config.exclude_modules = sorted({*_refused(model, config), *_not_linear(model)}) or None
     return config
 
 
-def without_adapters(config: LoraConfig | None) -> str | None:
+def without_adapters(model: nn.Module, config: LoraConfig | None) -> str | None:
     """One sentence on the layers that :func:`lora_config` left out, None where every one got its adapters."""
     if config is None or not config.exclude_modules:
         return None
-    names = ", ".join(sorted(config.exclude_modules))
-    return f"no adapters on {names}: PEFT refuses them, because Mamba's fused kernel would pass them by"
+    routers = _not_linear(model)
+    reasons = {
+        "PEFT refuses them, because Mamba's fused kernel would pass them by": {*config.exclude_modules} - routers,
+        "their class inherits from nn.Linear but computes something else": {*config.exclude_modules} & routers,
+    }
+    return "; ".join(f"no adapters on {', '.join(sorted(names))}: {why}" for why, names in reasons.items() if names)
 
 
-def _refused(model: nn.Module, config: Any) -> list[str]:
+def _not_linear(model: nn.Module) -> set[str]:
+    """Ends of the names of modules that inherit from ``nn.Linear`` and do not map features to features."""
+    # Only the model's own classes are run: quantised layers of libraries are PEFT's to know.
+    of_model = {type(module).__module__ for module in model.modules() if hasattr(module, "config")}
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    cannot = {
+        name for name, module in linear.items()
+        if type(module).forward is not nn.Linear.forward and type(module).__module__ in of_model
+        and not _maps_features(module)
+    }  # fmt: skip
+    ends = {name.rpartition(".")[2] for name in linear.keys() - cannot}
+    return {name if (end := name.rpartition(".")[2]) in ends else end for name in cannot}
+
+
+def _maps_features(module: nn.Linear) -> bool:
+    """Whether ``[tokens, in_features]`` gives ``[tokens, out_features]``, tried on the meta device."""
+    like: dict[str, Any] = {"dtype": module.weight.dtype, "device": "meta"}
+    features = torch.empty(3, module.in_features, **like)
+    weights = {name: torch.empty_like(weight, device="meta") for name, weight in module.named_parameters()}
+    weights["weight"] = torch.empty(module.out_features, module.in_features, **like)  # ZeRO-3 holds none of it here
+    try:
+        with torch.no_grad():
+            output = functional_call(module, weights, features)
+    except Exception:  # noqa: BLE001 (a model's own code: whatever it raises, it does not take such an input)
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (3, module.out_features)
+
+
+def _refused(model: nn.Module, config: Any) -> set[str]:
     """Ends of the names of the linear layers that PEFT refuses."""
     model_type = getattr(getattr(model, "config", None), "model_type", "")
-    names = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-    found = {name for name in names if refuses_adapter(config, model_type, name)}
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    refused = {name for name in names if refuses_adapter(config, model_type, name)}
     for layer in decoder_layers(model):
         for mixer in layer.mixers:
             if mixer.kind != "Mamba-2":
                 continue
-            for name, part in model.get_submodule(f"{layer.name}.{mixer.name}").named_children():
-                if isinstance(part, nn.Linear) and name not in found and refuses_adapter(config, _MAMBA_2, name):
-                    found.add(f"{mixer.name.rpartition('.')[2]}.{name}")
-    return sorted(found)
+            for name, child in model.get_submodule(f"{layer.name}.{mixer.name}").named_children():
+                if isinstance(child, nn.Linear) and name not in refused and refuses_adapter(config, _MAMBA_2, name):
+                    refused.add(f"{mixer.name.rpartition('.')[2]}.{name}")
+    return refused

@@ -28,6 +28,7 @@ from seqtile._compat import (
     tree_leaves,
     version_of,
 )
+from seqtile._shallow import bare_instance
 from seqtile.engines.granularity import wrapper
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.layer_parts import Neighbours, device_types
@@ -421,7 +422,7 @@ def _forward_of(member: Any) -> Callable[[Tensor], Tensor]:
 
 def view_of(layer: nn.Module) -> nn.Module:
     """A shallow copy that shares weights and children with the layer and has its class's forward."""
-    view: nn.Module = object.__new__(type(layer))
+    view: nn.Module = bare_instance(layer)
     view.__dict__.update(layer.__dict__)
     view.__dict__.pop("forward", None)
     return view

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from seqtile._compat import CHECKPOINT_FUNCTION, early_stop
+from seqtile._compat import early_stop
 from seqtile._sentences import PrintsAsSentence
 from seqtile.models.carried_state.tiled_state import refusals
 from seqtile.models.discover.candidates import Left
 from seqtile.models.instance import Installed
 from seqtile.models.loss_and_checkpoints import rest_notes
 from seqtile.models.norms_and_projections import adapted_since
+from seqtile.models.reentrant import is_reentrant, shares_keys
 from seqtile.ops.attention.backends import attention_sentences, rotary_sentences
 from seqtile.tiling import KeepRule
 
@@ -102,11 +103,16 @@ class Report(PrintsAsSentence):
             generic = sum(block.path == "generic" for block in self.blocks)
             but = f" (not by {generic} blocks that run the generic operator)" if generic else ""
             notes.append(f"gate and up kept: {self.keep}{but}")
-        if model is not None and any(_is_reentrant(module) for module in model.modules()):
+        if model is not None and any(is_reentrant(module) for module in model.modules()):
             notes.append(
                 "reentrant activation checkpointing runs each block once more (a gated MLP costs 14 GEMM units "
                 "instead of 11, untiled 12); pass use_reentrant=False"
             )
+            if shares_keys(model):
+                notes.append(
+                    "layers of this model share keys and values: under reentrant checkpoints the layers that compute "
+                    "them lose a part of their gradient, tiled or not"
+                )
         if early_stop() is False:
             notes.append(
                 "early stop of activation checkpointing is switched off: each block runs once more (14 units for a "
@@ -144,10 +150,3 @@ class Report(PrintsAsSentence):
         if not self.blocks:
             return "; ".join([*done, *self.notes])
         return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *self.notes])
-
-
-def _is_reentrant(module: nn.Module) -> bool:
-    function = getattr(module, CHECKPOINT_FUNCTION, None)
-    if function is None or not getattr(module, "gradient_checkpointing", False):
-        return False
-    return bool(getattr(function, "keywords", {}).get("use_reentrant", False))

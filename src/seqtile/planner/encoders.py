@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import attention_is_exchangeable, buffers_of
-from seqtile._errors import UserError
+from seqtile._errors import UserError, in_its_words, is_ours
 from seqtile.planner.model_shapes import is_masked_lm
 
 _POSITIONS = ("position_ids", "token_type_ids")
@@ -37,22 +37,22 @@ def check_attention(config: Any) -> None:
 
 @contextmanager
 def in_one_sentence(config: Any) -> Iterator[None]:
-    """Say in one sentence what fails in a plan of an encoder: of their many kinds only some are tried here.
+    """Say in one sentence what a model's own code raises when it is run on shapes: of many kinds only some are tried.
 
     Raises:
-        UserError: in place of any exception, where ``config`` is an encoder's.
+        UserError: in place of an exception that is not seqtile's own, and of any for an encoder.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if not is_masked_lm(config):
+        if is_ours(error) and not is_masked_lm(config):
             raise
-        reason = (str(error).strip().splitlines() or [""])[0]
+        what = "plan another encoder" if is_masked_lm(config) else "try another --attention, or plan another model"
         raise UserError(
             f"a step of model type {config.model_type!r} cannot be run on shapes, and without that there is no plan "
-            f"({type(error).__name__}: {reason}); plan another encoder"
+            f"({in_its_words(error)}); {what}"
         ) from error
 
 

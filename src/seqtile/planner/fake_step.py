@@ -254,7 +254,7 @@ def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
             adapted = get_peft_model(model, adapters)
         except ValueError as error:
             raise UserError(f"the adapters cannot be made: {str(error).splitlines()[0]}") from None
-    left_out = without_adapters(adapters)
+    left_out = without_adapters(model, adapters)
     return adapted, [] if left_out is None else [left_out]
 
 

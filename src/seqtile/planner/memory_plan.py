@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from seqtile._errors import UserError
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
@@ -146,6 +146,7 @@ class Planner:
             *(_tower_note(name, self.request.pictures) for name in towers_of(self.request.config)),
             *notes_of(self.request, self.counts),
             *(encoder_notes(self.request.config) if self.request.masked else ()),
+            *_checkpoint_notes(self.request.config, self.request.qlora),
         ]
 
     @property
@@ -665,3 +666,15 @@ def longest_by_split(planner: Planner) -> dict[int, int]:
         with suppress(UserError):
             found[size] = Planner(replace(request, **{setting: size}), like=planner).longest()[0]
     return found
+
+
+def _checkpoint_notes(config: Any, qlora: bool) -> list[str]:
+    """What is to be said of weights that the model's files hold in a quantised form."""
+    quantised = getattr(config, "quantization_config", None)
+    if not quantised or qlora:
+        return []
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
+    return [
+        f"the model's files hold weights in {method}: they are counted as if they were loaded in 16 bits (dequantize: "
+        "true in its quantization_config), as training them needs"
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,22 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
                                         vocab_size=248320)),
 }  # fmt: skip
 """Published shapes by name (the models' own config.json), with positions for as long a sequence as is asked for."""
+
+NAMED_POSITIONS = {
+    "llama-1b": (131_072, "llama3", 32), "llama-7b": (4_096, "yarn", 1), "llama-8b": (131_072, "llama3", 8),
+    "llama-70b": (131_072, "llama3", 8), "qwen3-8b": (40_960, "yarn", 1), "qwen3-32b": (40_960, "yarn", 1),
+    "qwen3-30b-a3b": (40_960, "yarn", 1), "qwen3.5-9b": (262_144, "yarn", 1),
+}  # fmt: skip
+"""Positions of these models, and the rotary scaling that they have or could be given, with its factor today."""
+
+
+def beyond_positions(model: str, tokens: int) -> list[str]:
+    """What is to be said of rows of ``tokens`` tokens of a named shape, which has no limit itself."""
+    positions, rope_type, factor = NAMED_POSITIONS.get(model, (tokens, "", 1))
+    if tokens <= positions:
+        return []
+    scaling = f"rope_scaling: {{rope_type: {rope_type}, factor: {math.ceil(tokens * factor / positions)}}}"
+    return [f"{model} has {positions:,} positions: to train on rows of {tokens:,} write '{scaling}' into the recipe"]
 
 
 def refuse_missing(model: str) -> None:
@@ -119,6 +136,8 @@ def max_positions(config: Any) -> int | None:
     scaled = [0]
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         original = parameters.get("original_max_position_embeddings")
+        if parameters.get("rope_type") == "dynamic":  # the configuration has the positions without scaling
+            original = limit
         if original and parameters.get("factor"):
             scaled.append(int(original * parameters["factor"]))
     return max(limit, *scaled)

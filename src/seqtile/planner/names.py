@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from seqtile._errors import UserError
+from seqtile.devices import package_version
 
 ENGINES = ("single", "ddp", "fsdp2", "zero2", "zero3")
 SHARDED = ("fsdp2", "zero2", "zero3")
@@ -21,6 +23,19 @@ GENERATORS = ("server", "model", "colocate", "sleep")
 
 STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 8 / 256, "lion": 4.0, "adafactor": 0.0, "sgd": 0.0, "sgd-momentum": 4.0}
 """The optimisers, each with its bytes of state per element of an fp32 master weight."""
+
+FROZEN_WEIGHTS_STAY = (0, 19, 4)
+"""From this version on DeepSpeed keeps frozen weights whole until a recompute is over (its pull request 8130)."""
+
+
+def adapters_need_reentrant(engine: str) -> bool:
+    """Whether activation checkpoints have to be reentrant with adapters under ``engine``.
+
+    ZeRO-3 of older DeepSpeed takes frozen weights away during a recompute: PyTorch's non-reentrant checkpoint raises
+    (https://github.com/deepspeedai/DeepSpeed/pull/8130). Without DeepSpeed here, the newest is assumed.
+    """
+    version = package_version("deepspeed") if engine == "zero3" else None
+    return version is not None and tuple(map(int, re.findall(r"\d+", version)[:3])) < FROZEN_WEIGHTS_STAY
 
 
 def split_offload(words: str) -> tuple[bool, tuple[str, ...]]:

@@ -27,7 +27,7 @@ OTHER_COLOURS = ("#6b7f82", "#8fa3a6", "#adbfc2", "#c9d6d8", "#dfe8ea")
 def require_matplotlib() -> None:
     """Raise a :class:`UserError` where plots cannot be drawn."""
     if find_spec("matplotlib") is None:
-        raise UserError("a plot needs matplotlib; install it with: pip install 'seqtile[train]'")
+        raise UserError("a plot needs matplotlib; install it with: pip install matplotlib")
 
 
 def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:

@@ -14,8 +14,9 @@ from seqtile.planner.accelerators import Device
 from seqtile.planner.grpo import Grpo, Rollouts, check_grpo
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.model_shapes import is_masked_lm, max_positions
-from seqtile.planner.names import SHARDED, check_names
+from seqtile.planner.names import SHARDED, adapters_need_reentrant, check_names
 from seqtile.planner.pictures import Pictures
+from seqtile.planner.rope_scaling import scaling_for, shown_scaling
 from seqtile.planner.step_config import PLANNED, Lora, Setup
 
 
@@ -136,8 +137,11 @@ def attention_cannot_be_saved(request: Request) -> str | None:
     """Why activation checkpoints cannot keep attention's output, and what to do; None if they can."""
     if request.attention == "eager":
         return "needs an attention kernel, and eager attention is plain products; use --attention flash or sdpa"
-    if request.lora is not None and request.engine == "zero3":
-        return "needs non-reentrant checkpoints, and TRL makes them reentrant for adapters under zero3; use fsdp2"
+    if request.lora is not None and adapters_need_reentrant(request.engine):
+        return (
+            "needs non-reentrant checkpoints, which fail with adapters under zero3 before DeepSpeed 0.19.4; update it, "
+            "or use fsdp2"
+        )
     if request.cp_size > 1:
         return f"is not for ring attention (cp-size {request.cp_size}), which takes all heads at once; drop it"
     return None
@@ -191,8 +195,13 @@ def check_request(request: Request, max_length: int | None) -> None:
     if max_length is not None and positions is not None and max_length > positions:
         raise UserError(
             f"{max_length:,} tokens are beyond the {positions:,} positions of {request.model!r}; use at most those, "
-            "or a configuration whose rotary scaling reaches further"
+            f"or a configuration whose rotary scaling reaches further{_further(request.config, max_length)}"
         )
+
+
+def _further(config: Any, tokens: int) -> str:
+    scaling = scaling_for(config, tokens)
+    return f" (seqtile train scales them by '{shown_scaling(scaling)}' in a recipe)" if scaling else ""
 
 
 def refuse_encoder(config: Any, model: str, what: str) -> None:

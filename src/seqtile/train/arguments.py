@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import typing
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.models.adapters import lora_config, without_adapters
+from seqtile.models.adapters import ALL_LINEAR, lora_config, without_adapters
+from seqtile.planner.names import adapters_need_reentrant
 from seqtile.train.check_rows import processes_for
-from seqtile.train.recipe import LoraRecipe, Recipe
-from seqtile.train.trainer_fields import refuse_unknown_fields, typed_values
+from seqtile.train.recipe import LoraRecipe, Recipe, shown
+from seqtile.train.trainer_fields import best_metric, refuse_unknown_fields, typed_values
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from torch import nn
     from trl import SFTConfig  # type: ignore[attr-defined]
 
 logger = first_rank_logger(__name__)
 
 KEPT_CHECKPOINTS = 2
+
+CHECKPOINT_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+"""The trainer's new and old name of how activation checkpoints are made."""
 
 
 def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: int = 0) -> SFTConfig:
@@ -68,6 +75,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
         values |= {"warmup_steps": 3, "lr_scheduler_type": "cosine"}
     values |= typed_values(recipe.trainer, typing.get_type_hints(SFTConfig))
     values |= _checkpointing(recipe, known)
+    _check_offloading(recipe)
     try:
         with warnings.catch_warnings():
             # TRL itself sets the name that Transformers has deprecated.
@@ -78,14 +86,24 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
         raise UserError(f"the trainer refuses these settings ({reason}); fix 'trainer:' in the recipe") from None
 
 
-def adapter_config(lora: LoraRecipe | None, model: nn.Module) -> LoraConfig | None:
-    """PEFT's configuration of the adapters on ``model``, or None to train every weight."""
+def adapter_config(lora: LoraRecipe | None, model: nn.Module, frozen: Sequence[str] = ()) -> LoraConfig | None:
+    """PEFT's configuration of the adapters on ``model``, or None to train every weight.
+
+    Args:
+        lora: of the recipe.
+        model: without adapters.
+        frozen: modules that no row reaches; ``"all-linear"`` leaves them out.
+    """
     if lora is None:
         return None
     config = lora_config(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=lora.target_modules)
-    left_out = without_adapters(config)
+    left_out = without_adapters(model, config)
     if left_out is not None:
         logger.warning(left_out)
+    if lora.target_modules == ALL_LINEAR and frozen:
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        unread = [name for name in linear if name.startswith(tuple(f"{tower}." for tower in frozen))]
+        config.exclude_modules = [*(config.exclude_modules or ()), *unread]
     return config
 
 
@@ -101,13 +119,14 @@ def _precision() -> dict[str, Any]:
 def _evaluation(recipe: Recipe) -> dict[str, Any]:
     """Evaluations, each at a step that is saved, so that the best checkpoint is one that can be kept."""
     every = recipe.eval_steps or recipe.save_steps or 500
+    metric, greater_is_better = best_metric(recipe)
     return {
         "eval_strategy": "steps",
         "eval_steps": every,
         "save_steps": recipe.save_steps or every,
         "per_device_eval_batch_size": recipe.batch_size,
-        "metric_for_best_model": "loss",
-        "greater_is_better": False,
+        "metric_for_best_model": metric,
+        "greater_is_better": greater_is_better,
         "prediction_loss_only": True,
     }
 
@@ -156,18 +175,48 @@ def _sequence_split(recipe: Recipe) -> dict[str, Any]:
     return {"parallelism_config": split, "pad_to_multiple_of": multiple}
 
 
+def _check_offloading(recipe: Recipe) -> None:
+    """Refuse TRL's offload where there is no device to copy from, or a second one beside ours."""
+    import torch
+
+    if not recipe.trainer.get("activation_offloading"):
+        return
+    if not torch.accelerator.is_available():
+        raise UserError(
+            "trainer.activation_offloading copies activations off an accelerator, and there is none; drop it"
+        )
+    if recipe.options.offload:
+        raise UserError("trainer.activation_offloading and offload both move checkpoints to the host; keep one")
+
+
 def _checkpointing(recipe: Recipe, known: Any) -> dict[str, Any]:
     """Non-reentrant activation checkpointing: under a reentrant one the tiles would be computed once more.
 
-    With adapters under ZeRO-3 TRL makes it reentrant, whatever it is told, and warns where it was told otherwise.
+    With adapters under ZeRO-3 TRL (1.16) makes it reentrant, and warns where it reads otherwise. So nothing is said
+    there, and :class:`seqtile.train.trainer.Trainer` makes it non-reentrant again where DeepSpeed takes that.
     """
     name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
-    given = [
-        recipe.trainer[key] for key in (f"{name}_kwargs", "gradient_checkpointing_kwargs") if key in recipe.trainer
-    ]
-    forced = recipe.lora is not None and recipe.engine == "zero3"
-    kwargs = {"use_reentrant": forced, **(given[0] if given and isinstance(given[0], dict) else {})}
+    given = [key for key in CHECKPOINT_KWARGS if recipe.trainer.get(key) is not None]
+    if len(given) > 1:
+        raise UserError(f"trainer.{given[0]} and trainer.{given[1]} are two names of one setting; keep one")
+    kwargs: Any = recipe.trainer[given[0]] if given else {}
+    if isinstance(kwargs, str):
+        try:
+            kwargs = json.loads(kwargs)
+        except ValueError:
+            pass  # refused as what it is
+    if not isinstance(kwargs, dict):
+        raise UserError(f"recipe key 'trainer.{given[0]}': got {shown(kwargs)}, expected keys and values")
+    if given and not recipe.activation_checkpointing:
+        raise UserError(
+            f"trainer.{given[0]} says how layers are recomputed, but 'activation_checkpointing: false' is given; "
+            "drop one of the two"
+        )
+    kwargs = {"use_reentrant": recipe.lora is not None and adapters_need_reentrant(recipe.engine), **kwargs}
+    if recipe.lora is not None and recipe.engine == "zero3" and not kwargs["use_reentrant"]:
+        del kwargs["use_reentrant"]
     return {
+        **dict.fromkeys(given),
         name: recipe.activation_checkpointing,
         f"{name}_kwargs": kwargs if recipe.activation_checkpointing else None,
     }

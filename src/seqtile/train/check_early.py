@@ -40,6 +40,29 @@ def check_early(recipe: Recipe) -> None:
             if not Path(dataset).expanduser().exists():
                 check_hub_name(dataset, "dataset")
     check_model(recipe.model)
+    if recipe.trainer.get("use_liger_kernel") and find_spec("liger_kernel") is None:
+        raise UserError("trainer.use_liger_kernel needs liger-kernel; install it with: pip install liger-kernel")
+    if recipe.trainer.get("push_to_hub"):
+        check_push()
+
+
+def check_push() -> None:
+    """Refuse to train what could not be pushed afterwards.
+
+    Raises:
+        UserError: the Hub is not to be asked or reached, or there is no token.
+    """
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("trainer.push_to_hub needs the Hub, and HF_HUB_OFFLINE is set; unset it, or drop push_to_hub")
+    if get_token() is None:
+        raise UserError("trainer.push_to_hub needs a token; set HF_TOKEN, or log in with: hf auth login")
+    if not can_connect(constants.ENDPOINT):
+        raise UserError(
+            f"trainer.push_to_hub needs the Hub, and {constants.ENDPOINT} cannot be reached; check the network, or "
+            "drop push_to_hub"
+        )
 
 
 def check_model(model: str) -> None:

@@ -129,10 +129,9 @@ def _launch(
     require_packages()
     nodes = meeting.nodes if meeting else None
     recipe = _counted(recipe, nodes.count if nodes else 1)
-    if recipe.split > 1:
-        from seqtile.train.load import check_split
+    from seqtile.train.load import check_split, load_config
 
-        check_split(recipe)
+    check_split(recipe) if recipe.split > 1 else load_config(recipe)
     overwrite = asked["overwrite"]
     recipe, start = locate(recipe, **asked)
     port = 0
@@ -211,7 +210,7 @@ def launch_check(recipe: Recipe, worker: str) -> VerifyResult:
 def _counted(recipe: Recipe, nodes: int = 1) -> Recipe:
     """The recipe with the number of its processes, on all nodes together, checked against what there is."""
     if recipe.engine.startswith("zero") and find_spec("deepspeed") is None:
-        raise UserError(f"engine {recipe.engine!r} needs DeepSpeed; install it with: pip install 'seqtile[deepspeed]'")
+        raise UserError(f"engine {recipe.engine!r} needs DeepSpeed; install it with: pip install deepspeed")
     if recipe.engine.startswith("zero"):
         check_build_locks()
     recipe = resolve(recipe)

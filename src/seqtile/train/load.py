@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import difflib
+import re
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -12,8 +13,11 @@ from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.engines.sequence_parallel import heads_divide, refuse_split_states, why_no_ring
 from seqtile.models.discover.decoder_layers import states_of
+from seqtile.models.reentrant import shares_keys
 from seqtile.planner.model_shapes import max_positions as max_positions
+from seqtile.planner.model_shapes import towers_of
 from seqtile.planner.phases import causal_model as causal_model
+from seqtile.planner.rope_scaling import scale_positions, scaling_for, shown_scaling
 from seqtile.train import demo
 from seqtile.train.check_early import existing_model
 from seqtile.train.recipe import DEMO, Recipe
@@ -24,6 +28,12 @@ if TYPE_CHECKING:
     from seqtile.models.report import Report
 
 logger = first_rank_logger(__name__)
+
+HUB_KWARGS = ("revision", "code_revision", "cache_dir", "local_files_only", "force_download")
+"""Arguments of ``from_pretrained`` by which every file of a model is found."""
+
+OF_WEIGHTS = ("attn_implementation", "experts_implementation", "quantization_config")
+"""Arguments for the weights that a configuration has a field for, too; Transformers writes it itself."""
 
 
 def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -39,15 +49,12 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         model = demo.build_demo_model(recipe.seed, tokenizer)
         check_positions(model.config, recipe)
         return model, tokenizer
-    import transformers
 
     path = existing_model(recipe.model)
-    config = _load("configuration", transformers.AutoConfig, path, recipe, **_revision(recipe))
-    _scale_positions(config, recipe)
-    check_positions(config, recipe)
+    config, kwargs = _configured(path, recipe)
     tokenizer = tokenizer_of(recipe)
-    words = {"config": config, "dtype": weights_dtype(recipe), **_attention(recipe), **recipe.model_kwargs}
-    return _load_weights(path, recipe, **words), tokenizer
+    kwargs = {"config": config, "dtype": weights_dtype(recipe), **_attention(recipe), **kwargs}
+    return _load_weights(path, recipe, **kwargs), tokenizer
 
 
 def tokenizer_of(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -61,7 +68,7 @@ def tokenizer_of(recipe: Recipe) -> PreTrainedTokenizerBase:
     import transformers
 
     path = existing_model(recipe.model)
-    tokenizer = _load("tokenizer", transformers.AutoTokenizer, path, recipe, **_revision(recipe))
+    tokenizer = _load("tokenizer", transformers.AutoTokenizer, path, recipe, **_hub_kwargs(recipe))
     if tokenizer.eos_token is None:
         raise UserError(f"the tokenizer of {recipe.model!r} has no end-of-text token; set one in its files first")
     return tokenizer  # type: ignore[no-any-return]
@@ -87,7 +94,7 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
     limit = max_positions(config)
     if limit is not None and recipe.max_length > limit:
         raise UserError(f"{recipe.max_length:,} tokens are beyond the {limit:,} positions of {recipe.model!r}")
-    maker = transformers.AutoModelForCausalLM
+    maker = auto_class(config, recipe)
     if not is_config and not (file.is_dir() and not _has_weights(file)):
         return _load_weights(path, recipe, config=config, dtype=weights_dtype(recipe))
     torch.manual_seed(recipe.seed)
@@ -149,14 +156,25 @@ def check_positions(config: PretrainedConfig, recipe: Recipe) -> None:
     """
     limit = max_positions(config)
     if limit is not None and recipe.max_length > limit:
-        rotary = getattr(config.get_text_config(), "rope_parameters", None)
-        factor = math.ceil(recipe.max_length / limit)
-        lift = (
-            f", or extend it with 'rope_scaling: {{rope_type: yarn, factor: {factor}}}' in a recipe" if rotary else ""
-        )
+        scaling = scaling_for(config, recipe.max_length)
+        lift = f", or extend it with '{shown_scaling(scaling)}' in a recipe" if scaling else ""
         raise UserError(
             f"max_length {recipe.max_length:,} is beyond the {limit:,} positions of {recipe.model!r}; "
             f"use --max-length {limit}{lift}"
+        )
+
+
+def check_checkpoints(model: Any, arguments: Any) -> None:
+    """Refuse reentrant activation checkpoints where they would lose gradients.
+
+    Raises:
+        UserError: the trainer would make them, over layers that share keys and values.
+    """
+    kwargs = arguments.gradient_checkpointing_kwargs or {}
+    if arguments.gradient_checkpointing and kwargs.get("use_reentrant") and shares_keys(model):
+        raise UserError(
+            f"layers of {type(model).__name__} share keys and values, and reentrant activation checkpoints lose a part "
+            "of their gradient; drop use_reentrant, or with adapters under zero3 update DeepSpeed to 0.19.4"
         )
 
 
@@ -166,17 +184,97 @@ def load_config(recipe: Recipe) -> Any:
     Raises:
         UserError: not there, unreachable, needs code of its own, or too few positions for ``max_length``.
     """
-    if recipe.model == DEMO:
-        config: Any = demo.build_config()
-    else:
-        import transformers
-
-        config = _load(
-            "configuration", transformers.AutoConfig, existing_model(recipe.model), recipe, **_revision(recipe)
-        )
-        _scale_positions(config, recipe)
+    if recipe.model != DEMO:
+        return _configured(existing_model(recipe.model), recipe)[0]
+    config: Any = demo.build_config()
     check_positions(config, recipe)
     return config
+
+
+def _configured(path: str, recipe: Recipe) -> tuple[Any, dict[str, Any]]:
+    """The configuration with what ``model_kwargs`` changes of it, and the arguments left for the weights.
+
+    As ``from_pretrained`` does without ``config=``: a key that the configuration has is a field of it.
+
+    Raises:
+        UserError: not there, unreachable, needs code of its own, too few positions for ``max_length``, or a field that
+            the trainer would set otherwise.
+    """
+    import transformers
+
+    fields = {key: value for key, value in recipe.model_kwargs.items() if key not in (*HUB_KWARGS, *OF_WEIGHTS)}
+    config, unused = _load(
+        "configuration",
+        transformers.AutoConfig,
+        path,
+        recipe,
+        return_unused_kwargs=True,
+        **_hub_kwargs(recipe),
+        **fields,
+    )
+    text = config.get_text_config()
+    for key in fields.keys() & unused.keys():  # of the text model in a model for pictures
+        if hasattr(text, key):
+            setattr(text, key, unused.pop(key))
+    auto_class(config, recipe)
+    _check_router_logits(text, recipe)
+    if recipe.rope_scaling is not None:
+        scale_positions(config, recipe.rope_scaling, recipe.model)
+    check_positions(config, recipe)
+    return config, {key: value for key, value in recipe.model_kwargs.items() if key not in fields or key in unused}
+
+
+def auto_class(config: Any, recipe: Recipe) -> Any:
+    """The class of Transformers that loads the model: a causal language model, or one for pictures to train on text.
+
+    Raises:
+        UserError: it is neither.
+    """
+    import transformers
+
+    from seqtile.planner.request import refuse_encoder
+
+    refuse_encoder(config, recipe.model, "seqtile train trains")
+    code = getattr(config, "auto_map", None) or {}
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in code:
+        return transformers.AutoModelForCausalLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
+        return transformers.AutoModelForImageTextToText
+    raise UserError(
+        f"{recipe.model!r} is no causal language model ({config.model_type}), and seqtile trains those; use "
+        "transformers' own trainer for it, after seqtile.apply"
+    )
+
+
+def freeze_unread(model: Any) -> list[str]:
+    """Freeze what text never reaches in a model for pictures or sound; names of modules.
+
+    Without a gradient they train nothing, DDP waits for them, and engines keep optimiser states for them.
+    """
+    if not towers_of(model.config):
+        return []
+    read = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
+    used = {weight for module in read for weight in module.parameters()}
+    frozen: list[str] = []
+    for name, module in model.named_modules():
+        weights = set(module.parameters())
+        if weights and used.isdisjoint(weights) and not any(name.startswith(f"{tower}.") for tower in frozen):
+            module.requires_grad_(False)
+            frozen.append(name)
+    return frozen
+
+
+def _check_router_logits(text: Any, recipe: Recipe) -> None:
+    """Refuse an ``output_router_logits`` that TRL overrides: it asks for them where their loss counts."""
+    asked = recipe.model_kwargs.get("output_router_logits")
+    coefficient = recipe.trainer.get("router_aux_loss_coef")
+    if coefficient is None:
+        coefficient = getattr(text, "router_aux_loss_coef", 0.0)
+    if asked is not None and hasattr(text, "output_router_logits") and bool(asked) != (coefficient != 0):
+        raise UserError(
+            f"output_router_logits {str(asked).lower()} with router_aux_loss_coef {coefficient}: the trainer asks for "
+            "router logits where that coefficient is not 0; give 'trainer: {router_aux_loss_coef: VALUE}'"
+        )
 
 
 def check_split(recipe: Recipe) -> None:
@@ -215,36 +313,13 @@ def check_split(recipe: Recipe) -> None:
 def _without_weights(config: PretrainedConfig, recipe: Recipe) -> Any:
     """The model on the meta device, to look at its modules."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.trust_remote_code)
+        return auto_class(config, recipe).from_config(config, trust_remote_code=recipe.trust_remote_code)
 
 
-def _scale_positions(config: PretrainedConfig, recipe: Recipe) -> None:
-    """Write the recipe's RoPE scaling into the model's configuration."""
-    if recipe.rope_scaling is None:
-        return
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None)
-    if not rope or any(isinstance(value, dict) for value in rope.values()):
-        raise UserError(
-            f"rope_scaling does not fit {recipe.model!r}, which has "
-            f"{'several kinds of rotary layers' if rope else 'no rotary positions'}; leave it out"
-        )
-    if not {"rope_type", "factor"} <= recipe.rope_scaling.keys():
-        raise UserError("rope_scaling needs at least rope_type and factor, such as {rope_type: yarn, factor: 4}")
-    factor = recipe.rope_scaling["factor"]
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= 10_000:
-        raise UserError(f"rope_scaling: got factor {factor!r}, expected a number from 1 to 10,000")
-    original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
-    scaled = {"original_max_position_embeddings": original, **rope, **recipe.rope_scaling}
-    text.rope_parameters = scaled
-    text.max_position_embeddings = int(original * factor)
-
-
-def _revision(recipe: Recipe) -> dict[str, Any]:
-    return {key: recipe.model_kwargs[key] for key in ("revision",) if key in recipe.model_kwargs}
+def _hub_kwargs(recipe: Recipe) -> dict[str, Any]:
+    return {key: recipe.model_kwargs[key] for key in HUB_KWARGS if key in recipe.model_kwargs}
 
 
 def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> Any:
@@ -273,6 +348,14 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
         ) from None
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         # A value of a wrong type or size in config.json: the last line says which.
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown and unknown[1] in recipe.model_kwargs:
+            close = difflib.get_close_matches(unknown[1], vars(kwargs["config"]), n=1, cutoff=0.6)
+            hint = f"did you mean {close[0]!r}?" if close else "drop it"
+            raise UserError(
+                f"model_kwargs.{unknown[1]} is no argument of from_pretrained and no field of the model's "
+                f"configuration; {hint}"
+            ) from None
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = lines[-1].strip() if isinstance(error, StrictDataclassError) else lines[0]
         if isinstance(error, ImportError):
@@ -298,14 +381,13 @@ def _load_weights(path: str, recipe: Recipe, **kwargs: Any) -> PreTrainedModel:
         UserError: files that are damaged, or weights that are missing or of other sizes; Transformers would train
             random numbers in the place of missing ones.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # of which its table would say the same
     try:
         words = {"output_loading_info": True, "ignore_mismatched_sizes": True, **kwargs}
-        model, info = _load("weights", AutoModelForCausalLM, path, recipe, **words)
+        model, info = _load("weights", auto_class(kwargs["config"], recipe), path, recipe, **words)
     finally:
         logging.set_verbosity(level)
     mismatched, missing, unused = (sorted(info[f"{kind}_keys"]) for kind in ("mismatched", "missing", "unexpected"))

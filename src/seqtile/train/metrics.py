@@ -15,7 +15,7 @@ from seqtile.train.atomic_files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 GIB = 2**30
-KEPT = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy", "entropy", "eval_loss")
+KEPT = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy", "entropy", "eval_loss", "eval_mean_token_accuracy")
 """What is taken from the trainer's log as it is."""
 
 

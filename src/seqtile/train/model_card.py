@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile.devices import package_version
 from seqtile.train.recipe import DEMO, Recipe
+from seqtile.train.trainer_fields import best_metric
 
 if TYPE_CHECKING:
     from seqtile.train.data_summary import DataSummary, StreamSummary
@@ -55,6 +56,7 @@ def write_card(
         tiling=tiling,
         loss=next((log["loss"] for log in reversed(state.log_history) if "loss" in log), None),
         best=None if state.best_metric is None else (state.best_global_step, state.best_metric),
+        best_metric=best_metric(recipe)[0].replace("_", " "),
         versions={
             **{name: version for name in PACKAGES if (version := package_version(name))},
             "python": platform.python_version(),

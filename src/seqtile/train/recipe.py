@@ -33,7 +33,7 @@ from pydantic import (
 
 from seqtile._errors import UserError
 from seqtile.options import DEFAULTS, WRITTEN, TilingOptions, file_type
-from seqtile.planner.names import check_engine_offload
+from seqtile.planner.names import adapters_need_reentrant, check_engine_offload
 from seqtile.tiling import parse_bytes
 from seqtile.train.atomic_files import write_whole
 
@@ -498,10 +498,10 @@ def _check_engine(recipe: Recipe) -> None:
         raise UserError("engine 'ddp' needs at least 2 processes, got nproc 1; give more, or --engine single")
     if engine != "single" and recipe.compare:
         raise UserError(f"compare runs in one process, got engine {engine!r}; drop compare, or use --engine single")
-    if recipe.lora and engine == "zero3" and recipe.options.checkpoint == "attention-saved":
+    if recipe.lora and recipe.options.checkpoint == "attention-saved" and adapters_need_reentrant(engine):
         raise UserError(
-            "checkpoint 'attention-saved' needs non-reentrant checkpoints, and with lora under engine 'zero3' "
-            "TRL makes them reentrant; drop checkpoint, or use --engine zero2 or fsdp2"
+            "checkpoint 'attention-saved' needs non-reentrant checkpoints, which fail with lora under engine 'zero3' "
+            "before DeepSpeed 0.19.4; update DeepSpeed, drop checkpoint, or use --engine zero2 or fsdp2"
         )
     if engine not in ("single", "ddp") and recipe.trainer.get("save_on_each_node"):
         raise UserError(

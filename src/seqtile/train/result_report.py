@@ -58,7 +58,9 @@ def numbers(outcome: Outcome) -> dict[str, Any]:
         "step_seconds": outcome.step_seconds,
         "peak_allocated_bytes": outcome.peak_bytes,
         "losses": [{"step": step, "loss": loss} for step, loss in outcome.losses],
-        "best": None if outcome.best is None else {"step": outcome.best[0], "eval_loss": outcome.best[1]},
+        "best": None
+        if outcome.best is None
+        else {"step": outcome.best[0], f"eval_{outcome.best_metric}": outcome.best[1]},
         "comparison": None if outcome.comparison is None else _comparison(outcome.comparison),
     }
 

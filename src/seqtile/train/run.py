@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seqtile._errors import RunError, UserError
+from seqtile._errors import RunError, UserError, in_its_words, is_ours
 from seqtile._log import first_rank_logger
 from seqtile.devices import accelerator, peak_bytes
 from seqtile.train.recipe import RECIPE_FILE, Recipe, resolve, save_recipe
@@ -42,7 +42,8 @@ class Outcome:
         comparison: tiled against untiled on one batch, if the recipe asked for it.
         report: directory of plots and numbers, if the recipe asked for it.
         data: what it was trained on, ``"train"``, and evaluated on, ``"eval"``, in numbers.
-        best: step and loss of the best evaluation of a checkpoint that is kept; None without evaluations.
+        best: step and value of the best evaluation of a checkpoint that is kept; None without evaluations.
+        best_metric: what it is the best of, ``"loss"`` or a name of TRL's.
         ran: into how many tiles the blocks were cut at the lengths that ran.
         retries: what was gone on with after each out-of-memory.
     """
@@ -59,6 +60,7 @@ class Outcome:
     report: Path | None = None
     data: Mapping[str, DataSummary | StreamSummary] = field(default_factory=dict)
     best: tuple[int, float] | None = None
+    best_metric: str = "loss"
     ran: str = ""
     retries: tuple[dict[str, Any], ...] = ()
 
@@ -267,7 +269,7 @@ def require_packages() -> None:
 
     missing = [name for name in ("trl", "datasets", "peft", "matplotlib") if find_spec(name) is None]
     if missing:
-        raise UserError(f"seqtile train needs {', '.join(missing)}; install them with: pip install 'seqtile[train]'")
+        raise UserError(f"seqtile train needs {', '.join(missing)}; install them with: pip install {' '.join(missing)}")
 
 
 def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report | None]:
@@ -275,7 +277,15 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     from seqtile.models.lm_loss.tiled_loss import find_causal_lms
     from seqtile.train.arguments import adapter_config
     from seqtile.train.data import check_ids
-    from seqtile.train.load import causal_model, check_split, load_model, tile, tile_head
+    from seqtile.train.load import (
+        causal_model,
+        check_checkpoints,
+        check_split,
+        freeze_unread,
+        load_model,
+        tile,
+        tile_head,
+    )
     from seqtile.train.packing import check_packing
     from seqtile.train.ranks import prepare_on_cpu
     from seqtile.train.read_data import read_data
@@ -286,7 +296,11 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
     arguments, rows, stream, evaluated = data.arguments, data.rows, data.stream, data.evaluated
     display.stage(f"loading the weights of {recipe.model}")
     model, tokenizer = load_model(recipe)
+    frozen = freeze_unread(model)
+    if frozen:
+        logger.warning("not trained, because rows of text do not reach them: %s", ", ".join(frozen))
     check_packing(model, arguments)
+    check_checkpoints(model, arguments)
     embeddings: Any = model.get_input_embeddings()
     if stream is None:
         check_ids(rows, embeddings.num_embeddings, recipe.dataset)
@@ -300,7 +314,7 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
         find_causal_lms(model)  # before the trainer is built, which takes longer
     prepare_on_cpu(recipe)
     display.stage(f"reading {recipe.dataset}" if stream else f"tokenising {len(rows):,} rows")
-    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora, model), evaluated,
+    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora, model, frozen), evaluated,
                        {"left_out": data.left_out, "trains_prompts": data.trains_prompts,
                         "stream": stream and stream.summary})  # fmt: skip
     if stream is not None:
@@ -339,11 +353,21 @@ def _trainer(
                 f"the model's chat template cannot be used on these rows ({type(error).__name__}: {reason}); fix its "
                 "chat_template.jinja, or name another one with 'trainer: {chat_template_path: PATH}'"
             ) from None
-        if not isinstance(error, ValueError | TypeError | KeyError | ImportError):
+        if not _is_refusal(error, Path(str(arguments.output_dir))):
             raise
-        raise UserError(f"the trainer refuses this model, dataset or recipe: {reason}") from error
+        raise UserError(f"the trainer refuses this model, dataset or recipe: {in_its_words(error)}") from error
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _is_refusal(error: Exception, output: Path) -> bool:
+    """Whether a library raised ``error`` about what it was given; memory, disks and other ranks are told elsewhere."""
+    from seqtile.train.disk import disk_error
+    from seqtile.train.out_of_memory import is_out_of_memory
+
+    of_another_rank = "gloo" in str(error) or type(error).__name__.startswith("Dist")
+    known = isinstance(error, UserError | RunError) or is_out_of_memory(error) or disk_error(error, output) is not None
+    return not (known or of_another_rank or is_ours(error))
 
 
 def _all_done(trainer: Any, resume_from: Path, output: Path) -> bool:
@@ -378,6 +402,7 @@ def _run(
     from seqtile.train.ranks import is_first
     from seqtile.train.result_report import write_report
     from seqtile.train.retry import StepWatch
+    from seqtile.train.trainer_fields import best_metric
 
     stop, clock = StopOnSignal(), Clock()
     checks = [CheckModel(trainer, recipe), *([CheckFirstStep()] if tiling else [])]
@@ -390,6 +415,11 @@ def _run(
         try:
             trainer.train_all(resume_from)
         except Exception as error:
+            if not clock.seconds and _is_refusal(error, output):
+                raise UserError(
+                    f"the first step cannot run, and nothing was trained: {in_its_words(error)}; change the setting or "
+                    "the model that it names"
+                ) from error
             if not is_out_of_memory(error):
                 raise
             failed = error
@@ -416,6 +446,7 @@ def _run(
         comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
         data=trainer.data,
         best=_best(trainer),
+        best_metric=best_metric(recipe)[0],
         ran=ran,
         retries=tuple(trainer.run["retries"]),
     )

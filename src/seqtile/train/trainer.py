@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import IterableDataset
 from transformers import TrainerCallback
 from trl import SFTTrainer  # type: ignore[attr-defined]
 
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
+from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.models.runs import what_ran
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.planner.phases import causal_model
@@ -108,7 +109,17 @@ class Trainer(SFTTrainer, _SplitLoss):
     ) -> None:
         self.data: dict[str, DataSummary | StreamSummary] = {}
         self._left_out, self._trains_prompts, self._stream = left_out or {}, trains_prompts or {}, stream
+        asked = checkpoint_kwargs(kwargs["args"])
         super().__init__(*args, **kwargs)
+        if "use_reentrant" not in asked:  # TRL forces it for adapters under ZeRO-3
+            self.args.gradient_checkpointing_kwargs = {**asked, "use_reentrant": False}
+            self.args.activation_checkpointing_kwargs = self.args.gradient_checkpointing_kwargs
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
+            # Models name layers of towers that they may not have, and every class that is not to be split.
+            model = cast("torch.nn.Module", self.model)
+            names = {type(model.get_submodule(layer.name)).__name__ for layer in decoder_layers(model)}
+            plugin.transformer_cls_names_to_wrap = sorted(names) or None
         # Else Transformers would divide each micro-batch's part of the step's mean by the number of micro-batches.
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or self._splits_rows
         self.run: dict[str, Any] = {}
@@ -287,13 +298,23 @@ class Trainer(SFTTrainer, _SplitLoss):
         output = Path(self._get_output_dir(trial))
         if self.args.should_save:
             set_aside(output, step)
+            # Transformers looks whether the best checkpoint is there, in which FSDP has written nothing by then.
+            (output / f"checkpoint-{step}").mkdir(parents=True, exist_ok=True)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]
         self.accelerator.wait_for_everyone()
+        self._agree_on_best()
         self._saved_step = step
         if self.args.should_save:
             self._mark(output / f"checkpoint-{step}", step)
             rotate(output, self._limit, self.state.best_model_checkpoint)
+
+    def _agree_on_best(self) -> None:
+        """Take rank 0's best checkpoint: every rank has looked at the disk by itself, and all load it together."""
+        if self.args.world_size > 1:
+            best: list[Any] = [self.state.best_model_checkpoint, self.state.best_global_step, self.state.best_metric]
+            broadcast_object_list(best)
+            self.state.best_model_checkpoint, self.state.best_global_step, self.state.best_metric = best
 
     def _mark(self, folder: Path, step: int) -> None:
         ranks = self.args.world_size
@@ -385,6 +406,11 @@ class Trainer(SFTTrainer, _SplitLoss):
                 f"or start a new run {start if is_model else 'with a lower --learning-rate'}",
             ]
         return "\n".join(lines)
+
+
+def checkpoint_kwargs(args: Any) -> dict[str, Any]:
+    """How the trainer's arguments make activation checkpoints; Transformers before 5.23 has the second name alone."""
+    return dict(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {})
 
 
 @contextmanager

@@ -36,6 +36,23 @@ _KINDS = {int, float, bool, str, types.NoneType}
 NEEDS_EVALUATION = ("reduce_lr_on_plateau", "greedy")
 """Schedules that look at the evaluation's loss."""
 
+BEST_METRICS = {"loss": False, "aux_loss": False, "mean_token_accuracy": True, "entropy": None}
+"""What TRL's trainer measures in an evaluation, and whether more is better; None is for the user to say."""
+
+OF_EVALUATIONS = (
+    "metric_for_best_model", "greater_is_better", "load_best_model_at_end", "per_device_eval_batch_size", "eval_delay",
+    "eval_on_start", "eval_accumulation_steps", "eval_packing",
+)  # fmt: skip
+"""Arguments that only evaluations read."""
+
+OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+"""Arguments that only DDP reads."""
+
+OF_COMPUTE_METRICS = (
+    "include_for_metrics", "batch_eval_metrics", "eval_do_concat_batches", "eval_use_gather_object", "label_names",
+    "do_train", "do_predict",
+)  # fmt: skip
+"""Arguments for functions and scripts that a recipe cannot name."""
 
 NEEDS_ARGUMENTS = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"), "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
@@ -72,9 +89,51 @@ def check_trainer_section(recipe: Recipe) -> None:
             raise UserError(f"got {key} {shown(value)}, expected one of {', '.join(choices)}{hint}")
     _check_schedule(values, recipe.eval_dataset is not None)
     _check_optimizer(values.get("optim"))
+    _check_unread(recipe)
+    best_metric(recipe)
     warmup = values.get("warmup_steps")
     if isinstance(warmup, int | float) and warmup < 0:
         raise UserError(f"got warmup_steps {warmup:g}, expected a number of steps from 0, or below 1 a part of all")
+
+
+def best_metric(recipe: Recipe) -> tuple[str, bool]:
+    """By what the best checkpoint is known, and whether more of it is better.
+
+    Raises:
+        UserError: no evaluation measures it, or the direction is missing or the wrong one.
+    """
+    name = str(recipe.trainer.get("metric_for_best_model") or "loss").removeprefix("eval_")
+    if name not in BEST_METRICS:
+        raise UserError(
+            f"got metric_for_best_model {name!r}, expected what an evaluation measures: {', '.join(BEST_METRICS)}"
+        )
+    greater, given = BEST_METRICS[name], recipe.trainer.get("greater_is_better")
+    if greater is None and given is None:
+        raise UserError(f"metric_for_best_model {name!r} has no direction of its own; give greater_is_better too")
+    if given is not None and greater is not None and given is not greater:
+        raise UserError(
+            f"greater_is_better {str(given).lower()} with metric_for_best_model {name!r} would keep the worst "
+            "checkpoint; drop greater_is_better"
+        )
+    return name, bool(given if greater is None else greater)
+
+
+def _check_unread(recipe: Recipe) -> None:
+    """Refuse what would change nothing, or what the trainer refuses with a cure that a recipe has not."""
+    if recipe.trainer.get("padding_free") and not recipe.packing:
+        raise UserError(
+            "trainer.padding_free without packing leaves rows longer than max_length; give 'packing: true', which "
+            "joins rows without padding, or drop padding_free"
+        )
+    for key in (key for key, value in recipe.trainer.items() if value is not None):
+        if key in OF_EVALUATIONS and recipe.eval_dataset is None:
+            raise UserError(f"trainer.{key} is of evaluations, and there is nothing to evaluate on; give eval_dataset")
+        if key in OF_DDP and recipe.engine != "ddp":
+            raise UserError(f"trainer.{key} is of engine 'ddp', got engine {recipe.engine!r}; drop it")
+        if key in OF_COMPUTE_METRICS:
+            raise UserError(f"trainer.{key} is for scripts of your own, and nothing in a recipe reads it; drop it")
+        if key.startswith("hub_") and not recipe.trainer.get("push_to_hub"):
+            raise UserError(f"trainer.{key} says how results are pushed; give 'push_to_hub: true' too, or drop it")
 
 
 def _check_schedule(values: Mapping[str, Any], evaluates: bool) -> None:

@@ -30,7 +30,7 @@ def check_recipe(values: dict[str, Any]) -> Recipe:
         raise UserError(f"got --tokens {values['max_length']}, expected at least 2: the first predicts the second")
     recipe, _ = build_recipe({}, {"dataset": DEMO, "tile": DEFAULT_TILE, **values})
     if recipe.lora is not None and find_spec("peft") is None:
-        raise UserError("--lora needs peft; install it with: pip install 'seqtile[train]'")
+        raise UserError("--lora needs peft; install it with: pip install peft")
     return recipe
 
 

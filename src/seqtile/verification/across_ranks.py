@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from seqtile._errors import UserError
 from seqtile.models.apply import apply
 from seqtile.models.discover.candidates import find_blocks
+from seqtile.models.reentrant import non_reentrant
 from seqtile.options import Only
-from seqtile.verification.compare import judged, truth_of
+from seqtile.verification.compare import NON_REENTRANT, judged, truth_of
 from seqtile.verification.one_step import BlockSizes, Measured, tiled_of
 from seqtile.verification.plain_autograd import without_recompute
 from seqtile.verification.result import VerifyResult
@@ -155,7 +156,10 @@ def verify_under(
     notes: list[str] = [f"under {engine} on {world} processes; costs are those of one"]
     with kept(model, seed):
         model.train()
-        truth, precision = truth_of(model, batch, None, seed, notes)
+        with non_reentrant(model) as was_reentrant:
+            truth, precision = truth_of(model, batch, None, seed, notes)
+        if was_reentrant:
+            notes.append(NON_REENTRANT)
         truth = _mean_over_ranks(truth)
         precision = None if truth is None else precision
         blocks, sizes = _blocks(model, tile, only)
@@ -166,6 +170,9 @@ def verify_under(
                 apply(twin, tile=tile, only=only)
             wrapped = ENGINES[engine](twin)
             try:
+                if not tiled:
+                    with non_reentrant(twin):
+                        return _measure(wrapped, batch, seed, dropout)
                 if not plainly:
                     return _measure(wrapped, batch, seed, dropout)
                 with without_recompute(twin):

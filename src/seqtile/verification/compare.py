@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from seqtile._errors import UserError, expect_module
 from seqtile.models.apply import applied
 from seqtile.models.discover.candidates import find_blocks
+from seqtile.models.reentrant import non_reentrant
 from seqtile.options import Only
 from seqtile.verification.judge import TIMES, difference, groups, severity
 from seqtile.verification.one_step import BlockSizes, Loss, Measured, fresh, tiled_of
 from seqtile.verification.plain_autograd import without_recompute
 from seqtile.verification.result import Difference, VerifyResult
 from seqtile.verification.state import kept, refuse_what_cannot_be_compared, without_tiling
+
+NON_REENTRANT = "the untiled run had non-reentrant checkpoints, the tiled one the reentrant ones of the model"
 
 
 def verify(
@@ -35,9 +38,10 @@ def verify(
     """Run ``model`` on ``batch`` untiled and tiled, forward and backward, and compare every gradient.
 
     Everything is left as it was found: gradients, buffers, random state, training mode, and the tiling that stands.
-    The runs are in training mode, so that activation checkpointing is on if the model has it, and with every dropout
-    off, since tiles draw masks of their own. Where there is dropout, two more runs have it on: the tiled one, and the
-    same tiles under plain autograd, which draws the same masks and recomputes nothing. Nothing steps an optimiser.
+    The runs are in training mode, so that activation checkpointing is on if the model has it (for the untiled run
+    non-reentrant, whatever the model has), and with every dropout off, since tiles draw masks of their own. Where there
+    is dropout, two more runs have it on: the tiled one, and the same tiles under plain autograd, which draws the same
+    masks and recomputes nothing. Nothing steps an optimiser.
 
     Args:
         model: in one process, not yet wrapped by an engine; tiled already or not.
@@ -76,8 +80,11 @@ def verify(
             raise UserError("only= was given for a model that is tiled already; give tile= too, or leave only= out")
         model.train()
         candidates = find_blocks(model, everything=True)[0]
-        truth, precision = (None, None) if reference is None else truth_of(model, batch, loss_fn, seed, notes)
-        untiled = Measured(model, batch, loss_fn, seed)
+        with non_reentrant(model) as was_reentrant:  # those can lose gradients themselves: no reference
+            truth, precision = (None, None) if reference is None else truth_of(model, batch, loss_fn, seed, notes)
+            untiled = Measured(model, batch, loss_fn, seed)
+        if was_reentrant:
+            notes.append(NON_REENTRANT)
         tiling: AbstractContextManager[Any]
         if standing and tile is None:
             for module, attributes in standing:

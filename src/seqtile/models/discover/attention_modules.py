@@ -26,6 +26,7 @@ from seqtile._compat import (
     disable_current_modes,
     parameters_of,
 )
+from seqtile._shallow import bare_instance
 from seqtile.devices import one_thread
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
@@ -178,7 +179,7 @@ class View:
         self._traced = traced
         self.calls: list[str] = []
         self._output: Tensor | None = None
-        self.view: Any = object.__new__(type(module))
+        self.view: Any = bare_instance(module)
         own = self.view.__dict__
         own.update(module.__dict__)
         own.pop("forward", None)
@@ -325,7 +326,7 @@ def _compare(module: nn.Module, shape: HeadShape, rotary: int) -> str:
 
 def _bare(module: nn.Module) -> nn.Module:
     """A shallow copy for training that drops nothing and computes attention by plain products, whatever its kernel."""
-    bare: nn.Module = object.__new__(type(module))
+    bare: nn.Module = bare_instance(module)
     own = bare.__dict__
     own.update(module.__dict__)
     own.pop("forward", None)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqtile._compat import BUFFERS, MODULES, PARAMETERS, children_of, disabled_torch_function, version_of
+from seqtile._shallow import bare_instance
 from seqtile.engines.zero3 import whole_shape
 from seqtile.models.discover.snapshot import INTERNAL
 from seqtile.models.discover.trace import in_a_thread
@@ -148,7 +149,7 @@ class _LayerRun(TorchFunctionMode):
 
     def _view(self, layer: nn.Module) -> Any:
         """The layer with stand-ins for its children, weights without memory, and one probability for each dropout."""
-        view: Any = object.__new__(type(layer))
+        view = bare_instance(layer)
         own = view.__dict__
         own.update(layer.__dict__)
         own.pop("forward", None)

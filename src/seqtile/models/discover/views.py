@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import BUFFERS, MODULES, PARAMETERS, buffers_of, children_of, parameters_of
+from seqtile._shallow import bare_instance
 from seqtile.engines.flat import is_flat_view
 from seqtile.models.discover.known_kernels import own_forward, twin_of
 from seqtile.models.discover.snapshot import INTERNAL
@@ -34,7 +35,7 @@ class Views:
             return known
         plain = twin_of(module) or module
         self._plain.append(plain)  # weights are known by their ids
-        view: nn.Module = object.__new__(type(plain))
+        view: nn.Module = bare_instance(plain)
         self._views[id(module)] = view
         own = view.__dict__
         own.update(plain.__dict__)

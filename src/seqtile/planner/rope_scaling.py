@@ -1,0 +1,94 @@
+"""Rows longer than a model has positions: the rotary scaling that reaches them, of the model's own type.
+
+A scaling of factor ``f`` that reaches ``P`` positions reaches ``P * F / f`` with factor ``F``. Llama 3.1 has 131,072
+positions with factor 8 over 8,192: its factor is no ratio of positions, and 262,144 need 16. A model without scaling
+has factor 1, and takes YaRN.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+from seqtile._errors import UserError
+from seqtile.planner.model_shapes import max_positions
+
+UNSCALED = "default"
+LARGEST_FACTOR = 10_000
+
+
+def scaling_for(config: Any, tokens: int) -> dict[str, Any] | None:
+    """The ``rope_scaling`` with which ``config`` reaches rows of ``tokens`` tokens; None where there is none."""
+    layers = _of_whole_rows(config.get_text_config())
+    positions = max_positions(config)
+    if not layers or positions is None:
+        return None
+    rope_type = layers[0].get("rope_type", UNSCALED)
+    factor = math.ceil(tokens * _factor(layers[0], positions) / positions)
+    return {"rope_type": "yarn" if rope_type == UNSCALED else rope_type, "factor": factor}
+
+
+def shown_scaling(scaling: dict[str, Any]) -> str:
+    """A line of a recipe."""
+    return "rope_scaling: {" + ", ".join(f"{key}: {value}" for key, value in scaling.items()) + "}"
+
+
+def scale_positions(config: Any, scaling: dict[str, Any], model: str) -> None:
+    """Write ``scaling`` into a model's configuration, whose other rotary parameters stay.
+
+    With ``longrope`` every long factor grows with the factor: it has one for each frequency.
+
+    Raises:
+        UserError: it does not fit the model, or is none.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    text = config.get_text_config()
+    text.rope_parameters = copy.deepcopy(getattr(text, "rope_parameters", None))
+    layers, positions = _of_whole_rows(text), max_positions(config)
+    if not layers or positions is None:
+        raise UserError(f"rope_scaling does not fit {model!r}, which has no rotary positions; leave it out")
+    if not {"rope_type", "factor"} <= scaling.keys():
+        raise UserError("rope_scaling needs at least rope_type and factor, such as {rope_type: yarn, factor: 4}")
+    rope_type, factor = scaling["rope_type"], scaling["factor"]
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= LARGEST_FACTOR:
+        raise UserError(f"rope_scaling: got factor {factor!r}, expected a number from 1 to {LARGEST_FACTOR:,}")
+    if rope_type not in ROPE_INIT_FUNCTIONS or rope_type == UNSCALED:
+        known = ", ".join(name for name in ROPE_INIT_FUNCTIONS if name != UNSCALED)
+        raise UserError(f"rope_scaling: got rope_type {rope_type!r}, expected one of {known}")
+    own = layers[0].get("rope_type", UNSCALED)
+    if own not in (UNSCALED, rope_type):
+        raise UserError(
+            f"rope_scaling: got rope_type {rope_type!r}, but {model!r} was trained with {own!r}, which scales other "
+            f"frequencies; use rope_type {own}"
+        )
+    growth = factor / _factor(layers[0], positions)
+    original: float = positions
+    if own == UNSCALED:
+        original = scaling.get("original_max_position_embeddings") or positions
+    for layer in layers:
+        if own == UNSCALED:
+            layer |= {"original_max_position_embeddings": original, **scaling}
+            continue
+        if "long_factor" in layer:
+            layer["long_factor"] = [value * growth for value in layer["long_factor"]]
+        layer |= scaling
+    if rope_type != "dynamic":  # whose base follows from the row's length and the positions without scaling
+        text.max_position_embeddings = int(original * growth)
+
+
+def _of_whole_rows(text: Any) -> list[dict[str, Any]]:
+    """The rotary parameters of the layers that attend to whole rows; those of a sliding window need no scaling."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {name: value for name, value in rope.items() if isinstance(value, dict)}
+    if kinds:
+        return [value for name, value in kinds.items() if "sliding" not in name]
+    return [rope] if rope else []
+
+
+def _factor(layer: dict[str, Any], positions: int) -> float:
+    """The factor of rotary parameters that reach ``positions``."""
+    if layer.get("rope_type", UNSCALED) == "longrope" and not layer.get("factor"):
+        return positions / float(layer["original_max_position_embeddings"])
+    return float(layer.get("factor") or 1.0)
