@@ -698,6 +698,9 @@ GROUPED_MM: Any = _find("torch.ops.aten._grouped_mm.default")
 TO_COPY: Any = _find("torch.ops.aten._to_copy.default")
 UNSAFE_VIEW: Any = _find("torch.ops.aten._unsafe_view.default")
 READ_NUMBER: Any = _find("torch.ops.aten._local_scalar_dense.default")
+ALL_TRUE = "_is_all_true"
+"""The operator by which PyTorch's distributions check their arguments."""
+
 READ_NUMBER_NAME = "_local_scalar_dense"
 unsafe_view: Callable[..., Tensor] = _find("torch.ops.aten._unsafe_view")
 """A view that autograd does not know as one, for a tensor that nobody else holds."""

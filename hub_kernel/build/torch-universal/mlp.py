@@ -20,10 +20,10 @@ from __future__ import annotations
 from .pointwise import Activation
 from typing import Any
 from .rng import Autocast
-from collections.abc import Callable
 from collections.abc import Iterator
 from .linear import Kind
 from .normed_linears import NormKind
+from .linear import Packed
 from .mlp_tile import Pass
 from .linear import Projection
 from .rng import RandomState
@@ -31,6 +31,7 @@ from .rng import RowWise
 from collections.abc import Sequence
 from torch import Tensor
 from operator import attrgetter
+from functools import cached_property
 from dataclasses import dataclass
 import math
 from contextlib import nullcontext
@@ -65,6 +66,7 @@ class FusedWeights:
     after: RowWise | None = None
     dropout: float = 0.0
 
+    @cached_property
     def split(self) -> tuple[list[Tensor], list[Kind]]:
         """Every tensor, in the order in which a pass takes them back, and the kinds of ``first`` and ``down``."""
         tensors, kinds = [], []
@@ -74,6 +76,12 @@ class FusedWeights:
         for norm in (self.before, self.after):
             tensors += norm.weights if norm is not None else ()
         return tensors, kinds
+
+    @cached_property
+    def packed_numel(self) -> int:
+        """Elements of the quantised weights, once they are dense."""
+        weights = [part.weight for part in (*self.first, self.down)]
+        return sum(math.prod(weight.shape) for weight in weights if isinstance(weight, Packed))
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,6 @@ class MlpPlan:
         holds_dense: quantised weights are made dense once per pass, not at every product.
         autocast: autocast state of the forward.
         random: generator state at the start of the forward, or None when nothing is random.
-        check: asked first in the backward; raises where the recompute would be another computation.
     """
 
     first: tuple[Kind, ...]
@@ -110,7 +117,6 @@ class MlpPlan:
     holds_dense: bool
     autocast: Autocast
     random: RandomState | None
-    check: Callable[[], None] | None = None
 
     def tiles(self) -> Iterator[tuple[int, tuple[int, int]]]:
         """The number of each tile, and its first token and tokens; a plan of memory has only some of them run."""
@@ -126,7 +132,6 @@ def fused_mlp(
     *,
     keep: float = 0.0,
     holds_dense: bool = True,
-    check: Callable[[], None] | None = None,
 ) -> Tensor:
     """Compute a gated or plain MLP one tile of tokens at a time, with one gradient per weight.
 
@@ -139,7 +144,6 @@ def fused_mlp(
         keep: fraction of the tiles, rounded down, whose gate and up stay in memory until their backward: 0.0 to 1.0.
         holds_dense: frozen quantised weights are made dense once per pass, all of them; else again for every product of
             every tile (3 forward, 5 in backward, gated), one at a time.
-        check: called first in the backward; raises where what norms and activations read has changed since.
 
     Returns:
         ``[..., D]`` in the dtype of ``x``, or autocast's.
@@ -175,13 +179,13 @@ def fused_mlp(
         raise ValueError(f"cannot tile: sizes sum to {sum(sizes):,}, expected {rows:,} rows")
     if not 0.0 <= keep <= 1.0:
         raise ValueError(f"keep={keep}: expected a fraction of the tiles, 0.0 to 1.0")
-    tensors, kinds = mlp.split()
+    tensors, kinds = mlp.split
     for t in (x, *tensors):
         if t.is_complex():
             raise TypeError(
                 f"the fused operator computes real numbers, got {t.dtype}; use run_in_tiles (path='generic')"
             )
-    plan = _plan(x, mlp, kinds, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense, check)
+    plan = _plan(x, mlp, kinds, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense)
     x = _one_row_stride(x)
     if not torch.is_grad_enabled() or not any(map(_requires_grad, (x, *tensors))):
         return _forward(plan, x.detach(), [t.detach() for t in tensors], {})
@@ -191,7 +195,6 @@ def fused_mlp(
 
 def _plan(
     x: Tensor, mlp: FusedWeights, kinds: Sequence[Kind], sizes: tuple[int, ...], keep: int, holds_dense: bool,
-    check: Callable[[], None] | None,
 ) -> MlpPlan:  # fmt: skip
     drops = mlp.dropout > 0
     for kind in kinds:
@@ -201,7 +204,7 @@ def _plan(
         tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first,
         None if before is None else (before.function, len(before.weights), before.formula),
         None if after is None else (after.function, len(after.weights), after.formula), mlp.dropout, sizes, keep,
-        holds_dense, Autocast.of(x), RandomState(x.device) if drops else None, check,
+        holds_dense, Autocast.of(x), RandomState(x.device) if drops else None,
     )  # fmt: skip
 
 
@@ -258,8 +261,6 @@ class _Fused(torch.autograd.Function):
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         plan: MlpPlan = ctx.plan
-        if plan.check is not None:
-            plan.check()
         needs_x, *needs = ctx.needs_input_grad[3:]
         # Unpacked once, and before anything else: under a layer checkpoint this is what runs the layer again.
         x, *tensors = ctx.save.saved_tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ def is_known(code: Any) -> bool:
         code = code.func
     home = getattr(code, "__module__", None) or "builtins"
     package = home.partition(".")[0]
-    return package in LIBRARIES or package in ("builtins", "_operator", "math", "functools", "collections", "abc")
+    return package in LIBRARIES or package.removeprefix("_") in sys.stdlib_module_names - {"__main__"}
 
 
 def is_known_module(module: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """Proofs that what runs in a tile treats every token by itself, what it computes, and for how long they hold.
 
 A proof is made once for all modules of the same classes and settings, in one mode: training or evaluation, dtypes,
-autocast, with or without gradients. It holds for an instance while the objects in its :class:`Snapshot` are the same.
+autocast, with or without gradients. It holds for an instance while the objects in its snapshot
+(:mod:`seqtile.models.discover.snapshot`) are the same.
 """
 
 from __future__ import annotations

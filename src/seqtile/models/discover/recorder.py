@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from seqtile._compat import (
+    ALL_TRUE,
     READ_NUMBER,
     READ_NUMBER_NAME,
     DataDependentOutputException,
@@ -85,7 +86,7 @@ class Recorder(TorchDispatchMode):
                 raise Untraceable("it reads the value of a weight") from None
             self.operators.add(READ_NUMBER_NAME)
             # A library asks in order to raise: "is one of them infinite?" (PEFT's VB-LoRA), "are all of them valid?".
-            return self.expressions.keys[self.flow(tensors[0]).expr][0] == "_is_all_true"
+            return self.expressions.keys[self.flow(tensors[0]).expr][0] == ALL_TRUE
         if tensors or tensors_in([result]):  # else it asks about dtypes
             self._record(func, args, kwargs, tensors_in([result]))
         return result

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqtile._compat import FakeTensor, disable_current_modes
+from seqtile._compat import ALL_TRUE, FakeTensor, disable_current_modes
 from seqtile.counting.watch import tensors_in
 from seqtile.models.discover.sizes import SIZES, NoRule, NotPerToken, Untraceable, holds_tokens
 from seqtile.models.discover.token_flow import Atoms, Call, Flow, features, place_of
@@ -425,9 +425,10 @@ RULES: Mapping[str, Rule] = {
         (along, "sum mean amax amin max min var var_mean std std_mean logsumexp linalg_vector_norm norm prod any all "
                 "argmax argmin topk sort cumsum cumprod _softmax _log_softmax _softmax_backward_data "
                 "_log_softmax_backward_data glu glu_backward flip roll median kthvalue mode aminmax nansum "
-                "count_nonzero _is_all_true cummax cummin logcumsumexp native_layer_norm "
+                "count_nonzero cummax cummin logcumsumexp native_layer_norm "
                 "native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"),
         (put, "index_put _unsafe_index_put"),
+        (along, ALL_TRUE),
         (looked_up, "index embedding gather scatter scatter_add"),
         (product, " ".join(_FACTORS)),
         (weight_normed, "_weight_norm_interface _weight_norm_interface_backward"),
