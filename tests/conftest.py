@@ -25,6 +25,7 @@ import pytest
 
 import extension_builds
 import processor_times
+import triton_interpreter
 
 _BEFORE = "SEQTILE_TESTS_ENVIRONMENT"
 ENVIRONMENT_BEFORE: dict[str, str] = json.loads(os.environ.get(_BEFORE, "null")) or dict(os.environ)
@@ -112,6 +113,17 @@ def _free_memory_given_back() -> Iterator[None]:
         trim(0)
 
 
+@pytest.fixture
+def liger_on_cpu() -> Iterator[None]:
+    """Liger's kernels run on the CPU, in Triton's interpreter."""
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if not triton_interpreter.is_on():
+        pytest.skip("Triton compiles for the accelerator here, so its kernels take no tensor of the CPU")
+    with triton_interpreter.liger_kernels():
+        yield
+
+
 @pytest.fixture(scope="session")
 def installer_environment() -> dict[str, str]:
     """The environment that tests were started with: for installing packages, never for running what is tested."""
@@ -121,6 +133,10 @@ def installer_environment() -> dict[str, str]:
 def pytest_sessionstart() -> None:
     """A killed run of the tests may have left a lock on DeepSpeed's builds, for which the next would wait for ever."""
     extension_builds.unlock(0.0, time.time() - extension_builds.BUILD_SECONDS)
+
+
+def pytest_configure() -> None:
+    triton_interpreter.switch_on_without_accelerator()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
