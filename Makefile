@@ -40,7 +40,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo gpu gpu-ladder bench-cpu test test-all test-fast times test-highest test-lowest test-newest-torch test-frameworks coverage docs lint wheel clean distclean
+.PHONY: help setup demo test-gpu gpu gpu-ladder bench-cpu test test-all test-fast times test-highest test-lowest test-newest-torch test-frameworks coverage docs lint wheel clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ setup: $(VENV)/.ready  ## the virtual environment (.venv) with the highest suppo
 
 demo: $(VENV)/.ready  ## train a small model on real text, tiled and untiled, and print what it cost
 	$(VENV)/bin/seqtile train $(ARGS)
+
+test-gpu: $(VENV)/.ready  ## the tests marked `device` on one GPU, in under four minutes; ARGS="--device cpu" runs them here
+	$(VENV)/bin/python tests/on_device.py $(ARGS)
 
 gpu: $(VENV)/.ready  ## the GPU suite, ten minutes on one device: writes rows into benchmarks/results
 	$(VENV)/bin/python benchmarks/gpu.py $(ARGS)

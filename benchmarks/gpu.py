@@ -5,7 +5,8 @@ python benchmarks/gpu.py --device cpu --smoke     # tiny, to see that it runs
 
 On a machine with torch, transformers and peft alone, from a clone: PYTHONPATH=src python3 benchmarks/gpu.py --out DIR
 --minutes 7. Every row is written when it is measured; a run that was ended, or whose time was up, goes on when it is
-started again with the same --out. Peers that are not installed are named.
+started again with the same --out. One process measures them all, and another goes on where it failed. Peers that are
+not installed are named.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import one_mlp
 from gpu_estimates import METHODS, record_layer
 from ladder_step import Attempt
 from seqtile._errors import UserError
-from seqtile.bench.cell import SHAPES, Cell, run_cell, run_child, run_pairs
+from seqtile.bench.cell import SHAPES, Cell, run_cell, run_pairs
 from seqtile.bench.technique_ladder import RUNGS
 from seqtile.planner.accelerators import Device
 from seqtile.planner.memory_plan import Planner
@@ -100,11 +101,15 @@ def run(device: str | None, smoke: bool, minutes: float, out: Path) -> None:
 
 
 def _pairs(suite: Suite, part: str, cell: Cell, methods: tuple[str, ...], pairs: int, bound: float | None) -> list[Row]:
-    """Each method against untiled, in a process of its own, so that its rows are kept whatever comes after."""
+    """Each method against untiled, in a job of its own, so that its rows are kept whatever comes after."""
     found: list[Row] = []
     for method in methods:
         key = {"pair": method, "repeats": pairs}
-        rows = suite.run(part, key, lambda left, method=method: run_pairs(cell, (method,), pairs, timeout_s=left))  # type: ignore[misc]
+
+        def measure(left: float, method: str = method) -> list[Row]:
+            return run_pairs(cell, (method,), pairs, timeout_s=left, run=suite.worker.run)
+
+        rows = suite.run(part, key, measure)
         found += rows if not found else rows[1:]
     show(found)
     ours = [row for row in found if row.get("method", "fused") == "fused"]
@@ -124,7 +129,7 @@ def _pairs(suite: Suite, part: str, cell: Cell, methods: tuple[str, ...], pairs:
 def _machine(suite: Suite, cell: Cell, scale: int) -> None:
     """What the device does at best, and whether this torch adds low-precision products into fp32 itself."""
     key = {"device": cell.device, "scale": scale}
-    rows = suite.run("machine", key, lambda left: [run_child(machine.JOB, key, timeout_s=left)])
+    rows = suite.run("machine", key, lambda left: [suite.worker.run(machine.JOB, key, timeout_s=left)])
     for name, value in rows[0].items():
         if name in machine.SHOWN:
             print(f"    {name}: {value:,.1f}" if isinstance(value, float) else f"    {name}: {value}", flush=True)
@@ -136,11 +141,13 @@ def _machine(suite: Suite, cell: Cell, scale: int) -> None:
 
 def _one_mlp(suite: Suite, cell: Cell, bound_gib: float) -> None:
     part = f"one MLP, {cell.tokens:,} tokens, {cell.options.tile} per tile, output dropped"
-    rows = [
-        row
-        for one in (cell, cell.changed(method="untiled"))
-        for row in suite.run(part, one.row(), lambda left, one=one: [run_cell(one, timeout_s=left)])  # type: ignore[misc]
-    ]
+    rows: list[Row] = []
+    for one in (cell, cell.changed(method="untiled")):
+
+        def measure(left: float, one: Cell = one) -> list[Row]:
+            return [run_cell(one, timeout_s=left, run=suite.worker.run)]
+
+        rows += suite.run(part, one.row(), measure)
     show(rows)
     suite.claim(
         f"{part}: at most {bound_gib:.3g} GiB beyond input, weights and their gradients (published: 12, untiled 60)",
@@ -156,7 +163,7 @@ def _steps(suite: Suite, model: str, tokens: int, device: str) -> None:
     def step(rung: int, layers: int) -> Row:
         one = asdict(replace(base, rung=rung, layers=layers))
         key = {**one, "planned": False}
-        [row] = suite.run(part, key, lambda left: [run_child(ladder_step.JOB, one, timeout_s=left)])
+        [row] = suite.run(part, key, lambda left: [suite.worker.run(ladder_step.JOB, one, timeout_s=left)])
         said = row.get("error") or f"{row['step_s']:.3f} s, {row['peak_gib']:.3f} GiB, {', '.join(row['attention'])}"
         print(f"    {RUNGS[rung].name}, {layers} layers: {said}", flush=True)
         return row
@@ -209,7 +216,7 @@ def _one_qwen_mlp(suite: Suite, device: str, scale: int) -> None:
                 "hidden": hidden // scale, "intermediate": intermediate // scale, "tokens": one_mlp.TOKENS // scale,
                 "tile": tile, "upstream": upstream, "device": device,
             }  # fmt: skip
-            rows += suite.run(part, key, lambda left, key=key: [run_child(one_mlp.JOB, key, timeout_s=left)])  # type: ignore[misc]
+            rows += suite.run(part, key, lambda left, key=key: [suite.worker.run(one_mlp.JOB, key, timeout_s=left)])  # type: ignore[misc]
     suite.claim(f"{part}: less than the published 7.97 GB of 22.56, with a gradient tensor too", rows, _less)
 
 
@@ -234,7 +241,7 @@ def _saved(rows: list[Row]) -> tuple[str, bool | None]:
 def _halves(suite: Suite, cell: Cell) -> None:
     part = f"{cell.tokens:,} x {cell.hidden} elements"
     key = cell.row()
-    rows = suite.run(part, key, lambda left: [run_child(halves.JOB, key, timeout_s=left)])
+    rows = suite.run(part, key, lambda left: [suite.worker.run(halves.JOB, key, timeout_s=left)])
 
     def same(rows: list[Row]) -> tuple[str, bool | None]:
         row = rows[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from seqtile._errors import UserError
-from seqtile.bench.cell import TIMED_OUT, run_child
+from seqtile.bench.cell import TIMED_OUT, Worker
 from seqtile.bench.environment import append_rows, stamp
 
 RESULTS = Path(__file__).parent / "results"
@@ -49,7 +49,8 @@ class Suite:
     """
 
     def __init__(self, name: str, out: Path, minutes: float) -> None:
-        self.found = run_child("environment", {})
+        self.worker = Worker()
+        self.found = self.worker.run("environment", {}, timeout_s=600)
         if "error" in self.found:
             raise UserError(f"cannot start a measurement: {self.found['error']}")
         self.rows: list[Row] = []
@@ -108,7 +109,8 @@ class Suite:
         return stamp(self.found, ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
     def finish(self) -> None:
-        """Print the summary, and write the checks beside the rows if no row is missing."""
+        """End the worker, print the summary, and write the checks beside the rows if no row is missing."""
+        self.worker.close()
         if not self.late:
             append_rows(self.file, [{"kind": "check", **self._stamp(), **asdict(check)} for check in self.checks])
         print(f"\n{self.found['device_name']}, torch {self.found['versions']['torch']}, "

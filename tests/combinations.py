@@ -4,6 +4,7 @@ docs/combinations.md from the runs; ``tests/numerics/test_combinations.py`` runs
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 import warnings
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import seqtile
+from numerics._errors import assert_as_exact_in_bf16
 from seqtile.verification.judge import difference
 from zoo import assert_same_gradients, causal_lm, tokens
 
@@ -84,10 +86,11 @@ def both(pair: frozenset[str]) -> Technique:
     return Technique(settings, any(kinds) if kinds else None, frozenset().union(*(one.rest for one in chosen)))
 
 
-def build(how: Technique, ours: bool) -> nn.Module:
+def build(how: Technique, ours: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A tiny model with every technique of ``how``, seqtile's own only if ``ours``."""
     layers = 1 if "compiled" in how.rest else 2  # compiling takes seconds per layer
-    model = causal_lm("llama", num_hidden_layers=layers, use_cache=False, attn_implementation="sdpa")
+    sizes = {} if dtype == torch.float32 else WIDER
+    model = causal_lm("llama", dtype, num_hidden_layers=layers, use_cache=False, attn_implementation="sdpa", **sizes)
     if "lora" in how.rest:
         from peft import LoraConfig, get_peft_model
 
@@ -109,16 +112,19 @@ def build(how: Technique, ours: bool) -> nn.Module:
     return model.train()
 
 
-def step(model: nn.Module, how: Technique, autocast: bool) -> tuple[Tensor, dict[str, Tensor | None]]:
+def step(
+    model: nn.Module, how: Technique, autocast: bool, lengths: tuple[int, ...] = (13, 9)
+) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Loss and gradients of one optimiser step: one batch, or two of different lengths."""
-    lengths = (13, 9) if "accumulation" in how.rest else (13,)
+    lengths = lengths if "accumulation" in how.rest else lengths[:1]
     total, loss = sum(length - 1 for length in lengths) * 2, torch.zeros(())
     for number, length in enumerate(lengths):
         ids = tokens(2, length, seed=number)
         words: dict[str, Any] = {"num_items_in_batch": torch.tensor(total)} if len(lengths) > 1 else {}
         if "packed" in how.rest:
             words["position_ids"] = torch.cat([torch.arange(5), torch.arange(length - 5)]).expand(2, -1)
-        inside: AbstractContextManager[Any] = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+        device_type = torch.get_default_device().type
+        inside: AbstractContextManager[Any] = torch.autocast(device_type, torch.bfloat16) if autocast else nullcontext()
         with inside:
             part = model(input_ids=ids, labels=ids, **words).loss
         part.backward()
@@ -155,6 +161,28 @@ def run(pair: frozenset[str]) -> str:
         found = difference(name, expected[1][name], got[1][name], exact, torch.float32)
         assert found.score <= 1, found
     return "equal"
+
+
+WIDER = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 256}
+"""Sizes of the model in bf16: gradients of enough elements to be judged, heads as wide as a GPU's kernels want them."""
+
+
+def run_in_bf16(pair: frozenset[str]) -> None:
+    """Run both sides of one pair with bf16 weights on the default device, where most kernels are for low precision.
+
+    Raises:
+        AssertionError: a gradient is further from the fp32 model's than the untiled model's in bf16.
+    """
+    how, lengths = both(pair), (66, 42)
+    untiled = build(how, ours=False, dtype=torch.bfloat16)
+    truth = copy.deepcopy(untiled).float()
+    try:
+        expected, true = (step(model, how, "autocast" in how.rest and model is untiled, lengths)
+                          for model in (untiled, truth))  # fmt: skip
+        got = step(build(how, ours=True, dtype=torch.bfloat16), how, "autocast" in how.rest, lengths)
+    finally:
+        torch.compiler.reset()
+    assert_as_exact_in_bf16(got[1], expected[1], true[1])
 
 
 def tables(words: dict[frozenset[str], str]) -> str:

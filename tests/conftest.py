@@ -19,12 +19,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import extension_builds
 import processor_times
+import triton_interpreter
+
+if TYPE_CHECKING:
+    import torch
 
 _BEFORE = "SEQTILE_TESTS_ENVIRONMENT"
 ENVIRONMENT_BEFORE: dict[str, str] = json.loads(os.environ.get(_BEFORE, "null")) or dict(os.environ)
@@ -112,6 +116,38 @@ def _free_memory_given_back() -> Iterator[None]:
         trim(0)
 
 
+@pytest.fixture
+def device(pytestconfig: pytest.Config) -> torch.device:
+    """The device of ``--device``, for a test that places its tensors itself. Others get it as the default device."""
+    import torch
+
+    return torch.device(pytestconfig.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    where = request.config.getoption("--device")
+    if where == "cpu" or "device" in request.fixturenames:
+        yield
+        return
+    import torch
+
+    torch.set_default_device(where)
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.fixture
+def liger_on_cpu() -> Iterator[None]:
+    """Liger's kernels run on the CPU, in Triton's interpreter."""
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if not triton_interpreter.is_on():
+        pytest.skip("Triton compiles for the accelerator here, so its kernels take no tensor of the CPU")
+    with triton_interpreter.liger_kernels():
+        yield
+
+
 @pytest.fixture(scope="session")
 def installer_environment() -> dict[str, str]:
     """The environment that tests were started with: for installing packages, never for running what is tested."""
@@ -123,7 +159,19 @@ def pytest_sessionstart() -> None:
     extension_builds.unlock(0.0, time.time() - extension_builds.BUILD_SECONDS)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    triton_interpreter.switch_on_without_accelerator()
+    if config.getoption("--device") == "tiledev":
+        import second_device
+
+        second_device.use()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", default="cpu", metavar="TYPE",
+        help="run the tests marked `device`, and no others, on this device: cuda, xpu, or tiledev (second_device.py)",
+    )  # fmt: skip
     parser.addoption("--quick", action="store_true", help="leave out the test functions that tests/times.txt lists")
     parser.addoption("--write-passed", metavar="FILE", type=Path, help="write the names of the tests that pass")
     parser.addoption("--without-passed", metavar="FILE", type=Path, help="leave out the tests that FILE names")
@@ -140,6 +188,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, items, {item.nodeid for item in items if processor_times.function(item.nodeid) in long})
     if passed := config.getoption("--without-passed"):
         _leave_out(config, items, set(passed.read_text(encoding="utf-8").splitlines()))
+    if config.getoption("--device") != "cpu":
+        stays_here = [item for item in items if not any(item.get_closest_marker(mark) for mark in ("device", "gpu"))]
+        _leave_out(config, items, {item.nodeid for item in stays_here})
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from seqtile.models.discover import live_weights
+
 NAME = "tiledev"
 COPIES = ("aten::copy_", "aten::_to_copy")
 
@@ -145,6 +147,7 @@ def use() -> None:
         operator = functools.reduce(getattr, [*name.split("."), *(["default"] * ("." not in name))], torch.ops.aten)
         library.impl(name, functools.partial(_create, operator), "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
+    live_weights.PLAIN = (*live_weights.PLAIN, OnDevice)  # plain to seqtile, as an accelerator's tensors are
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
 
 

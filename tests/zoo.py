@@ -169,7 +169,10 @@ def picture_and_text(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def tokens(batch: int = 2, length: int = 13, seed: int = 1) -> Tensor:
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+    """The same on every device: drawn on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(3, VOCABULARY, (batch, length), generator=generator, device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def gradients(model: nn.Module, batch: Tensor | dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:

@@ -71,8 +71,10 @@ def block(seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs: Any) -> G
 
 
 def random(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    """The same numbers on every device: drawn on the CPU."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+    drawn = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
+    return drawn.to(torch.get_default_device()).requires_grad_(grad)
 
 
 def gradients(

@@ -145,10 +145,11 @@ def fused_weights(block: nn.Module, dtype: torch.dtype | None = None) -> FusedWe
     widths = [found for part in block.modules() if (found := linear_widths(part)) is not None]
     weights = [p for p in block.parameters() if p.is_floating_point()]
     given = dtype or (weights[0].dtype if weights else torch.float32)
-    casts = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    where = next((p.device for p in block.parameters()), torch.device("cpu"))
+    casts = torch.get_autocast_dtype(where.type) if torch.is_autocast_enabled(where.type) else None
     chain = Chain((("block", block),))
     inputs = ((("b", "s", widths[0][0]), given),) * inputs_of(block)
-    proof = prove(chain, Mode(inputs, torch.device("cpu"), casts), trusted=True)
+    proof = prove(chain, Mode(inputs, where, casts), trusted=True)
     if proof.why_not or isinstance(proof.formula, str):
         return proof.why_not or str(proof.formula)
     return chain.weights(proof.formula, given)

@@ -38,9 +38,10 @@ def inputs(
     }
     if bias:
         made["bias"] = random(vocabulary, seed=3, dtype=dtype)
-    labels = torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(4))
+    generator = torch.Generator().manual_seed(4)
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator, device="cpu")
     labels[::5] = IGNORE
-    return {**made, "labels": labels}
+    return {**made, "labels": labels.to(torch.get_default_device())}
 
 
 def twin(

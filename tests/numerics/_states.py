@@ -101,7 +101,8 @@ def results(module: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> di
     module.zero_grad(set_to_none=True)
     x = x.detach().requires_grad_()
     y = run(x)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), device="cpu")
+    y.backward(upstream.to(y.device, y.dtype))
     assert x.grad is not None
     found = {name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None}
     return {"output": y.detach(), "input": x.grad, **found}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
+from torch import nn
 
 import combinations
 from zoo import assert_same_gradients
@@ -21,6 +23,12 @@ def test_pair(pair: frozenset[str]) -> None:
     assert combinations.run(pair) == combinations.expected_words()[pair]
 
 
+@pytest.mark.device
+@pytest.mark.parametrize("pair", [_case(pair) for pair in combinations.PAIRS if pair not in combinations.REFUSED])
+def test_pair_in_bf16(pair: frozenset[str]) -> None:
+    combinations.run_in_bf16(pair)
+
+
 def test_the_page_is_of_todays_pairs() -> None:
     text = combinations.PAGE.read_text(encoding="utf-8")
     ran = re.search(r"^\d{4}-\d\d-\d\d, `PYTHONPATH=tests:src python -m combinations`: (\d+) pairs, .*$", text, re.M)
@@ -28,6 +36,20 @@ def test_the_page_is_of_todays_pairs() -> None:
     assert text == combinations.page(text, ran[0]), "pairs have changed: PYTHONPATH=tests:src python -m combinations"
     names = list(combinations.TECHNIQUES)
     assert len(combinations.expected_words()) == len(names) * (len(names) - 1) // 2
+
+
+def test_the_judge_of_bf16_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = combinations.build
+
+    def slightly_off(how: combinations.Technique, ours: bool, dtype: torch.dtype) -> nn.Module:
+        model = build(how, ours, dtype)
+        if ours:
+            model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: gradient * 1.02)
+        return model
+
+    monkeypatch.setattr(combinations, "build", slightly_off)
+    with pytest.raises(AssertionError, match="up_proj"):
+        combinations.run_in_bf16(frozenset({"tiled MLP", "tiled loss"}))
 
 
 def test_the_judge_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

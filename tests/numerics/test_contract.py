@@ -24,6 +24,8 @@ from numerics._fused import ALL, Between, Fused, GatedMLP, GateUpMLP, PlainMLP, 
 from numerics._layers import HOW, Layer
 from seqtile.counting import count_products
 
+pytestmark = pytest.mark.device
+
 TILE = 4
 
 Tile = Callable[[nn.Module, int | Sequence[int]], nn.Module]

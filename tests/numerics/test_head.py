@@ -27,6 +27,8 @@ from numerics._heads import (
 )
 from seqtile.ops.lm_loss import logits_tile
 
+pytestmark = pytest.mark.device
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothed": {"label_smoothing": 0.1},

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import seqtile
+from numerics._blocks import random
 from seqtile.models.attention import headwise as heads_of_models
 from seqtile.models.attention.headwise import HeadWise
 from seqtile.ops.attention import head_groups as operator
@@ -50,7 +51,7 @@ def batches() -> dict[str, dict[str, Tensor]]:
     left[1, :4] = 0
     packed = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)])[None]
     plane = torch.full((LENGTH, LENGTH), -1e9, dtype=torch.float64).triu(1)
-    per_head = torch.randn(2, 4, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    per_head = random(2, 4, LENGTH, LENGTH, seed=3, dtype=torch.float64, grad=False)
     return {
         "causal": {"input_ids": ids, "labels": ids},
         "padded": {"input_ids": ids, "labels": ids, "attention_mask": padded},
@@ -71,6 +72,7 @@ def assert_exact(model: nn.Module, batch: Tensor | dict[str, Tensor], **how: Any
     return str(report)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("architecture", "impl", "how"),
     [(name, "sdpa", how) for name in ("llama", "qwen3") for how in CHECKPOINTS]
@@ -83,6 +85,7 @@ def test_every_checkpoint(architecture: str, impl: str, how: str) -> None:
     assert "head-wise attention in 2 of 2" in report and "1 key-value heads per pass" in report
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     "architecture", ["mistral", "qwen2", "qwen3_moe", "gemma3_text", "glm4", "cohere", "smollm3", "granite", "olmo"]
 )
@@ -91,12 +94,14 @@ def test_more_models(architecture: str) -> None:
     assert "in 2 of 2" in assert_exact(model_with(architecture, "checkpoint", **config), tokens(2, LENGTH))
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("how", ["none", "attention-saved"])
 @pytest.mark.parametrize("batch", list(batches()))
 def test_every_batch(batch: str, how: str) -> None:
     assert_exact(model_with("llama", how), batches()[batch], **settings(how))
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("query", "groups", "per_pass"), [(4, 4, 1), (4, 4, 3), (4, 4, 4), (4, 1, 1), (8, 4, 1), (8, 4, 3), (8, 4, 4)]
 )
@@ -124,6 +129,7 @@ def test_adapters_on_every_projection(dora: bool, how: str) -> None:
     assert_same_gradients(found[1], found[0])
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("frozen", ["all but the norms", "all but o", "all but q and k", "embeddings and attention"])
 def test_frozen_weights(frozen: str) -> None:
     keep = {
@@ -191,13 +197,14 @@ def test_a_layer_that_goes_on_from_another_state_is_noticed(drawing: str, monkey
         check_masks(drawing, "attention-saved")
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("how", ["none", "attention-saved"])
 def test_bf16_and_autocast_are_as_good_as_untiled(how: str) -> None:
     for autocast in (False, True):
         model = model_with("qwen3", how, dtype=torch.float32 if autocast else torch.bfloat16)
         truth = copy.deepcopy(model).double()
         seqtile.apply(changed := copy.deepcopy(model), blocks="none", heads=1, **settings(how))
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=autocast):
             untiled = gradients(model, tokens(2, 64))[1]
             got = gradients(changed, tokens(2, 64))[1]
         exact = gradients(truth, tokens(2, 64))[1]

@@ -30,6 +30,9 @@ def step(model: nn.Module) -> tuple[Tensor, dict[str, Tensor | None]]:
 
 
 def assert_equal(got: Any, expected: Any) -> None:
+    if got[0].device.type != "cpu":  # an attention backward may add in another order each time
+        torch.testing.assert_close(got, expected)
+        return
     assert torch.equal(got[0], expected[0])
     for name, value in expected[1].items():
         other = got[1][name]
@@ -49,6 +52,7 @@ def memory(model: nn.Module) -> HostMemory:
     return found
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in EXPERTS] + ["mixtral"])
 def test_exact(architecture: str) -> None:
     expected = step(checkpointed(architecture))
@@ -58,6 +62,7 @@ def test_exact(architecture: str) -> None:
     assert_equal(step(model), expected)
 
 
+@pytest.mark.device
 def test_bytes_on_the_host_are_those_freed_on_the_device() -> None:
     """layers x tokens x hidden x bytes, and no layer's input is kept besides."""
 
@@ -79,6 +84,7 @@ def test_bytes_on_the_host_are_those_freed_on_the_device() -> None:
     assert run(offload=True) == (0, LAYERS * INPUT)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_whoever_switches_checkpointing_on(reentrant: bool) -> None:
     expected = step(checkpointed(use_reentrant=reentrant))
@@ -99,6 +105,7 @@ def test_whoever_switches_checkpointing_on(reentrant: bool) -> None:
     assert not model.is_gradient_checkpointing
 
 
+@pytest.mark.device
 def test_adapters_and_accumulation() -> None:
     def build() -> nn.Module:
         model = causal_lm("llama", use_cache=False)
@@ -164,6 +171,7 @@ def test_the_host_is_asked_before_the_first_copy(monkeypatch: pytest.MonkeyPatch
             step(model)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("checkpoint", ["full", "attention-saved"])
 def test_what_a_bound_has_no_room_for_stays_on_the_device(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = checkpointed()

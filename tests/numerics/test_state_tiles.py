@@ -27,7 +27,8 @@ HIDDEN = 64
 
 
 def inputs(batch: int, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(batch, tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    drawn = torch.randn(batch, tokens, HIDDEN, generator=torch.Generator().manual_seed(1), device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 def module_of(family: str, part: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Any]]:
@@ -46,6 +47,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(("family", "part"), PARTS)
 def test_tiles_that_hand_their_state_on_are_the_whole_layer(family: str, part: str) -> None:
     """Lengths that are no multiple of a kernel's chunk of 64, a first tile of two tokens, one to three rows.
@@ -70,6 +72,7 @@ def test_tiles_that_hand_their_state_on_are_the_whole_layer(family: str, part: s
             assert got < 2 * own + 1e-5, (batch, sizes, name)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("family", ONE_EACH)
 def test_padding_on_the_left_is_left_out(family: str) -> None:
     module, words = module_of(family, "whole", torch.float64)
@@ -82,6 +85,7 @@ def test_padding_on_the_left_is_left_out(family: str) -> None:
     assert error(got, expected) < 1e-12
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("named", ["cu_seq_lens_q", "seq_idx"])
 @pytest.mark.parametrize("family", ONE_EACH)
 def test_a_packed_document_begins_without_a_state(family: str, named: str) -> None:
@@ -265,6 +269,7 @@ def test_only_input_and_states_wait_for_the_backward(around: bool) -> None:
 # ---- precision ----
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("low", ["autocast", "bf16"])
 def test_weight_gradients_are_as_near_to_fp32_as_the_whole_layers(low: str) -> None:
     """At 32 tiles: their sums are in fp32."""
@@ -275,7 +280,7 @@ def test_weight_gradients_are_as_near_to_fp32_as_the_whole_layers(low: str) -> N
         module, x = copy.deepcopy(module).bfloat16(), x.bfloat16()
 
     def distance(run: Any) -> dict[str, float]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=low == "autocast"):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=low == "autocast"):
             found = results(module, x, run)
         return {name: float((found[name].float() - one).norm() / one.norm()) for name, one in truth.items()}
 
@@ -285,6 +290,7 @@ def test_weight_gradients_are_as_near_to_fp32_as_the_whole_layers(low: str) -> N
         assert got[name] < 1.15 * own[name] + 1e-3, (name, got[name], own[name])
 
 
+@pytest.mark.device
 def test_a_backward_can_be_run_twice() -> None:
     module, words = module_of("qwen3_5_text", "whole")
     x = inputs(2, 48).requires_grad_()

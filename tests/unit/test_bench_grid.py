@@ -11,7 +11,7 @@ import torch
 
 from seqtile._errors import UserError
 from seqtile.bench import child, grid, methods, plots
-from seqtile.bench.cell import SHAPES, Cell, run_child
+from seqtile.bench.cell import SHAPES, TIMED_OUT, Cell, Worker, run_child
 from seqtile.cli import bench_show, main
 from seqtile.options import TilingOptions
 
@@ -231,3 +231,29 @@ def test_rows_are_lines_of_json(tmp_path: Path) -> None:
     first, second = [json.loads(line) for line in (tmp_path / "deep" / "rows.jsonl").read_text().splitlines()]
     assert first["command"] == "make gpu" and first["device_name"] == "a CPU" and first["date"].startswith("20")
     assert second == {"error": "out of memory"}
+
+
+def test_a_worker_runs_job_after_job_and_is_replaced_where_one_fails(tmp_path: Path) -> None:
+    (tmp_path / "jobs.py").write_text(
+        "import os, time\n"
+        "def pid(arguments):\n    print('a library prints on stdout')\n    return {'pid': os.getpid(), **arguments}\n"
+        "def fails(arguments):\n    raise RuntimeError('no such kernel')\n"
+        "def hangs(arguments):\n    time.sleep(600)\n"
+        "def dies(arguments):\n    os._exit(3)\n"
+    )
+
+    def run(job: str, seconds: float = 500.0) -> dict[str, Any]:
+        return worker.run(f"{tmp_path / 'jobs.py'}:{job}", {"given": 1}, timeout_s=seconds)
+
+    worker = Worker()
+    try:
+        first, second = run("pid"), run("pid")
+        assert first == second and first["given"] == 1
+        assert run("fails") == {"error": "RuntimeError: no such kernel"}
+        third = run("pid")
+        assert third["pid"] != first["pid"]
+        assert run("dies")["error"] == "ended with exit code 3"
+        assert run("hangs", 0.1)["error"].startswith(TIMED_OUT)
+        assert run("pid")["pid"] != third["pid"]
+    finally:
+        worker.close()

@@ -231,11 +231,37 @@ def test_doctor_shows_versions_devices_and_what_is_missing(capsys: pytest.Captur
     version = doctor_command.package_version
     monkeypatch.setattr(doctor_command, "package_version", lambda name: None if name == "trl" else version(name))
 
+    monkeypatch.setattr("seqtile.cli.doctor_checks.CHECKS", {})
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert seqtile.__version__ in shown and torch.__version__ in shown and "device" in shown
     assert "not installed: pip install 'seqtile[train]'" in shown
     assert len(shown.splitlines()) < 40
+
+
+@pytest.mark.slow  # the compiler
+def test_doctor_runs_every_technique_here(capsys: pytest.CaptureFixture[str]) -> None:
+    from seqtile.cli.doctor_checks import CHECKS
+
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("right: ") == len(CHECKS) == 4, shown
+
+
+def test_doctor_says_what_is_wrong_and_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from numerics._fused import last_tile_without_gradient
+    from seqtile.cli import doctor_checks
+
+    checks = {name: doctor_checks.CHECKS[name] for name in ("tiled MLP", "head-wise attention")}
+    nothing, refused = {"blocks": "none", "loss": "tiled"}, {"offload": "memory:nonsense"}
+    monkeypatch.setattr(doctor_checks, "CHECKS", {**checks, "offload": nothing, "compiled block": refused})
+    last_tile_without_gradient(monkeypatch)
+    assert main(["doctor"]) == 1
+    tiled, heads, offload, refusal = capsys.readouterr().out.splitlines()[-4:]
+    assert "wrong: the gradient of model." in tiled and "right: " in heads
+    assert "wrong: it did nothing" in offload and "failed: " in refusal
 
 
 PLUGIN = "plugins: [seqtile.integrations.axolotl.SeqtilePlugin]\n"

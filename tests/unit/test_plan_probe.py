@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from seqtile.cli import main
+from seqtile.planner import measured_step
+from seqtile.planner.fake_step import build
+from seqtile.planner.step_config import Lora, Setup
+from zoo import HIDDEN, causal_lm
 
 
 @pytest.fixture
@@ -69,6 +79,60 @@ def test_bad_input_is_one_sentence(
     assert words in shown.err
     assert shown.err.count("\n") == 1
     assert not out.exists()
+
+
+class Made(TorchDispatchMode):
+    """Elements of the tensors that operators return, by the type of their device."""
+
+    observes_only = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                kind = tensor.device.type
+                self.largest[kind] = max(self.largest.get(kind, 0), tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("lora", [None, Lora(4)], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+def test_weights_are_drawn_on_the_device_and_nowhere_else(family: str, lora: Lora | None) -> None:
+    """An 8B model drawn by one core of the host takes a minute; here the device is the one that draws nothing."""
+    config = causal_lm(family).config
+    with Made() as made:
+        model = build(config, Setup(lora=lora), "meta").model
+    assert made.largest["meta"] >= max(weight.numel() for weight in model.parameters())
+    assert made.largest.get("cpu", 0) < HIDDEN, "only numbers of a configuration"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+def test_buffers_are_those_of_an_ordinary_model(family: str) -> None:
+    ordinary = causal_lm(family)
+    buffers = dict(build(copy.deepcopy(ordinary.config), Setup(dtype=torch.float32), "cpu").model.named_buffers())
+    expected = dict(ordinary.named_buffers())
+    assert any("inv_freq" in name for name in expected) or family == "bamba"
+    torch.testing.assert_close(buffers, expected, rtol=0, atol=0)
+
+
+def test_what_does_not_fit_runs_at_half_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def measure(name: str, config: Any, setup: Setup, tokens: int, *rest: Any) -> str:
+        tried.append(tokens)
+        if tokens > 9_000:
+            raise torch.OutOfMemoryError
+        return name
+
+    monkeypatch.setattr(measured_step, "_measure", measure)
+    assert measured_step._halving(None, Setup(), 32_768, "cuda", None) == (8_192, "tiled")
+    assert tried == [32_768, 16_384, 8_192]
+    tried.clear()
+    assert measured_step._halving(None, Setup(), 8_192, "cuda", None) == (8_192, "tiled") and tried == [8_192]
 
 
 def test_a_directory_that_cannot_be_made_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

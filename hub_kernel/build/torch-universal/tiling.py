@@ -25,6 +25,18 @@ UNTILED_WIDTHS = 5
 FUSED_WIDTHS = 4
 """``[tile, intermediate]`` tensors of the fused operator: the buffers that all its tiles share."""
 
+PRODUCTS_PER_SECOND, BYTES_PER_SECOND, LAUNCH_SECONDS = 700e12, 3e12, 6.6e-6
+"""What an accelerator does of bf16 products and of copies, and what starting a kernel costs the host. Measured on an
+H100 80GB HBM3 (764 TFLOP/s, 2,993 GB/s and 6.6 us; torch 2.11, 2026-11-26)."""
+
+LAUNCHES = {"block": 60, "projection": 6, "norm": 5}
+"""Kernels that one tile starts, forward, recompute and backward together. A block with adapters in the generic operator
+starts the most."""
+
+FILLS = 4
+"""A tile of the ``"auto"`` rule keeps the device busy for at least so many times what its launches take. Python and
+autograd cost the host as much again and more: 2 layers of width 1,024 in 12 tiles took 400 ms there, 25 untiled."""
+
 
 @dataclass(frozen=True)
 class BlockShape:
@@ -49,6 +61,11 @@ class BlockShape:
     live_widths: int = LIVE_WIDTHS
 
     @property
+    def trains(self) -> bool:
+        """Whether at least one of its matrices does; adapters, norms and biases alone count as frozen."""
+        return self.weight_numel >= self.hidden * self.intermediate
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of one tile's own intermediates, per token."""
         return self.live_widths * self.intermediate * self.itemsize
@@ -71,10 +88,12 @@ class TileRule:
     Attributes:
         kind: ``"auto"``, ``"tokens"``, ``"shards"``, ``"arctic"`` or ``"memory"``.
         value: tokens, tiles or bytes; for ``"auto"`` how many times its tokens go into one tile; else 0.
+        part: what is tiled, one of :data:`LAUNCHES`.
     """
 
     kind: str
     value: int = 0
+    part: str = "block"
 
     def tokens_per_tile(self, tokens: int, shape: BlockShape) -> int:
         """Largest number of tokens that one tile of a batch of ``tokens`` may hold."""
@@ -86,7 +105,7 @@ class TileRule:
             return max(1, math.ceil(tokens / math.ceil(tokens / shape.hidden)))
         if self.kind == "memory":
             return tokens_within(self.value, shape)
-        return auto_tokens(shape) * max(1, self.value)
+        return max(auto_tokens(shape) * max(1, self.value), filling_tokens(shape, self.part))
 
     def tile_sizes(self, tokens: int, shape: BlockShape) -> tuple[int, ...]:
         """Sizes of the tiles of a batch of ``tokens``, in order; empty when the batch is to run untiled.
@@ -177,16 +196,33 @@ def auto_tokens(shape: BlockShape) -> int:
 
     A tile re-reads and rewrites every weight gradient, which costs about ``218 / tile`` of the backward on a
     recent GPU (fp32 sums), so 8,192 tokens when weights train, 16,384 where that stays below 1 GiB of
-    intermediates; frozen weights pay nothing and products are at full speed from 2,048. A CPU core has far fewer
-    operations per byte of memory bandwidth: 1,024 and 512 there. What trains in less than one of the block's matrices
-    (adapters, norms, biases) costs next to nothing to rewrite and counts as frozen.
+    intermediates; frozen weights pay nothing and products are at full speed from 2,048. Narrow blocks take more, by
+    :func:`filling_tokens`. A CPU core has far fewer operations per byte of memory bandwidth: 1,024 and 512 there. What
+    trains in less than one of the block's matrices (adapters, norms, biases) costs next to nothing to rewrite.
     """
-    trains = shape.weight_numel >= shape.hidden * shape.intermediate
     if shape.device_type == "cpu":
-        return 1024 if trains else 512
-    if not trains:
+        return 1024 if shape.trains else 512
+    if not shape.trains:
         return 2048
     return 16384 if 16384 * shape.bytes_per_token <= 2**30 else 8192
+
+
+def filling_tokens(shape: BlockShape, part: str = "block") -> int:
+    """The fewest tokens whose work in one tile of ``part`` is :data:`FILLS` times its launches; 0 on a CPU.
+
+    As long as the tile's intermediates stay below 1 GiB, which very narrow blocks reach first. A step of a checkpointed
+    block has 11 products of ``tokens * hidden * intermediate``, 8 where its weights are frozen; a projection has 4 or
+    3. A norm reads or writes its input's size seven times.
+    """
+    if shape.device_type == "cpu":
+        return 0
+    if part == "norm":
+        seconds = 7 * shape.hidden * shape.itemsize / BYTES_PER_SECOND
+    else:
+        products = {"block": (8, 11), "projection": (3, 4)}[part][shape.trains]
+        seconds = 2 * products * shape.hidden * shape.intermediate / PRODUCTS_PER_SECOND
+    tokens = math.ceil(FILLS * LAUNCHES[part] * LAUNCH_SECONDS / seconds)
+    return MULTIPLE * min(-(-tokens // MULTIPLE), 2**30 // (MULTIPLE * shape.bytes_per_token))
 
 
 def lowers_peak(tokens: int, tile: int, shape: BlockShape) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from seqtile._errors import UserError
 from seqtile.options import DEFAULTS, TilingOptions, as_row, changed, from_row
@@ -110,6 +112,12 @@ class Cell:
         return f"{self.method} {self.hidden}x{self.intermediate} {self.tokens:,} tokens, {self.train}, {around}{kept}"
 
 
+class Run(Protocol):
+    """How a job is run: :func:`run_child` or :meth:`Worker.run`."""
+
+    def __call__(self, job: str, arguments: dict[str, Any], *, timeout_s: float) -> dict[str, Any]: ...
+
+
 def refuse_options(options: TilingOptions, names: Sequence[str]) -> None:
     """Refuse options that would be ignored.
 
@@ -123,27 +131,30 @@ def refuse_options(options: TilingOptions, names: Sequence[str]) -> None:
             raise UserError(f"{name}={getattr(options, name)!r} has no effect on what is measured here: leave it out")
 
 
-def run_cell(cell: Cell, *, timeout_s: float = 3600.0) -> dict[str, Any]:
-    """Measure one cell in a process of its own.
+def run_cell(cell: Cell, *, timeout_s: float = 3600.0, run: Run | None = None) -> dict[str, Any]:
+    """Measure one cell in a process of its own, or as ``run`` runs it.
 
     Args:
         cell: what to measure.
         timeout_s: after this the process is ended, which is a result too.
+        run: :func:`run_child`, or :meth:`Worker.run`.
 
     Returns:
         The cell's fields and what was measured; where it failed, ``error`` says why and the numbers are missing.
     """
-    return {**cell.row(), **run_child("cell", cell.row(), timeout_s=timeout_s)}
+    return {**cell.row(), **(run or run_child)("cell", cell.row(), timeout_s=timeout_s)}
 
 
-def run_pairs(cell: Cell, methods: Sequence[str], pairs: int, *, timeout_s: float = 7200.0) -> list[dict[str, Any]]:
+def run_pairs(
+    cell: Cell, methods: Sequence[str], pairs: int, *, timeout_s: float = 7200.0, run: Run | None = None
+) -> list[dict[str, Any]]:
     """Measure ``methods`` against untiled in interleaved pairs, all in one process.
 
     Returns:
         One row per method, untiled first; see :func:`seqtile.bench.measure_block.measure_pairs`.
     """
     arguments = {"cell": cell.row(), "methods": list(methods), "pairs": pairs}
-    found = run_child("pairs", arguments, timeout_s=timeout_s)
+    found = (run or run_child)("pairs", arguments, timeout_s=timeout_s)
     if "error" in found:
         return [{**cell.changed(method=method, keep=0.0).row(), **found} for method in ("untiled", *methods)]
     keeps = {"fused": cell.options.keep}
@@ -191,6 +202,58 @@ class Child:
         if self.process.returncode == 0 and lines:
             return json.loads(lines[-1])  # type: ignore[no-any-return]
         return {"error": _why(self.process.returncode, self._err.read())}
+
+
+class Worker:
+    """One process of ``seqtile.bench.child`` for many jobs, of which each would import torch for ten seconds.
+
+    After a job that failed, took too long or ended the process, the next one gets a new process.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._err: Any = None
+
+    def run(self, job: str, arguments: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """The job's result; a timeout or a crash is one."""
+        if self._process is None:
+            self._err = tempfile.TemporaryFile("w+", encoding="utf-8")
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "seqtile.bench.child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=self._err, text=True, env={**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1"},
+            )  # fmt: skip
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        self._err.seek(0)
+        self._err.truncate()  # its last line says why the process ended: that is the job's, not one before
+        process.stdin.write(json.dumps({"job": job, "arguments": arguments}) + "\n")
+        process.stdin.flush()
+        if not select.select([process.stdout], [], [], timeout_s)[0]:
+            self.close()
+            return {"error": f"{TIMED_OUT} {timeout_s:.0f} s"}
+        line = process.stdout.readline()
+        if not line:
+            process.wait()
+            self._err.seek(0)
+            why = _why(process.returncode, self._err.read())
+            self.close()
+            return {"error": why}
+        result: dict[str, Any] = json.loads(line)
+        if "error" in result and "user_error" not in result:  # a peer that is missing leaves nothing behind
+            self.close()
+        return result
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._err):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()
+        self._process = None
 
 
 def _why(code: int, err: str) -> str:

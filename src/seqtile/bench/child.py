@@ -1,11 +1,14 @@
 """``python -m seqtile.bench.child JOB``: one measurement in this process; arguments on stdin, the result on stdout.
 
+Without a JOB it takes one after another, ``{"job": ..., "arguments": ...}`` in a line each, until stdin ends.
+
 Both are one line of JSON. Running out of memory is a result, and so is a peer that is missing or raises. A job is a
 name of :func:`_jobs`, or ``FILE.py:FUNCTION``, which takes and returns a dict.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -13,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 def main() -> None:
@@ -22,6 +25,9 @@ def main() -> None:
     result_to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.filterwarnings("ignore")
+    if len(sys.argv) == 1:
+        _serve(result_to)
+        return
     arguments = json.load(sys.stdin)
     result = guarded(find_job(sys.argv[1]), arguments)
     result_to.write(json.dumps(result) + "\n")
@@ -31,6 +37,22 @@ def main() -> None:
         sys.stderr.write(result["error"] + "\n")
         sys.stderr.flush()
         os._exit(1)
+
+
+def _serve(result_to: TextIO) -> None:
+    import torch
+
+    from seqtile.devices import empty_cache
+
+    for line in sys.stdin:
+        asked = json.loads(line)
+        result_to.write(json.dumps(guarded(find_job(asked["job"]), asked["arguments"])) + "\n")
+        result_to.flush()
+        # The next job finds what a new process would: memory, and no compiled code that counts against the limit of
+        # variants, beyond which PyTorch runs eagerly.
+        torch.compiler.reset()
+        gc.collect()
+        empty_cache()
 
 
 def guarded(job: Callable[[dict[str, Any]], dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:

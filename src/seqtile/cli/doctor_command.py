@@ -31,7 +31,7 @@ def command(
         help="Check an axolotl YAML: whether its seqtile: keys will be read; exit code 1 if not.",
     ),
 ) -> None:
-    """Show versions, devices and what is installed."""
+    """Show versions and devices, and run each technique once here; exit code 1 if one is wrong."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -64,6 +64,27 @@ def command(
     Console().print(table)
     for lock in stale_locks():  # a path that a table breaks into lines cannot be copied
         print(told(lock))
+    if not _run_checks():
+        raise typer.Exit(1)
+
+
+def _run_checks() -> bool:
+    """Print a line for each technique as it ends, and return whether all of them are right."""
+    import logging
+
+    import torch
+
+    from seqtile._log import log_level
+    from seqtile.cli.doctor_checks import checks
+
+    device = accelerator() or torch.device("cpu")
+    print(f"A step of a tiny model on {device.type}, beside the untiled one:")
+    right = True
+    with log_level("seqtile", logging.ERROR):
+        for checked in checks(device):
+            print(f"  {checked.name:20} {checked}", flush=True)
+            right = right and not checked.problem
+    return right
 
 
 def _show_compat() -> None:

@@ -8,7 +8,7 @@ unless an adapter casts the input or drops parts of it: then each projection kee
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -103,6 +103,7 @@ def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[s
 def tile_rows(rows: Iterable[Rows], rule: TileRule, path: str = "auto") -> None:
     """Install the tiled forwards; by the generic operator alone where ``path`` is ``"generic"``."""
     for one in rows:
+        rule = replace(rule, part="norm" if one.is_norm else "projection")
         setting = Setting(rule, KeepRule("share", 0.0, 1), "generic", one.hidden, one.width, name=one.name)
         tiled = TiledRows(one.module, setting)
         tiled.fuses_norms = path != "generic"

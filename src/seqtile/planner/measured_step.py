@@ -95,8 +95,8 @@ class Probe:
 def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, loss_tile: int | str = "auto") -> Probe:
     """Run one real step of ``tokens`` tokens, tiled and untiled, with random weights, and compare with the plan.
 
-    On an accelerator the lengths double from 1,024 up to ``tokens`` until one does not fit; on the CPU the step runs
-    at ``tokens`` at once, if the machine's memory holds it by the plan.
+    Where ``tokens`` do not fit, half of them run, or a quarter: on the CPU by the plan, on an accelerator once the step
+    has run out of memory.
 
     Args:
         config: Transformers' configuration.
@@ -125,7 +125,7 @@ def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, 
         if kind == "cpu":
             tiled = _measure("tiled", config, setup, run_at, kind, None)
         else:
-            run_at, tiled = _doubling(config, setup, tokens, kind, snapshot)
+            run_at, tiled = _halving(config, setup, tokens, kind, snapshot)
     notes += attention_sentences(operators)
     if run_at < tokens:
         notes.append(f"{tokens:,} tokens do not fit here; this is {run_at:,}")
@@ -152,19 +152,14 @@ def _within_memory(config: Any, setup: Setup, tokens: int, free: int) -> int:
     )
 
 
-def _doubling(config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path | None) -> tuple[int, MeasuredSide]:
-    length, best = min(1024, tokens), None
-    while True:
+def _halving(config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path | None) -> tuple[int, MeasuredSide]:
+    length = tokens
+    while length >= 64:
         try:
-            best = (length, _measure("tiled", config, setup, length, kind, snapshot))
+            return length, _measure("tiled", config, setup, length, kind, snapshot)
         except torch.OutOfMemoryError:
-            break
-        if length >= tokens:
-            break
-        length = min(2 * length, tokens)
-    if best is None:
-        raise UserError(f"not even {length:,} tokens fit this device; ask `seqtile plan` what would")
-    return best
+            length //= 2
+    raise UserError(f"not even {2 * length:,} tokens fit this device; ask `seqtile plan` what would")
 
 
 def _measure(name: str, config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path | None) -> MeasuredSide:
@@ -187,7 +182,7 @@ def _measure(name: str, config: Any, setup: Setup, tokens: int, kind: str, snaps
 def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: Prediction) -> MeasuredSide:
     with track(kind) as live:
         with live.phase(WEIGHTS):
-            built = build(config, setup, kind)
+            built = build(config, setup, kind)  # the weights are made and drawn there, never on the host
         run = tracked_step(built, setup, tokens, live)
     peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
     for phase, row in live.phases.items():
