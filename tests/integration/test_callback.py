@@ -242,6 +242,7 @@ def replace_forward(trainer: Trainer) -> torch.Tensor:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return type(self).forward(self, x) / 2
 
+    forward.__module__ = "liger_kernel.transformers.swiglu"
     mlp.forward = forward.__get__(mlp)
     return mlp.gate_proj.weight
 

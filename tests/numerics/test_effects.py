@@ -360,7 +360,11 @@ def own_loss(outputs: Any, labels: Tensor, **_: Any) -> Tensor:
     return outputs["logits"].float().logsumexp(-1).mean()
 
 
-@pytest.mark.parametrize("settings", [dict(label_smoothing_factor=0.1), dict(compute_loss_func=own_loss)], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [dict(label_smoothing_factor=0.1), dict(compute_loss_func=own_loss)],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
 def test_a_trainer_that_takes_the_labels_away(
     settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

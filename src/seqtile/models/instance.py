@@ -123,15 +123,15 @@ class Known:
         formula = self.proof.formula
         if isinstance(formula, str):
             return formula
-        tensors = self.snapshot.tensors
+        tensors = self.snapshot.tensors()
         same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
         if same and self._weights is not None and all(map(Tensor.numel, tensors)):
             return self._weights
         mlp = self.chain.weights(formula, dtype)
         self._weights = None
         if isinstance(mlp, FusedWeights) and not mlp.packed_numel:
-            held = set(map(id, tensors))
-            if all(id(weight) in held for weight in mlp.split[0]):  # no views of FSDP1's flat parameter
+            leaves = {id(tensor) for tensor in tensors if tensor.is_leaf}  # others would keep a graph alive
+            if all(id(weight) in leaves for weight in mlp.split[0]):  # no views of FSDP1's flat parameter
                 self._tensors, self._weights = tensors, mlp
         return mlp
 

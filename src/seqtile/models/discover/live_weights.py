@@ -141,7 +141,7 @@ def _packed(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | st
         return f"{name}: its 4-bit weight computes in {computes}, its input is {dtype}"
 
     def dense() -> Tensor:
-        return bitsandbytes.functional.dequantize_4bit(weight.data, state)  # type: ignore[no-any-return]
+        return bitsandbytes.functional.dequantize_4bit(weight.data, state)  # type: ignore[no-any-return,unused-ignore]
 
     return Projection(Packed(dense, (layer.out_features, layer.in_features)), bias)
 

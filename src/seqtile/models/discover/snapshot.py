@@ -39,9 +39,6 @@ class Snapshot:
     """The classes, forwards, settings, hooks and children of some modules, compared by identity.
 
     Tensors are compared by dtype and by whether they train, since engines put others in their places.
-
-    Attributes:
-        tensors: the parameters and buffers, as they were last seen.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -66,27 +63,26 @@ class Snapshot:
             self._tensors += [attributes[name].values for name in (PARAMETERS, BUFFERS)]
             self._sized += [attributes, attributes[PARAMETERS], *containers, *lists]
         self._sizes, self._objects = list(map(len, self._sized)), self._read()
-        self.tensors = self._tensors_now()
-        self._kinds = list(map(_KIND, self.tensors))
+        self._kinds = list(map(_KIND, self.tensors()))
 
     def _read(self) -> list[Any]:
         return [*chained(*map(_CLASS, self._parts), *starmap(call, self._attributes), *map(call, self._values))]
 
-    def _tensors_now(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """The parameters and buffers, as they are now."""
         return [tensor for tensor in chained(*map(call, self._tensors)) if tensor is not None]
 
     def holds(self) -> bool:
-        """Whether all of them are what they were; reads :attr:`tensors` again.
+        """Whether all of them are what they were.
 
         Cost:
             Four Python calls and some 10 µs for an MLP with its norm.
         """
         try:
-            self.tensors = self._tensors_now()
             return (
                 list(map(len, self._sized)) == self._sizes
                 and all(map(is_, self._read(), self._objects))
-                and list(map(_KIND, self.tensors)) == self._kinds
+                and list(map(_KIND, self.tensors())) == self._kinds
             )
         except (AttributeError, KeyError):  # something is gone
             return False
