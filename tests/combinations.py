@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import seqtile
-from numerics._errors import assert_as_exact_in_bf16
+from numerics._errors import FACTOR, assert_as_exact_in_bf16
 from seqtile.verification.judge import difference
 from zoo import assert_same_gradients, causal_lm, tokens
 
@@ -182,7 +183,11 @@ def run_in_bf16(pair: frozenset[str]) -> None:
         got = step(build(how, ours=True, dtype=torch.bfloat16), how, "autocast" in how.rest, lengths)
     finally:
         torch.compiler.reset()
-    assert_as_exact_in_bf16(got[1], expected[1], true[1])
+    factor = FACTOR
+    if "compiled" in how.rest and "tile" in how.apply:
+        # PyTorch's checkpoint per tile runs there, and adds weight gradients in bf16: 33 roundings of random sign.
+        factor *= math.sqrt(2 * lengths[0] / how.apply["tile"])
+    assert_as_exact_in_bf16(got[1], expected[1], true[1], factor=factor)
 
 
 def tables(words: dict[frozenset[str], str]) -> str:

@@ -102,9 +102,10 @@ def assert_as_good(ours: dict[str, Tensor], twin: dict[str, Tensor], truth: dict
 
 
 def assert_as_exact_in_bf16(
-    got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], truth: Mapping[str, Tensor | None]
-) -> None:
-    """``err(got) <= 2 err(expected) + 1e-5 scale`` for a whole model in bf16, in L2 norm; and in maximum.
+    got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], truth: Mapping[str, Tensor | None],
+    *, factor: float = FACTOR,
+) -> None:  # fmt: skip
+    """``err(got) <= factor * err(expected) + 1e-5 scale`` for a whole model in bf16, in L2 norm; and in maximum.
 
     The one element that is furthest off may be rounded the other way twice on its way, so that the maximum may be a
     rounding of the largest element more.
@@ -117,4 +118,5 @@ def assert_as_exact_in_bf16(
             continue
         for norm, rounding in ((torch.linalg.vector_norm, 0.0), (lambda t: t.abs().max(), 2**-8)):
             error, allowed = (norm(one.detach().to(true.dtype) - true) for one in (ours, own))
-            assert error <= 2 * allowed + (rounding + 1e-5) * norm(true), f"{name}: {error:.3g}, untiled {allowed:.3g}"
+            most = factor * allowed + (rounding + 1e-5) * norm(true)
+            assert error <= most, f"{name}: {error:.3g}, untiled {allowed:.3g}"

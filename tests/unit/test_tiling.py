@@ -6,8 +6,11 @@ from itertools import accumulate
 import pytest
 import torch
 
+import seqtile
+from seqtile.models.instance import installed_forwards
 from seqtile.models.norms_and_projections import ROWS_AUTO
 from seqtile.tiling import FUSED_WIDTHS, BlockShape, even_sizes, parse_keep, parse_tile, tile_ranges
+from zoo import causal_lm
 
 D, F = 4096, 14336
 LENGTHS = range(500, 200_000, 1_237)
@@ -69,6 +72,15 @@ def test_norms_and_projections_of_narrow_models_run_in_few_tiles() -> None:
         assert rule.tokens_per_tile(0, narrow) > 2 * 4 * 2048
         assert len(rule.tile_sizes(32_768, narrow)) <= 2
     assert replace(ROWS_AUTO, part="norm").tokens_per_tile(0, replace(narrow, device_type="cpu")) == 4 * 512
+
+
+def test_each_kind_of_module_has_its_own_floor() -> None:
+    model = causal_lm("llama")
+    seqtile.apply(model, blocks="mlp+norm+projections")
+    rules = {one.setting.name.rpartition(".")[2]: one.setting.rule for one in installed_forwards(model)}
+    assert rules["input_layernorm"] == replace(ROWS_AUTO, part="norm")
+    assert rules["o_proj"] == replace(ROWS_AUTO, part="projection")
+    assert rules["mlp"] == parse_tile("auto") and rules["mlp"].part == "block"
 
 
 def test_kept_bytes_never_exceed_the_budget() -> None:

@@ -112,7 +112,7 @@ class Cell:
         return f"{self.method} {self.hidden}x{self.intermediate} {self.tokens:,} tokens, {self.train}, {around}{kept}"
 
 
-class Run(Protocol):
+class RunJob(Protocol):
     """How a job is run: :func:`run_child` or :meth:`Worker.run`."""
 
     def __call__(self, job: str, arguments: dict[str, Any], *, timeout_s: float) -> dict[str, Any]: ...
@@ -131,7 +131,7 @@ def refuse_options(options: TilingOptions, names: Sequence[str]) -> None:
             raise UserError(f"{name}={getattr(options, name)!r} has no effect on what is measured here: leave it out")
 
 
-def run_cell(cell: Cell, *, timeout_s: float = 3600.0, run: Run | None = None) -> dict[str, Any]:
+def run_cell(cell: Cell, *, timeout_s: float = 3600.0, run: RunJob | None = None) -> dict[str, Any]:
     """Measure one cell in a process of its own, or as ``run`` runs it.
 
     Args:
@@ -146,7 +146,7 @@ def run_cell(cell: Cell, *, timeout_s: float = 3600.0, run: Run | None = None) -
 
 
 def run_pairs(
-    cell: Cell, methods: Sequence[str], pairs: int, *, timeout_s: float = 7200.0, run: Run | None = None
+    cell: Cell, methods: Sequence[str], pairs: int, *, timeout_s: float = 7200.0, run: RunJob | None = None
 ) -> list[dict[str, Any]]:
     """Measure ``methods`` against untiled in interleaved pairs, all in one process.
 
