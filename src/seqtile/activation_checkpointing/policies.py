@@ -66,13 +66,14 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
     module = find_checkpointed(model)
     kind = attention_kind(module)
     if policy == "attention-saved" and kind == "eager":
-        if attention_is_exchangeable(type(module)):
-            cure = "by plain products (attn_implementation='eager'); load it with attn_implementation='sdpa'"
-        else:
-            cure = "in code of its own, or has none; use checkpoint='full'"
+        if not attention_is_exchangeable(type(module)):
+            raise UserError(
+                "checkpoint='attention-saved' keeps the output of an attention kernel, but this model has no attention "
+                "or code of its own for it; use checkpoint='full'"
+            )
         raise UserError(
             "checkpoint='attention-saved' keeps the output of an attention kernel, but this model computes attention "
-            f"{cure}"
+            "by plain products (attn_implementation='eager'); load it with attn_implementation='sdpa'"
         )
 
 
