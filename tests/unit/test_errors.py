@@ -57,6 +57,7 @@ def test_whose_error_it_is() -> None:
         ({"use_liger_kernel": True}, "pip install liger-kernel"),
         ({"push_to_hub": True}, "trainer.push_to_hub needs"),
         ({"padding_free": True}, "give 'packing: true'"),
+        ({"fp16": True}, "changes nothing on a CPU"),
     ],
     ids=str,
 )
@@ -70,6 +71,18 @@ def test_a_setting_that_a_library_refuses(
     assert train(folder, trainer=trainer) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("seqtile: ") and words in last
+
+
+def test_adapters_are_no_model(folder: Path, capsys: Any) -> None:
+    (folder / "model" / "config.json").rename(folder / "model" / "adapter_config.json")
+    assert train(folder) == 2
+    assert "holds adapters alone" in capsys.readouterr().err
+
+
+def test_what_a_checkpoint_of_the_model_alone_lacks_is_said(folder: Path, capsys: Any) -> None:
+    assert train(folder, trainer={"save_only_model": True}, save_steps=1) == 0
+    assert main(["train", "--resume", "--output", str(folder / "out"), "--steps", "2"]) == 0
+    assert "optimiser and schedule start again" in capsys.readouterr().err
 
 
 def test_what_a_model_raises_in_its_first_step(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -68,13 +68,14 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
     chosen = [module for _, module in split_frozen(models)[0]]
     plain = next((module for module in chosen if attention_kind(module) == "eager"), None)
     if policy == "attention-saved" and plain is not None:
-        if attention_is_exchangeable(type(plain)):
-            cure = "by plain products (attn_implementation='eager'); load it with attn_implementation='sdpa'"
-        else:
-            cure = "in code of its own, or has none; use checkpoint='full'"
+        if not attention_is_exchangeable(type(plain)):
+            raise UserError(
+                "checkpoint='attention-saved' keeps the output of an attention kernel, but this model has no attention "
+                "or code of its own for it; use checkpoint='full'"
+            )
         raise UserError(
             "checkpoint='attention-saved' keeps the output of an attention kernel, but this model computes attention "
-            f"{cure}"
+            "by plain products (attn_implementation='eager'); load it with attn_implementation='sdpa'"
         )
 
 

@@ -76,6 +76,8 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
     values |= typed_values(recipe.trainer, typing.get_type_hints(SFTConfig))
     values |= _checkpointing(recipe, known)
     _check_offloading(recipe)
+    if values.get("fp16") and values["use_cpu"]:
+        raise UserError("trainer.fp16 changes nothing on a CPU, which has no loss scaling; drop it")
     try:
         with warnings.catch_warnings():
             # TRL itself sets the name that Transformers has deprecated.

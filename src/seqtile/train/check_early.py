@@ -83,6 +83,11 @@ def existing_model(model: str) -> str:
     """
     path = Path(model).expanduser()
     if path.is_dir():
+        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+            raise UserError(
+                f"model directory {model!r} holds adapters alone; merge them into their base model and give that, or "
+                "continue their run with --resume --output DIR"
+            )
         if not (path / "config.json").is_file():
             raise UserError(
                 f"model directory {model!r} has no config.json; give a directory written by save_pretrained"

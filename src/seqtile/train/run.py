@@ -206,6 +206,8 @@ def _attempt(
     trainer.run["retries"] = list(retries) if mark is None else mark.run.get("retries", [])
     if start is not None:
         logger.info("resuming from %s", start)
+        if recipe.trainer.get("save_only_model"):
+            logger.warning("it holds the model alone (trainer.save_only_model): optimiser and schedule start again")
         for note in check_same_run(trainer.run, start, recipe, trainer, tiling):
             logger.warning(note)
         trainer.all_done = _all_done(trainer, start, output)
