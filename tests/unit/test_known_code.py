@@ -382,3 +382,15 @@ def test_a_backward_outside_of_the_forwards_autocast(architecture: str) -> None:
     for name, grad in exact.items():
         error = (untiled[name] - grad).norm()
         assert (tiled[name] - grad).norm() <= 2 * error + 1e-5 * grad.norm(), name
+
+
+def test_weights_of_three_dimensions_do_not_make_experts() -> None:
+    """A class token and positions are as many dimensions; a call of experts names each token's routes and their weights."""
+    from transformers import ViTConfig, ViTModel
+
+    sizes = dict(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    report = seqtile.apply(ViTModel(ViTConfig(**sizes)), tile=5)
+    assert [block.kind for block in report.blocks] == ["mlp"]
+    assert [left.name for left in report.left] == ["embeddings"]

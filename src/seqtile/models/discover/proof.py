@@ -157,7 +157,9 @@ def _routed(chain: Chain) -> Proof:
         experts = experts.base_layer
     if custom := custom_code([experts]):
         raise Untraceable(f"{custom} is custom code, which no trace can follow through its experts")
-    if len(inspect.signature(type(experts).forward).parameters) < 4:  # Llama 4's get the rows of each expert instead
+    _, *names = inspect.signature(type(experts).forward).parameters
+    routes = names[0] == "hidden_states" and len(names) == 3 and "ind" in names[1] and "weight" in names[2]
+    if not routes:  # Llama 4's get the rows of each expert instead
         raise Untraceable("it is not called with hidden states and the experts and weights of each token")
     return Proof("", False, None, "experts run in the generic operator", BY_LIBRARY)
 
