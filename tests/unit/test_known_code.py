@@ -385,7 +385,7 @@ def test_a_backward_outside_of_the_forwards_autocast(architecture: str) -> None:
 
 
 def test_weights_of_three_dimensions_do_not_make_experts() -> None:
-    """A class token and positions are as many dimensions; a call of experts names each token's routes and their weights."""
+    """A class token and positions have three as well; a call of experts names each token's routes and weights."""
     from transformers import ViTConfig, ViTModel
 
     sizes = dict(

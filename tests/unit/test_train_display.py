@@ -173,7 +173,7 @@ def test_the_first_lines_say_what_is_done_and_the_last_what_was_tiled(
     assert shown.err.startswith("loading PyTorch and Transformers ...\nreading ")
     assert "%|" not in shown.err  # no bar of a library's
     assert "64 tokens per tile, fused; attention ran on " in shown.out
-    assert "; left untiled: no sequence reached a second tile (at most 64 tokens ran, tile 64)\n" in shown.out
+    assert "; left untiled: batches of up to 64 tokens fit one tile (tile=64)\n" in shown.out
     assert "data     12 rows, " in shown.out
 
 
@@ -181,7 +181,7 @@ def test_each_number_of_what_ran_stands_beside_what_it_counts() -> None:
     """The tokens are a batch's: "8 tiles of 4,096 tokens" would read as 4,096 tokens a tile."""
     assert str(Runs(4, 4, 8, 4096, "512")) == "batches of up to 4,096 tokens were cut into up to 8 tiles"
     assert str(Runs(4, 2, 8, 4096, "512")) == "2 of 4 blocks cut batches of up to 4,096 tokens into up to 8 tiles"
-    assert str(Runs(4, 0, 1, 0, "512")) == "left untiled: no sequence reached a second tile (tile 512)"
+    assert str(Runs(4, 0, 1, 0, "512")) == "left untiled: no tiled block ran (tile=512)"
 
 
 def test_a_record_in_words() -> None:

@@ -52,9 +52,9 @@ def command(
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("system", f"{platform.system()} {platform.machine()}, {cpu_cores()} CPU cores, {_host_memory()}"),
     ]
-    rows += [(name, package_version(name) or "missing: pip install seqtile") for name in CORE]
+    rows += [(name, package_version(name) or f"missing: pip install {name}") for name in CORE]
     for extra, names in EXTRAS.items():
-        rows += [(name, package_version(name) or f"not installed: pip install 'seqtile[{extra}]'") for name in names]
+        rows += [(name, package_version(name) or f"not installed, for {extra}: pip install {name}") for name in names]
     rows += [("device", device) for device in _devices()]
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold")

@@ -32,8 +32,8 @@ class Runs:
 
     def __str__(self) -> str:
         if not self.cut:
-            longest = f"at most {self.tokens:,} tokens ran, " if self.tokens else ""
-            return f"left untiled: no sequence reached a second tile ({longest}tile {self.rule})"
+            what = f"batches of up to {self.tokens:,} tokens fit one tile" if self.tokens else "no tiled block ran"
+            return f"left untiled: {what} (tile={self.rule})"
         # The tokens are those of a whole batch and not of a tile: each number stands beside what it counts.
         batches, tiles = f"batches of up to {self.tokens:,} tokens", f"into up to {self.tiles:,} tiles"
         if self.cut == self.blocks:
