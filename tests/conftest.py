@@ -144,7 +144,7 @@ def liger_on_cpu() -> Iterator[None]:
     pytest.importorskip("triton", reason="Triton is not installed")
     if not triton_interpreter.is_on():
         pytest.skip("Triton compiles for the accelerator here, so its kernels take no tensor of the CPU")
-    with triton_interpreter.liger_kernels():
+    with triton_interpreter.liger_kernels(), triton_interpreter.modeling_as_it_was():
         yield
 
 

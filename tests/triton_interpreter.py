@@ -53,3 +53,17 @@ def liger_kernels() -> Iterator[None]:
                     if hasattr(module, function):
                         patch.setattr(module, function, stand_in)
         yield
+
+
+@contextmanager
+def modeling_as_it_was() -> Iterator[None]:
+    """What Liger puts into transformers' modules inside is taken out again: every later model would have it."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
+    before = [(module, dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for module, content in before:
+            for name, value in list(vars(module).items()):
+                if str(getattr(value, "__module__", "")).startswith("liger_kernel.") and name in content:
+                    setattr(module, name, content[name])

@@ -1385,9 +1385,10 @@ def _check_exchangeable_attention() -> None:
 BOOKKEEPING = (
     "ds_", "pre_bwd_fn", "post_bwd_fn", "applied_pre_backward", "all_parameters", "_external_params",
     "_original_parameters", "to_empty", "_z3", "_fsdp", "_is_fsdp", "_state_dict", "_optim_state", "_hf_hook", "_is_hf",
-    "layer_idx",
+    "layer_idx", "kwargs",
 )  # fmt: skip
-"""How the attributes begin in which engines (DeepSpeed, FSDP, accelerate) and transformers note things on a module."""
+"""How the attributes begin in which engines (DeepSpeed, FSDP, accelerate), transformers and PEFT (``kwargs``, with the
+layer's name) note things on a module."""
 
 HOOKED_FORWARD = "_old_forward"
 """Where accelerate's hooks keep the forward that they were put around."""

@@ -105,7 +105,7 @@ def test_everyday_flags_reach_the_trainer(
 
     seen: list[Any] = []
 
-    class Seen(Exception):
+    class Seen(BaseException):
         pass
 
     def stop(trainer: Any, _: Any) -> None:

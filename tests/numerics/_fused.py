@@ -145,7 +145,7 @@ def fused_weights(block: nn.Module, dtype: torch.dtype | None = None) -> FusedWe
     widths = [found for part in block.modules() if (found := linear_widths(part)) is not None]
     weights = [p for p in block.parameters() if p.is_floating_point()]
     given = dtype or (weights[0].dtype if weights else torch.float32)
-    where = next((p.device for p in block.parameters()), torch.device("cpu"))
+    where = next((p.device for p in block.parameters() if not p.is_meta), torch.device("cpu"))
     casts = torch.get_autocast_dtype(where.type) if torch.is_autocast_enabled(where.type) else None
     chain = Chain((("block", block),))
     inputs = ((("b", "s", widths[0][0]), given),) * inputs_of(block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Sequence
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import pytest
@@ -452,7 +452,7 @@ def test_a_forward_put_on_the_adapters_that_calls_the_one_before() -> None:
     def keep_device_forward(self: Any, x: Tensor) -> Any:
         return self.forward_origin(x.to(self.weight.device) if self.weight.device != x.device else x)
 
-    keep_device_forward.__module__ = "swift.tuners.peft"
+    keep_device_forward = FunctionType(keep_device_forward.__code__, {"__name__": "swift.tuners.peft"})
 
     def made() -> PeftModel:
         model = adapted()

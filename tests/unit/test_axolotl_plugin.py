@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -149,7 +150,9 @@ def test_a_lora_kernel_that_cannot_be_traced_is_named(ours: Any, caplog: pytest.
         for module in model.modules():
             if isinstance(module, LlamaMLP):
                 # Fake tensors have no memory, as a kernel of Triton would find.
-                module.forward = lambda x, of=module: of.down_proj(of.up_proj(x)) * float(x.data_ptr() > 0)
+                kernel: Any = lambda x, of: of.down_proj(of.up_proj(x)) * float(x.data_ptr() > 0)  # noqa: E731
+                scope = {"__name__": "axolotl.kernels.lora", "float": float}
+                module.forward = FunctionType(kernel.__code__, scope, "apply_lora_mlp", (module,))
         return model
 
     for kernel in (False, True):

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import typer
 
 import seqtile
 from seqtile import UserError
@@ -234,7 +233,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
     def plan(request: Request, max_length: int | None) -> None:
         asked.append(request)
-        raise typer.Exit
+        raise SystemExit(0)
 
     monkeypatch.setattr(memory_plan, "plan", plan)
     return asked

@@ -192,7 +192,7 @@ def test_the_sample_is_what_the_trainer_trains(
     from seqtile.train.run import train
     from seqtile.train.trainer import Trainer
 
-    class Seen(Exception):
+    class Seen(BaseException):
         pass
 
     seen: list[dict[str, Any]] = []

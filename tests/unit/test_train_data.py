@@ -222,7 +222,7 @@ def test_the_summary_is_what_was_counted_by_hand(
 ) -> None:
     from seqtile.train.trainer import Trainer
 
-    class Seen(Exception):
+    class Seen(BaseException):
         pass
 
     seen: list[DataSummary] = []

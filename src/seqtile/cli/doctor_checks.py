@@ -26,7 +26,7 @@ CHECKS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Checked:
+class TechniqueCheck:
     """What came of one technique.
 
     Attributes:
@@ -43,7 +43,7 @@ class Checked:
         return self.problem or f"right: {self.effect}, gradients as exact as untiled"
 
 
-def checks(device: torch.device) -> Iterator[Checked]:
+def checks(device: torch.device) -> Iterator[TechniqueCheck]:
     """Run every technique on ``device``: in bf16, and in fp32 on a CPU."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def checks(device: torch.device) -> Iterator[Checked]:
                 yield _check(name, settings, copy.deepcopy(plain), ids, expected, truth)
             except Exception as error:  # noqa: BLE001 - whatever a machine lacks, the other checks still run
                 first_line = next(iter(str(error).strip().splitlines()), "")
-                yield Checked(name, f"failed: {type(error).__name__}: {first_line[:200]}")
+                yield TechniqueCheck(name, f"failed: {type(error).__name__}: {first_line[:200]}")
 
 
 def _tiny_llama() -> Any:
@@ -75,7 +75,7 @@ def _tiny_llama() -> Any:
 
 def _check(
     name: str, settings: dict[str, Any], model: Any, ids: Tensor, expected: dict[str, Tensor], truth: dict[str, Tensor]
-) -> Checked:
+) -> TechniqueCheck:
     report = seqtile.apply(model, **settings)
     if name == "compiled block":
         model.model.layers[0].mlp.compile()
@@ -87,14 +87,14 @@ def _check(
         "compiled block": "an MLP in tiles, compiled" if report.tiled == LAYERS else "",
     }[name]
     if not effect:
-        return Checked(name, f"wrong: it did nothing ({report})")
+        return TechniqueCheck(name, f"wrong: it did nothing ({report})")
     for weight, untiled in expected.items():
         compared = difference(weight, untiled, gradients.get(weight), truth[weight], untiled.dtype)
         own, off = compared.untiled_error, compared.tiled_error
         if compared.problem or own is None or off is None or off > 2 * own + 1e-5:
             wrong = compared.problem or f"is off by {off:.1e}, untiled by {own:.1e}"
-            return Checked(name, f"wrong: the gradient of {weight} {wrong}")
-    return Checked(name, "", effect)
+            return TechniqueCheck(name, f"wrong: the gradient of {weight} {wrong}")
+    return TechniqueCheck(name, "", effect)
 
 
 def _step(model: Any, ids: Tensor) -> tuple[dict[str, Tensor], int]:

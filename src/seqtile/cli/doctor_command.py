@@ -31,7 +31,7 @@ def command(
         help="Check an axolotl YAML: whether its seqtile: keys will be read; exit code 1 if not.",
     ),
 ) -> None:
-    """Show versions and devices, and run each technique once here; exit code 1 if one is wrong."""
+    """Show versions and devices, and run each technique once here."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

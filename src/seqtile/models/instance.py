@@ -200,8 +200,8 @@ class Installed(ForwardStandIn):
         """
         known = self._proofs.get(mode)
         if known is None or known.chain != chain or not known.snapshot.holds():
-            if len(self._proofs) > 8:
-                self._proofs.clear()
+            if len(self._proofs) > 8 or (known is not None and not known.snapshot.holds()):
+                self._proofs.clear()  # the other modes' weights may be gone too
             snapshot = Snapshot(chain.modules)
             known = self._proofs[mode] = Known(chain, prove(chain, mode, trusted=self.setting.trusted), snapshot)
         return known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -20,12 +21,21 @@ LIBRARIES = frozenset(
 
 
 def is_known(code: Any) -> bool:
-    """Whether a library wrote this class or function; Python's own functions count too."""
-    while isinstance(code, partial):
-        code = code.func
-    home = getattr(code, "__module__", None) or "builtins"
-    package = home.partition(".")[0]
-    return package in LIBRARIES or package.removeprefix("_") in sys.stdlib_module_names - {"__main__"}
+    """Whether a library or Python itself wrote this class or function."""
+    if isinstance(code, partial):
+        return all(is_known(part) for part in (code.func, *code.args, *code.keywords.values()) if callable(part))
+    if isinstance(code, MethodType) and isinstance(code.__self__, type):  # apply of an autograd.Function
+        return is_known(code.__self__) and is_known(code.__func__)
+    return _home(code).partition(".")[0].removeprefix("_") in LIBRARIES | _PYTHON
+
+
+_PYTHON = sys.stdlib_module_names - {"__main__"}
+
+
+def _home(code: Any) -> str:
+    """The module in which a class or function was written, whatever name ``functools.wraps`` gave it."""
+    scope = getattr(getattr(code, "__func__", code), "__globals__", None)
+    return str(scope.get("__name__") if scope is not None else getattr(code, "__module__", None) or "builtins")
 
 
 def is_known_module(module: nn.Module) -> bool:
@@ -41,12 +51,13 @@ def custom_code(modules: Iterable[nn.Module], functions: Iterable[Any] = (), cal
         functions: what runs besides.
         called: the module whose ``forward`` alone is called, so that its own hooks run outside of the tiles.
     """
-    codes = [code for module in modules for part in module.modules() for code in _code_of(part, part is not called)]
-    for code in (*codes, *functions):
-        if not is_known(code):
+    parts = [part for module in modules for part in module.modules()]
+    for code in (*(code for part in parts for code in _code_of(part, part is not called)), *functions):
+        outside = isinstance(code, MethodType) and isinstance(code.__self__, nn.Module) and code.__self__ not in parts
+        if outside or not is_known(code):
             code = code.func if isinstance(code, partial) else code
             name = getattr(code, "__qualname__", type(code).__name__)
-            return f"{'class' if isinstance(code, type) else 'function'} {code.__module__}.{name}"
+            return f"{'class' if isinstance(code, type) else 'function'} {_home(code)}.{name}"
     return ""
 
 
@@ -54,11 +65,11 @@ def _code_of(part: nn.Module, with_hooks: bool) -> Iterator[Any]:
     """The classes and functions that run when a module is called."""
     kind: Any = type(part)
     yield from kind.__mro__[:-1]
-    yield kind.forward  # which a library may have replaced on the class
-    attributes = attributes_without_stand_ins(part)
-    for name, value in attributes.items():
+    if hasattr(kind, "forward"):  # TorchScript's classes have none
+        yield kind.forward  # which a library may have replaced on the class
+    for name, value in attributes_without_stand_ins(part).items():
         if name != "extra_repr" and callable(value) and not isinstance(value, type):
             yield value if hasattr(value, "__module__") else type(value)
     if with_hooks:
         for name in HOOKS:
-            yield from attributes.get(name, {}).values()
+            yield from part.__dict__.get(name, {}).values()

@@ -61,7 +61,9 @@ def _forward_name(module: nn.Module) -> str:
     """Qualified name of the function that is the module's forward."""
     forward: Any = own_forward(module) or type(module).forward
     function = getattr(forward, "__func__", forward)
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    # Not its __module__, which functools.wraps gives to a function around it.
+    home = getattr(function, "__globals__", {}).get("__name__", "")
+    return f"{home}.{getattr(function, '__qualname__', '')}"
 
 
 def twin_of(module: nn.Module) -> nn.Module | None:

@@ -125,6 +125,8 @@ def prove(chain: Chain, mode: Mode, *, trusted: bool = False) -> Proof:
     if any(is_offloaded(part) for part in parts_of(modules)):
         why = "accelerate fetches its weights at each call and drops them (device_map), and every tile would be one"
         return Proof(why, False, None, why)
+    if any(isinstance(part, torch.jit.ScriptModule) for part in parts_of(modules)):
+        return Proof("not proven: TorchScript hides what it computes", False, None, "")
     if not trusted and (custom := custom_code(modules, chain.functions, chain.called)):
         return Proof.of_custom(custom)
     key = (chain.key, mode, tuple(map(setting, chain.functions)), description(modules))

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain as chained
-from itertools import starmap
+from itertools import repeat, starmap
 from operator import attrgetter, call, is_, itemgetter
 from types import MethodType
 from typing import Any
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from seqtile._compat import BOOKKEEPING, BUFFERS, HOOKS, MODULES, PARAMETERS, children_of
 from seqtile._stand_in import attributes_without_stand_ins
+from seqtile.counting.fake import PLAIN
 
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes of every module, in which PyTorch keeps parameters, children and hooks, and ``training``."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-_CLASS = attrgetter("__class__", "__class__.forward")
 _KIND = attrgetter("dtype", "requires_grad")
 
 
@@ -66,7 +66,9 @@ class Snapshot:
         self._kinds = list(map(_KIND, self.tensors()))
 
     def _read(self) -> list[Any]:
-        return [*chained(*map(_CLASS, self._parts), *starmap(call, self._attributes), *map(call, self._values))]
+        classes = list(map(type, self._parts))
+        forwards = map(getattr, classes, repeat("forward"), repeat(None))
+        return [*classes, *forwards, *chained(*starmap(call, self._attributes), *map(call, self._values))]
 
     def tensors(self) -> list[Tensor]:
         """The parameters and buffers, as they are now."""
@@ -89,7 +91,7 @@ class Snapshot:
 
 
 def description(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """The same for modules that one proof serves; it holds no module and no tensor."""
+    """The same for modules that one proof serves; it holds no module and no tensor of theirs."""
     parts = parts_of(modules)
     places = {id(part): place for place, part in enumerate(parts)}
     numbers: dict[int, int] = {}
@@ -98,7 +100,8 @@ def description(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
         if tensor is None:
             return None
         tied = numbers.setdefault(id(tensor), len(numbers))
-        return tied, type(tensor), getattr(tensor, "ds_shape", tensor.shape), tensor.dtype, tensor.requires_grad
+        kind = None if type(tensor) in PLAIN else type(tensor)  # a plan's fake tensors are as good as real ones
+        return tied, kind, getattr(tensor, "ds_shape", tensor.shape), tensor.dtype, tensor.requires_grad
 
     described = []
     for part in parts:
@@ -110,17 +113,18 @@ def description(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
             and (name == "training" or name not in INTERNAL and not name.startswith(BOOKKEEPING))
         }  # fmt: skip
         described.append((
-            type(part), type(part).forward,
+            type(part), getattr(type(part), "forward", None),
             tuple((name, kind_of(tensors[name])) for name in sorted(tensors)),
             tuple((name, places.get(id(child))) for name, child in children_of(part).items()),
             tuple((name, settings[name]) for name in sorted(settings)),
-            tuple(setting(hook) for name in HOOKS for hook in attributes[name].values()),
+            # By their code: a closure of DeepSpeed's holds the model.
+            tuple(getattr(hook, "__code__", type(hook)) for name in HOOKS for hook in attributes[name].values()),
         ))  # fmt: skip
     return tuple(described)
 
 
 def setting(value: Any, depth: int = 4) -> tuple[Any, ...]:
-    """A value that can be compared and holds no module; of an object the class and its plain attributes."""
+    """A value that can be compared and holds no module; of an object the class and its attributes."""
     if isinstance(value, MethodType):
         return value.__func__, value.__self__ if isinstance(value.__self__, type) else type(value.__self__)
     if isinstance(value, _PLAIN):
@@ -136,4 +140,4 @@ def setting(value: Any, depth: int = 4) -> tuple[Any, ...]:
     if isinstance(value, type) or inspect.isroutine(value):
         return (value,)
     attributes = getattr(value, "__dict__", {})
-    return type(value), *((name, entry) for name, entry in attributes.items() if isinstance(entry, _PLAIN))
+    return type(value), *((name, setting(entry, depth - 1)) for name, entry in attributes.items())

@@ -68,10 +68,6 @@ class Views:
     def __getitem__(self, module: nn.Module) -> nn.Module:
         return self._views[id(module)]
 
-    def alias(self, module: nn.Module, other: nn.Module) -> None:
-        """Give the copy of ``other`` for ``module`` too."""
-        self._views[id(module)] = self._views[id(other)]
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._weights.values()
 
