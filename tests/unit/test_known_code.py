@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -394,3 +399,93 @@ def test_weights_of_three_dimensions_do_not_make_experts() -> None:
     report = seqtile.apply(ViTModel(ViTConfig(**sizes)), tile=5)
     assert [block.kind for block in report.blocks] == ["mlp"]
     assert [left.name for left in report.left] == ["embeddings"]
+
+
+def _halved(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def halved(self: Any, x: Tensor) -> Tensor:
+        return forward(self, x) / 2
+
+    return halved
+
+
+class OwnFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+HIDDEN_CUSTOM: dict[str, Callable[[Any], object]] = {
+    "a forward with a library's name": lambda mlp: setattr(mlp, "forward", _halved(type(mlp).forward).__get__(mlp)),
+    "a function of autograd": lambda mlp: setattr(mlp, "act_fn", OwnFunction.apply),
+    "an argument of a partial": lambda mlp: setattr(mlp, "act_fn", functools.partial(checkpoint, lambda x: x * 2)),
+    "a method of a module elsewhere": lambda mlp: setattr(mlp, "act_fn", nn.GELU("tanh").forward),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_CUSTOM)
+def test_custom_code_is_known_under_a_librarys_name(name: str) -> None:
+    mlp = llama_mlp()
+    if "forward" not in name or "elsewhere" in name:
+        del mlp.act_fn
+    HIDDEN_CUSTOM[name](mlp)
+    assert proof.prove(chain_of(mlp), MODE).custom
+
+
+def test_a_wrapped_forward_of_a_class_is_custom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaMLP, "forward", _halved(LlamaMLP.forward))
+    assert proof.prove(chain_of(llama_mlp()), MODE).custom
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_scripted_activation_is_left() -> None:
+    mlp = llama_mlp()
+    mlp.act_fn = torch.jit.script(nn.SiLU())  # type: ignore[no-untyped-call]
+    model = nn.ModuleDict({"known": llama_mlp(), "mlp": mlp})
+    report = seqtile.apply(model, tile=3)
+    assert [left.name for left in report.left] == ["mlp"] and "TorchScript" in report.left[0].why
+
+
+def test_settings_inside_of_objects_tell_blocks_apart() -> None:
+    class Configured(Swiglu):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(text=SimpleNamespace(act=kind))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(F.gelu(self.gate(x), approximate=self.config.text.act) * self.up(x))
+
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([Configured("none"), Configured("tanh")]).double(), torch.randn(2, 7, D).double()
+    expected = [mlp(x) for mlp in model]
+    seqtile.apply(model, tile=3, trust="*")
+    for mlp, y in zip(model, expected, strict=True):
+        torch.testing.assert_close(mlp(x), y, rtol=1e-12, atol=1e-12)
+
+
+def test_proofs_keep_neither_models_nor_weights() -> None:
+    mlp = llama_mlp()
+    model = nn.ModuleDict({"mlp": mlp})
+    holder = [model]
+    handle = mlp.register_forward_hook(lambda *_: holder and None)  # a closure over the model
+    seqtile.apply(model, tile=3)
+    x = torch.randn(2, 7, D)
+    with torch.no_grad():
+        mlp.eval()(x)
+    mlp.train()(x).sum().backward()
+    old = weakref.ref(mlp.up_proj.weight)
+    mlp.up_proj.weight = nn.Parameter(torch.zeros(F_, D))
+    mlp(x).sum().backward()
+    gc.collect()
+    assert old() is None
+    handle.remove()
+    seqtile.undo(model)
+    alive = weakref.ref(mlp)
+    holder.clear()
+    del mlp, model, handle
+    gc.collect()
+    assert alive() is None

@@ -114,6 +114,9 @@ class Known:
         self._tensors: list[Tensor] = []
         self._weights: FusedWeights | None = None
 
+    def forget_weights(self) -> None:
+        self._tensors, self._weights = [], None
+
     def weights(self, dtype: torch.dtype) -> FusedWeights | str:
         """The live weights for the fused operator, or why it cannot run now.
 
@@ -128,7 +131,7 @@ class Known:
         if same and self._weights is not None and all(map(Tensor.numel, tensors)):
             return self._weights
         mlp = self.chain.weights(formula, dtype)
-        self._weights = None
+        self.forget_weights()
         if isinstance(mlp, FusedWeights) and not mlp.packed_numel:
             leaves = {id(tensor) for tensor in tensors if tensor.is_leaf}  # others would keep a graph alive
             if all(id(weight) in leaves for weight in mlp.split[0]):  # no views of FSDP1's flat parameter
@@ -157,9 +160,10 @@ class Installed(ForwardStandIn):
         super().__init__(module)
         self.setting = setting
         self._proofs: dict[Mode, Known] = {}
+        self._last: Known | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_proofs": {}, "_view": None}  # which are of this very module
+        return {**super().__getstate__(), "_proofs": {}, "_last": None, "_view": None}  # which are of this very module
 
     def remove(self) -> None:
         """Put every attribute back as it was."""
@@ -204,6 +208,10 @@ class Installed(ForwardStandIn):
                 self._proofs.clear()  # the other modes' weights may be gone too
             snapshot = Snapshot(chain.modules)
             known = self._proofs[mode] = Known(chain, prove(chain, mode, trusted=self.setting.trusted), snapshot)
+        if known is not self._last:
+            if self._last is not None:
+                self._last.forget_weights()  # which may be replaced before that mode runs again
+            self._last = known
         return known
 
     def run(
