@@ -449,6 +449,9 @@ def test_verify_takes_the_loss_off_and_puts_it_back() -> None:
 def test_under_accelerates_mixed_precision() -> None:
     """Accelerate puts autocast around the model's forward; the products run in bf16 tiled as untiled."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)  # a trainer in an earlier test has chosen its own precision
 
     def run(tiled: bool) -> tuple[nn.Module, Any, dict[str, Tensor | None]]:
         model = causal_lm("llama")
