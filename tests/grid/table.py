@@ -48,10 +48,11 @@ it comes later; FSDP1 and ZeRO-3 are refused then. Under ZeRO-3 the tiled decode
 modules; call `apply` on every rank. An engine that would gather weights inside a tile, such as FSDP around each linear
 layer, is refused with the name of the module to wrap.
 
-With LoRA under ZeRO-3, TRL's trainer makes activation checkpoints reentrant, because DeepSpeed before 0.19.4 takes frozen
-weights away during a recompute. From 0.19.4 on `seqtile train --engine zero3 --lora` makes them non-reentrant again. With an
-older one each block is computed once more than under the other engines, and its report says so. Layers that share keys and
-values (Gemma 3n, Gemma 4) lose a part of their gradient under reentrant checkpoints, tiled or not: there they are refused.
+With LoRA under ZeRO-3, TRL's trainer makes activation checkpoints reentrant, because DeepSpeed before 0.19.4 takes
+frozen weights away during a recompute. From 0.19.4 on `seqtile train --engine zero3 --lora` makes them non-reentrant
+again. With an older one each block is computed once more than under the other engines, and its report says so. Layers
+that share keys and values (Gemma 3n, Gemma 4) lose a part of their gradient under reentrant checkpoints, tiled or not:
+there they are refused.
 
 Under ZeRO-1 and 2 a batch that `tile="auto"` would leave untiled runs as one tile: ZeRO-2 sums the ranks' gradients in
 the order in which they arrive, which must be the same where one rank's batch is tiled and another's is not.
