@@ -97,6 +97,7 @@ def test_the_numbers_are_those_of_counting_by_hand() -> None:
     assert (untiled.flops, untiled.units, untiled.peak_bytes, untiled.loss) == count()
     with seqtile.applied(model, tile=16):
         assert (tiled.flops, tiled.units, tiled.peak_bytes, tiled.loss) == count()
+    assert tiled.step_units and untiled.step_units
     assert tiled.step_units - tiled.units == untiled.step_units - untiled.units > 0
 
 
@@ -383,7 +384,15 @@ def test_products_that_cannot_be_told_apart_are_not_guessed() -> None:
     assert result.notes == (
         "units per block are not given: a 32 x 88 weight elsewhere, over 100 tokens, multiplies the same sizes",
     )
-    assert result.tiled.step_units > result.untiled.step_units
+    assert result.tiled.flops > result.untiled.flops
+
+
+def test_a_tiled_loss_alone_is_compared() -> None:
+    model, batch = zoo.causal_lm("llama"), tokens()
+    seqtile.apply(model, blocks="none", loss="tiled")
+    result = verify(model, {**batch, "labels": batch["input_ids"]})
+    assert result.ok and result.untiled.units is result.tiled.step_units is None
+    assert "same gradients" in str(result) and "units" not in str(result)
 
 
 def test_a_result_is_one_line_and_plain_data() -> None:

@@ -88,12 +88,12 @@ class Measured:
 
     def run(self, sizes: BlockSizes) -> Run:
         """The numbers of this run, in the unit of the tiled blocks."""
-        unit = 2 * self.tokens * sizes.elements
+        unit = 2 * self.tokens * sizes.elements  # 0 where the model has no block, as with a tiled loss alone
         flops = self.products.flops
         return Run(
             loss=self.loss,
-            units=None if sizes.clash(self.tokens) else self.products.flops_where(sizes.match) / unit,
-            step_units=flops / unit,
+            units=self.products.flops_where(sizes.match) / unit if unit and not sizes.clash(self.tokens) else None,
+            step_units=flops / unit if unit else None,
             flops=flops,
             peak_bytes=self.live.peak,
             seconds=self.seconds,

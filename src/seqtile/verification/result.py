@@ -59,8 +59,8 @@ class Run:
         loss: its loss.
         units: matrix products per block (tiled, or left untiled with the same sizes) in units of
             ``2 * tokens * hidden * intermediate``: 9 for an untiled gated MLP. Without what adapters multiply; None
-            where another product of the model has the same sizes.
-        step_units: all matrix products of the step, attention kernels left out, in the same unit.
+            where another product of the model has the same sizes, or no block is there.
+        step_units: all matrix products of the step, attention kernels left out, in the same unit; None without a block.
         flops: FLOPs of all matrix products of the step.
         peak_bytes: the most bytes live at once above weights, batch and what else was there before.
         seconds: of this one run, counting included.
@@ -68,7 +68,7 @@ class Run:
 
     loss: float
     units: float | None
-    step_units: float
+    step_units: float | None
     flops: int
     peak_bytes: int
     seconds: float
