@@ -90,6 +90,30 @@ def _plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return TWINS["liger_kernel.transformers.rope.liger_rotary_pos_emb"](q, k, cos, sin)
 
 
+@pytest.mark.usefixtures("liger_on_cpu")
+def test_ligers_norms_of_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_kernel.transformers import rms_norm
+
+    model = causal_lm("qwen3", use_cache=False, attn_implementation="sdpa")
+    for layer in model.model.layers:
+        for name in ("q_norm", "k_norm"):
+            norm = rms_norm.LigerRMSNorm(8)
+            norm.weight.data.uniform_(0.5, 1.5)
+            setattr(layer.self_attn, name, norm)
+    expected = gradients(model, tokens(2, 13))[1]
+
+    class OnlyOnTheDevice:
+        @staticmethod
+        def apply(*_: Any) -> Tensor:
+            raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+
+    with monkeypatch.context() as while_proving:
+        while_proving.setattr(rms_norm, "LigerRMSNormFunction", OnlyOnTheDevice)
+        report = str(seqtile.apply(model, blocks="none", heads=1))
+    assert "head-wise attention in 2 of 2" in report
+    assert_same_gradients(gradients(model, tokens(2, 13))[1], expected)
+
+
 def test_an_unknown_kernel_is_named(kernel: dict[str, Any]) -> None:
     modeling_llama.apply_rotary_pos_emb.__qualname__ = "another_rotary"
     model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")

@@ -34,6 +34,7 @@ from seqtile.models.discover.candidates import LayerTraces, Left, is_per_row
 from seqtile.models.discover.decoder_layers import ATTENTION, kind_of, looks_like_attention
 from seqtile.models.discover.known_code import is_known
 from seqtile.models.discover.known_functions import with_twins
+from seqtile.models.discover.known_kernels import twin_of
 from seqtile.models.discover.layer_parts import norm_before
 from seqtile.models.discover.widths import linear_widths
 from seqtile.ops.attention.group_core import HeadGroup
@@ -333,7 +334,7 @@ def _bare(module: nn.Module) -> nn.Module:
     own.update({name: 0.0 for name, value in module.__dict__.items() if "drop" in name and isinstance(value, float)})
     own[PARAMETERS] = dict(parameters_of(module))
     own[MODULES] = {
-        name: nn.Identity() if isinstance(child, nn.Dropout) else child
+        name: nn.Identity() if isinstance(child, nn.Dropout) else twin_of(child) or child
         for name, child in children_of(module).items() if name not in (*_INPUTS, *_OUTPUTS)
     }  # fmt: skip
     bare.training = True
