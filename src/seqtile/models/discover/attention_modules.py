@@ -334,7 +334,7 @@ def _bare(module: nn.Module) -> nn.Module:
     own.update({name: 0.0 for name, value in module.__dict__.items() if "drop" in name and isinstance(value, float)})
     own[PARAMETERS] = dict(parameters_of(module))
     own[MODULES] = {
-        name: nn.Identity() if isinstance(child, nn.Dropout) else twin_of(child) or child
+        name: nn.Identity() if isinstance(child, nn.Dropout) else (child and twin_of(child)) or child
         for name, child in children_of(module).items() if name not in (*_INPUTS, *_OUTPUTS)
     }  # fmt: skip
     bare.training = True
