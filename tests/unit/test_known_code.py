@@ -136,6 +136,7 @@ def test_custom_code_is_left_alone_and_named_beside_a_librarys() -> None:
     assert left.name == "mlp" and left.unproven and vars(model["mlp"]) == before
     for words in ("Swiglu is custom code", "trust='mlp'", "seqtile.verify"):
         assert words in left.why
+    assert "custom code left untiled: mlp (Swiglu), see report.left" in str(report)
 
 
 def test_a_model_of_nothing_but_custom_code_is_refused_with_the_ways_out() -> None:

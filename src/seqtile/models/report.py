@@ -149,4 +149,8 @@ class Report(PrintsAsSentence):
             done += [f"and {others} more were left, see report.left"] if others else []
         if not self.blocks:
             return "; ".join([*done, *self.notes])
+        custom = [f"{one.name} ({one.class_name})" for one in self.left if one.custom]
+        if custom:
+            others = f" and {len(custom) - 1} more" if custom[1:] else ""
+            done.append(f"custom code left untiled: {custom[0]}{others}, see report.left")
         return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *self.notes])
