@@ -151,6 +151,6 @@ class Report(PrintsAsSentence):
             return "; ".join([*done, *self.notes])
         custom = [f"{one.name} ({one.class_name})" for one in self.left if one.custom]
         if custom:
-            others = f" and {len(custom) - 1} more" if custom[1:] else ""
-            done.append(f"custom code left untiled: {custom[0]}{others}, see report.left")
+            more = f" and {len(custom) - 1} more" if custom[1:] else ""
+            done.append(f"custom code left untiled: {custom[0]}{more}, see report.left")
         return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *self.notes])
