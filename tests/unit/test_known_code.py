@@ -398,7 +398,7 @@ def test_weights_of_three_dimensions_do_not_make_experts() -> None:
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
     )
     report = seqtile.apply(ViTModel(ViTConfig(**sizes)), tile=5)
-    assert [block.kind for block in report.blocks] == ["mlp"]
+    assert len(report.blocks) == 1 and report.blocks[0].kind in ("mlp", "pair")  # without a module of its own in 5.0
     assert [left.name for left in report.left] == ["embeddings"]
 
 
