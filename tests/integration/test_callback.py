@@ -242,7 +242,7 @@ def replace_forward(trainer: Trainer) -> torch.Tensor:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return type(self).forward(self, x) / 2
 
-    mlp.forward = FunctionType(forward.__code__, {"__name__": "liger_kernel.a_kernel", "type": type}).__get__(mlp)
+    mlp.forward = FunctionType(forward.__code__, {**globals(), "__name__": "liger_kernel.a_kernel"}).__get__(mlp)
     return mlp.gate_proj.weight
 
 
