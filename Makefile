@@ -91,7 +91,7 @@ coverage: $(VENV)/.ready  ## all but the slow tests of one process, and the line
 docs: $(VENV)/.ready  ## the documentation's site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict  # with --quiet, strict counts no warnings
 
-test-fast: $(VENV)/.ready  ## the quick tests, in less than three minutes on two cores
+test-fast: $(VENV)/.ready  ## the quick tests, in about four minutes on two cores
 	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m $(ONE_PROCESS) --quick $(PYTEST_ARGS)
 
 # Twice: what several functions share counts for the first of them that runs.
