@@ -208,7 +208,7 @@ def test_the_body_of_a_kernel_never_runs_as_python(kernels: pointwise.Compiled) 
     assert graphs() == 2
 
 
-@pytest.mark.parametrize("act", pointwise.KNOWN, ids=lambda act: act.name)
+@pytest.mark.parametrize("act", pointwise.ACTIVATIONS, ids=lambda act: act.name)
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_eager_backward_is_the_kernels(act: pointwise.Activation, gated: bool) -> None:
     gate, up, gradient = (random(200, 64, seed=seed, grad=False, dtype=torch.float64) for seed in range(3))

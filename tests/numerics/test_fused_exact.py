@@ -57,12 +57,12 @@ OTHERS = {"mish": F.mish, "tanh": torch.tanh, "quick gelu": lambda z: z * torch.
 def test_every_activation(kind: type[nn.Module], name: str) -> None:
     torch.manual_seed(0)
     model = kind(act={**ACTIVATIONS, **OTHERS}[name]).double()
-    assert (weights_of(model).activation in pointwise.KNOWN) == (name in ACTIVATIONS)
+    assert (weights_of(model).activation in pointwise.ACTIVATIONS) == (name in ACTIVATIONS)
     x = random(2, 5, HIDDEN, dtype=torch.float64)
     assert_fused_is_untiled(model, [x], random(2, 5, HIDDEN, dtype=torch.float64, seed=2, grad=False), TILE)
 
 
-@pytest.mark.parametrize("act", pointwise.KNOWN, ids=lambda act: act.name)
+@pytest.mark.parametrize("act", pointwise.ACTIVATIONS, ids=lambda act: act.name)
 def test_derivatives_of_the_kernels(act: pointwise.Activation) -> None:
     assert act.derivative is not None
     z = random(200, dtype=torch.float64) * 4

@@ -9,21 +9,18 @@ and ZeRO see one gradient each.
 
 from __future__ import annotations
 
+from .pointwise import ACTIVATIONS
 from .pointwise import Activation
 from typing import Any
 from .rng import Autocast
 from .tiling import BlockShape
 from collections.abc import Callable
-from torch.nn import functional as F
 from .tiling import FUSED_WIDTHS
 from .mlp import FusedWeights
-from .pointwise import GELU
-from .pointwise import GELU_TANH
 from ._compat import HOOKS
 from .linear import Projection
 from .pointwise import RELU
 from .pointwise import RELU2
-from .pointwise import SILU
 from torch import Tensor
 from .tiling import TileRule
 from weakref import WeakKeyDictionary
@@ -32,6 +29,7 @@ from .mlp import fused_mlp
 from torch import fx
 from torch import nn
 import operator
+from functools import partial
 import torch
 
 
@@ -205,16 +203,18 @@ class _Reader:
     def _activation(self, node: Any) -> tuple[Activation, Any]:
         """The activation that ends at ``node``, and what it is applied to."""
         node = self._take(node)
-        options = {key: value for key, value in node.kwargs.items() if key != "inplace"}
-        plain = node.op == "call_function" and len(node.args) == 1
-        if plain and not options and node.target in _ACTIVATIONS:
-            return _ACTIVATIONS[node.target], node.args[0]
-        if plain and node.target is F.gelu and options.get("approximate", "none") in ("none", "tanh"):
-            return GELU if options.get("approximate", "none") == "none" else GELU_TANH, node.args[0]
-        if plain and node.target is torch.square:
-            activation, inner = self._activation(node.args[0])
-            if activation is RELU:
-                return RELU2, inner
+        # Neither changes the function: gradients are computed from its input, and "none" is GELU's default.
+        keywords = {key: value for key, value in node.kwargs.items() if key != "inplace" and value != "none"}
+        if node.op == "call_function" and len(node.args) == 1:
+            for activation in ACTIVATIONS:
+                for _, spelling in activation.spellings:
+                    plain, fixed = (spelling.func, spelling.keywords) if isinstance(spelling, partial) else (spelling, {})
+                    if node.target is plain and keywords == fixed:
+                        return activation, node.args[0]
+            if node.target is torch.square and not keywords:
+                activation, inner = self._activation(node.args[0])
+                if activation is RELU:
+                    return RELU2, inner
         self._seen.discard(node)
         raise self._other(f"{node.format_node()} is no activation that the kernel knows")
 
@@ -240,5 +240,3 @@ class _Reader:
             return None
         self._seen |= {node, parts}
         return parts, 1 if index == 1 else 0
-
-_ACTIVATIONS = {F.silu: SILU, F.relu: RELU, torch.relu: RELU}

@@ -37,6 +37,7 @@ class Activation:
         write_gradient: ``out = grad * f'(z)``, where ``out`` may be ``z`` or ``grad``; without it autograd runs on the
             twin, in the same pieces.
         derivative: ``f'(z)`` in plain operations that fuse into one kernel; without it nothing is compiled.
+        spellings: how models write it, each with an operator that its trace then holds.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Activation:
     write: Callable[[Tensor, Tensor], object] | None = None
     write_gradient: Callable[[Tensor, Tensor, Tensor], object] | None = None
     derivative: Callable[[Tensor], Tensor] | None = None
+    spellings: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = ()
 
     def into(self, z: Tensor, out: Tensor) -> None:
         """``out = f(z)``; ``out`` may be ``z``."""
@@ -94,12 +96,25 @@ def _gelu_tanh_derivative(z: Tensor) -> Tensor:
     return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * scale * (1 + 3 * 0.044715 * z * z)
 
 
+def _gelu_tanh_by_power(z: Tensor) -> Tensor:
+    """As GPT-2 writes it."""
+    return 0.5 * z * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * torch.pow(z, 3.0))))
+
+
+def _gelu_tanh_by_products(z: Tensor) -> Tensor:
+    """As GPT-J writes it."""
+    return 0.5 * z * (1.0 + torch.tanh(z * 0.7978845608 * (1.0 + 0.044715 * z * z)))
+
+
+_tanh_of_torch = functools.partial(F.gelu, approximate="tanh")
+
 SILU = Activation(
     "silu",
     F.silu,
     lambda z, out: aten.silu.out(z, out=out),
     lambda grad, z, out: aten.silu_backward.grad_input(grad, z, grad_input=out),
     _silu_derivative,
+    spellings=(("silu", F.silu),),
 )
 GELU = Activation(
     "gelu",
@@ -107,13 +122,15 @@ GELU = Activation(
     lambda z, out: aten.gelu.out(z, out=out),
     lambda grad, z, out: aten.gelu_backward.grad_input(grad, z, grad_input=out),
     _gelu_derivative,
+    spellings=(("gelu", F.gelu),),
 )
 GELU_TANH = Activation(
     "gelu_tanh",
-    functools.partial(F.gelu, approximate="tanh"),
+    _tanh_of_torch,
     lambda z, out: aten.gelu.out(z, approximate="tanh", out=out),
     lambda grad, z, out: aten.gelu_backward.grad_input(grad, z, approximate="tanh", grad_input=out),
     _gelu_tanh_derivative,
+    spellings=(("gelu", _tanh_of_torch), ("tanh", _gelu_tanh_by_power), ("tanh", _gelu_tanh_by_products)),
 )
 RELU = Activation(
     "relu",
@@ -121,10 +138,21 @@ RELU = Activation(
     lambda z, out: torch.clamp_min(z, 0, out=out),
     lambda grad, z, out: aten.threshold_backward.grad_input(grad, z, 0, grad_input=out),
     lambda z: (z > 0).to(z.dtype),
+    spellings=(("relu", F.relu), ("relu", torch.relu)),
 )
-RELU2 = Activation("relu2", _relu2, _relu2_into, _relu2_gradient_into, lambda z: 2 * F.relu(z))
+RELU2 = Activation(
+    "relu2",
+    _relu2,
+    _relu2_into,
+    _relu2_gradient_into,
+    lambda z: 2 * F.relu(z),
+    spellings=(("relu", _relu2),),
+)
 
-KNOWN = (SILU, GELU, GELU_TANH, RELU, RELU2)
+ACTIVATIONS = (SILU, GELU, GELU_TANH, RELU, RELU2)
+"""Every activation that the fused operator knows; the recogniser and the hub kernel read their spellings.
+
+To add one, write its entry here. A block with another function runs fused too, by autograd on that function."""
 
 
 class Eager:

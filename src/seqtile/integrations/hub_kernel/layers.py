@@ -11,17 +11,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from seqtile._compat import HOOKS
 from seqtile.ops.linear import Projection
 from seqtile.ops.mlp import FusedWeights, fused_mlp
-from seqtile.ops.pointwise import GELU, GELU_TANH, RELU, RELU2, SILU, Activation
+from seqtile.ops.pointwise import ACTIVATIONS, RELU, RELU2, Activation
 from seqtile.ops.rng import Autocast
 from seqtile.tiling import FUSED_WIDTHS, BlockShape, TileRule
 
@@ -197,16 +197,18 @@ class _Reader:
     def _activation(self, node: Any) -> tuple[Activation, Any]:
         """The activation that ends at ``node``, and what it is applied to."""
         node = self._take(node)
-        options = {key: value for key, value in node.kwargs.items() if key != "inplace"}
-        plain = node.op == "call_function" and len(node.args) == 1
-        if plain and not options and node.target in _ACTIVATIONS:
-            return _ACTIVATIONS[node.target], node.args[0]
-        if plain and node.target is F.gelu and options.get("approximate", "none") in ("none", "tanh"):
-            return GELU if options.get("approximate", "none") == "none" else GELU_TANH, node.args[0]
-        if plain and node.target is torch.square:
-            activation, inner = self._activation(node.args[0])
-            if activation is RELU:
-                return RELU2, inner
+        # Neither changes the function: gradients are computed from its input, and "none" is GELU's default.
+        keywords = {key: value for key, value in node.kwargs.items() if key != "inplace" and value != "none"}
+        if node.op == "call_function" and len(node.args) == 1:
+            for activation in ACTIVATIONS:
+                for _, spelling in activation.spellings:
+                    plain, fixed = (spelling.func, spelling.keywords) if isinstance(spelling, partial) else (spelling, {})
+                    if node.target is plain and keywords == fixed:
+                        return activation, node.args[0]
+            if node.target is torch.square and not keywords:
+                activation, inner = self._activation(node.args[0])
+                if activation is RELU:
+                    return RELU2, inner
         self._seen.discard(node)
         raise self._other(f"{node.format_node()} is no activation that the kernel knows")
 
@@ -233,5 +235,3 @@ class _Reader:
         self._seen |= {node, parts}
         return parts, 1 if index == 1 else 0
 
-
-_ACTIVATIONS = {F.silu: SILU, F.relu: RELU, torch.relu: RELU}

@@ -6,7 +6,6 @@ weight's gradient, and what is drawn at random.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,7 @@ from seqtile.models.discover.trace import Graph, Tracer
 from seqtile.models.discover.widths import linear_widths
 from seqtile.ops.mlp import FusedWeights, plain_mlp
 from seqtile.ops.norm import WRITTEN, NormFormula
-from seqtile.ops.pointwise import GELU, GELU_TANH, RELU, RELU2, SILU, Activation
+from seqtile.ops.pointwise import ACTIVATIONS, Activation
 
 if TYPE_CHECKING:
     from seqtile.models.discover.chain import Chain, ViewOf
@@ -68,23 +67,6 @@ class Formula:
         activation = self.activation or Activation(self.function, parts[self.function])
         dropout = float(parts[self.dropout].p) if self.dropout else 0.0
         return FusedWeights(tuple(found[:-1]), found[-1], activation, self.gated, self.up_first, dropout=dropout)
-
-
-def _gelu_new(z: Tensor) -> Tensor:
-    return 0.5 * z * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * torch.pow(z, 3.0))))
-
-
-def _gelu_fast(z: Tensor) -> Tensor:
-    return 0.5 * z * (1.0 + torch.tanh(z * 0.7978845608 * (1.0 + 0.044715 * z * z)))
-
-
-_BY_OPERATOR: Mapping[str, tuple[tuple[Activation, Callable[[Tensor], Tensor]], ...]] = {
-    "silu": ((SILU, SILU.function),),
-    "gelu": ((GELU, GELU.function), (GELU_TANH, GELU_TANH.function)),
-    "relu": ((RELU, RELU.function), (RELU2, RELU2.function)),
-    "tanh": ((GELU_TANH, _gelu_new), (GELU_TANH, _gelu_fast)),  # as GPT-2 writes it
-}
-"""The activations that the operator knows, by an operator in the trace, and how a block may write them."""
 
 
 def formula_of(chain: Chain, graph: Graph, tracer: Tracer) -> Formula | str:
@@ -197,8 +179,13 @@ def _candidates(parts: Mapping[str, Any], hidden: int, graph: Graph) -> Iterator
         return
     drops = [name for name, part in parts.items() if type(part) is nn.Dropout and part.p > 0]
     functions = [name for name, part in parts.items() if callable(part) and name not in (*linears, *drops)]
-    known = [one for name, ones in _BY_OPERATOR.items() if name in graph.operators for one in ones]
-    choices = [(one, "", form) for one, form in known] + [(None, name, None) for name in functions]
+    choices: list[tuple[Activation | None, str, Callable[[Tensor], Tensor] | None]] = [
+        (activation, "", spelling)
+        for activation in ACTIVATIONS
+        for operator, spelling in activation.spellings
+        if operator in graph.operators
+    ]
+    choices += [(None, name, None) for name in functions]
     for activation, function, form in choices:
         for drop in ["", *drops]:
             for down, before, double in firsts:
