@@ -1,13 +1,10 @@
-"""Everything private of other libraries that seqtile reaches, and what it relies on there.
+"""Everything private of other libraries that seqtile reaches.
 
 The rest of the code takes private names from here and reads none itself (ruff's SLF001 and ``tests/unit/test_house.py``
-keep it so). Each has a contract: a check that the private thing exists and behaves as relied upon, the file that it was
-seen in, and what would make it superfluous. ``seqtile doctor --compat`` runs the contracts against the installed
-versions, and ``tests/unit/test_compat.py`` fails by the contract's name when something has moved.
+keep it so). ``tests/compat`` checks on the installed versions that each behaves as relied upon.
 
 What a hot path calls is bound here once, at import. torch is imported with the module, every other library inside the
-checks. A name that torch has moved raises at its first use, not at import, so that the rest still runs and the doctor
-can say what is missing.
+functions. A name that torch has moved raises at its first use, not at import, so that everything else still runs.
 """
 
 from __future__ import annotations
@@ -23,11 +20,8 @@ import pkgutil
 import platform
 import re
 import sys
-import tempfile
 import types
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
@@ -35,35 +29,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as _torch_checkpoint
 
-from seqtile._shallow import bare_instance
 from seqtile.devices import package_version
 
 SEEN = {
     "python": "3.11", "torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2",
-    "trl": "1.16.0", "deepspeed": "0.19.8", "axolotl": "", "ms-swift": "",
-    "unsloth": "", "unsloth_zoo": "",
+    "trl": "1.16.0", "deepspeed": "0.19.8",
 }  # fmt: skip
-"""The version of each library in which its private names were last read; "" where no version is pinned."""
+"""The version of each library in which its private names were last read."""
 
 TESTED = {
     "torch": ("2.13", "2.13"), "transformers": ("5.0", "5.23"), "accelerate": ("1.11", "1.15"),
     "peft": ("0.19", "0.21"), "trl": ("1.16", "1.16"), "deepspeed": ("0.18", "0.19"),
 }  # fmt: skip
 """The lowest and the highest version of each library that tests have run with; a release of the same minor counts."""
-
-_SOURCES = {
-    "python": "https://github.com/python/cpython/blob/{}/",
-    "torch": "https://github.com/pytorch/pytorch/blob/v{}/",
-    "transformers": "https://github.com/huggingface/transformers/blob/v{}/",
-    "accelerate": "https://github.com/huggingface/accelerate/blob/v{}/",
-    "peft": "https://github.com/huggingface/peft/blob/v{}/",
-    "trl": "https://github.com/huggingface/trl/blob/v{}/",
-    "deepspeed": "https://github.com/deepspeedai/DeepSpeed/blob/v{}/",
-    "axolotl": "https://github.com/axolotl-ai-cloud/axolotl/blob/main/",
-    "ms-swift": "https://github.com/modelscope/ms-swift/blob/main/",
-    "unsloth": "https://github.com/unslothai/unsloth/blob/main/",
-    "unsloth_zoo": "https://github.com/unslothai/unsloth-zoo/blob/main/",
-}
 
 
 class MovedError(RuntimeError):
@@ -107,120 +85,18 @@ def installed(library: str) -> str | None:
 @functools.cache
 def untested() -> str:
     """What is installed in a version that no test has run with, in one sentence; "" where there is nothing."""
-    found = []
+    outside = []
     for library, (lowest, highest) in TESTED.items():
         version = installed(library)
         if version is not None and not _minor(lowest) <= _minor(version) <= _minor(highest):
-            found.append(f"{library} {version} (tested: {lowest} to {highest})")
-    if not found:
+            outside.append(f"{library} {version} (tested: {lowest} to {highest})")
+    if not outside:
         return ""
-    return f"not tested with {', '.join(found)}; `seqtile doctor --compat` checks what seqtile relies on there"
+    return f"not tested with {', '.join(outside)}; `seqtile doctor --compat` runs each feature small"
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-
-
-# ---- contracts ----
-
-
-@dataclass(frozen=True)
-class Contract:
-    """What seqtile relies on in one private name.
-
-    Attributes:
-        name: dotted name; its first part is the library.
-        library: whose it is.
-        file: where it is defined, in the library's repository.
-        remove_when: what would make it superfluous.
-        check: raises if it is gone, or is not what it was.
-    """
-
-    name: str
-    library: str
-    file: str
-    remove_when: str
-    check: Callable[[], None]
-
-    @property
-    def seen(self) -> str:
-        """The version that it was last read in."""
-        return SEEN[self.library]
-
-    @property
-    def source(self) -> str:
-        """Link to the file, as it was then."""
-        return _SOURCES[self.library].format(self.seen) + self.file
-
-
-CONTRACTS: list[Contract] = []
-
-
-def _contract(name: str, file: str, remove_when: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    library = {"swift": "ms-swift", "functools": "python", "abc": "python", "atexit": "python"}.get(
-        name.partition(".")[0], name.partition(".")[0]
-    )
-
-    def add(check: Callable[[], None]) -> Callable[[], None]:
-        CONTRACTS.append(Contract(name, library, file, remove_when, check))
-        return check
-
-    return add
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a contract's check said: ``"ok"``, ``"moved"`` or ``"not installed"``, and why it moved."""
-
-    status: str
-    why: str = ""
-
-
-def examine(contract: Contract) -> Finding:
-    """Check one contract against the installed version.
-
-    Cost:
-        Imports the library; milliseconds after that.
-    """
-    if installed(contract.library) is None:
-        return Finding("not installed")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            contract.check()
-    except Exception as error:  # noqa: BLE001 - however another version fails, this is what the check is for
-        return Finding("moved", f"{type(error).__name__}: {error}")
-    return Finding("ok")
-
-
-def _expect(holds: Any, what: str) -> None:
-    if not holds:
-        raise MovedError(f"expected {what}")
-
-
-def _names_in(function: Any) -> set[str]:
-    """The names that a function's code uses, those of functions inside it among them."""
-    codes = [inspect.unwrap(function).__code__]
-    found: set[str] = set()
-    while codes:
-        code = codes.pop()
-        found.update(code.co_names, code.co_varnames, code.co_freevars)
-        found.update(one for one in code.co_consts if isinstance(one, str))
-        codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    return found
-
-
-def _source_of(module: str) -> str:
-    """The text of a module, without running it or its package."""
-    package, *parts = module.split(".")
-    return _folder_of(package).joinpath(*parts).with_suffix(".py").read_text(encoding="utf-8")
-
-
-def _folder_of(package: str) -> Path:
-    spec = importlib.util.find_spec(package)
-    _expect(spec is not None and spec.submodule_search_locations, f"a package {package}")
-    assert spec is not None and spec.submodule_search_locations is not None
-    return Path(list(spec.submodule_search_locations)[0])
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 # ---- Python ----
@@ -236,11 +112,6 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-@_contract("atexit._run_exitfuncs", "Modules/atexitmodule.c", "a process that ends at once can run them otherwise")
-def _check_exit_functions() -> None:
-    _expect(callable(pkgutil.resolve_name("atexit._run_exitfuncs")), "a function")
 
 
 # ---- torch: modules ----
@@ -282,80 +153,6 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def forward_pre_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """The hooks that run before the forward, by their handles' numbers, as the module keeps them."""
     return module._forward_pre_hooks
-
-
-def _view_with(module: nn.Module, where: str, name: str, value: Any) -> Any:
-    view: Any = bare_instance(module)
-    view.__dict__.update(module.__dict__)
-    view.__dict__[where] = {**view.__dict__[where], name: value}
-    return view
-
-
-@_contract("torch.nn.Module._modules", "torch/nn/modules/module.py", "children can be replaced in a shallow copy")
-def _check_modules() -> None:
-    module, other = nn.Sequential(nn.Linear(2, 2)), nn.Identity()
-    _expect(list(children_of(module).items()) == list(module.named_children()), "the children by name")
-    view = _view_with(module, MODULES, "0", other)
-    _expect(view[0] is other and module[0] is not other, "a shallow copy with another child")
-
-
-@_contract("torch.nn.Module._parameters", "torch/nn/modules/module.py", "parameters can be replaced in a shallow copy")
-def _check_parameters() -> None:
-    module, other = nn.Linear(2, 2), torch.ones(2, 2)
-    _expect(parameters_of(module)["weight"] is module.weight, "the parameters by name")
-    _expect(_view_with(module, PARAMETERS, "weight", other).weight is other, "a shallow copy with another weight")
-
-
-@_contract("torch.nn.Module._buffers", "torch/nn/modules/module.py", "buffers can be replaced in a shallow copy")
-def _check_buffers() -> None:
-    module, other = nn.BatchNorm1d(2), torch.ones(2)
-    _expect(buffers_of(module)["running_mean"] is module.running_mean, "the buffers by name")
-    _expect(_view_with(module, BUFFERS, "running_mean", other).running_mean is other, "a copy with another buffer")
-
-
-@_contract(
-    "torch.nn.Module._forward_hooks", "torch/nn/modules/module.py", "a module says in public whether it has hooks"
-)
-def _check_hooks() -> None:
-    module = nn.Identity()
-    registers: tuple[Callable[..., Any], ...] = (
-        module.register_forward_hook,
-        module.register_forward_pre_hook,
-        module.register_full_backward_hook,
-        module.register_full_backward_pre_hook,
-    )
-    for register, name in zip(registers, HOOKS, strict=True):
-        _expect(len(getattr(module, name)) == 0, f"no {name}")
-        handle = register(_no_hook)
-        _expect(list(getattr(module, name).values()) == [_no_hook], f"the hook in {name}")
-        handle.remove()
-    handle = module.register_forward_pre_hook(_no_hook)
-    _expect(list(forward_pre_hooks_of(module).values()) == [_no_hook], "the hook by its number")
-    handle.remove()
-
-
-def _no_hook(*_: Any) -> None:
-    return None
-
-
-@_contract("torch.nn.Module._call_impl", "torch/nn/modules/module.py", "a forward is told whose it is")
-def _check_call_code() -> None:
-    class Asks(nn.Module):
-        def forward(self) -> Any:
-            frame = sys._getframe(1)
-            return frame.f_code is CALL_CODE and frame.f_locals.get("self") is self
-
-    _expect(Asks()(), "the module in the frame that calls its forward")
-
-
-@_contract(
-    "torch.nn.Module._replicate_for_data_parallel",
-    "torch/nn/parallel/replicate.py",
-    "nn.DataParallel is gone (https://github.com/pytorch/pytorch/issues/65936)",
-)
-def _check_replicate() -> None:
-    _expect(callable(getattr(nn.Module, REPLICATE)), "a method")
-    _expect(REPLICATE in _names_in(_find("torch.nn.parallel.replicate.replicate")), "nn.DataParallel to call it")
 
 
 # ---- torch: tensors ----
@@ -437,143 +234,8 @@ def is_flat_parameter(tensor: Tensor | None) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a ``DTensor``; any other tensor as it is. No gradient flows through it."""
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
-
-
-@_contract("torch.Tensor._version", "torch/csrc/autograd/python_variable.cpp", "a public version counter")
-def _check_version() -> None:
-    tensor = torch.zeros(2)
-    before = version_of(tensor)
-    tensor[:1].add_(1)
-    _expect(version_of(tensor) == before + 1, "one more after a write through a view")
-    _expect(tensor._version == version_of(tensor), "the same as the attribute")
-
-
-@_contract("torch.Tensor._is_view", "torch/csrc/autograd/python_variable.cpp", "a public question whether it is a view")
-def _check_is_view() -> None:
-    tensor = torch.zeros(2, requires_grad=True)
-    _expect(is_view(tensor[:1]) and not is_view(tensor) and not is_view(tensor + 1), "a view to be told from a result")
-
-
-@_contract("torch.Tensor._base", "torch/csrc/autograd/python_variable.cpp", "FSDP1 is gone")
-def _check_base() -> None:
-    tensor = torch.zeros(2)
-    _expect(base_of(tensor) is None and base_of(tensor[:1]) is tensor, "what a view is a view of")
-
-
-@_contract("torch.UntypedStorage._cdata", "torch/csrc/StorageMethods.cpp", "a public identity of storages")
-def _check_storage_key() -> None:
-    tensor, other = torch.zeros(2), torch.zeros(2)
-    _expect(
-        storage_key(tensor.untyped_storage()) == storage_key(tensor[1:].untyped_storage())
-        and storage_key(tensor.untyped_storage()) != storage_key(other.untyped_storage()),
-        "one number for all tensors on one storage",
-    )
-
-
-@_contract("torch.Tensor._make_wrapper_subclass", "torch/csrc/autograd/python_variable.cpp", "it is public")
-def _check_wrapper_subclass() -> None:
-    class Wrapper(Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
-            return None
-
-    made = make_wrapper_subclass(Wrapper, (3, 2), dtype=torch.float16, device=torch.device("cpu"))
-    _expect(type(made) is Wrapper and made.shape == (3, 2) and made.dtype == torch.float16, "a tensor of the subclass")
-
-
-@_contract(
-    "torch.autograd.graph._engine_run_backward", "torch/autograd/graph.py", "torch.autograd.grad leaves modes on"
-)
-def _check_run_backward() -> None:
-    x = torch.ones(2, requires_grad=True)
-    (gradient,) = run_backward((x * 3,), (torch.ones(2),), False, False, (x,), True, accumulate_grad=False)
-    _expect(gradient.tolist() == [3.0, 3.0] and x.grad is None, "the gradient of the inputs alone")
-
-
-@_contract(
-    "torch._C._storage_Use_Count", "torch/csrc/Module.cpp", "autograd adds gradients in place under a dispatch mode too"
-)
-def _check_gradient_sums() -> None:
-    seen: list[bool] = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
-                seen.append(sums_gradients_in_place(args[0]))
-            return func(*args, **(kwargs or {}))
-
-    class Plus(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad.exp() + grad
-
-    with Mode():  # type: ignore[no-untyped-call]
-        x = torch.ones(2, requires_grad=True) * 1
-        (x.exp() + x.sin()).exp().sum().backward()
-        _expect(seen == [True], f"a sum of two new gradients to be seen, got {seen}")
-        x, y = (torch.ones(2, requires_grad=True) * 1 for _ in range(2))
-        low = x.sin() * y.sin()
-        ((x + y).exp() + low).exp().sum().backward()  # x and y begin with the same gradient
-        Plus.apply(torch.ones(2, requires_grad=True)).exp().sum().backward()  # type: ignore[no-untyped-call]
-    _expect(seen == [True, False, True, False], f"what others hold and formulas to be told from it, got {seen}")
-
-
-@_contract("torch.Tensor._post_accumulate_grad_hooks", "torch/_tensor.py", "a public list of a tensor's hooks")
-def _check_post_accumulate_hooks() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    _expect(not has_gradient_step(weight), "none on a new parameter")
-    weight.register_post_accumulate_grad_hook(_no_hook)
-    _expect(has_gradient_step(weight), "the hook that was registered")
-
-
-@_contract("torch.nn.Parameter._is_param", "torch/nn/parameter.py", "a public way to say that a tensor is a parameter")
-def _check_call_parameter() -> None:
-    alias = torch.zeros(2)
-    call_parameter(alias)
-    _expect(isinstance(alias, nn.Parameter), "a tensor that is called a parameter is one")
-
-
-@_contract("torch._C._functorch.maybe_current_level", "torch/csrc/functorch/init.cpp", "a public way to ask")
-def _check_in_transform() -> None:
-    _expect(transform_level() is None, "none outside")
-    _expect(
-        torch.func.vmap(lambda x: x + (transform_level() is not None))(torch.zeros(2)).sum() == 2, "one inside of vmap"
-    )
-
-
-@_contract("torch.autograd.forward_ad._current_level", "torch/autograd/forward_ad.py", "a public way to ask")
-def _check_forward_mode() -> None:
-    _expect(not in_forward_mode(), "no level outside")
-    with torch.autograd.forward_ad.dual_level():
-        _expect(in_forward_mode(), "a level inside")
-
-
-@_contract(
-    "torch.distributed.fsdp.FlatParameter._is_flat_param", "torch/distributed/fsdp/_flat_param.py", "FSDP1 is gone"
-)
-def _check_flat_parameter() -> None:
-    if not torch.distributed.is_available():
-        return  # a build without FSDP
-    flat = pkgutil.resolve_name("torch.distributed.fsdp._flat_param.FlatParameter")(torch.zeros(4))
-    view = flat[:2]
-    _expect(is_flat_parameter(flat) and is_flat_parameter(base_of(view)), "the mark on a flat parameter")
-    _expect(not is_flat_parameter(nn.Parameter(torch.zeros(4))), "no mark on another")
-
-
-@_contract(
-    "torch.distributed.tensor.DTensor._local_tensor", "torch/distributed/tensor/_api.py", "to_local() leaves no trace"
-)
-def _check_local_tensor() -> None:
-    if not torch.distributed.is_available():
-        return  # a build without DTensor
-    kind = pkgutil.resolve_name("torch.distributed.tensor.DTensor")
-    _expect("_local_tensor" in _names_in(kind.to_local), "to_local() to read it")
+    shard: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard
 
 
 # ---- torch: files ----
@@ -594,15 +256,6 @@ def pickle_of(file: BinaryIO) -> bytes | None:
         return None
     content: bytes = archive.get_record("data.pkl")
     return content
-
-
-@_contract("torch._C.PyTorchFileReader", "torch/csrc/jit/python/init.cpp", "torch says what a file would call")
-def _check_archive() -> None:
-    _expect("PyTorchFileReader" in _names_in(_find("torch.serialization._open_zipfile_reader.__init__")), "its use")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save({}, path := Path(folder) / "one.pt")
-        with path.open("rb") as file:
-            _expect(pickle_of(file), "the pickle in an archive")
 
 
 PICKLED_NAMES: dict[str, set[str]] = {
@@ -637,13 +290,6 @@ PICKLED_NAMES: dict[str, set[str]] = {
     "torch.storage": {"TypedStorage", "UntypedStorage"},
 }
 """What the files of Transformers, Accelerate, DeepSpeed and PyTorch's distributed checkpoints ask for, by module."""
-
-
-@_contract("torch._utils._rebuild_tensor_v2", "torch/_utils.py", "torch.load(weights_only=True) takes these files")
-def _check_pickled_names() -> None:
-    for module, names in PICKLED_NAMES.items():
-        for name in names if module.partition(".")[0] == "torch" else ():
-            _expect(not isinstance(_find(f"{module}:{name}"), _Moved), f"{module}.{name}, which checkpoints ask for")
 
 
 PICKLED_KINDS = {"numpy.dtypes": r"\w+DType", "torch": r"\w+Storage|bool|u?int\d+|b?float\d+\w*|complex\d+"}
@@ -753,225 +399,6 @@ def active_fake_mode() -> Any:
     return _dispatch_mode(_FAKE)
 
 
-@_contract("torch._ops.OpOverload._schema", "torch/_ops.py", "operators have a public schema")
-def _check_operators() -> None:
-    add = torch.ops.aten.add_.Tensor
-    _expect(
-        isinstance(add, OpOverload) and isinstance(torch.ops.aten.add_, OpOverloadPacket), "operators of these types"
-    )
-    schema = schema_of(add)
-    _expect(schema.name == "aten::add_" and schema.is_mutable, "name, and that it writes")
-    first = schema.arguments[0]
-    _expect(first.name == "self" and first.alias_info.is_write, "the argument that it writes into")
-    _expect(schema.arguments[2].has_default_value() and schema.arguments[2].default_value == 1, "default values")
-
-
-@_contract("torch.utils._python_dispatch.TorchDispatchMode", "torch/utils/_python_dispatch.py", "it is public")
-def _check_dispatch_mode() -> None:
-    one = torch.ones(1)
-
-    def run() -> None:
-        one.add(one)
-        with disable_current_modes():
-            one.mul(one)
-
-    _expect(_operators_of(run) == [torch.ops.aten.add.Tensor], "each operator, except where modes are off")
-
-
-def _operators_of(run: Callable[[], Any]) -> list[Any]:
-    """The operators that reach a dispatch mode around ``run``."""
-    seen: list[Any] = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():  # type: ignore[no-untyped-call]
-        run()
-    return seen
-
-
-@_contract("torch.utils._python_dispatch._disable_current_modes", "torch/utils/_python_dispatch.py", "it is public")
-def _check_disable_modes() -> None:
-    with FakeTensorMode(), disable_current_modes():
-        _expect(type(torch.ones(1)) is Tensor, "a real tensor inside a fake mode")
-
-
-@_contract(
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type", "torch/utils/_python_dispatch.py", "it is public"
-)
-def _check_wrapper_subclass_type() -> None:
-    class Wrapper(Tensor):
-        def __tensor_flatten__(self) -> Any:
-            return [], None
-
-        @staticmethod
-        def __tensor_unflatten__(*_: Any) -> Any:
-            return None
-
-    _expect(is_wrapper_subclass(Wrapper) and not is_wrapper_subclass(Tensor), "a wrapper to be told from a tensor")
-
-
-@_contract(
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "torch/utils/_python_dispatch.py",
-    "the stack of modes is public",
-)  # fmt: skip
-def _check_dispatch_mode_stack() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    with TorchDispatchMode() as mode:
-        _expect(dispatch_modes()[-1] is mode, "the mode that was entered last")
-
-
-@_contract("torch._C._disabled_torch_function_impl", "torch/csrc/utils/disable_torch_function.cpp", "it is public")
-def _check_disabled_torch_function() -> None:
-    class Plain(Tensor):
-        __torch_function__ = disabled_torch_function
-
-    _expect(type(torch.ones(1).as_subclass(Plain) + 1) is Tensor, "operators to return a plain tensor")
-
-
-@_contract("torch._C.DisableTorchFunctionSubclass", "torch/csrc/utils/disable_torch_function.cpp", "it is public")
-def _check_disable_subclass() -> None:
-    class Refuses(Tensor):
-        @classmethod
-        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-            raise MovedError("expected __torch_function__ not to be called")
-
-    held = torch.ones(1).as_subclass(Refuses)
-    with disable_torch_function_subclass():
-        held + 1
-
-
-@_contract("torch._C._get_dispatch_mode", "torch/csrc/autograd/init.cpp", "the active fake mode can be asked in public")
-def _check_active_fake_mode() -> None:
-    before = active_fake_mode()
-    with FakeTensorMode() as mode:
-        _expect(active_fake_mode() is mode, "the mode that was entered")
-    _expect(active_fake_mode() is before, "the one before it afterwards")
-
-
-@_contract("torch._C._dispatch_has_kernel_for_dispatch_key", "torch/csrc/utils/python_dispatch.cpp", "it is public")
-def _check_has_kernel() -> None:
-    composite, cpu = DispatchKey.CompositeImplicitAutograd, DispatchKey.CPU
-    _expect(has_kernel("aten::matmul", composite) and not has_kernel("aten::matmul", cpu), "matmul to be composite")
-    _expect(has_kernel("aten::mm", cpu) and not has_kernel("aten::mm", composite), "mm to have a kernel")
-
-
-@_contract(
-    "torch._subclasses.fake_tensor.FakeTensorMode", "torch/_subclasses/fake_tensor.py", "fake tensors are public"
-)
-def _check_fake_tensors() -> None:
-    with FakeTensorMode():
-        fake = torch.ones(3, 2) @ torch.ones(2, 4)
-        _expect(isinstance(fake, FakeTensor) and fake.shape == (3, 4) and fake.device.type == "cpu", "a fake result")
-        try:
-            bool(fake.sum() > 0)
-        except DataDependentOutputException as error:
-            _expect(error.func is READ_NUMBER, f"the operator {READ_NUMBER_NAME} to be named")
-        else:
-            raise MovedError("expected DataDependentOutputException where a number is read")
-
-
-@_contract(
-    "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
-    "torch/_subclasses/fake_tensor.py",
-    "fake tensors are public",
-)
-def _check_shapes_only() -> None:
-    with FakeTensorMode() as mode:
-        fake = torch.ones(3, 2)
-        with shapes_only(mode):
-            _expect(fake.device.type == "meta", "a fake tensor to be one of the meta device inside")
-        _expect(fake.device.type == "cpu", "its own device outside")
-
-
-@_contract("torch.Tensor._make_subclass", "torch/_subclasses/fake_tensor.py", "fake tensors are made in less time")
-def _check_fake_on() -> None:
-    with FakeTensorMode() as mode, shapes_only(mode):
-        like, meta = (torch.empty(size, device="meta") for size in ((1,), (3, 2)))
-        like, made = FakeTensor(mode, like, torch.device("cpu")), FakeTensor(mode, meta, torch.device("cpu"))
-        quick = fake_on(meta, like)
-    _expect(type(quick) is type(made) and vars(quick) == vars(made), "the attributes of a fake tensor")
-    with mode:
-        _expect((quick + 1).shape == (3, 2) and quick.device.type == "cpu", "a fake tensor that operators take")
-
-
-@_contract("torch._C._DisableTorchDispatch", "torch/csrc/autograd/init.cpp", "modes can be left in public")
-def _check_without_dispatch() -> None:
-    with FakeTensorMode(), without_dispatch():
-        _expect(type(torch.empty(2, device="meta")) is Tensor, "a tensor that no mode has seen")
-
-
-@_contract("torch.ops.aten._to_copy", "aten/src/ATen/native/native_functions.yaml", "operators are named in public")
-def _check_to_copy() -> None:
-    _expect(TO_COPY(torch.ones(2), dtype=torch.float64).dtype == torch.float64, "a copy in another dtype")
-
-
-@_contract("torch.utils._pytree.tree_flatten", "torch/utils/_pytree.py", "torch.utils.pytree has these")
-def _check_trees() -> None:
-    tree = {"a": [1, (2, None)], "b": 3}
-    leaves, spec = tree_flatten(tree)
-    _expect(isinstance(spec, TreeSpec) and tree_unflatten(leaves, spec) == tree, "a tree to come back")
-    _expect(leaves == list(tree_iter(tree)) == tree_leaves(tree) == [1, 2, None, 3], "its leaves in order")
-    _expect(tree_map(str, [1, (2,)]) == ["1", ("2",)], "a function on each leaf")
-
-
-@_contract(
-    "torch.ops.aten._grouped_mm", "aten/src/ATen/native/native_functions.yaml", "torch.nn.functional.grouped_mm is seen"
-)
-def _check_grouped_mm() -> None:
-    names = [argument.name for argument in schema_of(GROUPED_MM).arguments]
-    _expect(names[:3] == ["self", "mat2", "offs"], f"self, mat2 and offs, got {names}")
-
-
-@_contract("torch.ops.aten._local_scalar_dense", "aten/src/ATen/native/native_functions.yaml", "it is renamed")
-def _check_read_number() -> None:
-    _expect(schema_of(READ_NUMBER).name == f"aten::{READ_NUMBER_NAME}", f"the name {READ_NUMBER_NAME}")
-    _expect(READ_NUMBER(torch.tensor(2.0)) == 2.0, "the number of a tensor")
-
-
-@_contract(
-    "torch.ops.aten._unsafe_view", "aten/src/ATen/native/native_functions.yaml", "view makes no view of autograd's"
-)
-def _check_unsafe_view() -> None:
-    x = torch.ones(6, requires_grad=True) * 2
-    made = unsafe_view(x, (2, 3))
-    _expect(schema_of(UNSAFE_VIEW).name == "aten::_unsafe_view", "its name")
-    _expect(made.shape == (2, 3) and not is_view(made) and made.data_ptr() == x.data_ptr(), "the same memory, no view")
-
-
-@_contract(
-    "torch.ops.aten._scaled_dot_product_flash_attention",
-    "aten/src/ATen/native/native_functions.yaml",
-    "PyTorch tells fused attention kernels by a tag",
-)
-def _check_attention_kernels() -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    for name in ATTENTION_KERNELS:
-        _expect(hasattr(torch.ops.aten, name), f"an operator {name}")
-    x = torch.ones(1, 1, 4, 8)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        seen = _operators_of(lambda: nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True))
-    names = [schema_of(one).name.removeprefix("aten::") for one in seen]
-    _expect(set(names) & set(ATTENTION_KERNELS), f"one of these kernels on the CPU, got {names}")
-
-
-@_contract(
-    "torch.nn.attention._cur_sdpa_kernel_backends",
-    "torch/nn/attention/__init__.py",
-    "the order in which SDPA tries its kernels can be read in public",
-)
-def _check_allowed_sdpa_kernels() -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    for order in ([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        with sdpa_kernel(order, set_priority=True):
-            _expect(allowed_sdpa_kernels(with_priority=True) == order, f"{order}")
-
-
 # ---- torch: backward passes, checkpoints, devices ----
 
 backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id")
@@ -987,8 +414,8 @@ def keeps_graph() -> bool:
 
 def early_stop() -> bool | None:
     """What ``set_checkpoint_early_stop`` has set for the whole process; None if nothing is set."""
-    found: bool | None = getattr(_torch_checkpoint, "_enable_checkpoint_early_stop", None)
-    return found
+    setting: bool | None = getattr(_torch_checkpoint, "_enable_checkpoint_early_stop", None)
+    return setting
 
 
 class SavedValue:
@@ -1062,119 +489,7 @@ def dump_memory(file: Path) -> None:
     _find("torch.cuda.memory._dump_snapshot")(str(file))
 
 
-@_contract("torch._C._current_graph_task_id", "torch/csrc/autograd/init.cpp", "a backward pass has a public identity")
-def _check_backward_pass() -> None:
-    seen: list[int] = []
-    x = torch.ones(1, requires_grad=True)
-    for _ in range(2):
-        y = x * 1
-        y.register_hook(lambda _: seen.append(backward_pass()))
-        y.backward()
-    _expect(backward_pass() == -1 and -1 not in seen and len(set(seen)) == 2, "a number for each backward, -1 outside")
-
-
-@_contract(
-    "torch._C._autograd._get_current_graph_task_keep_graph", "torch/csrc/autograd/init.cpp", "a node's context says it"
-)
-def _check_keeps_graph() -> None:
-    seen: list[bool] = []
-    x = torch.ones(1, requires_grad=True)
-    y = x * 1
-    y.register_hook(lambda _: seen.append(keeps_graph()))
-    y.backward(retain_graph=True)
-    y.backward()
-    _expect(seen == [True, False], f"whether the graph is kept, got {seen}")
-
-
-@_contract(
-    "torch.utils.checkpoint._enable_checkpoint_early_stop", "torch/utils/checkpoint.py", "the switch can be asked"
-)
-def _check_early_stop() -> None:
-    before = early_stop()
-    with _torch_checkpoint.set_checkpoint_early_stop(False):
-        _expect(early_stop() is False, "False inside set_checkpoint_early_stop(False)")
-    _expect(early_stop() is before, "what it was afterwards")
-
-
-@_contract(
-    "torch.utils.checkpoint._VersionWrapper.val", "torch/utils/checkpoint.py", "selective checkpointing offloads itself"
-)
-def _check_saved_values() -> None:
-    save = _torch_checkpoint.CheckpointPolicy.MUST_SAVE
-    x = torch.ones(2, 2, requires_grad=True)
-    forward, recompute = _torch_checkpoint.create_selective_checkpoint_contexts(lambda *_, **__: save)
-    with forward:
-        expected = (x * 3).detach()
-    values = [one for one in saved_values(forward) if isinstance(one.get(), Tensor)]
-    _expect(len(values) == 1 and torch.equal(values[0].get(), expected), "the result of the operator")
-    other = expected + 1
-    values[0].drop()
-    values[0].put(other)
-    with recompute:
-        again = (x * 3).detach()
-    _expect(torch.equal(again, other), "the recompute to return what was put there")
-
-
-@_contract("torch.cuda._initialized", "torch/cuda/__init__.py", "PyTorch's checkpoint keeps the state of every device")
-def _check_initialized() -> None:
-    _expect(isinstance(torch.cuda._initialized, bool), "a bool")
-    functions = [one for one in vars(_torch_checkpoint).values() if isinstance(one, types.FunctionType)]
-    _expect(any("_initialized" in _names_in(one) for one in functions), "PyTorch's checkpoint to ask for it")
-
-
-@_contract("torch.cuda.memory._record_memory_history", "torch/cuda/memory.py", "a public snapshot of memory")
-def _check_memory_history() -> None:
-    found = inspect.signature(pkgutil.resolve_name("torch.cuda.memory._record_memory_history"))
-    _expect("enabled" in found.parameters, "an argument `enabled`")
-    _expect("filename" in inspect.signature(pkgutil.resolve_name("torch.cuda.memory._dump_snapshot")).parameters,
-            "_dump_snapshot to take a file name")  # fmt: skip
-
-
 # ---- transformers ----
-
-_IMPORTS = "transformers.utils.import_utils"
-
-
-def import_models() -> None:
-    """Import ``transformers.models`` without reading its 1,600 files once more for the names in them.
-
-    Transformers has read them for its own list of names, and remembers 128 of the 550 folders:
-    https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/utils/import_utils.py
-    """
-    utilities: Any = importlib.import_module(_IMPORTS)
-    read = getattr(utilities, "define_import_structure", None)
-    if "transformers.models" in sys.modules or read is None:
-        return
-    package, names = str(_folder_of("transformers") / "models" / "__init__.py"), names_in_models()
-    utilities.define_import_structure = lambda path, prefix=None: (
-        names if path == package and prefix is None else read(path, prefix)
-    )
-    try:
-        importlib.import_module("transformers.models")
-    finally:
-        utilities.define_import_structure = read
-
-
-def names_in_models() -> dict[Any, dict[str, Any]]:
-    """What ``transformers.models`` has, by what it needs and by module, from Transformers' list of all its names."""
-    read, prefix = importlib.import_module(_IMPORTS).define_import_structure, "models."
-    names = read(_folder_of("transformers") / "models", prefix="models")
-    return {
-        needed: {name.removeprefix(prefix): found for name, found in modules.items() if name.startswith(prefix)}
-        for needed, modules in names.items()
-    }
-
-
-@_contract(
-    f"{_IMPORTS}.define_import_structure",
-    "src/transformers/utils/import_utils.py",
-    "transformers reads its files once",
-)
-def _check_import_structure() -> None:
-    importlib.import_module("transformers")
-    read = importlib.import_module(_IMPORTS).define_import_structure
-    _expect(names_in_models() == read(str(_folder_of("transformers") / "models" / "__init__.py")), "the same names")
-
 
 SET_CHECKPOINTING = "_set_gradient_checkpointing"
 """The method by which transformers hands its checkpoint function to a model's layers."""
@@ -1196,24 +511,11 @@ RG_LRU_SCAN = "_rnn_scan"
 """RecurrentGemma's loop over tokens, a method of its RG-LRU."""
 
 
-@_contract(
-    "transformers.models.recurrent_gemma.RecurrentGemmaRglru._rnn_scan",
-    "src/transformers/models/recurrent_gemma/modeling_recurrent_gemma.py",
-    "the loop is a function of its own, as in other models",
-)
-def _check_rg_lru() -> None:
-    module = importlib.import_module("transformers.models.recurrent_gemma.modeling_recurrent_gemma")
-    wanted = {"hidden_states", "recurrent_gate", "reset"}
-    _expect(
-        wanted <= inspect.signature(getattr(module.RecurrentGemmaRglru, RG_LRU_SCAN)).parameters.keys(), f"{wanted}"
-    )
-
-
 def attention_kind(owner: Any) -> str | None:
     """Name of the attention implementation of a model, a module or a config; None where none is known."""
     config = getattr(owner, "config", owner)
-    kind: str | None = getattr(config, "_attn_implementation", None)
-    return kind
+    implementation: str | None = getattr(config, "_attn_implementation", None)
+    return implementation
 
 
 def compute_attention_plainly(config: Any) -> None:
@@ -1226,80 +528,14 @@ def supports_sdpa(model: Any) -> bool:
     return bool(getattr(model, "_supports_sdpa", True))
 
 
-def attention_is_exchangeable(kind: type) -> bool:
+def attention_is_exchangeable(model_class: type) -> bool:
     """Whether a class of transformers' models calls whichever attention function its configuration names."""
-    return bool(getattr(kind, "_supports_attention_backend", False))
-
-
-def _tiny_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
-    with torch.device("meta"):
-        return LlamaForCausalLM(config)
-
-
-_MODELING = "src/transformers/modeling_utils.py"
-
-
-@_contract("transformers.PreTrainedModel._set_gradient_checkpointing", _MODELING, "models take a checkpoint function")
-def _check_set_checkpointing() -> None:
-    model = _tiny_llama()
-    calls: list[dict[str, Any]] = []
-    _with_signature_of(model, SET_CHECKPOINTING, calls)
-    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
-    _expect(len(calls) == 1 and calls[0].get("enable") is True, "one call with enable=True")
-    _expect(callable(calls[0].get("gradient_checkpointing_func")), "the checkpoint function by name")
-
-
-def _with_signature_of(model: Any, name: str, calls: list[dict[str, Any]]) -> None:
-    """Put a function on the instance that notes its calls and is declared as the class's method is."""
-    original = inspect.signature(getattr(type(model), name))
-
-    def noting(**words: Any) -> None:
-        calls.append(words)
-
-    noting.__signature__ = original.replace(parameters=list(original.parameters.values())[1:])  # type: ignore[attr-defined]
-    model.__dict__[name] = noting
-
-
-@_contract("transformers.PreTrainedModel._gradient_checkpointing_func", _MODELING, "layers take a checkpoint function")
-def _check_checkpoint_function() -> None:
-    model = _tiny_llama()
-    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
-    layer = model.model.layers[0]
-    _expect(layer.gradient_checkpointing and callable(layer.__dict__.get(CHECKPOINT_FUNCTION)), "one on a layer")
+    return bool(getattr(model_class, "_supports_attention_backend", False))
 
 
 def checkpoints_in_forward(layer: nn.Module) -> bool:
     """Whether a layer's forward runs its activation checkpoint; in earlier versions its call does."""
     return type(layer).__call__ is nn.Module.__call__
-
-
-@_contract(
-    "transformers.modeling_layers.GradientCheckpointingLayer.forward", "src/transformers/modeling_layers.py",
-    "a layer's forward can be had without its checkpoint",
-)  # fmt: skip
-def _check_checkpointed_forward() -> None:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    class Layer(GradientCheckpointingLayer):
-        def forward(self, x: Any) -> Any:
-            return x
-
-    layer, calls = Layer().train(), []
-
-    def checkpointed(function: Any, *args: Any) -> Any:
-        calls.append(function)
-        return function(*args)
-
-    layer.gradient_checkpointing = True
-    setattr(layer, CHECKPOINT_FUNCTION, checkpointed)
-    type(layer).forward(layer, 1)
-    _expect(len(calls) == checkpoints_in_forward(layer), "the checkpoint in its forward, or else in its call")
-    layer.gradient_checkpointing = False
-    type(layer).forward(layer, 1)
-    _expect(len(calls) == checkpoints_in_forward(layer), "none where gradient_checkpointing is off")
 
 
 def captures_nothing(hook: Any) -> bool:
@@ -1308,76 +544,6 @@ def captures_nothing(hook: Any) -> bool:
     if module is None or getattr(hook, "__module__", None) != module.__name__:
         return False
     return not module._active_collector.get()
-
-
-@_contract(
-    "transformers.utils.output_capturing._active_collector", "src/transformers/utils/output_capturing.py",
-    "a hook can be asked whether it captures anything",
-)  # fmt: skip
-def _check_collector() -> None:
-    if importlib.util.find_spec("transformers.utils.output_capturing") is None:
-        return  # earlier versions capture outputs without hooks
-    capturing = importlib.import_module("transformers.utils.output_capturing")
-    _expect(capturing._active_collector.get() is None, "None outside a call")
-    layer = nn.Linear(1, 1)
-    capturing.install_output_capuring_hook(layer, "router_logits", 0)
-    hook = next(iter(layer._forward_hooks.values()))
-    _expect(captures_nothing(hook), "its hook to be recognised")
-    before = capturing._active_collector.set({"router_logits": []})
-    _expect(not captures_nothing(hook), "its hook to capture in a call")
-    capturing._active_collector.reset(before)
-
-
-@_contract("transformers.PreTrainedModel._require_grads_hooks", _MODELING, "disabling checkpoints takes the hooks off")
-def _check_input_hooks() -> None:
-    model = _tiny_llama()
-    model.enable_input_require_grads()
-    _expect(any(name in model.__dict__ for name in INPUT_HOOKS), f"one of {INPUT_HOOKS}")
-
-
-@_contract("transformers.PreTrainedModel._loss_function", _MODELING, "`loss_function` can be deleted as well as set")
-def _check_loss_function() -> None:
-    model, loss = _tiny_llama(), _no_hook
-    former = model.loss_function
-    model.__dict__[LOSS_FUNCTION] = loss
-    _expect(model.loss_function is loss, "the loss that was put there")
-    del model.__dict__[LOSS_FUNCTION]
-    _expect(model.loss_function is former, "the model's own when it is gone")
-
-
-@_contract(
-    "transformers.PretrainedConfig._attn_implementation",
-    "src/transformers/configuration_utils.py",
-    "the attention implementation can be asked in public",
-)
-def _check_attention_kind() -> None:
-    model = _tiny_llama()
-    _expect(attention_kind(model) == "sdpa", f"sdpa, got {attention_kind(model)}")
-    compute_attention_plainly(model.config)
-    _expect(attention_kind(model) == attention_kind(model.config) == "eager", "eager after it was set")
-
-
-@_contract("transformers.PreTrainedModel._supports_sdpa", _MODELING, "a model says in public which attention it has")
-def _check_supports_sdpa() -> None:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    with torch.device("meta"):
-        bloom = BloomForCausalLM(BloomConfig(hidden_size=8, n_layer=1, n_head=1, vocab_size=8))
-    for model, expected in ((_tiny_llama(), True), (bloom, False)):
-        _expect(supports_sdpa(model) is expected, f"{expected} for {type(model).__name__}")
-        _expect((attention_kind(model) == "sdpa") is expected, "the default where a model has it")
-
-
-@_contract(
-    "transformers.PreTrainedModel._supports_attention_backend",
-    _MODELING,
-    "a model says in public whether its attention can be exchanged",
-)
-def _check_exchangeable_attention() -> None:
-    from transformers import BertForMaskedLM, MPNetForMaskedLM
-
-    for kind, expected in ((BertForMaskedLM, True), (MPNetForMaskedLM, False)):
-        _expect(attention_is_exchangeable(kind) is expected, f"{expected} for {kind.__name__}")
 
 
 # ---- accelerate ----
@@ -1400,43 +566,10 @@ PREPARED_FORWARD = "_original_forward"
 """Where ``Accelerator.prepare`` keeps the forward that it put autocast around."""
 
 
-@_contract(
-    "accelerate.hooks._old_forward", "src/accelerate/hooks.py", "hooks keep a module's forward in a public place"
-)
-def _check_hooked_forward() -> None:
-    from accelerate.hooks import ModelHook, add_hook_to_module
-
-    module: Any = nn.Identity()
-    module.forward = _no_hook
-    add_hook_to_module(module, ModelHook())
-    _expect(module.__dict__.get(HOOKED_FORWARD) is _no_hook, "the forward that was there")
-    _expect(module.forward is not _no_hook, "a forward around it")
-    _expect(type(module.__dict__.get(HOOKING)) is ModelHook, "the hook beside it")
-
-
-@_contract("accelerate.Accelerator._original_forward", "src/accelerate/accelerator.py", "autocast is put on otherwise")
-def _check_prepared_forward() -> None:
-    from accelerate import Accelerator
-
-    _expect(PREPARED_FORWARD in _names_in(Accelerator.prepare_model), "prepare_model to set it")
-
-
 # ---- PEFT ----
 
 PER_SEQUENCE = ("adapter_names", "alora_offsets")
 """Arguments with one entry per sequence that a hook of PEFT's adds to the adapters' calls, as a partial's keywords."""
-
-
-@_contract(
-    "peft.tuners.lora.model._adapter_names_pre_forward_hook", "src/peft/tuners/lora/model.py", "hooks can be asked"
-)
-def _check_per_sequence() -> None:
-    module = importlib.import_module("peft.tuners.lora.model")
-    for name, word in zip(
-        ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook"), PER_SEQUENCE, strict=True
-    ):
-        _expect(word in inspect.signature(getattr(module, name)).parameters, f"{name} to take {word}")
-    _expect("partial" in _names_in(module.LoraModel._enable_peft_forward_hooks), "a partial to be registered")
 
 
 def refuses_adapter(config: Any, model_type: str, name: str) -> bool:
@@ -1448,18 +581,6 @@ def refuses_adapter(config: Any, model_type: str, name: str) -> bool:
     except ValueError:
         return True
     return False
-
-
-@_contract(
-    "peft.tuners.tuners_utils._check_lora_target_modules_mamba",
-    "src/peft/tuners/tuners_utils.py",
-    "PEFT leaves out of 'all-linear' what it refuses",
-)
-def _check_refused_adapters() -> None:
-    config = types.SimpleNamespace(peft_type="LORA")
-    _expect(refuses_adapter(config, "mamba2", "out_proj"), "out_proj to be refused in mamba2")
-    _expect(not refuses_adapter(config, "mamba2", "in_proj"), "in_proj to be taken in mamba2")
-    _expect(not refuses_adapter(config, "llama", "out_proj"), "out_proj to be taken in llama")
 
 
 # ---- TRL ----
@@ -1480,119 +601,32 @@ def trl_head_settings(forward: Any) -> dict[str, Any] | None:
     """
     function = getattr(forward, "__func__", forward)
     code = getattr(function, "__code__", None)
-    if not isinstance(code, types.CodeType) or "fused_lm_head" not in code.co_varnames[: _arguments(code)]:
+    if not isinstance(code, types.CodeType):
         return None
-    found = inspect.getclosurevars(function).nonlocals
-    return {name: found[name] for name in _FUSED_HEAD}
-
-
-def _arguments(code: types.CodeType) -> int:
-    return code.co_argcount + code.co_kwonlyargcount
+    if "fused_lm_head" not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        return None
+    settings = inspect.getclosurevars(function).nonlocals
+    return {name: settings[name] for name in _FUSED_HEAD}
 
 
 def step_sums(trainer: Any) -> tuple[dict[str, dict[str, list[Any]]], Any]:
     """What TRL's trainer has summed up since the last log, by mode and name, and its tokens: copies."""
-    sums = {mode: {name: list(values) for name, values in found.items()} for mode, found in trainer._metrics.items()}
+    sums = {
+        mode: {name: list(values) for name, values in by_name.items()} for mode, by_name in trainer._metrics.items()
+    }
     return sums, trainer._total_train_tokens
 
 
 def restore_step_sums(trainer: Any, sums: dict[str, dict[str, list[Any]]], tokens: Any) -> None:
     """Put back what :func:`step_sums` gave."""
-    for mode, found in trainer._metrics.items():
-        found.clear()
-        found.update({name: list(values) for name, values in sums.get(mode, {}).items()})
+    for mode, by_name in trainer._metrics.items():
+        by_name.clear()
+        by_name.update({name: list(values) for name, values in sums.get(mode, {}).items()})
     trainer._total_train_tokens = tokens
 
 
 ONLINE_DPO_FORWARD = "_forward"
 """The method of TRL's online DPO trainer that turns logits into log-probabilities."""
-
-
-@_contract(
-    "trl.experimental.online_dpo.OnlineDPOTrainer._forward", "trl/experimental/online_dpo/online_dpo_trainer.py",
-    "online DPO asks TRL's fused head for log-probabilities",
-)  # fmt: skip
-def _check_online_dpo_forward() -> None:
-    from trl.experimental.online_dpo import OnlineDPOTrainer
-
-    forward = getattr(OnlineDPOTrainer, ONLINE_DPO_FORWARD, None)
-    _expect(callable(forward) and "take_along_dim" in _names_in(forward), "a method that gathers of a log_softmax")
-
-
-@_contract(
-    "trl.experimental.gkd.GKDTrainer.generalized_jsd_loss", "trl/experimental/gkd/gkd_trainer.py",
-    "GKD takes a divergence of its user's",
-)  # fmt: skip
-def _check_gkd_loss() -> None:
-    from trl.experimental.gkd import GKDTrainer
-
-    names = list(inspect.signature(GKDTrainer.generalized_jsd_loss).parameters)
-    expected = ["student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction", "num_items_in_batch"]
-    _expect(names == expected, f"the arguments {', '.join(expected)}")
-    _expect("generalized_jsd_loss" in _names_in(GKDTrainer.compute_loss), "compute_loss to call it")
-
-
-@_contract("trl.trainer.utils._fused_forward", "trl/trainer/utils.py", "TRL's fused head says its settings")
-def _check_fused_head() -> None:
-    from trl.trainer.utils import add_fused_lm_head  # type: ignore[attr-defined, unused-ignore]
-
-    model = _tiny_llama()
-    original = model.forward
-    _expect(trl_head_settings(original) is None, "the model's own forward to be something else")
-    add_fused_lm_head(model, temperature=0.5, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
-    found = trl_head_settings(model.forward)
-    _expect(found is not None, "a forward that takes fused_lm_head")
-    assert found is not None
-    _expect(found["original_forward"] == original and found["temperature"] == 0.5, "forward and temperature")
-    _expect(found["cast_lm_head_to_fp32"] is True and tuple(found["outputs"]) == ("log_probs", "entropy"), "the rest")
-
-
-@_contract("trl.SFTTrainer._metrics", "trl/trainer/sft_trainer.py", "a step that is done again can take its sums back")
-def _check_step_sums() -> None:
-    from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]
-
-    names = _names_in(SFTTrainer.__init__)
-    _expect({"_metrics", "_total_train_tokens"} <= names, "both to be made by the trainer")
-    _expect("_metrics" in _names_in(SFTTrainer.compute_loss), "compute_loss to add to them")
-
-
-def _check_overridden(name: str, caller: str) -> None:
-    from transformers import Trainer
-    from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]
-
-    _expect(callable(getattr(SFTTrainer, name, None)), f"a method {name}")
-    callers = [one for one, method in vars(Trainer).items() if isinstance(method, types.FunctionType)
-               and one != name and name in _names_in(method)]  # fmt: skip
-    _expect(callers, f"{caller} to call {name}")
-
-
-@_contract("trl.SFTTrainer._get_grad_norm", "trl/trainer/sft_trainer.py", "the gradient norm comes with an event")
-def _check_get_grad_norm() -> None:
-    _check_overridden("_get_grad_norm", "the training loop")
-
-
-@_contract(
-    "trl.SFTTrainer._save_checkpoint", "trl/trainer/sft_trainer.py", "an event comes before a checkpoint is written"
-)
-def _check_save_checkpoint() -> None:
-    from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]
-
-    _check_overridden("_save_checkpoint", "the training loop")
-    words = list(inspect.signature(SFTTrainer._save_checkpoint).parameters)
-    _expect(words == ["self", "model", "trial"], f"the arguments model and trial, got {words}")
-
-
-@_contract("trl.SFTTrainer._get_output_dir", "trl/trainer/sft_trainer.py", "the folder of checkpoints is public")
-def _check_get_output_dir() -> None:
-    _check_overridden("_get_output_dir", "saving")
-
-
-@_contract("trl.SFTTrainer._clip_grad_norm", "trl/trainer/sft_trainer.py", "the gradient norm comes with an event")
-def _check_gradient_norm_methods() -> None:
-    from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]
-
-    for name in GRADIENT_NORM_METHODS:
-        _expect(callable(getattr(SFTTrainer, name, None)), f"a method {name}")
 
 
 def prepare_like_sft(rows: Any, tokenizer: Any, arguments: Any) -> Any:
@@ -1614,18 +648,6 @@ def prepare_like_sft(rows: Any, tokenizer: Any, arguments: Any) -> Any:
     return SFTTrainer._prepare_dataset(trainer, rows, tokenizer, whole, False, None, "sample")
 
 
-@_contract("trl.SFTTrainer._prepare_dataset", "trl/trainer/sft_trainer.py", "rows can be looked at between its steps")
-def _check_prepare_dataset() -> None:
-    from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]
-
-    expected = ["self", "dataset", "processing_class", "args", "packing", "formatting_func", "dataset_name"]
-    words = list(inspect.signature(SFTTrainer._prepare_dataset).parameters)
-    _expect(words == expected, f"the arguments {', '.join(expected)}; got {', '.join(words)}")
-    _expect("_prepare_dataset" in _names_in(SFTTrainer.__init__), "the trainer to call it when it is made")
-    reads = {"_tokenizer", "chat_template", "completion_only_loss"}
-    _expect(reads <= _names_in(SFTTrainer._prepare_dataset), f"it to read {', '.join(sorted(reads))} of the trainer")
-
-
 # ---- DeepSpeed ----
 
 LEAF = "_z3_leaf"
@@ -1639,52 +661,6 @@ def is_in_zero12(weight: Tensor) -> bool:
 
 ZERO3_MARKS = frozenset({"ds_recompute_parameters", "post_bwd_fn"})
 """Attributes that ZeRO-3 gives a module which it has taken over, whose weights it gathers when it runs."""
-
-
-@_contract(
-    "deepspeed.utils.mixed_precision_linkage._hp_mapping",
-    "deepspeed/utils/mixed_precision_linkage.py",
-    "a weight says which optimiser has it",
-)
-def _check_zero12() -> None:
-    link = pkgutil.resolve_name("deepspeed.utils.mixed_precision_linkage._init_lp_to_hp_mapping")
-    weight = nn.Parameter(torch.zeros(4))
-    _expect(not is_in_zero12(weight), "no mark on a new parameter")
-    link([weight], 0, 4, None)
-    _expect(is_in_zero12(weight), "the mark on a parameter that the optimiser has")
-
-
-@_contract(
-    "deepspeed.runtime.zero.post_bwd_fn",
-    "deepspeed/runtime/zero/parameter_offload.py",
-    "a module says that it is in ZeRO-3",
-)
-def _check_zero3() -> None:
-    offload = pkgutil.resolve_name("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload")
-    names = {
-        name
-        for method in vars(offload).values()
-        if isinstance(method, types.FunctionType)
-        for name in _names_in(method)
-    }
-    _expect(names >= ZERO3_MARKS, "both marks to be set")
-
-
-@_contract("deepspeed.utils.z3_leaf_module._z3_leaf", "deepspeed/utils/z3_leaf_module.py", "marking needs no DeepSpeed")
-def _check_leaf() -> None:
-    found = importlib.import_module("deepspeed.utils.z3_leaf_module")
-    module = nn.Identity()
-    module.__dict__[LEAF] = True
-    _expect(found.z3_leaf_module(module), "a marked module to be a leaf")
-    _expect(not found.z3_leaf_module(nn.Identity()), "another module to be none")
-
-
-@_contract(
-    "deepspeed.runtime.zero.ds_shape", "deepspeed/runtime/zero/partition_parameters.py", "a shard says what it is of"
-)
-def _check_ds_shape() -> None:
-    text = _source_of("deepspeed.runtime.zero.partition_parameters")
-    _expect("param.ds_shape = " in text and "param.ds_id = " in text, "a sharded parameter's ds_shape and ds_id")
 
 
 # ---- axolotl, ms-swift and Unsloth ----
@@ -1707,38 +683,3 @@ def is_tiled_by_unsloth(module: nn.Module) -> bool:
 def checkpoint_before_swift() -> Any:
     """``torch.utils.checkpoint.checkpoint`` as it was before ms-swift replaced it; None if it has not."""
     return getattr(_torch_checkpoint, "_old_checkpoint", None)
-
-
-@_contract(
-    "axolotl.monkeypatch.tiled_mlp._tiled_mlp_dist_impl",
-    "src/axolotl/monkeypatch/tiled_mlp/patch.py",
-    "axolotl asks a plugin",
-)
-def _check_axolotl() -> None:
-    _expect(
-        "_tiled_mlp_dist_impl" in _source_of("axolotl.monkeypatch.tiled_mlp.patch"), "the attribute on the MLP's class"
-    )
-
-
-@_contract(
-    "swift.arguments._import_external_plugins",
-    "swift/arguments/base_args/base_args.py",
-    "plugins are given the arguments",
-)
-def _check_swift_plugins() -> None:
-    base = pkgutil.resolve_name("swift.arguments.BaseArguments")
-    _expect("self" in inspect.signature(getattr(base, SWIFT_IMPORTS_PLUGINS)).parameters, "a method")
-
-
-@_contract(
-    "swift.trainers._old_checkpoint", "swift/trainers/mixin.py", "ms-swift replaces torch's checkpoint no longer"
-)
-def _check_swift_checkpoint() -> None:
-    files = _folder_of("swift").rglob("*.py")
-    _expect(any("_old_checkpoint" in file.read_text(encoding="utf-8") for file in files), "where the former is kept")
-
-
-@_contract("unsloth_zoo.tiled_mlp.patch_mlp", "unsloth_zoo/tiled_mlp.py", "Unsloth marks what it has tiled")
-def _check_unsloth_tiles() -> None:
-    text = _source_of("unsloth_zoo.tiled_mlp")
-    _expect("mlp_module.forward = MethodType(" in text, "a method bound to the instance")

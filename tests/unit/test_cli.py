@@ -231,7 +231,7 @@ def test_doctor_shows_versions_devices_and_what_is_missing(capsys: pytest.Captur
     version = doctor_command.package_version
     monkeypatch.setattr(doctor_command, "package_version", lambda name: None if name == "trl" else version(name))
 
-    monkeypatch.setattr("seqtile.cli.doctor_checks.CHECKS", {})
+    monkeypatch.setattr("seqtile.cli.doctor_checks.FEATURES", {})
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert seqtile.__version__ in shown and torch.__version__ in shown and "device" in shown
@@ -240,12 +240,16 @@ def test_doctor_shows_versions_devices_and_what_is_missing(capsys: pytest.Captur
 
 
 @pytest.mark.slow  # the compiler
-def test_doctor_runs_every_technique_here(capsys: pytest.CaptureFixture[str]) -> None:
-    from seqtile.cli.doctor_checks import CHECKS
+def test_doctor_runs_every_feature_here_and_names_the_libraries(capsys: pytest.CaptureFixture[str]) -> None:
+    from seqtile._compat import TESTED
+    from seqtile.cli.doctor_checks import FEATURES
 
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--compat"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("right: ") == len(CHECKS) == 4, shown
+    assert shown.count("right: ") == len(FEATURES), shown
+    lines = {line.split()[0].strip(";"): line for line in shown.splitlines() if "; tested " in line}
+    assert lines.keys() == TESTED.keys()
+    assert lines["torch"].endswith("right here: tiled MLP, offload, compiled block")
 
 
 def test_doctor_says_what_is_wrong_and_goes_on(
@@ -254,9 +258,10 @@ def test_doctor_says_what_is_wrong_and_goes_on(
     from numerics._fused import last_tile_without_gradient
     from seqtile.cli import doctor_checks
 
-    checks = {name: doctor_checks.CHECKS[name] for name in ("tiled MLP", "head-wise attention")}
-    nothing, refused = {"blocks": "none", "loss": "tiled"}, {"offload": "memory:nonsense"}
-    monkeypatch.setattr(doctor_checks, "CHECKS", {**checks, "offload": nothing, "compiled block": refused})
+    features = {name: doctor_checks.FEATURES[name] for name in ("tiled MLP", "head-wise attention")}
+    features["offload"] = doctor_checks.Feature("torch", {"blocks": "none", "loss": "tiled"})
+    features["compiled block"] = doctor_checks.Feature("torch", {"offload": "memory:nonsense"})
+    monkeypatch.setattr(doctor_checks, "FEATURES", features)
     last_tile_without_gradient(monkeypatch)
     assert main(["doctor"]) == 1
     tiled, heads, offload, refusal = capsys.readouterr().out.splitlines()[-4:]

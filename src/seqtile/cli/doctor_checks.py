@@ -1,4 +1,4 @@
-"""What ``seqtile doctor`` runs on the machine at hand: a step of a tiny model per technique, beside the untiled one."""
+"""What ``seqtile doctor`` runs on the machine at hand: a step of a tiny model per feature, beside the untiled one."""
 
 from __future__ import annotations
 
@@ -13,24 +13,37 @@ from torch import Tensor
 
 import seqtile
 from seqtile.activation_checkpointing.policies import standing_checkpointing
+from seqtile.devices import package_version
 from seqtile.verification.judge import difference
 
 BATCH, TOKENS, LAYERS = 2, 192, 2
-CHECKS: dict[str, dict[str, Any]] = {
-    "tiled MLP": {"tile": 64},
-    "head-wise attention": {"blocks": "none", "heads": 1},
-    "offload": {"blocks": "none", "offload": True},
-    "compiled block": {"tile": 64},
-}
-"""Arguments of :func:`seqtile.apply` for each technique."""
 
 
 @dataclass(frozen=True)
-class TechniqueCheck:
-    """What came of one technique.
+class Feature:
+    """What is run once: a library that it works with, and arguments of :func:`seqtile.apply`."""
+
+    library: str
+    options: dict[str, Any]
+
+
+FEATURES: dict[str, Feature] = {
+    "tiled MLP": Feature("torch", {"tile": 64}),
+    "offload": Feature("torch", {"blocks": "none", "offload": True}),
+    "compiled block": Feature("torch", {"tile": 64}),
+    "head-wise attention": Feature("transformers", {"blocks": "none", "heads": 1}),
+    "tiled loss": Feature("transformers", {"blocks": "none", "loss": "tiled"}),
+    "LoRA adapters": Feature("peft", {"tile": 64}),
+    "prepared model": Feature("accelerate", {"tile": 64}),
+}
+
+
+@dataclass(frozen=True)
+class FeatureResult:
+    """What came of one feature.
 
     Attributes:
-        name: one of :data:`CHECKS`.
+        name: one of :data:`FEATURES`.
         problem: what is wrong, or "".
         effect: what it did, in words.
     """
@@ -43,23 +56,23 @@ class TechniqueCheck:
         return self.problem or f"right: {self.effect}, gradients as exact as untiled"
 
 
-def checks(device: torch.device) -> Iterator[TechniqueCheck]:
-    """Run every technique on ``device``: in bf16, and in fp32 on a CPU."""
+def run_features(device: torch.device) -> Iterator[FeatureResult]:
+    """Run every feature whose library is installed on ``device``: in bf16, and in fp32 on a CPU."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch.manual_seed(0)
     ids = torch.randint(0, 128, (BATCH, TOKENS)).to(device)
     with torch.device(device):
         plain = _tiny_llama().to(dtype)
-    expected = _step(copy.deepcopy(plain), ids)[0]
-    truth = _step(copy.deepcopy(plain).to(torch.float64 if dtype == torch.float32 else torch.float32), ids)[0]
-    for name, settings in CHECKS.items():
+    for name, feature in FEATURES.items():
+        if package_version(feature.library) is None:
+            continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compiler, and of transformers on its own names
             try:
-                yield _check(name, settings, copy.deepcopy(plain), ids, expected, truth)
-            except Exception as error:  # noqa: BLE001 - whatever a machine lacks, the other checks still run
+                yield _run(name, feature.options, _prepared(name, copy.deepcopy(plain)), ids)
+            except Exception as error:  # noqa: BLE001 - whatever a machine lacks, the other features still run
                 first_line = next(iter(str(error).strip().splitlines()), "")
-                yield TechniqueCheck(name, f"failed: {type(error).__name__}: {first_line[:200]}")
+                yield FeatureResult(name, f"failed: {type(error).__name__}: {first_line[:200]}")
 
 
 def _tiny_llama() -> Any:
@@ -73,34 +86,49 @@ def _tiny_llama() -> Any:
     ).train()  # fmt: skip
 
 
-def _check(
-    name: str, settings: dict[str, Any], model: Any, ids: Tensor, expected: dict[str, Tensor], truth: dict[str, Tensor]
-) -> TechniqueCheck:
-    report = seqtile.apply(model, **settings)
+def _prepared(name: str, model: Any) -> Any:
+    """The model as the feature's library hands it to a trainer."""
+    if name == "LoRA adapters":
+        from peft import LoraConfig, inject_adapter_in_model
+
+        targets = ["gate_proj", "up_proj", "down_proj"]
+        inject_adapter_in_model(LoraConfig(r=4, target_modules=targets, init_lora_weights=False), model)
+    elif name == "prepared model":
+        from accelerate import Accelerator
+
+        model = Accelerator(cpu=next(model.parameters()).device.type == "cpu").prepare_model(model)
+    return model
+
+
+def _run(name: str, options: dict[str, Any], model: Any, ids: Tensor) -> FeatureResult:
+    wide_dtype = torch.float64 if model.dtype == torch.float32 else torch.float32
+    expected = _step(copy.deepcopy(model), ids)[0]
+    truth = _step(copy.deepcopy(model).to(wide_dtype), ids)[0]
+    report = seqtile.apply(model, **options)
     if name == "compiled block":
         model.model.layers[0].mlp.compile()
-    gradients, parked = _step(model, ids)
+    gradients, bytes_on_host = _step(model, ids)
     effect = {
-        "tiled MLP": f"{report.tiled} MLPs in tiles of 64 tokens" if report.tiled == LAYERS else "",
-        "head-wise attention": "a pass per head" if report.heads else "",
-        "offload": f"{parked / 1024:,.0f} KiB on the host" if parked else "",
+        "offload": f"{bytes_on_host / 1024:,.0f} KiB on the host" if bytes_on_host else "",
         "compiled block": "an MLP in tiles, compiled" if report.tiled == LAYERS else "",
-    }[name]
+        "head-wise attention": "a pass per head" if report.heads else "",
+        "tiled loss": "a loss in tiles" if report.loss else "",
+    }.get(name, f"{report.tiled} MLPs in tiles of 64 tokens" if report.tiled == LAYERS else "")
     if not effect:
-        return TechniqueCheck(name, f"wrong: it did nothing ({report})")
+        return FeatureResult(name, f"wrong: it did nothing ({report})")
     for weight, untiled in expected.items():
         compared = difference(weight, untiled, gradients.get(weight), truth[weight], untiled.dtype)
-        own, off = compared.untiled_error, compared.tiled_error
-        if compared.problem or own is None or off is None or off > 2 * own + 1e-5:
-            wrong = compared.problem or f"is off by {off:.1e}, untiled by {own:.1e}"
-            return TechniqueCheck(name, f"wrong: the gradient of {weight} {wrong}")
-    return TechniqueCheck(name, "", effect)
+        untiled_error, tiled_error = compared.untiled_error, compared.tiled_error
+        if compared.problem or untiled_error is None or tiled_error is None or tiled_error > 2 * untiled_error + 1e-5:
+            problem = compared.problem or f"is off by {tiled_error:.1e}, untiled by {untiled_error:.1e}"
+            return FeatureResult(name, f"wrong: the gradient of {weight} {problem}")
+    return FeatureResult(name, "", effect)
 
 
 def _step(model: Any, ids: Tensor) -> tuple[dict[str, Tensor], int]:
     """The gradients by name, without the compiler's prefix, and the bytes on the host before the backward."""
     loss = model(input_ids=ids, labels=ids).loss
     hosts = [checkpointing.host for checkpointing in standing_checkpointing(model)]
-    parked = sum(host.parked_bytes for host in hosts if host is not None)
+    bytes_on_host = sum(host.parked_bytes for host in hosts if host is not None)
     loss.backward()
-    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}, parked
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}, bytes_on_host

@@ -5,10 +5,14 @@ from __future__ import annotations
 import platform
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from seqtile.devices import accelerator, cpu_cores, device_name, package_version, total_device_bytes, total_host_bytes
+
+if TYPE_CHECKING:
+    from seqtile.cli.doctor_checks import FeatureResult
 
 CORE = ("torch", "transformers", "accelerate", "typer", "pydantic", "rich")
 EXTRAS = {
@@ -22,7 +26,7 @@ GIB = 2**30
 
 def command(
     compat: bool = typer.Option(
-        False, "--compat", help="Check what seqtile relies on inside other libraries; exit code 1 if something moved."
+        False, "--compat", help="Show each library's tested versions, and the features that were right here."
     ),
     axolotl: str = typer.Option(
         "",
@@ -64,45 +68,43 @@ def command(
     Console().print(table)
     for lock in stale_locks():  # a path that a table breaks into lines cannot be copied
         print(told(lock))
-    if not _run_checks():
+    if any(result.problem for result in _run_features()):
         raise typer.Exit(1)
 
 
-def _run_checks() -> bool:
-    """Print a line for each technique as it ends, and return whether all of them are right."""
+def _run_features() -> list[FeatureResult]:
+    """What came of every feature, in :data:`seqtile.cli.doctor_checks.FEATURES`'s order; prints a line for each."""
     import logging
 
     import torch
 
     from seqtile._log import log_level
-    from seqtile.cli.doctor_checks import checks
+    from seqtile.cli.doctor_checks import run_features
 
     device = accelerator() or torch.device("cpu")
     print(f"A step of a tiny model on {device.type}, beside the untiled one:")
-    right = True
+    results = []
     with log_level("seqtile", logging.ERROR):
-        for checked in checks(device):
-            print(f"  {checked.name:20} {checked}", flush=True)
-            right = right and not checked.problem
-    return right
+        for result in run_features(device):
+            print(f"  {result.name:20} {result}", flush=True)
+            results.append(result)
+    return results
 
 
 def _show_compat() -> None:
-    """One line for each private name of another library that seqtile uses, and at the end what to do."""
+    """One line a library: its version, the range that tests have run with, and which features were right here."""
     from seqtile import _compat
+    from seqtile.cli.doctor_checks import FEATURES
 
-    found = [(contract, _compat.examine(contract)) for contract in _compat.CONTRACTS]
-    width = max(len(contract.name) for contract, _ in found)
-    moved = []
-    for contract, finding in found:
-        library = f"{contract.library} {_compat.installed(contract.library) or ''}".strip()
-        print(f"{contract.name:{width}}  {library:22}  {finding.status}")
-        if finding.status == "moved":
-            moved.append(contract)
-            print(f"  {finding.why}\n  seen in {contract.library} {contract.seen}: {contract.source}")
-    if moved:
-        libraries = ", ".join(sorted({f"{one.library} {one.seen}".strip() for one in moved}))
-        print(f"{len(moved)} moved: install {libraries}, or a newer seqtile")
+    results = _run_features()
+    for library, (lowest, highest) in _compat.TESTED.items():
+        version = _compat.installed(library)
+        line = f"{library} {version}" if version else f"{library} is not installed"
+        right = [result.name for result in results if FEATURES[result.name].library == library and not result.problem]
+        print(f"{line}; tested {lowest} to {highest}{'; right here: ' if right else ''}{', '.join(right)}")
+    if _compat.untested():
+        print(_compat.untested().partition(";")[0])
+    if any(result.problem for result in results):
         raise typer.Exit(1)
 
 
@@ -133,8 +135,8 @@ def _show_axolotl(file: Path) -> None:
             wrong.append(f"nothing of seqtile runs: add {AXOLOTL_PLUGIN} to plugins:")
     if ours is not None and not isinstance(ours, dict):
         wrong.append(f"seqtile: {ours!r}: got {type(ours).__name__}, expected keys and values below it")
-    elif said := unknown_keys(ours or {}):
-        wrong.append(f"seqtile: {said}")
+    elif problem := unknown_keys(ours or {}):
+        wrong.append(f"seqtile: {problem}")
     else:
         try:
             check_settings(cfg)
@@ -156,12 +158,12 @@ def _devices() -> list[str]:
     """One line per accelerator, or one that says there is none."""
     import torch
 
-    here = accelerator()
-    if here is None:
+    device = accelerator()
+    if device is None:
         return [f"cpu only ({torch.get_num_threads()} threads): training runs in fp32"]
     lines = []
     for index in range(torch.accelerator.device_count()):
         total = total_device_bytes(index)
         memory = f", {total / GIB:.1f} GiB" if total else ""
-        lines.append(f"{here.type}:{index} {device_name(index)}{memory}")
+        lines.append(f"{device.type}:{index} {device_name(index)}{memory}")
     return lines

@@ -78,10 +78,6 @@ def read_config(model: str, trust_remote_code: bool = False) -> Any:
     """
     refuse_missing(model)
     from huggingface_hub.errors import StrictDataclassError
-
-    from seqtile._compat import import_models
-
-    import_models()
     from transformers import AutoConfig
 
     path = Path(model).expanduser()
