@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig
 
 import zoo
-from seqtile.counting import fake
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS
 from seqtile.options import changed
@@ -187,17 +186,6 @@ def test_kept_tiles_are_no_scores() -> None:
     assert f"kept gate and up{SQUARED}" not in terms
 
 
-def test_what_is_worked_out_here_is_what_the_fake_mode_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators with numbers among their arguments, such as an optimiser's learning rate, and in place."""
-    config = config_of("qwen3")
-    how = setup(lora=Lora(4, dropout=0.1), optimizer="adafactor", dtype=torch.bfloat16)
-    quick = fake_step(config, how, LENGTH)
-    monkeypatch.setattr(fake, "_KNOWN", {})
-    slow = fake_step(config, how, LENGTH)
-    assert quick.operators == slow.operators
-    assert quick.peaks == slow.peaks
-
-
 def test_peaks_are_read_before_the_first_of_them_goes() -> None:
     """Of phases, and of what runs in none; a peak that is still growing is read when it is asked for."""
     with track("cpu") as live:
@@ -249,7 +237,7 @@ def test_a_step_whose_last_token_is_not_trained_holds_no_more_than_planned() -> 
 def test_without_the_fix_transformers_takes_another_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it does not, this fix can go."""
     config, how = config_of("llama"), setup(**UNTILED)
-    monkeypatch.setattr(fake, "_no_tensor_is_fake", nullcontext)
+    monkeypatch.setattr("seqtile.counting.fake._no_tensor_is_fake", nullcontext)
     assert fake_step(config, how, LENGTH).operators != real_step(config, how, LENGTH).operators
 
 

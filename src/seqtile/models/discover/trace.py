@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from seqtile._compat import FakeTensorMode, run_backward, tree_flatten
 from seqtile._log import log_level
-from seqtile.counting.fake import Quicker
 from seqtile.models.discover.recorder import Recorder
 from seqtile.models.discover.sizes import SIZES, NotPerToken, Untraceable
 from seqtile.models.discover.token_flow import Expressions
@@ -138,7 +137,6 @@ class Tracer:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.autograd.set_detect_anomaly(False))  # which asks for values
             stack.enter_context(self._mode)
-            stack.enter_context(Quicker())
             stack.enter_context(recorder)
             result = function(views.__getitem__, [tensor.view_as(tensor) for tensor in inputs])
             flat, spec = tree_flatten(result)
