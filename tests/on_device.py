@@ -23,7 +23,7 @@ PARTS: dict[str, list[str]] = {
     "loss": ["numerics/test_head.py", "numerics/test_head_kernels.py"],
     "heads": ["numerics/test_heads.py", "device/test_attention_kernels.py"],
     "states, offload, dropout": [
-        "numerics/test_state_tiles.py", "numerics/test_offload.py", "numerics/test_generic_dropout.py",
+        "numerics/test_state_tiles.py", "numerics/test_offload.py", "numerics/test_dropout.py",
     ],
     "combinations": ["numerics/test_combinations.py", "-k", "not compiled"],
     "effects": ["numerics/test_effects.py"],

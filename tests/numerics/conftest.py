@@ -62,3 +62,12 @@ def _backward_in_a_worker(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.autograd, "backward", in_a_worker(torch.autograd.backward))
     monkeypatch.setattr(torch.autograd, "grad", in_a_worker(torch.autograd.grad))
     yield
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of rows in each tile of a tiny head, with a remainder."""
+    from numerics._heads import VOCABULARY
+    from seqtile.ops.lm_loss import logits_tile
+
+    monkeypatch.setitem(logits_tile.BLOCK_ELEMENTS, "cpu", 4 * VOCABULARY)

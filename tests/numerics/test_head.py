@@ -25,9 +25,8 @@ from numerics._heads import (
     run,
     twin,
 )
-from seqtile.ops.lm_loss import logits_tile
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("small_blocks")]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,12 +34,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "z-loss": {"z_loss": 1e-2},
     "both": {"label_smoothing": 0.2, "z_loss": 1e-2},
 }
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks of rows in each tile, with a remainder."""
-    monkeypatch.setitem(logits_tile.BLOCK_ELEMENTS, "cpu", 4 * VOCABULARY)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -286,37 +279,24 @@ def test_more_than_two_billion_logits() -> None:
     [
         ({"reduction": "average"}, "expected one of"),
         ({"num_items": 3, "reduction": "sum"}, "num_items goes with"),
+        ({"num_items": float("nan")}, "expected a number of tokens"),
+        ({"num_items": torch.ones(3)}, "num_items has shape"),
         ({"label_smoothing": 1.5}, "share from"),
         ({"z_loss": -1.0}, "at least 0"),
         ({"token_weights": torch.ones(3)}, "expected that of the labels"),
         ({"token_weights": torch.ones(37, requires_grad=True)}, "multiply by them yourself"),
+        ({"class_weights": torch.ones(3)}, r"class_weights have shape \(3,\), expected \(19,\)"),
+        ({"class_weights": torch.ones(19, requires_grad=True)}, "class_weights need a gradient"),
         ({"labels": torch.zeros(3, dtype=torch.long)}, "one per token"),
+        ({"labels": torch.full((37,), VOCABULARY)}, "labels from 19 to 19"),
         ({"bias": torch.zeros(3)}, "bias has shape"),
         ({"weight": torch.zeros(19, 3)}, "do not fit"),
-        ({"tile": 0}, "at least 1"),
-        ({"tile": "many"}, "not a tile rule"),
+        ({"weight": torch.zeros(19, 8).to(torch.int8)}, "expected a floating-point one"),
         ({"hidden": None}, "hidden is None, expected a tensor"),
-        ({"labels": [1, 2]}, "labels is of type list, expected a tensor"),
-        ({"z_loss": "0.1"}, "z_loss='0.1': expected a weight of at least 0.0"),
-        ({"z_loss": float("inf")}, "z_loss=inf: expected a weight"),
-        ({"z_loss": True}, "z_loss=True: expected a weight"),
-        ({"hidden": torch.zeros(37, 8).long()}, "hidden is of dtype torch.int64, expected a floating-point one"),
-        ({"weight": torch.zeros(19, 8).to(torch.int8)}, "weight is of dtype torch.int8, expected a floating-point one"),
-        ({"hidden": torch.tensor(1.0)}, "do not fit"),
-        ({"hidden": torch.zeros(37, 0), "weight": torch.zeros(19, 0)}, "do not fit"),
-        ({"bias": [0.0] * 19}, "bias is of type list, expected a tensor"),
-        ({"class_weights": [1.0] * 19}, "class_weights is of type list, expected a tensor"),
-        ({"class_weights": torch.ones(19, requires_grad=True)}, "class_weights need a gradient"),
-        ({"token_weights": [1.0] * 37}, "token_weights is of type list, expected a tensor"),
-        ({"scaling": 2.0}, "scaling is of type float, expected a LogitScaling"),
-        ({"ignore_index": None}, "ignore_index=None: expected an integer"),
-        ({"ignore_index": -100.0}, "ignore_index=-100.0: expected an integer"),
-        ({"num_items": "3"}, "num_items='3': expected a number of tokens"),
-        ({"num_items": -1}, "num_items=-1: expected a number of tokens"),
-        ({"num_items": float("nan")}, "num_items=nan: expected a number of tokens"),
-        ({"num_items": torch.ones(3)}, r"num_items has shape \(3,\)"),
+        ({"tile": 0}, "at least 1"),
     ],
 )
 def test_refusals(change: dict[str, Any], words: str) -> None:
+    """Of what would give wrong numbers, or a shape that broadcasts."""
     with pytest.raises(ValueError, match=words):
         TILED(**{**inputs(), **change})

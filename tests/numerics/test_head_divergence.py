@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,21 +13,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import seqtile
+from numerics import _heads
 from numerics._births import births
 from numerics._blocks import random
-from numerics._heads import IGNORE, SCALINGS, bias_skipped, inputs, last_tile_dropped, upstream_ignored
-from numerics.test_generic_precision import assert_as_good
-from seqtile.ops.lm_loss import logits_tile
+from numerics._heads import IGNORE, SCALINGS, assert_same, bias_skipped, inputs, last_tile_dropped, upstream_ignored
 from seqtile.ops.lm_loss.divergence import TeacherTopK, linear_divergence
 from seqtile.ops.lm_loss.token_logprobs import HeadInput, token_logprobs
 
+pytestmark = pytest.mark.usefixtures("small_blocks")
 TOKENS, WIDE, VOCABULARY, K = 37, 6, 19, 4
 BETAS = pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(logits_tile.BLOCK_ELEMENTS, "cpu", 4 * VOCABULARY)
 
 
 def teacher(tokens: int = TOKENS, vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float64) -> HeadInput:
@@ -66,16 +62,11 @@ def twin(
 
 
 def run(function: Callable[..., Tensor], given: dict[str, Tensor], teacher: Any, **options: Any) -> dict[str, Tensor]:
-    loss = function(**given, teacher=teacher, **options)
-    leaves = {name: tensor for name, tensor in given.items() if tensor.requires_grad}
-    upstream = 0.375 * random(max(1, loss.numel()), seed=5, grad=False)[: loss.numel()].view(loss.shape)
-    found = torch.autograd.grad(loss, list(leaves.values()), upstream.to(loss.dtype))
-    return {"loss": loss.detach(), **dict(zip(leaves, found, strict=True))}
+    return _heads.run(partial(function, teacher=teacher), given, **options)
 
 
-def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}")
+def check(given: dict[str, Tensor], teacher: Any, **options: Any) -> None:
+    assert_same(run(linear_divergence, given, teacher, tile=10, **options), run(twin, given, teacher, **options))
 
 
 @BETAS
@@ -83,10 +74,7 @@ def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 def test_equal_to_the_twin(scaling: Any, reduction: str, beta: float) -> None:
     given = inputs(dtype=torch.float64)
-    options = {"beta": beta, "scaling": scaling, "temperature": 1.7, "reduction": reduction}
-    assert_same(
-        run(linear_divergence, given, teacher(), tile=10, **options), run(twin, given, teacher(), **options)
-    )  # fmt: skip
+    check(given, teacher(), beta=beta, scaling=scaling, temperature=1.7, reduction=reduction)
 
 
 @pytest.mark.parametrize("mutant", [last_tile_dropped, upstream_ignored, bias_skipped])
@@ -94,9 +82,7 @@ def test_the_checker_notices_a_broken_operator(mutant: Any, monkeypatch: pytest.
     mutant(monkeypatch)
     given = inputs(dtype=torch.float64)
     with pytest.raises(AssertionError):
-        assert_same(
-            run(linear_divergence, given, teacher(), beta=0.5, tile=10), run(twin, given, teacher(), beta=0.5)
-        )  # fmt: skip
+        check(given, teacher(), beta=0.5)
 
 
 @BETAS
@@ -126,10 +112,7 @@ def test_frozen(reduction: str, frozen: list[str], beta: float) -> None:
         assert not found.requires_grad
         torch.testing.assert_close(found, twin(**given, teacher=teacher(), beta=beta, reduction=reduction))
         return
-    options = {"beta": beta, "reduction": reduction}
-    assert_same(
-        run(linear_divergence, given, teacher(), tile=10, **options), run(twin, given, teacher(), **options)
-    )  # fmt: skip
+    check(given, teacher(), beta=beta, reduction=reduction)
 
 
 @BETAS
@@ -169,8 +152,7 @@ def test_num_items_batches_and_lengths() -> None:
     for tokens in (0, 1, 9, 10, 11, 24):
         given = inputs(tokens, dtype=torch.float64)
         for options in ({"num_items": torch.tensor(100)}, {"num_items": 7}, {"reduction": "sum"}):
-            ours = run(linear_divergence, given, teacher(tokens), beta=0.5, tile=10, **options)
-            assert_same(ours, run(twin, given, teacher(tokens), beta=0.5, **options))
+            check(given, teacher(tokens), beta=0.5, **options)
     own = teacher(24)
     shaped = HeadInput(own.hidden.detach().view(2, 12, -1), own.weight, own.bias, own.scaling)
     flat = linear_divergence(**given, teacher=own, reduction="none")
@@ -198,21 +180,6 @@ def test_products_of_the_tokens_that_count(beta: float, reduction: str, own: int
         ).sum().backward()  # fmt: skip
     assert products.flops == 2 * trained * VOCABULARY * (own * 8 + teachers * WIDE)
     assert not [shape for shape in born.shapes if VOCABULARY in shape and max(shape) > VOCABULARY]
-
-
-@BETAS
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_low_precision(reduction: str, beta: float) -> None:
-    given = inputs(1024, 32, 48, dtype=torch.bfloat16, bias=False)
-    true = {name: t.detach().double().requires_grad_() if t.is_floating_point() else t for name, t in given.items()}
-    own = HeadInput(
-        random(1024, 16, seed=21, dtype=torch.bfloat16, grad=False),
-        random(48, 16, seed=22, dtype=torch.bfloat16, grad=False),
-    )
-    exact = HeadInput(own.hidden.double(), own.weight.double())
-    options = {"beta": beta, "reduction": reduction}
-    ours = run(linear_divergence, given, own, tile="shards:16", **options)
-    assert_as_good(ours, run(twin, given, own, **options), run(twin, true, exact, **options))
 
 
 def test_backward_twice() -> None:
@@ -339,32 +306,23 @@ def test_a_top_k_of_the_whole_probability_stays_finite() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"beta": 1.5}, "beta=1.5: expected a number from 0.0"),
-        ({"beta": "0.5"}, "beta='0.5': expected a number from 0.0"),
-        ({"temperature": "1.0"}, "temperature='1.0': expected a number above 0"),
-        ({"teacher": torch.zeros(TOKENS, 5)}, "teacher is of type Tensor, expected a HeadInput or a TeacherTopK"),
-        ({"temperature": 0.0}, "temperature=0.0: expected a number above 0"),
+        ({"beta": 1.5}, "beta=1.5"),
+        ({"temperature": 0.0}, "temperature=0.0"),
         ({"reduction": "batchmean"}, "expected one of 'mean', 'sum', 'none'"),
         ({"reduction": "sum", "num_items": 3}, "num_items goes with"),
+        ({"teacher": torch.zeros(TOKENS, 5)}, "expected a HeadInput or a TeacherTopK"),
         ({"teacher": teacher(vocabulary=23)}, "23 rows, expected the student's vocabulary, 19"),
         ({"teacher": teacher(tokens=5)}, "one per token"),
         ({"teacher": HeadInput(torch.zeros(TOKENS, 5), torch.zeros(VOCABULARY, 6))}, "do not fit"),
-        ({"labels": torch.full((TOKENS,), 99)}, "labels from 99 to 99, expected 0 to 18"),
+        ({"labels": torch.full((TOKENS,), 99)}, "labels from 99 to 99"),
         ({"teacher": TeacherTopK(torch.zeros(TOKENS, 2), torch.zeros(TOKENS, 3).long())}, "that of its tokens"),
-        ({"teacher": TeacherTopK(torch.zeros(TOKENS, 2), torch.zeros(TOKENS, 2))}, "expected integers of"),
-        ({"teacher": HeadInput(torch.zeros(TOKENS, 5), None)}, "the teacher's weight is None, expected a tensor"),
-        ({"teacher": HeadInput(torch.zeros(TOKENS, 5).long(), torch.zeros(VOCABULARY, 5))}, "teacher.s hidden is of"),
-        ({"teacher": TeacherTopK(None, None)}, "the teacher's log_probs is None, expected a tensor"),
-        ({"teacher": top_k([-1.0, -2.0], [3, 3])}, r"tokens \[3, 3\] of one position: expected different ones"),
-        ({"teacher": top_k([-1.0, -2.0], [3, VOCABULARY])}, r"candidates \[3, 19\] of a token that counts"),
-        ({"teacher": top_k([0.5, -2.0], [3, 4])}, r"log_probs \[0.5, -2.0\] of one position: expected logarithms"),
+        ({"teacher": top_k([-1.0, -2.0], [3, 3])}, "expected different ones"),
+        ({"teacher": top_k([-1.0, -2.0], [3, VOCABULARY])}, "of a token that counts"),
+        ({"teacher": top_k([0.5, -2.0], [3, 4])}, "expected logarithms"),
         ({"teacher": top_k([-0.1, -0.1], [3, 4])}, "at most 1 in sum"),
-        ({"teacher": top_k([float("nan"), -2.0], [3, 4])}, r"log_probs \[nan, -2.0\] of one position"),
-        ({"num_items": "3"}, "num_items='3': expected a number of tokens"),
-        ({"temperature": float("inf")}, "temperature=inf: expected a number above 0"),
-        ({"beta": True}, "beta=True: expected a number"),
     ],
 )  # fmt: skip
 def test_refusals(change: dict[str, Any], words: str) -> None:
+    """Of what would give wrong numbers, or a shape that broadcasts."""
     with pytest.raises(ValueError, match=words):
         linear_divergence(**{**inputs(dtype=torch.float64), "teacher": teacher(), **change})

@@ -64,7 +64,7 @@ def check(recipe: str) -> None:
     torch.testing.assert_close(got[1], expected[1], rtol=STEPS * 1.3e-6, atol=STEPS * 1e-6)
 
 
-CONTAINED = ("tiled-loss", "offload", "attention-saved")
+CONTAINED = ("tiled-loss", "offload", "attention-saved", "rest-of-the-layer")
 """Recipes whose parts are in the next ones too."""
 
 

@@ -20,19 +20,14 @@ from torch.nn import functional as F
 
 from numerics._blocks import random
 from numerics._heads import SCALINGS, assert_same
-from seqtile.ops.lm_loss import logits_tile
 from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
 from seqtile.ops.lm_loss.divergence import linear_divergence
 from seqtile.ops.lm_loss.policy import importance_ratios, sequence_logprobs
 from seqtile.ops.lm_loss.token_logprobs import HeadInput, token_logprobs
 
+pytestmark = pytest.mark.usefixtures("small_blocks")
 ROWS, TOKENS, HIDDEN, WIDE, VOCABULARY, TILE = 4, 9, 8, 6, 47, 10
 BETA = 0.2
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(logits_tile.BLOCK_ELEMENTS, "cpu", 4 * VOCABULARY)
 
 
 def head(bias: bool, seed: int = 1, width: int = HIDDEN) -> dict[str, Tensor]:
