@@ -108,7 +108,11 @@ def _seeds_and_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _free_memory_given_back() -> Iterator[None]:
-    """After each file the C library gives the memory that it keeps back to the system, where it can (glibc)."""
+    """After each file the C library gives the memory that it keeps back to the system, where it can (glibc).
+
+    Collections look at what the file made: a full one takes half a second with all that the libraries hold.
+    """
+    gc.freeze()
     yield
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -239,6 +243,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()  # the interpreter's end frees everything, or bindings report leaks
     if hasattr(session.config, "workerinput"):
         return
     if session.config.getoption("--write-times"):

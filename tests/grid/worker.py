@@ -49,6 +49,7 @@ def main(rank: int, port: int, folder: str, names: list[str]) -> int:
             if engine not in started and hasattr(module, "start"):
                 module.start()
             started.add(engine)
+            gc.freeze()  # or each case's collection goes through all that the libraries hold
             torch.manual_seed(rank)
             dist.barrier()
             start, problem = time.time(), ""

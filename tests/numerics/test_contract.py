@@ -118,6 +118,12 @@ def test_gradcheck_of_input_and_weights(tile: int, tiled: Tile) -> None:
     check_gradcheck(tiled(make("gated"), tile))
 
 
+@pytest.mark.parametrize("tiled", [Fused, partial(Fused, keep=0.7)], ids=["fused", "fused, some kept"])
+@pytest.mark.parametrize("kind", ALL)
+def test_gradcheck_of_every_kind(kind: str, tiled: Tile) -> None:
+    check_gradcheck(tiled(make(kind), TILE), fast_mode=True)
+
+
 @COARSE
 def test_gradcheck_notices_a_broken_operator(tiled: Tile, mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
@@ -157,6 +163,15 @@ def test_non_contiguous_upstream_gradient(make_dy: Callable[[int, int], Tensor],
     upstream = make_dy(2, 5)
     assert not upstream.is_contiguous()
     check(tiled, make(kind), random(2, 5, HIDDEN), upstream)
+
+
+@EVERY_WAY
+def test_the_incoming_gradient_is_not_written(tiled: Tile) -> None:
+    """The residual branch shares it."""
+    upstream = random(10, HIDDEN, seed=2, grad=False)
+    before = upstream.clone()
+    tiled(make("norms around"), TILE)(random(10, HIDDEN)).backward(upstream)
+    assert torch.equal(upstream, before)
 
 
 @EVERY_WAY
@@ -216,6 +231,12 @@ def test_two_runs_are_bitwise_equal(tiled: Tile) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@EVERY_OPERATOR
+def test_sizes_that_do_not_sum_up_are_refused(tiled: Tile) -> None:
+    with pytest.raises(ValueError, match=r"sizes sum to 8, expected 10 rows"):
+        tiled(make("gated"), (4, 4))(random(2, 5, HIDDEN))
+
+
 # -- autograd --------------------------------------------------------------------------------------------------------
 
 
@@ -266,18 +287,12 @@ def test_checkpoints_inside_one_another(tiled: Tile) -> None:
 @EVERY_WAY
 @EVERY_HOW
 def test_second_backward_is_refused_in_pytorchs_words(how: dict[str, Any], tiled: Tile) -> None:
-    loss = Layer(tiled(make("gated"), TILE), HIDDEN, how)(random(2, 5, HIDDEN)).sum()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
-        loss.backward()
-
-
-@EVERY_WAY
-def test_second_backward_of_the_block_alone_is_refused(tiled: Tile) -> None:
-    output = tiled(make("gated"), TILE)(random(2, 5, HIDDEN))
-    output.sum().backward()
-    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+    block = tiled(make("gated"), TILE)
+    for net in (block, Layer(block, HIDDEN, how)):
+        output = net(random(2, 5, HIDDEN))
         output.sum().backward()
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            output.sum().backward()
 
 
 @EVERY_WAY
@@ -333,6 +348,41 @@ def test_graph_of_the_gradient_is_refused(how: dict[str, Any], tiled: Tile) -> N
         warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")  # PyTorch's own, about cycles
         layer(x).sum().backward(create_graph=True)
     assert x.grad is None
+
+
+@EVERY_OPERATOR
+def test_what_is_saved_is_the_input_and_the_weights_and_may_live_elsewhere(tiled: Tile) -> None:
+    """Offload sees the input, which the recompute takes from what comes back; the generic operator saves no weight."""
+    model, x, packed = make("gated"), random(2, 5, HIDDEN), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.clone()):
+        output = tiled(model, TILE)(x * 2)
+    weights = [tuple(weight.shape) for weight in model.parameters()]
+    assert packed == ([(10, HIDDEN)] if tiled is Tiled else [(2, 5, HIDDEN), *weights])
+    got = torch.autograd.grad(output.square().sum(), x)
+    torch.testing.assert_close(got, torch.autograd.grad(model(x * 2).square().sum(), x))
+
+
+@EVERY_WAY
+def test_an_output_that_no_loss_uses(tiled: Tile) -> None:
+    model, x = make("gated"), random(2, 5, HIDDEN)
+    output = tiled(model, TILE)(x)
+    (output.detach() * x).sum().backward()
+    torch.testing.assert_close(x.grad, output.detach())
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+@EVERY_WAY
+def test_an_input_changed_in_between_is_noticed(tiled: Tile) -> None:
+    x = random(2, 5, HIDDEN) * 1
+    output = tiled(make("gated"), TILE)(x)
+    x.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
 
 
 @EVERY_WAY
