@@ -120,7 +120,7 @@ def assert_tiled_is_untiled(
     assert_same(gradients(Tiled(model, tile), inputs, upstream), gradients(model, inputs, upstream))
 
 
-def check_gradcheck(net: nn.Module, fast_mode: bool = False) -> None:
+def check_gradcheck(net: nn.Module, fast_mode: bool = False, width: int = HIDDEN) -> None:
     """Finite differences of input and weights, in float64 and to the last bit the same in every run."""
     net.double()
     names = [name for name, _ in net.named_parameters()]
@@ -129,7 +129,7 @@ def check_gradcheck(net: nn.Module, fast_mode: bool = False) -> None:
     def of_everything(x: Tensor, *values: Tensor) -> Tensor:
         return functional_call(net, dict(zip(names, values, strict=True)), (x,))
 
-    x = random(2, 5, HIDDEN, dtype=torch.float64)
+    x = random(2, 5, width, dtype=torch.float64)
     try:
         assert torch.autograd.gradcheck(of_everything, [x, *weights], nondet_tol=0.0, fast_mode=fast_mode)
     except GradcheckError as error:

@@ -7,7 +7,7 @@ import gc
 import importlib.util
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from numerics._blocks import random, shards
 from numerics._fused import Between, Fused, GatedMLP, GateUpMLP, PlainMLP, weights_of
+from numerics._layers import HOW, Layer
 from seqtile.counting import LiveBytes, Products, count_live_bytes, count_products
 from seqtile.ops import mlp
 from seqtile.ops.grad_accumulator import Sum
@@ -33,29 +34,6 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class Layer(nn.Module):
-    """Norm, block and residual, perhaps under an activation checkpoint."""
-
-    def __init__(self, block: nn.Module, how: dict[str, Any] | None) -> None:
-        super().__init__()
-        self.norm, self.block, self.how = nn.RMSNorm(D), block, how
-
-    def layer(self, x: Tensor) -> Tensor:
-        return x + self.block(self.norm(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if self.how is None else checkpoint(self.layer, x, **self.how)
-
-
-ONCE = {"use_reentrant": False}
-HOW = {
-    "none": None,
-    "checkpoint": ONCE,
-    "reentrant": {"use_reentrant": True},
-    "no early stop": {**ONCE, "early_stop": False},
-}
-
-
 def measure(run: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> tuple[Products, LiveBytes]:
     """One forward and backward; the input and the incoming gradient were there before."""
     x, upstream = random(1, N, D, dtype=dtype), random(1, N, D, dtype=dtype, seed=2, grad=False)
@@ -64,16 +42,16 @@ def measure(run: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32)
     return products, live
 
 
-def units(model: nn.Module, how: dict[str, Any] | None = None) -> float:
-    return measure(Layer(model, how))[0].units(N, D, F)
+def units(model: nn.Module, how: str = "none") -> float:
+    return measure(Layer(model, D, HOW[how]))[0].units(N, D, F)
 
 
 def test_units_of_a_plain_mlp() -> None:
     """2 forward, 1 recomputed, 4 backward; frozen 2 + 1 + 2. Untiled under a checkpoint: the same."""
     model = PlainMLP(D, F, bias=False)
-    assert units(Fused(model, shards(N, 8)), ONCE) == units(model, ONCE) == 7.0
+    assert units(Fused(model, shards(N, 8)), "checkpoint") == units(model, "checkpoint") == 7.0
     model.requires_grad_(False)
-    assert units(Fused(model, shards(N, 8)), ONCE) == units(model, ONCE) == 5.0
+    assert units(Fused(model, shards(N, 8)), "checkpoint") == units(model, "checkpoint") == 5.0
 
 
 @pytest.mark.parametrize(("frozen", "expected"), [(False, 12.0), (True, 9.0)])
@@ -81,7 +59,7 @@ def test_units_of_a_plain_mlp() -> None:
 def test_units_with_a_norm_after(how: str, frozen: bool, expected: float) -> None:
     model = Between(KINDS["gated"](), nn.RMSNorm(D), nn.RMSNorm(D))
     model.mlp.requires_grad_(not frozen)
-    assert units(Fused(model, shards(N, 8)), HOW[how]) == expected
+    assert units(Fused(model, shards(N, 8)), how) == expected
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -91,7 +69,7 @@ def test_units_with_a_norm_after(how: str, frozen: bool, expected: float) -> Non
 def test_units_of_kept_tiles(kind: str, how: str, keep: float, saved: float, frozen: bool) -> None:
     """11, 10 and 9 units at 0, 0.5 and 1; 8, 7 and 6 when frozen; a share is rounded down to whole tiles."""
     model = KINDS[kind]().requires_grad_(not frozen)
-    assert units(Fused(model, shards(N, 8), keep), HOW[how]) == (8 if frozen else 11) - saved
+    assert units(Fused(model, shards(N, 8), keep), how) == (8 if frozen else 11) - saved
 
 
 def test_a_recompute_that_runs_the_down_projection_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +154,7 @@ def test_at_most_four_tile_buffers_and_never_a_whole_one(kind: str) -> None:
     model = KINDS.get(kind, norms)()
     tile = N // 16
     with Widest(F) as seen:
-        measure(Layer(Fused(model, shards(N, 16)), ONCE))
+        measure(Layer(Fused(model, shards(N, 16)), D, HOW["checkpoint"]))
     assert (seen.rows, seen.most) == (tile, 4 * tile * F * 4)
     with Widest(F) as seen:
         measure(model)
@@ -317,20 +295,19 @@ def test_the_node_does_not_hold_the_input() -> None:
     assert len(seen) == 2 and seen[1]() is None
 
 
-@contextmanager
-def without_collector() -> Iterator[None]:
+@pytest.fixture
+def no_collector() -> Iterator[None]:
     gc.collect()
     gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    yield
+    gc.enable()
 
 
-@pytest.mark.parametrize("how", [None, ONCE], ids=["alone", "checkpoint"])
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("how", ["none", "checkpoint"])
 @pytest.mark.parametrize("keep", [0.0, 1.0])
 @pytest.mark.parametrize("where", ["never", "forward", "backward"])
-def test_nothing_survives(where: str, keep: float, how: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_survives(where: str, keep: float, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a backward, and after an exception in forward or backward, nothing is alive, without garbage collection."""
     refs: list[weakref.ref[torch.UntypedStorage]] = []
     original = {"forward": Pass.forward, "backward": Pass.backward}
@@ -346,22 +323,19 @@ def test_nothing_survives(where: str, keep: float, how: dict[str, Any] | None, m
         return mutated
 
     def step() -> None:
-        layer = Layer(Fused(KINDS["gated"](), shards(N, 4), keep), how)
+        layer = Layer(Fused(KINDS["gated"](), shards(N, 4), keep), D, HOW[how])
         output = layer(random(1, N, D) * 1)
         refs.append(weakref.ref(output.untyped_storage()))
         output.sum().backward()
 
     for name in original:
         monkeypatch.setattr(Pass, name, noting(name))
-    with without_collector():
-        if where == "never":
-            step()
-        else:
-            with pytest.raises(KeyError):
-                step()
-        assert refs and all(ref() is None for ref in refs)
+    with nullcontext() if where == "never" else pytest.raises(KeyError):
+        step()
+    assert refs and all(ref() is None for ref in refs)
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_something_that_survives_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
     forward = mlp._forward
@@ -372,4 +346,4 @@ def test_something_that_survives_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(mlp, "_forward", mutated)
     with pytest.raises(AssertionError):
-        test_nothing_survives("never", 0.0, None, monkeypatch)
+        test_nothing_survives("never", 0.0, "none", monkeypatch)

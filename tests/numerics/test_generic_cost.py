@@ -10,48 +10,35 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from numerics import test_contract as contract
 from numerics._blocks import Gated, Tiled, block, random, shards
 from numerics._layers import HOW, Layer
-from seqtile.counting import count_live_bytes, count_products
+from numerics.test_contract import GATED, D, N, units
+from seqtile.counting import count_live_bytes
 from seqtile.ops import tile_checkpoint
 
-HIDDEN, INTERMEDIATE, TOKENS = 16, 40, 96
+HIDDEN, INTERMEDIATE = 16, 40
 WEIGHT_BYTES = 3 * HIDDEN * INTERMEDIATE * 4
-
-
-def units(inner: nn.Module, how: dict[str, Any]) -> float:
-    layer = Layer(inner, HIDDEN, how)
-    with count_products() as products:
-        layer(random(2, TOKENS // 2, HIDDEN)).square().sum().backward()
-    return products.units(TOKENS, HIDDEN, INTERMEDIATE)
 
 
 def mlp(frozen: bool) -> Gated:
     return block(hidden=HIDDEN, intermediate=INTERMEDIATE, bias=False).requires_grad_(not frozen)
 
 
-def check_units(how: str, frozen: bool, untiled: float, tiled: float) -> None:
-    model = mlp(frozen)
-    assert units(model, HOW[how]) == untiled
-    for count in (1, 3, 8, 16):
-        assert units(Tiled(model, shards(TOKENS, count)), HOW[how]) == tiled
-
-
 def test_early_stop_switched_off_for_all() -> None:
     """The process-wide switch costs the layer its early stop, not the tiles, and is left as it was found."""
-    model = mlp(frozen=False)
+    model = GATED["gated"]()
+    untiled, tiled = (Layer(net, D, HOW["checkpoint"]) for net in (model, Tiled(model, shards(N, 8))))
     with set_checkpoint_early_stop(False):
-        assert units(model, HOW["checkpoint"]) == 12
-        assert units(Tiled(model, shards(TOKENS, 8)), HOW["checkpoint"]) == 14
-        assert units(model, HOW["checkpoint"]) == 12
-    assert units(model, HOW["checkpoint"]) == 11
+        assert (units(untiled), units(tiled), units(untiled)) == (12, 14, 12)
+    assert units(untiled) == 11
 
 
 def test_bookkeeping_seen_by_the_layers_checkpoint_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the identity hooks the layer's recompute runs the tiles again, all but the last."""
     monkeypatch.setattr(tile_checkpoint, "saved_tensors_hooks", lambda *_: nullcontext())
     with pytest.raises(AssertionError):
-        check_units("checkpoint", False, 11, 11)
+        contract.test_products("checkpoint", False, 11, 11, "gated", Tiled)
 
 
 def test_a_recompute_that_does_not_stop_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +47,7 @@ def test_a_recompute_that_does_not_stop_early_is_noticed(monkeypatch: pytest.Mon
         tile_checkpoint, "checkpoint", lambda *args, **how: checkpoint(*args, **how | {"early_stop": False})
     )
     with pytest.raises(AssertionError):
-        check_units("none", False, 9, 11)
+        contract.test_products("none", False, 9, 11, "gated", Tiled)
 
 
 class Sliced(nn.Module):

@@ -1,15 +1,18 @@
-"""The fused operator in low precision: autocast around a part of it, and products that add into fp32."""
+"""Low precision beyond the contract: autocast in part, blocks of several precisions, products that add into fp32."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from numerics._blocks import gradients, random, shards
+from numerics._blocks import Tiled, block, gradients, random, shards
 from numerics._errors import Autocast, assert_as_good
 from numerics._fused import Fused, GatedMLP
 from numerics.test_contract import check_low_precision
+from seqtile.counting import count_live_bytes
 from seqtile.ops import grad_accumulator
 from seqtile.ops.grad_accumulator import Sum, products_sum_in_fp32
 
@@ -28,23 +31,8 @@ def test_autocast_with_a_low_precision_input() -> None:
     assert_as_good(ours, twin, truth)
 
 
-def test_backward_inside_autocast() -> None:
-    """The products run in the forward's precision, whatever the state of the backward."""
-    torch.manual_seed(0)
-    model, x = GatedMLP(HIDDEN, INTERMEDIATE), random(64, HIDDEN)
-    upstream = random(64, HIDDEN, seed=2, grad=False)
-    twin = gradients(model, [x], upstream)
-    output = Fused(model, shards(64, 4))(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = torch.autograd.grad(output, [x, *model.parameters()], upstream)
-    for one, other in zip(got, [twin["input.0"], *(twin[name] for name, _ in model.named_parameters())], strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_weights_are_cast_once_per_pass_under_autocast() -> None:
     model, x = GatedMLP(HIDDEN, INTERMEDIATE), random(64, HIDDEN)
-    from seqtile.counting import count_live_bytes
-
     with torch.autocast("cpu", torch.bfloat16), count_live_bytes() as live:
         output = Fused(model, shards(64, 16))(x)
     written = live.written
@@ -101,3 +89,35 @@ def test_a_sum_of_nothing_is_zero() -> None:
     poison = torch.full((8, 8), float("nan"))
     del poison
     assert torch.equal(Sum(torch.empty(8, 8)).result(), torch.zeros(8, 8))
+
+
+def test_autocast_reaches_the_recompute() -> None:
+    """The recompute runs in the forward's precision, also when the backward runs outside autocast."""
+    seen: list[torch.dtype] = []
+    model = block(hidden=HIDDEN, intermediate=INTERMEDIATE)
+    model.up.register_forward_hook(lambda _, __, y: seen.append(y.dtype))
+    output = Autocast(Tiled(model, shards(6, 3)), torch.bfloat16)(random(6, HIDDEN))
+    output.float().sum().backward()
+    assert seen == [torch.bfloat16] * 6
+
+
+def test_mixed_precision_inside_a_block() -> None:
+    """Sums are kept in fp32 for low-precision weights, and in each other weight's own precision."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(HIDDEN)
+            self.linear = nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16)
+            self.scale = nn.Parameter(torch.ones(HIDDEN, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.norm(x.to(self.norm.weight.dtype)).to(self.linear.weight.dtype)) * self.scale
+
+    torch.manual_seed(0)
+    model, x = Mixed(), random(64, HIDDEN, dtype=torch.bfloat16)
+    upstream = random(64, HIDDEN, dtype=torch.float64, seed=2, grad=False)
+    ours, twin = gradients(Tiled(model, shards(64, 16)), [x], upstream), gradients(model, [x], upstream)
+    assert {name: value.dtype for name, value in ours.items()} == {name: value.dtype for name, value in twin.items()}
+    truth = gradients(copy.deepcopy(model).double(), [x.detach().double().requires_grad_()], upstream)
+    assert_as_good(ours, twin, truth)
