@@ -106,7 +106,9 @@ def assert_equals_one_process(folder: Path, output: Path, steps: int, rows: int,
     ("engine", "seen"),
     [
         ("fsdp2", {"type": "FSDP", "held": 0.5, "stage": None}),
-        pytest.param("zero2", {"type": "DEEPSPEED", "held": 1.0, "stage": 2}, marks=needs_deepspeed),
+        pytest.param(
+            "zero2", {"type": "DEEPSPEED", "held": 1.0, "stage": 2}, marks=[needs_deepspeed, pytest.mark.slow]
+        ),
         pytest.param("zero3", {"type": "DEEPSPEED", "held": 0.5, "stage": 3}, marks=needs_deepspeed),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -138,6 +140,7 @@ def test_trains_as_one_process_and_resumes(
 
 
 @needs_deepspeed
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_adapters_under_zero3_on_layers_that_share_keys(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL would make checkpoints reentrant there, which lose gradients of shared keys and values."""
@@ -171,7 +174,7 @@ def test_adapters_under_zero3_on_layers_that_share_keys(folder: Path, monkeypatc
     ("engine", "flags", "said"),
     [
         ("single", [], ""),
-        ("fsdp2", ["--gpus", "2"], "fsdp_offload_params: false"),
+        pytest.param("fsdp2", ["--gpus", "2"], "fsdp_offload_params: false", marks=pytest.mark.slow),
         pytest.param("zero3", ["--gpus", "2", "--offload", "optimizer,weights"], "offload_param_device: cpu",
                      marks=[needs_deepspeed, pytest.mark.slow]),
     ],
@@ -322,6 +325,7 @@ def test_sequence_parallelism_resumes_in_the_middle_of_an_epoch(folder: Path) ->
     assert_equals_one_process(folder, output, steps=3, rows=1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_the_example_of_fsdp2(folder: Path) -> None:
     output = run_example("fsdp2", folder)
