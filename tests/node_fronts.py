@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -19,10 +20,10 @@ from typing import Any
 import torch
 
 import tiny_run
-from seqtile.cli import worker
+from seqtile.cli import train_command
 from seqtile.devices import package_version
 from seqtile.train import launch
-from seqtile.train.nodes import Nodes, free_port
+from seqtile.train.nodes import Nodes
 from seqtile.train.recipe import build_recipe
 
 TESTS = Path(__file__).parent
@@ -64,6 +65,12 @@ def recipe(folder: Path, output: Path, **values: Any) -> Any:
     return build_recipe({**VALUES, **given}, {})[0]
 
 
+def free_port() -> int:
+    """A port that nothing listens at now."""
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def on_each(count: int, run: Callable[[int], Any]) -> dict[int, Any]:
     """What ``run`` returns, or raises, for each node, all at the same time."""
     found: dict[int, Any] = {}
@@ -98,8 +105,8 @@ def train_on_nodes(
         nodes,
         lambda rank: launch.launch(
             recipe(folder, output, **values), resume=resume, resume_from=None, overwrite=False,
-            trust_checkpoint=False, say=say, worker="ring_worker" if of_the_ring else worker.MODULE,
-            nodes=Nodes(nodes, rank, "127.0.0.1", port), wait_seconds=120,
+            trust_checkpoint=False, say=say, worker="ring_worker" if of_the_ring else train_command.WORKER,
+            nodes=Nodes(nodes, rank, f"127.0.0.1:{port}") if nodes > 1 else None, wait_seconds=120,
         ),
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import tiny_run
 from grid.launch import TESTS
-from seqtile.cli import main, worker
+from seqtile.cli import main, train_command
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.run import train
 
@@ -66,7 +66,7 @@ def check(folder: Path, engine: str, faults: Any, monkeypatch: Any, capfd: Any) 
     flags = folder / f"faults-{engine}"
     flags.mkdir()
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values(folder)))
-    monkeypatch.setattr(worker, "MODULE", "oom_worker")
+    monkeypatch.setattr(train_command, "WORKER", "oom_worker")
     monkeypatch.setenv("OOM_FAULTS", " ".join([str(flags), *faults]))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent / "src")]))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny_run
 from grid.launch import TESTS
-from seqtile.cli import main, worker
+from seqtile.cli import main, train_command
 from seqtile.train import launch
 from seqtile.train.checkpoint_files import why_not_whole
 from seqtile.train.recipe import build_recipe, read_recipe
@@ -116,7 +116,7 @@ def assert_equals_one_process(folder: Path, output: Path, steps: int, rows: int,
 def test_trains_as_one_process_and_resumes(
     engine: str, seen: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(worker, "MODULE", "engine_worker")
+    monkeypatch.setattr(train_command, "WORKER", "engine_worker")
     (folder / "timeit.py").write_text("raise ImportError('the file of the user, not the module')")
     monkeypatch.chdir(folder)
     output = folder / engine
@@ -130,9 +130,9 @@ def test_trains_as_one_process_and_resumes(
         for look in looks:
             assert look.pop("held") == pytest.approx(seen["held"], abs=0.01)  # shards are padded
             assert look == {"type": seen["type"], "world": 2, "stage": seen["stage"]}
-    assert (launch.CONFIGS / f"{engine}.yaml").read_text() in shown.err
+    settings = launch.engine_environment(build_recipe(read_recipe(output / "recipe.yaml"), {})[0])
+    assert " ".join(f"{name}={value}" for name, value in settings.items()) in shown.err
     assert "no progress bar under an engine" in shown.err
-    assert f"accelerate launch --config_file {launch.CONFIGS / engine}.yaml --num_processes 2" in shown.err
     # Only rank 0 reports: each thing is said once, though two processes run.
     assert shown.err.count("tiled 2 of 2 MLPs") == 2 and shown.out.count("step 1/2") == 1
     assert f"engine   {engine}, 2 processes" in shown.out
@@ -154,7 +154,7 @@ def test_adapters_under_zero3_on_layers_that_share_keys(folder: Path, monkeypatc
     )  # fmt: skip
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
-    monkeypatch.setattr(worker, "MODULE", "engine_worker")
+    monkeypatch.setattr(train_command, "WORKER", "engine_worker")
     more = ["--lora", "4", "--model", str(model)]
     output = folder / "zero3-sharing"
     assert main(arguments(folder, output, "--engine", "zero3", "--nproc", "2", "--steps", "2", *more)) == 0
@@ -174,8 +174,8 @@ def test_adapters_under_zero3_on_layers_that_share_keys(folder: Path, monkeypatc
     ("engine", "flags", "said"),
     [
         ("single", [], ""),
-        pytest.param("fsdp2", ["--gpus", "2"], "fsdp_offload_params: false", marks=pytest.mark.slow),
-        pytest.param("zero3", ["--gpus", "2", "--offload", "optimizer,weights"], "offload_param_device: cpu",
+        pytest.param("fsdp2", ["--gpus", "2"], "FSDP_OFFLOAD_PARAMS=false", marks=pytest.mark.slow),
+        pytest.param("zero3", ["--gpus", "2", "--offload", "optimizer,weights"], "OFFLOAD_PARAM_DEVICE=cpu",
                      marks=[needs_deepspeed, pytest.mark.slow]),
     ],
 )  # fmt: skip
@@ -372,20 +372,3 @@ def test_what_a_process_refuses_is_said_once(folder: Path, capfd: pytest.Capture
     assert len(told) == 1 and "column" in told[0]
     assert "Traceback" not in errors, errors
     assert not (folder / "refused").exists()
-
-
-@pytest.mark.timeout(SECONDS)
-def test_a_launch_that_does_not_distribute_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    command = launch.launch_command
-
-    def with_cpu(*words: Any) -> list[str]:
-        given = command(*words)
-        return [*given[:3], "--cpu", *given[3:]]  # accelerate 1.15 then starts one process, and says nothing
-
-    monkeypatch.setattr(launch, "launch_command", with_cpu)
-    assert main([*arguments(folder, folder / "alone"), "--engine", "fsdp2", "--nproc", "2"]) == 2
-    errors = capfd.readouterr().err
-    assert "engine 'fsdp2' was to run in 2 processes, but 1 started" in errors
-    assert not (folder / "alone").exists()

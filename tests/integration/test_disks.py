@@ -421,17 +421,6 @@ def test_a_hostile_chat_template(
     assert not Path("made").exists() and not Path("runs").exists()
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
-def test_an_environment_that_no_launcher_made(name: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setenv(name, "abc")
-    assert main(["train"]) == 2
-    said = capsys.readouterr().err
-    assert (
-        said
-        == f"seqtile: the environment says {name}='abc', expected a whole number as torchrun sets it; unset {name}\n"
-    )
-
-
 # ---- DeepSpeed's builds ----
 
 

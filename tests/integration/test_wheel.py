@@ -68,7 +68,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     package = {name for name in names if not name.startswith(f"seqtile-{seqtile.__version__}.dist-info/")}
     files = (file for file in SOURCE.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
     assert package == {f"seqtile/{file.relative_to(SOURCE).as_posix()}" for file in files}
-    assert {"seqtile/py.typed", "seqtile/train/configs/zero3.yaml"} <= package
+    assert {"seqtile/py.typed"} <= package
     assert "seqtile/integrations/plugins/seqtile_plugin.py" in package
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from seqtile.planner.request import Request
 from seqtile.train import fit as fits
 from seqtile.train import launch, run
 from seqtile.train.output import resumed_recipe
-from seqtile.train.ranks import check_same_recipe
 from seqtile.train.recipe import Recipe, build_recipe, read_recipe, resolve
 from tiny_models import build, tiny_config
 
@@ -312,44 +310,16 @@ def test_the_choice_is_made_once_before_the_processes_start(
 ):
     read: list[dict[str, Any]] = []
 
-    def wait(self: Any) -> int:
-        read.append(read_recipe(self.folder / "recipe.yaml"))
+    def run_ranks(recipe: Any, *_: Any) -> int:
+        read.append(recipe.model_dump())
         return 0
 
-    monkeypatch.setattr(launch.Launch, "wait", wait)
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
     words = ["train", "--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--max-length", "64",
              "--output", str(tmp_path / "out"), "--engine", "ddp", "--nproc", "2", "--fit-memory", "4GiB"]  # fmt: skip
     assert main(words) == 0
     assert [(one["fit"], one["activation_checkpointing"], one["loss_tile"]) for one in read] == [(False, False, 64)]
     assert "fit: rows of 64 tokens on 2 x the memory given with 4.00 GiB" in capfd.readouterr().err
-
-
-def test_ranks_with_different_settings_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    mine, other = recipe_of(folder), recipe_of(folder, tile=16)
-    both = [one.model_dump(mode="json") | {"data": "digest"} for one in (mine, other)]
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda _: both)
-    for rank, recipe in enumerate((mine, other)):
-        with pytest.raises(UserError, match=rf"rank {1 - rank} would train with tile .* and rank {rank} with "):
-            check_same_recipe(SimpleNamespace(num_processes=2, process_index=rank), recipe, "digest")
-
-
-def test_nodes_with_other_weights_are_refused_under_a_launcher_of_ones_own(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Each would shard its own: the first process of each node looks at them."""
-    recipe, given = recipe_of(folder), list[dict[str, Any]]()
-    other = recipe.model_dump(mode="json") | {"data": "digest", "weights": "others"}
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: given.extend(mine) or [*mine, other])
-    for local_rank in ("1", "0"):
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-        first = local_rank == "0"
-        with (
-            pytest.raises(UserError, match=r"rank 1 would train with weights 'others' and rank 0 with '[0-9a-f]{32}'")
-            if first
-            else nullcontext()
-        ):
-            check_same_recipe(SimpleNamespace(num_processes=2, process_index=0), recipe, "digest")
-    assert [("weights" in one) for one in given] == [False, True]
 
 
 def test_a_launcher_of_the_users_own_cannot_start_ranks_again(

@@ -76,7 +76,7 @@ def test_the_slurm_script_starts_one_command_on_each_node(calls: Path, monkeypat
     monkeypatch.chdir(calls.parent)
     subprocess.run(["bash", str(FOLDER / "train.sbatch"), "--steps", "5"], check=True, timeout=60)
     words = ["train", "--recipe", str(FOLDER / "ring.yaml"), "--output", "runs/ring-1m", "--steps", "5"]
-    assert started(calls) == [(Nodes(2, rank, "gpu07", 24711), words) for rank in range(2)]
+    assert started(calls) == [(Nodes(2, rank, "gpu07:24711"), words) for rank in range(2)]
     assert "#SBATCH --ntasks-per-node=1" in (FOLDER / "train.sbatch").read_text()
     assert read_recipe(FOLDER / "ring.yaml")["output"] == "runs/ring-1m"
 
@@ -99,7 +99,7 @@ def test_the_slurm_script_goes_on_where_the_run_was_begun(
 
 def test_the_ssh_script_starts_the_same_command_on_each_host(calls: Path) -> None:
     subprocess.run(["sh", str(FOLDER / "ssh.sh"), "one two three", "--recipe", "r.yaml"], check=True, timeout=60)
-    assert started(calls) == [(Nodes(3, rank, "one", 29500), ["train", "--recipe", "r.yaml"]) for rank in range(3)]
+    assert started(calls) == [(Nodes(3, rank, "one:29500"), ["train", "--recipe", "r.yaml"]) for rank in range(3)]
 
 
 def test_the_ssh_script_fails_where_a_node_does(calls: Path, tmp_path: Path) -> None:
@@ -114,9 +114,7 @@ def test_skypilots_task_starts_it_with_its_variables(calls: Path, monkeypatch: p
     for rank in range(2):
         monkeypatch.setenv("SKYPILOT_NODE_RANK", str(rank))
         subprocess.run(["sh", "-c", task["run"]], check=True, timeout=60)
-    assert started(calls) == [
-        (Nodes(2, rank, "10.0.0.5", 29500), ["train", "--recipe", "ring.yaml"]) for rank in (0, 1)
-    ]
+    assert started(calls) == [(Nodes(2, rank, "10.0.0.5:29500"), ["train", "--recipe", "ring.yaml"]) for rank in (0, 1)]
 
 
 def test_ray_train_starts_it_once_on_each_worker(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +144,7 @@ def test_ray_train_starts_it_once_on_each_worker(calls: Path, monkeypatch: pytes
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     example.main(["2", "--recipe", "ring.yaml"])
-    assert started(calls) == [(Nodes(2, rank, "10.0.0.7", 4001), ["train", "--recipe", "ring.yaml"]) for rank in (0, 1)]
+    assert started(calls) == [(Nodes(2, rank, "10.0.0.7:4001"), ["train", "--recipe", "ring.yaml"]) for rank in (0, 1)]
     assert all("RANK" not in json.loads(path.read_text())[1] for path in calls.iterdir())
 
 

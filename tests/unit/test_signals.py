@@ -1,4 +1,4 @@
-"""Which signals stop a run, what a second one means, and what a launch does with them; the processes are stand-ins."""
+"""Which signals stop a run, what a second one means, and which failure of several processes is raised."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from seqtile._errors import RunError
+from seqtile._errors import RunError, UserError
 from seqtile.cli import main, worker
 from seqtile.train import launch, signals
-from seqtile.train.processes import started_at
 from seqtile.train.recipe import build_recipe
 from seqtile.train.signals import REPEAT_SECONDS, StoppedAtOnce, StopRequest, exit_code, stop_at_once, stop_signals
-
-SECONDS = 60.0
-"""A guard against a hang."""
 
 
 @pytest.mark.parametrize(
@@ -79,91 +73,63 @@ def test_the_exit_code_says_which_signal(number: signal.Signals, code: int, monk
     assert capsys.readouterr().err == "seqtile: interrupted; nothing more was saved\n"
 
 
-# A launcher that starts one worker and waits for it. The worker lists the signals that are blocked, counts those that
-# come within a second of the first, and ends as one that has saved.
-LAUNCHER = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]], start_new_session=True))"
-WORKER = """
-import json, os, signal, sys, time
-from pathlib import Path
-folder, came = Path(sys.argv[1]), []
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, lambda number, _: came.append(number))
-blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-signal.pthread_sigmask(signal.SIG_UNBLOCK, json.loads(sys.argv[2]))
-(folder / "0.pid").write_text(str(os.getpid()))
-while not came:
-    time.sleep(0.01)
-time.sleep(1)
-Path(sys.argv[3]).write_text(json.dumps([blocked, came, os.getppid()]))
-(folder / "0.end").write_text(json.dumps({"code": 128 + came[0], "message": "", "together": True}))
+FRONT = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], start_new_session=True)
+time.sleep(600)
+"""
+RANK = """
+import signal, sys
+from seqtile.cli import worker
+worker.ORPHAN_SECONDS = 0.2
+signal.signal(signal.SIGTERM, lambda *_: print("asked to save", flush=True))
+print("waits", flush=True)
+worker.follow(int(sys.argv[1]))
 """
 
 
-def launched(folder: Path, script: str, *arguments: str) -> launch.Launch:
-    recipe = build_recipe({"engine": "ddp", "nproc": 1, "model": "m", "dataset": "d"}, {})[0]
-    return launch.Launch(recipe, [sys.executable, "-c", script, *arguments], folder)
+def test_a_rank_whose_front_was_killed_is_asked_to_save_and_killed_where_it_hangs():
+    with subprocess.Popen([sys.executable, "-c", FRONT, RANK], stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None and front.stdout.readline() == "waits\n"
+        front.kill()
+        assert front.stdout.read() == "asked to save\n"  # to the end of the pipe: nobody is left who could write there
+    assert 1.0 + worker.ORPHAN_SECONDS < 30
 
 
-def test_sigterm_to_every_process_twice_is_one_request(tmp_path: Path):
-    import json
-
-    told = tmp_path / "told"
-    wanted = json.dumps([int(number) for number in stop_signals()])
-    run = launched(tmp_path, LAUNCHER, "-c", WORKER, str(tmp_path), wanted, str(told))
-
-    def stop() -> None:
-        while not (tmp_path / "0.pid").is_file() or not (pid := (tmp_path / "0.pid").read_text()):
-            time.sleep(0.01)
-        launcher = int(Path(f"/proc/{pid}/stat").read_text().split()[3])
-        for _ in range(2):
-            for process in (launcher, os.getpid(), int(pid)):
-                os.kill(process, signal.SIGTERM)
-            time.sleep(0.3)
-
-    threading.Thread(target=stop, daemon=True).start()
-    assert run.wait() == 143
-    blocked, came, _ = json.loads(told.read_text())
-    assert set(blocked) >= {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    assert set(came) == {signal.SIGTERM} and len(came) >= 2
+def run_stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, *ends: str) -> int:
+    """Two processes that end so, through torch's agent."""
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    )
+    recipe = build_recipe({"engine": "ddp", "nproc": 2, "model": "m", "dataset": "d", "output": "out"}, {})[0]
+    return launch.run_ranks(recipe, folder, {"ends": ends}, "rank_stand_in")
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("ends", "kind", "words"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended by SIGKILL and said nothing"),
-        ("raise SystemExit(3)", "ended with exit code 3 and said nothing"),
+        (("RuntimeError: [gloo] closed by peer", "UserError: rank 1 refuses"), UserError, "^rank 1 refuses$"),
+        (("hang", "RuntimeError: planted"), RunError, "rank 1 failed first:\nTraceback of rank 1"),
+        (("hang", "killed"), RunError, "rank 1 ended by SIGKILL and said nothing.*--resume goes on"),
+        (("hang", "DistBackendError: closed"), RunError, "rank 1 lost its connection to a process of another node"),
     ],
 )
-def test_a_launcher_that_dies_without_a_word_is_reported(script: str, words: str, tmp_path: Path):
-    with pytest.raises(RunError, match=f"the launcher of the 1 processes {words}.*--resume goes on"):
-        launched(tmp_path, script).wait()
-
-
-@pytest.fixture
-def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    started = [subprocess.Popen(command, start_new_session=True) for _ in range(3)]
-    yield started
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-def test_no_orphan_of_a_front_that_was_killed(
-    sleepers: list[subprocess.Popen[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_failure_that_came_first_is_the_one_that_is_raised(
+    ends: tuple[str, ...], kind: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # One worker hangs, another is stopped and could not end itself; the front is killed and nobody has looked.
-    front, hangs, frozen = sleepers
-    frozen.send_signal(signal.SIGSTOP)
-    for rank, process in enumerate((hangs, frozen)):
-        (tmp_path / f"{rank}.pid").write_text(str(process.pid))
-    monkeypatch.setattr(worker, "ORPHAN_SECONDS", 0.2)
-    asked: list[Any] = []
-    worker.follow(front.pid, started_at(front.pid) or 0.0, lambda: asked.append(hangs.poll()),
-                  lambda: launch.kill_workers(tmp_path))  # fmt: skip
-    time.sleep(1.5)
-    assert not asked
-    front.send_signal(signal.SIGKILL)
-    assert [process.wait(SECONDS) for process in (hangs, frozen)] == [-signal.SIGKILL] * 2
-    assert asked == [None]  # first asked to save and to end
-    assert 1.0 + worker.ORPHAN_SECONDS < 30
+    with pytest.raises(kind, match=words):
+        run_stand_ins(tmp_path, monkeypatch, *ends)
+
+
+def test_ranks_that_do_not_answer_are_killed_when_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def ask() -> None:
+        while len([*tmp_path.glob("*.hangs")]) < 2:
+            time.sleep(0.01)
+        for _ in range(3):  # a stand-in has SIGINT blocked
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    threading.Thread(target=ask, daemon=True).start()
+    with pytest.raises(StoppedAtOnce) as stopped:
+        run_stand_ins(tmp_path, monkeypatch, "hang", "hang")
+    assert stopped.value.number == signal.SIGINT

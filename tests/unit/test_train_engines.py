@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import tiny_run
 from seqtile import UserError
@@ -119,7 +119,7 @@ def test_heads_that_do_not_divide(
     config: dict[str, int], flags: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     model = tiny_run.save_model(tmp_path / "model", hidden_size=48, head_dim=8, **config)
-    monkeypatch.setattr(launch, "Launch", None)  # nothing is started
+    monkeypatch.setattr(launch, "run_ranks", None)  # nothing is started
     given = ["--model", str(model), "--dataset", __file__, "--max-length", "64", "--output", str(tmp_path / "out")]
     assert main(["train", *given, "--engine", "zero3", "--nproc", "2", *flags]) == 2
     assert words in capsys.readouterr().err
@@ -188,7 +188,7 @@ def test_each_process_of_a_users_own_launcher_looks_at_the_model(tmp_path: Path,
         (0, ["--engine", "ddp"], "give --nproc for processes on the CPU"),
         (1, ["--engine", "ddp"], "at least 2 processes"),
         (2, ["--engine", "zero3", "--nproc", "3"], "torch sees 2 accelerators"),
-        (2, ["--engine", "zero3", "--sp-size", "4"], "does not divide nproc 2"),
+        (2, ["--engine", "zero3", "--sp-size", "4"], "does not divide nproc 2"),  # one process per accelerator
     ],
 )
 def test_processes_and_accelerators(
@@ -197,7 +197,7 @@ def test_processes_and_accelerators(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerators > 0)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: accelerators)
     monkeypatch.setattr(launch, "find_spec", lambda name: name)
-    monkeypatch.setattr(launch, "Launch", None)
+    monkeypatch.setattr(launch, "run_ranks", None)
     assert main(["train", *flags]) == 2
     assert words in capsys.readouterr().err
 
@@ -206,12 +206,6 @@ def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     assert main(["train", "--engine", "zero3", "--nproc", "2"]) == 2
     assert "pip install deepspeed" in capsys.readouterr().err
-
-
-def test_one_process_per_accelerator(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-    assert launch.count_accelerators(recipe_of(engine="ddp")) == 8
 
 
 @pytest.mark.parametrize(
@@ -290,29 +284,32 @@ def test_a_model_that_no_engine_took_over(engine: str):
 
 
 @pytest.mark.parametrize(
-    ("engine", "kept", "changed"),
+    ("engine", "kept", "changes"),
     [
-        ("zero2", ["optimizer"], {"offload_optimizer_device": "cpu"}),
-        ("zero3", ["optimizer"], {"offload_optimizer_device": "cpu"}),
-        ("zero3", ["optimizer", "weights"], {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}),
-        ("fsdp2", ["optimizer", "weights"], {"fsdp_offload_params": True}),
+        ("ddp", [], {}),
+        ("fsdp2", [], {}),
+        ("fsdp2", ["optimizer", "weights"], {"fsdp_offload_params: false": "fsdp_offload_params: true"}),
+        ("zero2", ["optimizer"], {"offload_optimizer_device: none": "offload_optimizer_device: cpu"}),
+        ("zero3", [], {}),
+        ("zero3", ["weights"], {"offload_param_device: none": "offload_param_device: cpu"}),
     ],
 )
-def test_what_the_engine_keeps_on_the_host(engine: str, kept: list[str], changed: dict[str, Any]):
-    def flat(recipe: Any) -> dict[str, Any]:
-        found = yaml.safe_load(launch.configuration(recipe))
-        return found | (found.pop("deepspeed_config", None) or found.pop("fsdp_config"))
+def test_the_examples_make_accelerate_launch_set_the_same_environment(
+    engine: str, kept: list[str], changes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from accelerate.commands import launch as theirs
 
-    plain, moved = flat(recipe_of(engine=engine)), flat(recipe_of(engine=engine, engine_offload=kept))
-    assert plain.keys() == moved.keys()
-    assert {key: value for key, value in moved.items() if value != plain[key]} == changed
-
-
-@pytest.mark.parametrize("engine", ENGINES[1:])
-def test_examples_are_what_is_shipped(engine: str):
-    shipped = launch.config_of(engine).read_text(encoding="utf-8")
-    assert (EXAMPLES / "accelerate" / f"{engine}.yaml").read_text(encoding="utf-8") == shipped
-    assert yaml.safe_load(shipped)["num_machines"] == 1
+    text = (EXAMPLES / "accelerate" / f"{engine}.yaml").read_text(encoding="utf-8")
+    for before, after in changes.items():
+        text = text.replace(before, after)
+    (tmp_path / "engine.yaml").write_text(text, encoding="utf-8")
+    words = ["--config_file", str(tmp_path / "engine.yaml"), "--num_processes", "2", "--module", "seqtile.cli"]
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda _: started.append(dict(os.environ)))
+    theirs.launch_command(theirs.launch_command_parser().parse_args(words))
+    expected = launch.engine_environment(recipe_of(engine=engine, engine_offload=kept))
+    assert expected.items() <= started[0].items()
+    assert {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & started[0].keys() <= expected.keys()
 
 
 @pytest.mark.parametrize("name", ["zero3", "fsdp2"])

@@ -18,7 +18,6 @@ from seqtile import __version__
 from seqtile._errors import RUN_ERROR, USER_ERROR, RunError, UserError, note_fault
 from seqtile._log import process_rank
 from seqtile.cli.usage_errors import OneSentence
-from seqtile.train.ranks import check_launch
 
 EXAMPLES = {
     "train": ("--model PATH --dataset chat.jsonl --max-length 131072 --lora 16", "start.md"),
@@ -69,7 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (one sentence on stderr), 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
     """
     try:
-        check_launch()
         build_app()(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except UserError as error:

@@ -6,18 +6,16 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from seqtile._errors import USER_ERROR, UserError
+from seqtile._errors import UserError
 from seqtile._log import log_to_stderr
 from seqtile.cli.option_flags import takes_options
 
-if TYPE_CHECKING:
-    from seqtile.train.nodes import Nodes
+WORKER = "seqtile.cli.worker"
+"""The module that each process of an engine runs."""
 
 
 @takes_options("train", shown=False)
@@ -40,10 +38,17 @@ def command(
     ),
     sp_size: int = typer.Option(None, help="Processes that share one sequence (zero3).", metavar="N"),
     cp_size: int = typer.Option(None, help="The same by ring attention (fsdp2).", metavar="N"),
-    nodes: int = typer.Option(None, help="Nodes; the same command on each. Slurm and torchrun say it.", metavar="N"),
-    node_rank: int = typer.Option(None, help="Which of them this is, from 0.", metavar="R"),
+    nodes: int = typer.Option(
+        None,
+        min=1,
+        help="Number of nodes (detected under Slurm and torchrun). Run the same command on each.",
+        metavar="N",
+    ),
+    node_rank: int = typer.Option(None, min=0, help="Which of them this is, from 0.", metavar="R"),
     rendezvous: str = typer.Option(None, help="Where they meet: node 0 and a free port.", metavar="HOST:PORT"),
-    wait_nodes: float = typer.Option(None, help="Seconds to wait for the others (default 600).", metavar="SECONDS"),
+    wait_nodes: float = typer.Option(
+        None, min=1, help="Seconds to wait for the others (default 600).", metavar="SECONDS"
+    ),
     fit: bool = typer.Option(
         None, "--fit/--no-fit", help="Choose what the length needs on these devices (default: on accelerators)."
     ),
@@ -92,7 +97,7 @@ def command(
     from seqtile.cli import show
     from seqtile.train import recipe as recipes
     from seqtile.train.check_early import check_early
-    from seqtile.train.nodes import MEETING_SECONDS, check_tasks, find_nodes
+    from seqtile.train.nodes import WAIT_SECONDS, find_nodes
     from seqtile.train.output import resumed_recipe
     from seqtile.train.ranks import is_first, leave
     from seqtile.train.run import locate, require_packages
@@ -104,70 +109,66 @@ def command(
             if value is not None:
                 raise UserError(f"a launcher started this process, and says itself which nodes there are; drop {flag}")
     of_nodes = None if launched else find_nodes(nodes, node_rank, rendezvous)
-    if wait_nodes is not None:
-        _check_wait(wait_nodes, alone=of_nodes is None)
-    wait_seconds = MEETING_SECONDS if wait_nodes is None else wait_nodes
     if of_nodes is not None:  # before torch is imported: of a lost connection its store writes stacks
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with refusals_told(of_nodes, wait_seconds):
-        given = {
-            "model": model,
-            "dataset": dataset,
-            "eval_dataset": eval_dataset,
-            "eval_steps": eval_steps,
-            "skip_bad_rows": skip_bad_rows,
-            "streaming": streaming,
-            "max_length": max_length,
-            "output": output,
-            "lora": None if lora is None else recipes.parse_lora(lora),
-            **options,
-            "engine": engine,
-            "nproc": nproc,
-            "sp_size": sp_size,
-            "cp_size": cp_size,
-            "fit": fit if fit_memory is None else f"memory:{fit_memory}",
-            "on_oom": on_oom,
-            "batch_size": batch_size,
-            "packing": None if packing is None else _packing(packing),
-            "epochs": epochs,
-            "steps": steps,
-            "gradient_accumulation": grad_accumulation,
-            "learning_rate": learning_rate,
-            "save_steps": save_steps,
-            "trainer": _trainer_flags(
-                warmup_steps=warmup_steps,
-                lr_scheduler_type=lr_scheduler_type,
-                report_to=None if report_to is None else report_to.split(","),
-            ),
-            "seed": seed,
-            "compare": compare,
-            "trust_remote_code": trust_remote_code,
-            "tiled_mlp": tiled_mlp,
-            "use_tiled_mlp": use_tiled_mlp,
-            "tiled_mlp_num_shards": tiled_mlp_num_shards,
-            "tiled_mlp_use_original_mlp": tiled_mlp_use_original_mlp,
-        }
-        flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-        values = recipes.read_recipe(recipe) if recipe else {}
-        if resume and overwrite:
-            raise UserError("--resume continues a run and --overwrite replaces it; give one of the two")
-        if resume_from and not resume:
-            raise UserError(f"--from-checkpoint {resume_from!r} is where --resume continues; give --resume too")
-        if trust_checkpoint and not resume:
-            raise UserError("--trust-checkpoint is about the checkpoint that --resume continues; give --resume too")
-        chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
-        require_packages()
-        how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite,
-                               "trust_checkpoint": trust_checkpoint}  # fmt: skip
-        if told := "" if launched else check_tasks(chosen.engine):
-            notes = [*notes, told]
-        if of_nodes is not None and chosen.engine == "single":
-            raise UserError(
-                f"engine 'single' is one process, got {of_nodes.count} nodes; give --engine ddp, fsdp2, zero2 or zero3"
-            )
-        check_early(recipes.resolve(chosen))
-        if not resume and not dry:
-            locate(chosen, **how)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    elif wait_nodes:
+        raise UserError(f"got --wait-nodes {wait_nodes:g} of one node, which waits for none; drop it")
+    given = {
+        "model": model,
+        "dataset": dataset,
+        "eval_dataset": eval_dataset,
+        "eval_steps": eval_steps,
+        "skip_bad_rows": skip_bad_rows,
+        "streaming": streaming,
+        "max_length": max_length,
+        "output": output,
+        "lora": None if lora is None else recipes.parse_lora(lora),
+        **options,
+        "engine": engine,
+        "nproc": nproc,
+        "sp_size": sp_size,
+        "cp_size": cp_size,
+        "fit": fit if fit_memory is None else f"memory:{fit_memory}",
+        "on_oom": on_oom,
+        "batch_size": batch_size,
+        "packing": None if packing is None else _packing(packing),
+        "epochs": epochs,
+        "steps": steps,
+        "gradient_accumulation": grad_accumulation,
+        "learning_rate": learning_rate,
+        "save_steps": save_steps,
+        "trainer": _trainer_flags(
+            warmup_steps=warmup_steps,
+            lr_scheduler_type=lr_scheduler_type,
+            report_to=None if report_to is None else report_to.split(","),
+        ),
+        "seed": seed,
+        "compare": compare,
+        "trust_remote_code": trust_remote_code,
+        "tiled_mlp": tiled_mlp,
+        "use_tiled_mlp": use_tiled_mlp,
+        "tiled_mlp_num_shards": tiled_mlp_num_shards,
+        "tiled_mlp_use_original_mlp": tiled_mlp_use_original_mlp,
+    }
+    flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    values = recipes.read_recipe(recipe) if recipe else {}
+    if resume and overwrite:
+        raise UserError("--resume continues a run and --overwrite replaces it; give one of the two")
+    if resume_from and not resume:
+        raise UserError(f"--from-checkpoint {resume_from!r} is where --resume continues; give --resume too")
+    if trust_checkpoint and not resume:
+        raise UserError("--trust-checkpoint is about the checkpoint that --resume continues; give --resume too")
+    chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
+    require_packages()
+    how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite,
+                           "trust_checkpoint": trust_checkpoint}  # fmt: skip
+    if of_nodes is not None and chosen.engine == "single":
+        raise UserError(
+            f"engine 'single' is one process, got {of_nodes.count} nodes; give --engine ddp, fsdp2, zero2 or zero3"
+        )
+    check_early(recipes.resolve(chosen))
+    if not resume and not dry:
+        locate(chosen, **how)
     progress = show.Progress(enabled=is_first())
     progress.stage("loading PyTorch and Transformers")
     with progress:
@@ -188,11 +189,10 @@ def command(
         )
     with handle_signals(stop_signals(), stop_at_once):
         if chosen.engine != "single" and not launched:
-            from seqtile.cli import worker
             from seqtile.train.launch import launch
 
-            code = launch(chosen, **how, worker=worker.MODULE, say=show.print_plain, nodes=of_nodes,
-                          wait_seconds=wait_seconds)  # fmt: skip
+            code = launch(chosen, **how, worker=WORKER, say=show.print_plain, nodes=of_nodes,
+                          wait_seconds=WAIT_SECONDS if wait_nodes is None else wait_nodes)  # fmt: skip
             raise typer.Exit(code)
         try:
             run(chosen, **how)
@@ -223,31 +223,6 @@ def run(recipe: Any, **how: Any) -> None:
         raise typer.Exit(exit_code(outcome.stopped_by))
     if is_first():
         show.print_outcome(outcome)
-
-
-@contextmanager
-def refusals_told(nodes: Nodes | None, wait_seconds: float) -> Iterator[None]:
-    """Say what is refused on this node before it has met the others, and tell them: they would wait for it."""
-    try:
-        yield
-    except UserError as error:
-        if nodes is None:
-            raise
-        from seqtile.cli import say_user_error
-        from seqtile.train.nodes import REFUSED_SECONDS, tell_refusal
-
-        sentence = say_user_error(error)
-        print(f"telling the other nodes, for at most {min(wait_seconds, REFUSED_SECONDS):.0f} s", file=sys.stderr)
-        tell_refusal(nodes, sentence, wait_seconds)
-        raise typer.Exit(USER_ERROR) from None
-
-
-def _check_wait(seconds: float, *, alone: bool) -> None:
-    """Refuse a time limit of ``--wait-nodes`` that would be ignored, or never be over."""
-    if alone:
-        raise UserError(f"got --wait-nodes {seconds:g} of one node, which waits for none; drop it")
-    if not 0 < seconds < float("inf"):
-        raise UserError(f"got --wait-nodes {seconds:g}, expected a number of seconds above 0")
 
 
 def _packing(word: str) -> Any:

@@ -6,15 +6,12 @@ import difflib
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from seqtile._errors import UserError
-
-if TYPE_CHECKING:
-    from seqtile.train.nodes import Nodes
 
 # The parser is click's, or since typer 0.20 typer's own copy of it; either way this is where its errors come from.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -44,26 +41,7 @@ def _one_sentence(words: Sequence[str]) -> Iterator[None]:
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # which prints the help
             raise
-        if words[:1] != ["train"]:
-            raise UserError(sentence(error, words)) from None
-        from seqtile.cli.train_command import refusals_told
-        from seqtile.train.nodes import MEETING_SECONDS
-
-        with refusals_told(_nodes(words), MEETING_SECONDS):
-            raise UserError(sentence(error, words)) from None
-
-
-def _nodes(words: Sequence[str]) -> Nodes | None:
-    """The nodes of a command line that the parser has refused, as far as it says them."""
-    from seqtile.train.nodes import find_nodes
-    from seqtile.train.ranks import is_launched
-
-    try:
-        count, rank = (int(_value(flag, words) or -1) for flag in ("--nodes", "--node-rank"))
-        place = _value("--rendezvous", words) or None
-        return None if is_launched() else find_nodes(None if count < 0 else count, None if rank < 0 else rank, place)
-    except ValueError:  # a UserError is one: then nobody can be told
-        return None
+        raise UserError(sentence(error, words)) from None
 
 
 def sentence(error: Any, words: Sequence[str]) -> str:

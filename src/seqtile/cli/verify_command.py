@@ -15,6 +15,7 @@ import typer
 from seqtile._errors import RunError, UserError
 from seqtile._log import log_to_stderr
 from seqtile.cli.option_flags import takes_options
+from seqtile.cli.train_command import WORKER
 
 if TYPE_CHECKING:
     from seqtile.train.recipe import Recipe
@@ -72,11 +73,9 @@ def command(
     from seqtile.train.verify_model import check, check_recipe
 
     recipe = check_recipe({key: value for key, value in given.items() if value is not None})
-    from seqtile.cli import worker  # imports torch
-
     only_errors()
     try:
-        result = check(recipe, worker.MODULE)
+        result = check(recipe, WORKER)
     except UserError:
         raise
     except RunError as error:

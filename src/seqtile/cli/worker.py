@@ -1,82 +1,79 @@
 """One process of ``seqtile train --engine`` or ``seqtile verify --engine``: ``python -m seqtile.cli.worker FOLDER``.
 
-``FOLDER`` holds the recipe and what to do with it. The process says there which one it is and how it ended, for the
-command that waits in front of the launcher; that one speaks for all.
+``FOLDER`` holds the recipe and what to do with it. An error goes to the file that torch's agent names, and is printed
+by the command in front: of several processes the one that failed first counts.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import typer
 
 from seqtile._compat import end_process
-from seqtile._errors import RunError, UserError, note_fault
+from seqtile._errors import note_fault
 from seqtile._log import process_rank
 from seqtile.train.atomic_files import write_whole
-from seqtile.train.processes import is_running
-from seqtile.train.signals import exit_code, stop_at_once
-
-if TYPE_CHECKING:
-    from seqtile.train.recipe import Recipe
-
-MODULE = __name__
-"""What a launch is told to run: this module."""
-
+from seqtile.train.signals import stop_at_once
 
 ORPHAN_SECONDS = 20.0
 """How long a process may go on when the command in front has been killed: to end its step and to save."""
 
 
 def main(folder: Path) -> int:
-    """Train, and write how it ended: exit code, what is to be said, and whether all ranks end together."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    """Train, and leave in ``folder`` what the command in front needs to know; returns the exit code."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
         signal.signal(number, stop_at_once)
-    write_whole(folder / f"{process_rank()}.pid", str(os.getpid()))
-    code, message, together, more = 0, "", True, dict[str, Any]()
+    errors = get_error_handler()
+    errors.initialize()
     try:
         _train(folder)
-    except typer.Exit as stopped:
-        code = stopped.exit_code
-    except UserError as error:
-        code, message, together = 2, " ".join(str(error).split()), False
-    except RunError as error:
-        code, message, together = 1, str(error), False
-        more = {name: getattr(error, name) for name in ("retry", "done") if getattr(error, name, None)}
-    except KeyboardInterrupt as stopped_at_once:
-        code, together = exit_code(getattr(stopped_at_once, "number", signal.SIGINT)), False
-    except Exception as error:
-        note_fault(error)
-        raise
-    write_whole(
-        folder / f"{process_rank()}.end", json.dumps({"code": code, "message": message, "together": together, **more})
-    )
-    # A run that all ranks stopped in order has succeeded, as the launcher sees it; else it has to end the others.
-    return 0 if together else code
+    except typer.Exit as stopped:  # in order, on all ranks: for the agent, a success
+        from seqtile.train.launch import STOPPED_FILE
+
+        write_whole(folder / STOPPED_FILE, str(stopped.exit_code))
+    except BaseException as error:  # noqa: BLE001 (the command in front prints it)
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # the agent ends all when one has failed
+        if retry := getattr(error, "retry", None):
+            from seqtile.train.launch import RETRY_FILE
+
+            write_whole(folder / RETRY_FILE, json.dumps({"retry": retry, "done": getattr(error, "done", [])}))
+        if isinstance(error, Exception):
+            note_fault(error)
+        errors.record_exception(error)
+        return 1
+    return 0
 
 
 def _train(folder: Path) -> None:
     from seqtile.cli.train_command import quiet, run
-    from seqtile.train.launch import HOW_FILE, kill_workers
+    from seqtile.train.launch import HOW_FILE, RESULT_FILE
     from seqtile.train.ranks import leave
     from seqtile.train.recipe import RECIPE_FILE, build_recipe, read_recipe
 
     recipe, _ = build_recipe(read_recipe(folder / RECIPE_FILE), {})
     how = json.loads((folder / HOW_FILE).read_text(encoding="utf-8"))
-    os.chdir(how.pop("cwd"))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, how.pop("signals"))  # the launcher that started it has them blocked
-    front, started = how.pop("front")
-    follow(front, started, lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: kill_workers(folder))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, how.pop("signals"))  # the command in front started it with them blocked
+    threading.Thread(target=follow, args=(how.pop("front"),), daemon=True).start()
     if how.pop("check", False):
-        _check(recipe, folder)
+        from seqtile.cli.verify_command import only_errors
+        from seqtile.train.verify_model import check_rank
+
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # DeepSpeed talks on stdout, which is the result's
+        only_errors()
+        result = check_rank(recipe)
+        if process_rank() == 0:
+            (folder / RESULT_FILE).write_bytes(pickle.dumps(result))
         return
     quiet()
     if process_rank():  # the first one speaks; DeepSpeed prints on each
@@ -89,38 +86,16 @@ def _train(folder: Path) -> None:
     leave()
 
 
-def _check(recipe: Recipe, folder: Path) -> None:
-    import pickle
+def follow(front: int) -> None:
+    """End this process when the command in front was killed, which then cannot pass a signal on.
 
-    from seqtile.cli.verify_command import only_errors
-    from seqtile.train.launch import RESULT_FILE
-    from seqtile.train.verify_model import check_rank
-
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # DeepSpeed talks on stdout, which is the result's
-    only_errors()
-    result = check_rank(recipe)
-    if process_rank() == 0:
-        (folder / RESULT_FILE).write_bytes(pickle.dumps(result))
-
-
-def follow(front: int, started: float, end: Callable[[], None], kill: Callable[[], None]) -> None:
-    """Watch the command in front: killed, it could not tell the others to stop.
-
-    Args:
-        front, started: its process.
-        end: called when it is gone.
-        kill: called :data:`ORPHAN_SECONDS` later, if this process has not ended by then: one that waits in a collective
-            for a rank that hangs never comes to the end of its step.
+    One that waits in a collective for a rank that hangs never comes to the end of its step: it is killed.
     """
-
-    def watch() -> None:
-        while is_running(front, started):
-            time.sleep(1)
-        end()
-        time.sleep(ORPHAN_SECONDS)
-        kill()
-
-    threading.Thread(target=watch, daemon=True).start()
+    while os.getppid() == front:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_SECONDS)
+    os.killpg(0, signal.SIGKILL)  # the agent made each worker the leader of a session
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ SHOWN_TENSORS = 6
 
 _SAID = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 _ASKED = re.compile(r"tried to allocate\s+([0-9.]+\s*[a-z]+)", re.IGNORECASE)
+_OPTIMIZERS = ("/torch/optim/", "/accelerate/", "/deepspeed/", "/trainer.py", "clip_grad")
 _OPTIMIZER_STEPS = ("step", "clip_grad_norm_", *GRADIENT_NORM_METHODS)
 
 
@@ -36,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that an allocation failed: an accelerator's, PyTorch's on the CPU, or Python's own."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _SAID)
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _SAID)
 
 
 @dataclass(frozen=True)
@@ -105,16 +106,16 @@ def find_place(error: BaseException, model: nn.Module, whereabouts: Whereabouts 
     for frame in _frames(error):
         code = frame.f_code
         owner = frame.f_locals.get("self")
-        place = code.co_filename.replace("\\", "/")
+        filename = code.co_filename.replace("\\", "/")
         in_step = in_step or code.co_name == "training_step"
         if code.co_name == "training_step":
             phase = phase or "loss"  # until something of the backbone is met
         elif code.co_name == "backward" and in_step and phase != "optimiser":
             phase, block, in_head = "backward", "", False
-        elif code.co_name in _OPTIMIZER_STEPS and _is_optimizing(place):
+        elif code.co_name in _OPTIMIZER_STEPS and any(name in filename for name in _OPTIMIZERS):
             phase, block = "optimiser", ""
-        if "/seqtile/ops/" in place:
-            in_tile, in_head = True, in_head or "/seqtile/ops/lm_loss/" in place
+        if "/seqtile/ops/" in filename:
+            in_tile, in_head = True, in_head or "/seqtile/ops/lm_loss/" in filename
         if phase and isinstance(owner, nn.Module) and id(owner) in names:
             block = names[id(owner)]
             in_head = id(owner) not in inside and bool(inside)
@@ -127,7 +128,9 @@ def find_place(error: BaseException, model: nn.Module, whereabouts: Whereabouts 
             block = _tiled_block(plain, whereabouts.layer)
     elif phase == "loss":
         block = block or names.get(id(head), "")
-    return Place(phase, block, step, _asked(error))
+    match = _ASKED.search(str(error))
+    nbytes = parse_bytes(match[1].replace("bytes", "").replace("byte", "")) if match else 0
+    return Place(phase, block, step, nbytes)
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:
@@ -136,10 +139,6 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
     while traceback is not None:
         yield traceback.tb_frame
         traceback = traceback.tb_next
-
-
-def _is_optimizing(file: str) -> bool:
-    return any(part in file for part in ("/torch/optim/", "/accelerate/", "/deepspeed/", "/trainer.py", "clip_grad"))
 
 
 def _tiled_block(model: nn.Module, layer: str) -> str:
@@ -152,62 +151,55 @@ def _tiled_block(model: nn.Module, layer: str) -> str:
     return layer
 
 
-def _asked(error: BaseException) -> int:
-    found = _ASKED.search(str(error))
-    if not found:
-        return 0
-    return parse_bytes(found[1].replace("bytes", "").replace("byte", ""))
-
-
 def largest_tensors(error: BaseException, model: Any, optimizer: Any, whereabouts: Whereabouts | None) -> list[str]:
-    """The largest tensors that Python can still reach, equal ones of all layers as one, and the sums by kind.
+    """The largest tensors that Python can still reach, equal ones of all layers as one, and the sums by category.
 
     What only a kernel or the autograd engine holds, and never was an object of Python's, is not among them.
     """
     gc.collect()  # what nobody holds any more would be listed too
     plain = causal_model(model)
     names = {id(module): name for name, module in plain.named_modules() if name}
-    known: dict[int, tuple[str, str]] = {}
+    labels: dict[int, tuple[str, str]] = {}
     parameters = {id(weight): name for name, weight in plain.named_parameters()}
     for name, weight in [*plain.named_parameters(), *plain.named_buffers()]:
-        _label(known, weight, "weights", name)
-        _label(known, weight.grad if weight.is_leaf else None, "gradients", f"gradient of {name}")
+        _label(labels, weight, "weights", name)
+        _label(labels, weight.grad if weight.is_leaf else None, "gradients", f"gradient of {name}")
     for weight, states in getattr(getattr(optimizer, "optimizer", optimizer), "state", {}).items():
         for value in states.values() if isinstance(states, dict) else ():
             what = f"optimiser state of {parameters[id(weight)]}" if id(weight) in parameters else "optimiser state"
-            _label(known, value, "optimiser state", what)
+            _label(labels, value, "optimiser state", what)
     for name, ref in whereabouts.outputs.items() if whereabouts is not None else ():
-        _label(known, ref(), "activations", f"output of {name}")
+        _label(labels, ref(), "activations", f"output of {name}")
     for frame in reversed([*_frames(error)]):
         owner = frame.f_locals.get("self")
-        place = names.get(id(owner), frame.f_code.co_name if "/seqtile/ops/" in frame.f_code.co_filename else "")
-        for variable, value in frame.f_locals.items() if place else ():
-            _label(known, value, "activations", f"{variable} in {place}")
+        scope = names.get(id(owner), frame.f_code.co_name if "/seqtile/ops/" in frame.f_code.co_filename else "")
+        for variable, value in frame.f_locals.items() if scope else ():
+            _label(labels, value, "activations", f"{variable} in {scope}")
     groups: Counter[tuple[str, tuple[int, ...], torch.dtype]] = Counter()
     examples: dict[Any, str] = {}
     counts: Counter[Any] = Counter()
-    kinds: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for key, nbytes, tensor in _reachable(_device(plain)):
-        kind, name = known.get(key, ("activations", "a saved or temporary tensor"))
+        category, name = labels.get(key, ("activations", "a saved or temporary tensor"))
         group = (re.sub(r"\.\d+(?=\.|$)", ".*", name), tuple(tensor.shape), tensor.dtype)
         groups[group] += nbytes
         counts[group] += 1
         examples[group] = name
-        kinds[kind] += nbytes
+        totals[category] += nbytes
     lines = []
     for group, nbytes in groups.most_common(SHOWN_TENSORS):
         count = counts[group]
         many = f"{count} x {group[0]}" if count > 1 else examples[group]
-        kind = str(group[2]).removeprefix("torch.")
-        lines.append(f"{_size(nbytes):>12}  {many}, {' x '.join(map(str, group[1])) or 'a number'} {kind}")
-    return [*lines, "in all: " + ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in kinds.most_common())]
+        dtype = str(group[2]).removeprefix("torch.")
+        lines.append(f"{_size(nbytes):>12}  {many}, {' x '.join(map(str, group[1])) or 'a number'} {dtype}")
+    return [*lines, "in all: " + ", ".join(f"{category} {_size(nbytes)}" for category, nbytes in totals.most_common())]
 
 
-def _label(known: dict[int, tuple[str, str]], value: Any, kind: str, name: str) -> None:
+def _label(labels: dict[int, tuple[str, str]], value: Any, category: str, name: str) -> None:
     if isinstance(value, Tensor):
         storage = _storage(value)
         if storage is not None:
-            known.setdefault(storage_key(storage), (kind, name))
+            labels.setdefault(storage_key(storage), (category, name))
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
@@ -220,23 +212,21 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 def _reachable(device_type: str) -> Iterator[tuple[int, int, Tensor]]:
     """Every storage on the device that an object of Python's holds: its key, its bytes, and the largest view of it."""
-    found: dict[int, tuple[int, Tensor]] = {}
-    for one in gc.get_objects():
-        if not issubclass(type(one), Tensor):  # isinstance would ask objects that load themselves when they are asked
+    largest: dict[int, tuple[int, Tensor]] = {}
+    for candidate in gc.get_objects():
+        # isinstance would ask objects that load themselves when they are asked.
+        if not issubclass(type(candidate), Tensor):
             continue
-        tensor = local_part(one)
-        if tensor.device.type != device_type or isinstance(tensor, FakeTensor) or _has_symbols(tensor):
+        tensor = local_part(candidate)
+        has_symbols = not all(type(size) is int for size in tensor.shape)
+        if tensor.device.type != device_type or isinstance(tensor, FakeTensor) or has_symbols:
             continue  # what torch.compile traced with holds no memory
         if (storage := _storage(tensor)) is None:
             continue
-        before = found.get(storage_key(storage))
-        if before is None or before[1].numel() < tensor.numel():
-            found[storage_key(storage)] = (storage.nbytes(), tensor)
-    return ((key, nbytes, tensor) for key, (nbytes, tensor) in found.items())
-
-
-def _has_symbols(tensor: Tensor) -> bool:
-    return not all(type(size) is int for size in tensor.shape)
+        previous = largest.get(storage_key(storage))
+        if previous is None or previous[1].numel() < tensor.numel():
+            largest[storage_key(storage)] = (storage.nbytes(), tensor)
+    return ((key, nbytes, tensor) for key, (nbytes, tensor) in largest.items())
 
 
 def _device(model: nn.Module) -> str:
@@ -249,13 +239,13 @@ def _size(nbytes: int) -> str:
 
 def device_memory(model: nn.Module) -> tuple[str, int]:
     """What the device has, in words, and its free bytes (0 where it does not say)."""
-    kind = _device(model)
-    if kind == "cpu":
+    device_type = _device(model)
+    if device_type == "cpu":
         free = available_host_bytes()
         return f"this host has {_size(free)} free", free
-    free, total = device_bytes(torch.device(kind))
+    free, total = device_bytes(torch.device(device_type))
     if not total:
         return "", 0
-    held, cached = allocated_bytes(), reserved_bytes()
-    words = f"{_size(held)} in tensors, {_size(cached - held)} cached by the allocator, {_size(free)} free"
-    return f"the device has {_size(total)}: {words}", free
+    allocated, reserved = allocated_bytes(), reserved_bytes()
+    usage = f"{_size(allocated)} in tensors, {_size(reserved - allocated)} cached by the allocator, {_size(free)} free"
+    return f"the device has {_size(total)}: {usage}", free

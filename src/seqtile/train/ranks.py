@@ -7,33 +7,29 @@ built, and when the engine has taken the model over.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import socket
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile._log import process_rank
+from seqtile.devices import package_version
+from seqtile.train.recipe import DEMO
 
 if TYPE_CHECKING:
     import torch
 
+    from seqtile.train.read_data import Data
     from seqtile.train.recipe import Recipe
 
-LAUNCH_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-"""What a launcher says in the environment, in whole numbers."""
+PIECES, PIECE_BYTES = 64, 4096
+"""How much of a weight file is compared: other weights of a model's shape differ everywhere."""
 
-
-def check_launch() -> None:
-    """Refuse an environment in which no launcher can have started this process.
-
-    Raises:
-        UserError: names the variable.
-    """
-    for name in LAUNCH_NUMBERS:
-        value = os.environ.get(name)
-        if value and not (value.isascii() and value.isdigit()):
-            raise UserError(
-                f"the environment says {name}={value!r}, expected a whole number as torchrun sets it; unset {name}"
-            )
+SHARED_FILE = ".seqtile-shared"
+"""Beside the output while several nodes start: whoever reads there what node 0 wrote writes to the same directory."""
 
 
 def is_launched() -> bool:
@@ -56,19 +52,12 @@ def is_first() -> bool:
     return not is_launched() or process_rank() == 0
 
 
-def is_first_writer(recipe: Recipe) -> bool:
-    """Whether this process writes the run's own files: one process, or one on each node that has its own directory."""
-    each_node = bool(recipe.trainer.get("save_on_each_node"))
-    return is_first() or (each_node and os.environ.get("LOCAL_RANK") == "0")
-
-
 def join_launch(recipe: Recipe) -> Recipe:
     """``recipe`` with the number of processes that were launched.
 
     Raises:
         UserError: they are not what the recipe says, or have no directory in common.
     """
-    check_launch()
     world = world_size()
     if recipe.engine == "single":
         if world > 1:
@@ -119,19 +108,19 @@ def check_engine(accelerator: Any, recipe: Recipe) -> None:
     Raises:
         UserError: with what was asked for and what is there.
     """
-    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    reported = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     got = {
         "NO": "single",
         "FSDP": "fsdp2" if getattr(accelerator, "is_fsdp2", False) else "fsdp1",
         "DEEPSPEED": f"zero{getattr(plugin, 'zero_stage', '?')}",
-    }.get(kind, "ddp" if kind.startswith("MULTI_") else kind)
+    }.get(reported, "ddp" if reported.startswith("MULTI_") else reported)
     # One launched process is plain to accelerate under every engine but DeepSpeed.
     processes = accelerator.num_processes
     if got != recipe.engine or processes != (recipe.nproc or 1):
         raise UserError(
             f"asked for engine {recipe.engine!r} in {_count(recipe.nproc or 1)}, but accelerate set up "
-            f"{got!r} ({kind}) in {_count(processes)}; nothing was trained: start it with seqtile train --engine "
+            f"{got!r} ({reported}) in {_count(processes)}; nothing was trained: start it with seqtile train --engine "
             f"{recipe.engine}, or with accelerate launch and the configuration of that engine"
         )
     for name in ("sp_size", "cp_size"):
@@ -140,29 +129,85 @@ def check_engine(accelerator: Any, recipe: Recipe) -> None:
             raise UserError(f"asked for {name} {getattr(recipe, name)}, but accelerate splits sequences over {split}")
 
 
-def check_same_recipe(accelerator: Any, recipe: Recipe, data: str) -> None:
-    """Refuse ranks with different settings; under a launcher of the user's each has read, or chosen, its own.
+def agree(recipe: Recipe, data: Data, start: Path | None) -> None:
+    """Compare what every process would do, in one gather, before any of them loads a weight.
 
-    ``data`` is the digest of the prepared rows.
+    Where nodes write to directories of their own, each saves there: ``save_on_each_node`` of ``data.arguments`` is set.
 
     Raises:
-        UserError: names the setting and the rank.
+        UserError: names what differs, and a rank; or the engine writes its shards to one directory.
     """
-    if accelerator.num_processes == 1:
+    if world_size() == 1:
         return
-    from accelerate.utils import gather_object
+    import torch.distributed as dist
 
-    from seqtile.train.nodes import digest_pieces, hub_revision
+    from seqtile.train.same_run import PACKAGES, digest_rows
 
-    mine = recipe.model_dump(mode="json") | {"data": data}
+    shared = nearest_folder(recipe) / SHARED_FILE
+    facts: dict[str, Any] = {name: package_version(name) for name in ("seqtile", *PACKAGES)}
+    facts |= recipe.model_dump(mode="json")
+    facts["--resume"] = start.name if start else "no checkpoint"
+    facts["rows"] = None if recipe.streaming else digest_rows(data.rows)
     if os.environ.get("LOCAL_RANK") == "0":  # the others of its node read the same files
-        mine["weights"] = digest_pieces(recipe.model) or hub_revision(recipe)
-    for rank, other in enumerate(gather_object([mine])):
-        for key in (key for key in mine if key in other and other[key] != mine[key]):
+        facts["weights"] = digest_pieces(recipe.model) or hub_revision(recipe)
+    token = shared.read_text() if shared.is_file() else ""
+    everyone: list[Any] = [None] * world_size()
+    dist.all_gather_object(everyone, (facts, token, socket.gethostname()))
+    for rank, (settings, _, host) in enumerate(everyone):
+        for name, value in everyone[0][0].items():
+            if settings.get(name, value) != value:
+                raise UserError(
+                    f"rank {rank} ({host}) would train with {name} {settings[name]!r} and rank 0 ({everyone[0][2]}) "
+                    f"with {value!r}; start all with the same settings, versions and files (--fit chooses by the "
+                    "device: give --fit-memory where devices differ)"
+                )
+    if any(token != everyone[0][1] for _, token, _ in everyone):
+        if recipe.engine != "ddp":
             raise UserError(
-                f"rank {rank} would train with {key} {other[key]!r} and rank {accelerator.process_index} with "
-                f"{mine[key]!r}; start all with the same settings (a fit needs --fit-memory where devices differ)"
+                f"output {recipe.output!r} is another directory on each node, and the checkpoints of engine "
+                f"{recipe.engine!r} belong in one; give --output a directory that all nodes share, or use --engine ddp"
             )
+        data.arguments.save_on_each_node = True
+
+
+def nearest_folder(recipe: Recipe) -> Path:
+    """The output of ``recipe``, or the first directory above it that exists."""
+    output = Path(str(recipe.output)).expanduser().absolute()
+    return next(folder for folder in (output, *output.parents) if folder.is_dir())
+
+
+def digest_pieces(source: str) -> str | None:
+    """A digest of the weight files in a directory: names, sizes, and 64 evenly spaced pieces of each.
+
+    None for what is no directory, such as a Hub id. Cost: 256 KiB read per file.
+    """
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".json")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for number in range(PIECES):
+                file.seek(max(0, size - PIECE_BYTES) * number // (PIECES - 1))
+                digest.update(file.read(PIECE_BYTES))
+    return digest.hexdigest()
+
+
+def hub_revision(recipe: Recipe) -> str | None:
+    """The commit that a Hub id of a model stands for on this node, where an older one may be in the cache.
+
+    None for a directory, for the demo, and where the Hub does not give it.
+    """
+    if recipe.model == DEMO or Path(recipe.model).expanduser().exists():
+        return None
+    from transformers.utils import cached_file  # type: ignore[attr-defined]
+
+    with suppress(OSError):
+        config = cached_file(recipe.model, "config.json", revision=recipe.model_kwargs.get("revision"))
+        return None if config is None else Path(config).parent.name
+    return None
 
 
 def _count(processes: int) -> str:

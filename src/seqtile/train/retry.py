@@ -55,25 +55,25 @@ class OutOfMemory(RunError):
         self.retry, self.done = retry, list(done)
 
 
-def next_retry(recipe: Recipe, place: Place, done: int) -> dict[str, Any] | None:
+def next_retry(recipe: Recipe, location: Place, done: int) -> dict[str, Any] | None:
     """What to go on with: where it failed and the recipe's keys that change; None where nothing smaller is left."""
-    if recipe.on_oom != "retry" or not place.phase or done >= MOST_RETRIES:
+    if recipe.on_oom != "retry" or not location.phase or done >= MOST_RETRIES:
         return None
-    before = now = _settings(recipe, place)
-    while (after := tighter(now, can_offload=can_offload())) is not None:
+    failed = current = _settings(recipe, location)
+    while (after := tighter(current, can_offload=can_offload())) is not None:
         keys = updates_of(after, recipe)
         now_set = recipe.model_dump()
         if any(now_set[key] != value for key, value in keys.items()):
-            return {"step": place.step, "phase": place.phase, "block": place.block, "rank": place.rank, "recipe": keys,
-                    "changed": changes(before, after), "place": str(place)}  # fmt: skip
-        now = after
+            where = {name: getattr(location, name) for name in ("step", "phase", "block", "rank")}
+            return {**where, "recipe": keys, "changed": changes(failed, after), "place": str(location)}
+        current = after
     return None
 
 
-def _settings(recipe: Recipe, place: Place) -> Any:
+def _settings(recipe: Recipe, location: Place) -> Any:
     """What the failed micro-batch ran with, as numbers."""
-    tokens = place.tokens or recipe.max_length * recipe.batch_size
-    settings = settings_of(recipe, place.tile or tokens)
+    tokens = location.tokens or recipe.max_length * recipe.batch_size
+    settings = settings_of(recipe, location.tile or tokens)
     tile = min(settings.tile, tokens) if isinstance(settings.tile, int) else settings.tile
     return replace(settings, tile=tile, loss_tile=min(recipe.loss_tile or TRL_LOSS_TILE, tokens))
 
@@ -121,12 +121,12 @@ class StepWatch:
         todo = [call]
         while True:
             try:
-                return [step(one) for one in todo]
+                return [step(micro_batch) for micro_batch in todo]
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                place = self.find(error)
-                retry = next_retry(self.recipe, place, len(self.retries))
+                location = self.find(error)
+                retry = next_retry(self.recipe, location, len(self.retries))
                 if retry is None:
                     raise
             # Here the error is gone, and with it the frames that held the failed step's tensors.
@@ -141,15 +141,15 @@ class StepWatch:
     def find(self, error: BaseException) -> Place:
         """Where ``error`` happened, with the batch that was running."""
         trainer = self._trainer
-        place = find_place(error, trainer.model, self._whereabouts, trainer.state.global_step + 1)
+        location = find_place(error, trainer.model, self._whereabouts, trainer.state.global_step + 1)
         tokens = trainer.running_tokens
         rank = trainer.args.process_index if trainer.args.world_size > 1 else None
-        return replace(place, tokens=tokens, tile=self._tile(tokens), rank=rank)
+        return replace(location, tokens=tokens, tile=self._tile(tokens), rank=rank)
 
     def end(self, error: BaseException) -> OutOfMemory:
         """What to raise in the place of ``error``: everything that is known of it, and what to go on with."""
-        trainer, place = self._trainer, self.find(error)
-        retry = next_retry(self.recipe, place, len(self.retries))
+        trainer, location = self._trainer, self.find(error)
+        retry = next_retry(self.recipe, location, len(self.retries))
         memory, _ = device_memory(trainer.model)
         tensors = largest_tensors(error, trainer.model, trainer.optimizer, self._whereabouts)
         live = ["largest live tensors:", *(f"  {line}" for line in tensors), *([memory] if memory else [])]
@@ -159,7 +159,7 @@ class StepWatch:
             return OutOfMemory(said({**retry, "how": "from the last checkpoint"}), retry, self.retries)
         checkpoint, _ = newest_whole(self._output)
         return OutOfMemory(
-            explain_out_of_memory(self.recipe, place, live, checkpoint, len(self.retries)), None, self.retries
+            explain_out_of_memory(self.recipe, location, live, checkpoint, len(self.retries)), None, self.retries
         )
 
     def _tile(self, tokens: int) -> int | None:
@@ -210,24 +210,26 @@ def _remember(trainer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _restore(trainer: Any, before: dict[str, Any]) -> None:
+def _restore(trainer: Any, saved: dict[str, Any]) -> None:
     import numpy
 
-    random.setstate(before["python"])
-    numpy.random.set_state(before["numpy"])
-    torch.set_rng_state(before["torch"])
-    if before["device"] is not None:
-        torch.get_device_module().set_rng_state(before["device"])
-    restore_step_sums(trainer, before["metrics"], before["tokens"])
+    random.setstate(saved["python"])
+    numpy.random.set_state(saved["numpy"])
+    torch.set_rng_state(saved["torch"])
+    if saved["device"] is not None:
+        torch.get_device_module().set_rng_state(saved["device"])
+    restore_step_sums(trainer, saved["metrics"], saved["tokens"])
 
 
-def explain_out_of_memory(recipe: Recipe, place: Place, live: list[str], checkpoint: Path | None, retried: int) -> str:
+def explain_out_of_memory(
+    recipe: Recipe, location: Place, live: list[str], checkpoint: Path | None, retried: int
+) -> str:
     """Everything that is known of an out-of-memory that ends the run."""
-    asked = f": {place.asked / 2**30:,.2f} GiB could not be had" if place.asked else ""
-    lines = [f"out of memory {place}{asked}", *live]
-    if place.phase:
-        lines += _by_plan(recipe, place)
-    if recipe.on_oom == "retry" and place.phase:
+    missing = f": {location.asked / 2**30:,.2f} GiB could not be had" if location.asked else ""
+    lines = [f"out of memory {location}{missing}", *live]
+    if location.phase:
+        lines += _by_plan(recipe, location)
+    if recipe.on_oom == "retry" and location.phase:
         end = "; nothing smaller is left to go on with" if retried < MOST_RETRIES else ""
         lines.append(f"{retried} of at most {MOST_RETRIES} retries were made{end}")
     if checkpoint is None:
@@ -237,16 +239,16 @@ def explain_out_of_memory(recipe: Recipe, place: Place, live: list[str], checkpo
     return "\n".join(lines)
 
 
-def _by_plan(recipe: Recipe, place: Place) -> list[str]:
+def _by_plan(recipe: Recipe, location: Place) -> list[str]:
     """What the plan says of the recipe, and which setting would have been enough."""
-    tokens = -(-max(place.tokens, recipe.max_length * recipe.batch_size) // recipe.batch_size)
+    tokens = -(-max(location.tokens, recipe.max_length * recipe.batch_size) // recipe.batch_size)
     from seqtile.planner.memory_plan import Planner
 
     try:
         request = request_of(recipe, nodes=launched_nodes())
         estimate = Planner(request, recipe.max_length).estimate(tokens)
-        settings = _settings(recipe, place)
-        avoided = would_avoid(request, settings, tokens, max(1, place.asked), can_offload=can_offload())
+        settings = _settings(recipe, location)
+        avoided = would_avoid(request, settings, tokens, max(1, location.asked), can_offload=can_offload())
     except (UserError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
         return [f"what the plan says is not known: {(str(error).splitlines() or [type(error).__name__])[0]}"]
     device, gib = estimate.device, 2**30

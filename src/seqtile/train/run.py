@@ -187,21 +187,20 @@ def _attempt(
     from seqtile.train.metrics import Silent
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.output import check_output, clear_output, nothing_saved
-    from seqtile.train.ranks import check_engine, check_same_recipe, is_first_writer
+    from seqtile.train.ranks import check_engine
     from seqtile.train.retry import OutOfMemory
     from seqtile.train.same_run import check_same_run, describe_run
 
     output = Path(str(recipe.output))
     display = display or Silent()
     try:
-        trainer, tiling = _build(recipe, output, display)
+        trainer, tiling = _build(recipe, output, start, display)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(f"out of memory while the model was loaded: {str(error).splitlines()[0]}") from None
     check_engine(trainer.accelerator, recipe)
     trainer.run = describe_run(recipe, trainer)
-    check_same_recipe(trainer.accelerator, recipe, trainer.run["data"])
     mark = read_mark(start) if start is not None and not retries else None
     trainer.run["retries"] = list(retries) if mark is None else mark.run.get("retries", [])
     if start is not None:
@@ -213,7 +212,7 @@ def _attempt(
         trainer.all_done = _all_done(trainer, start, output)
     elif resume:
         logger.warning("nothing of the run in %s was saved: it starts again from its first step", output)
-    if is_first_writer(recipe):
+    if trainer.args.should_save:
         output.mkdir(parents=True, exist_ok=True)
         lock.take()
         # A run that was short may have come and gone since the first look.
@@ -274,7 +273,7 @@ def require_packages() -> None:
         raise UserError(f"seqtile train needs {', '.join(missing)}; install them with: pip install {' '.join(missing)}")
 
 
-def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report | None]:
+def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
     from seqtile.models.lm_loss.tiled_loss import find_causal_lms
     from seqtile.train.arguments import adapter_config
@@ -289,12 +288,13 @@ def _build(recipe: Recipe, output: Path, display: Display) -> tuple[Any, Report 
         tile_head,
     )
     from seqtile.train.packing import check_packing
-    from seqtile.train.ranks import prepare_on_cpu
+    from seqtile.train.ranks import agree, prepare_on_cpu
     from seqtile.train.read_data import read_data
 
     if recipe.split > 1:
         check_split(recipe)  # for the first time under a launcher of the user's
     data = read_data(recipe, output, display.stage)
+    agree(recipe, data, start)
     arguments, rows, stream, evaluated = data.arguments, data.rows, data.stream, data.evaluated
     display.stage(f"loading the weights of {recipe.model}")
     model, tokenizer = load_model(recipe)

@@ -43,12 +43,12 @@ class StopRequest:
 
     def is_urgent(self, number: int) -> bool:
         """Take note of a signal; whether it asks to stop at once, after one that asked to stop in order."""
-        before, now = self._last, time.monotonic()
+        previous, now = self._last, time.monotonic()
         self._last = now
         if self.first is None:
             self.first = signal.Signals(number)
             return False
-        return number == signal.SIGINT or now - before > REPEAT_SECONDS
+        return number == signal.SIGINT or now - previous > REPEAT_SECONDS
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -93,12 +93,12 @@ def handle_signals(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = {number: signal.signal(number, handler) for number in numbers}
+    handlers = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, before in former.items():
-            signal.signal(number, before)
+        for number, previous in handlers.items():
+            signal.signal(number, previous)
 
 
 @contextmanager
@@ -108,8 +108,8 @@ def blocked_signals() -> Iterator[None]:
     What it starts in turn inherits that, and has to unblock those that it wants.
     """
     numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
