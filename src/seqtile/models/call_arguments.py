@@ -10,15 +10,15 @@ from typing import Any
 from torch import Tensor
 
 
-def by_position(function: Any, words: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def by_position(function: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments, with the first parameter of ``function`` by position."""
     bound = len(function.args) if isinstance(function, partial) else int(isinstance(function, MethodType))
     function = function.func if isinstance(function, partial) else getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
-    if code is None or code.co_argcount <= bound or code.co_varnames[bound] not in words:
-        return (), dict(words)
-    rest = dict(words)
-    return (rest.pop(code.co_varnames[bound]),), rest
+    if code is None or code.co_argcount <= bound or code.co_varnames[bound] not in kwargs:
+        return (), dict(kwargs)
+    others = dict(kwargs)
+    return (others.pop(code.co_varnames[bound]),), others
 
 
 class Places:
@@ -84,5 +84,5 @@ class Places:
         for name, tile, flat in zip(self.names, tiles, self.flat, strict=True):
             filled[name] = tile.squeeze(-1) if flat else tile
         filled.update(zip(self.whole, constants or [], strict=False))
-        words = {name: value for name, value in filled.items() if isinstance(name, str)}
-        return [value for name, value in filled.items() if not isinstance(name, str)], words
+        kwargs = {name: value for name, value in filled.items() if isinstance(name, str)}
+        return [value for name, value in filled.items() if not isinstance(name, str)], kwargs
