@@ -9,20 +9,15 @@ from torch import nn
 
 
 def view_of(module: nn.Module) -> Any:
-    """A shallow copy with its class's forward, which shares weights, children and settings with the module."""
-    view = bare_instance(module)
+    """A shallow copy with its class's forward, which shares weights, children and settings with the module.
+
+    It runs no destructor, which would act on what the copy shares: PEFT's OSF layer takes the hooks off its weights.
+    """
+    module_class: Any = type(module)
+    view = object.__new__(_without_destructor(module_class))
     view.__dict__.update(module.__dict__)
     view.__dict__.pop("forward", None)
     return view
-
-
-def bare_instance(module: nn.Module) -> Any:
-    """An instance of the module's class without state, to be given the module's own attributes; runs no destructor.
-
-    A destructor acts on what the copy shares: PEFT's OSF layer takes the hooks off its weights when it goes.
-    """
-    module_class: Any = type(module)
-    return object.__new__(_without_destructor(module_class))
 
 
 @cache

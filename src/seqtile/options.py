@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
@@ -263,7 +264,10 @@ def from_flag(name: str, text: Any) -> Any:
     """
     words = WRITTEN[name].words
     if words is None:
-        return _number(text) if float in get_args(get_type_hints(TilingOptions)[name]) else text
+        if float in get_args(get_type_hints(TilingOptions)[name]):
+            with suppress(ValueError):
+                return float(text)
+        return text
     if text not in words:
         raise UserError(f"{name} {text!r} is not known here; use one of {', '.join(words)}")
     return words[text]
@@ -273,13 +277,6 @@ def to_flag(name: str, value: Any) -> Any:
     """The word of a flag that stands for ``value``; the value itself where the flag has no words of its own."""
     words = WRITTEN[name].words or {}
     return next((word for word, meant in words.items() if meant == value), value)
-
-
-def _number(text: Any) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def as_row(record: Any, shown: Iterable[str]) -> dict[str, Any]:

@@ -133,7 +133,8 @@ class Checkpointing(Watched):
             self._change(lambda former: former if _ours(former) else self.around(former))
         else:
             self.before = {name: module.__dict__[name] for name in INPUT_HOOKS if name in module.__dict__}
-            _quietly_enable(module)
+            enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+            enable()
             self.switched_on = not on
             self.hooks = list(module.__dict__.get(INPUT_HOOKS[0]) or ())
 
@@ -194,9 +195,11 @@ class Checkpointing(Watched):
                 keywords["context_fn"] = self.attention
         if "context_fn" in keywords and base is checkpoint:
             keywords = HOOKS_SEE_WHAT_IS_KEPT | keywords
-        return functools.partial(_call, self, base, **keywords, _seqtile_former=function)
+        return functools.partial(self.run, base, **keywords, _seqtile_former=function)
 
-    def run(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, base: Callable[..., Any], function: Callable[..., Any], *args: Any, _seqtile_former: Any, **kwargs: Any
+    ) -> Any:
         """One layer's checkpoint."""
         if torch.compiler.is_compiling():
             self._note_call()
@@ -258,7 +261,7 @@ class Checkpointing(Watched):
         """Dynamo takes neither a policy of what a checkpoint keeps nor hooks on what it saves."""
         option = "offload" if self.attention is None else "checkpoint='attention-saved'"
         self.warn(f"{option} runs the decoder layers uncompiled; with torch.compile use checkpoint='full' alone")
-        return self.run(base, function, args, kwargs)
+        return self.run(base, function, *args, _seqtile_former=None, **kwargs)
 
     def layers(self) -> int:
         """Layers that are checkpointed."""
@@ -309,12 +312,6 @@ class Checkpointing(Watched):
         return [*notes, kept, *attention_sentences(saved.operators)]
 
 
-def _call(
-    checkpointing: Checkpointing, base: Any, function: Any, *args: Any, _seqtile_former: Any, **kwargs: Any
-) -> Any:
-    return checkpointing.run(base, function, args, kwargs)
-
-
 def _hooks_for_input(hidden: Tensor, host: HostMemory) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """Hooks that park the layer's input and leave everything else that is saved here where it is."""
     storage = (hidden.data_ptr(), hidden.shape, hidden.dtype)
@@ -361,8 +358,3 @@ def _is_on(module: Any) -> bool:
     """
     new = getattr(module, "is_activation_checkpointing", None)
     return bool(getattr(module, "is_gradient_checkpointing", False) if new is None else new)
-
-
-def _quietly_enable(module: Any) -> None:
-    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
-    enable()

@@ -124,8 +124,10 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
     """:func:`apply` with its arguments in a record."""
     rest = Rest(options)
     rest.check_options()
-    if not options.tiled:
-        _check_alone(options)
+    if not options.tiled and not options.beside_blocks:
+        raise UserError("blocks='none' leaves nothing to do; give loss, checkpoint, offload, heads or state too")
+    if not options.tiled and any(getattr(options, name) != DEFAULTS[name] for name in OF_BLOCKS if name != "trust"):
+        raise UserError("blocks='none' tiles no block, so tile, only, path and keep would be ignored; leave them out")
     expect_module(model, "apply")
     refuse_wrapped(model)
     rest.check(model)
@@ -210,13 +212,6 @@ def refuse_tiled_by_unsloth(model: nn.Module) -> None:
             f"Unsloth's own tiled MLP runs {theirs} already: load the model with unsloth_tiled_mlp=False and without "
             "UNSLOTH_TILED_MLP, or leave this call out"
         )
-
-
-def _check_alone(options: TilingOptions) -> None:
-    if not options.beside_blocks:
-        raise UserError("blocks='none' leaves nothing to do; give loss, checkpoint, offload, heads or state too")
-    if any(getattr(options, name) != DEFAULTS[name] for name in OF_BLOCKS if name != "trust"):
-        raise UserError("blocks='none' tiles no block, so tile, only, path and keep would be ignored; leave them out")
 
 
 def with_free_memory(keep: KeepRule, model: nn.Module, blocks: int) -> KeepRule:

@@ -15,6 +15,7 @@ from seqtile._errors import UserError, expect_module
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.models.apply import refuse_tiled_by_unsloth, replacing, with_free_memory
+from seqtile.models.call_arguments import SplitArguments
 from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.proof import Mode, Proof, for_training, prove
 from seqtile.models.discover.widths import linear_widths
@@ -149,7 +150,8 @@ class TiledModule(TiledForward):
         places = _Along(self.setting.name, self.dim, args, kwargs)
         if self.by_rows and places.features_last:
             return super().__call__(*args, **kwargs)
-        self.check()
+        if not torch.compiler.is_compiling():
+            self.refuse_copies()
         original, tensors = self.original, places.take()
         if not tensors:
             return original(*args, **kwargs)
@@ -174,18 +176,22 @@ class TiledModule(TiledForward):
             return result
         output_shapes = iter(list(shapes))
         return tree_map(
-            lambda leaf: places.as_given(leaf, next(output_shapes)) if isinstance(leaf, Tensor) else leaf, result
+            lambda leaf: (
+                places.given_back(leaf, next(output_shapes)).contiguous() if isinstance(leaf, Tensor) else leaf
+            ),
+            result,
         )
 
 
-class _Along:
-    """Which arguments are split along a dimension, as ``[tokens, rest]``, and the way back."""
+class _Along(SplitArguments):
+    """Split are the tensors with tokens in one dimension, each as ``[tokens, rest]``."""
+
+    features_last = True
+    dim = 0
 
     def __init__(self, name: str, dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.name, self.count = name, len(args)
-        self.whole: list[int | str] = []
-        self.arguments: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
-        self.split: dict[int | str, torch.Size] = {}
+        super().__init__(args, kwargs)
+        self.name = name
         x = next((value for value in self.arguments.values() if isinstance(value, Tensor) and value.dim() > 0), None)
         if x is None:
             return
@@ -196,25 +202,17 @@ class _Along:
         for key, value in self.arguments.items():
             if isinstance(value, Tensor) and self._has_tokens(key, value, x):
                 self.split[key] = value.shape[: self.dim] + value.shape[self.dim + 1 :]
-            elif isinstance(value, Tensor):
-                self.whole.append(key)
-
-    features_last = True
-
-    @property
-    def names(self) -> list[int | str]:
-        """The arguments that are split."""
-        return list(self.split)
-
-    def constants(self) -> list[Tensor]:
-        """The tensors that every tile gets whole."""
-        return [self.arguments[key] for key in self.whole]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What else tells one call from another."""
-        others = ((key, repr(value)) for key, value in self.arguments.items() if not isinstance(value, Tensor))
-        return ("along", self.dim, tuple(self.split.items()), tuple(self.whole), tuple(others))
+        return ("along", self.dim, *super().key)
+
+    def rows(self, value: Tensor, shape: torch.Size) -> Tensor:
+        value = value.movedim(self.dim, 0)
+        return value.reshape(len(value), shape.numel())
+
+    def given_back(self, tile: Tensor, shape: torch.Size) -> Tensor:
+        return tile.reshape(len(tile), *shape).movedim(0, self.dim)
 
     def _has_tokens(self, key: int | str, value: Tensor, x: Tensor) -> bool:
         dim, same = self.dim, value.dim() == x.dim()
@@ -232,25 +230,6 @@ class _Along:
             )
         return leads
 
-    def take(self) -> list[Tensor]:
-        """The tensors to split, as rows; nothing here holds them any longer."""
-        tensors = []
-        for key in self.split:
-            value = self.arguments[key].movedim(self.dim, 0)
-            tensors.append(value.reshape(len(value), self.split[key].numel()))
-            self.arguments[key] = None
-        return tensors
-
-    def fill(
-        self, tiles: Sequence[Tensor], constants: Sequence[Tensor] | None = None
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments, with tiles, and ``constants`` if given, in place of the whole tensors."""
-        filled = dict(self.arguments) | dict(zip(self.whole, constants or [], strict=False))
-        for (key, shape), tile in zip(self.split.items(), tiles, strict=True):
-            filled[key] = tile.reshape(len(tile), *shape).movedim(0, self.dim)
-        kwargs = {key: value for key, value in filled.items() if isinstance(key, str)}
-        return [filled[number] for number in range(self.count)], kwargs
-
     def as_rows(self, leaf: Any, tokens: int, shapes: list[torch.Size]) -> Any:
         """One output of a tile as ``[tokens, rest]``; its ``rest`` is added to ``shapes``."""
         if not isinstance(leaf, Tensor):
@@ -263,6 +242,3 @@ class _Along:
         leaf = leaf.movedim(self.dim, 0)
         shapes.append(leaf.shape[1:])
         return leaf.reshape(tokens, leaf.shape[1:].numel())
-
-    def as_given(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        return rows.reshape(len(rows), *shape).movedim(0, self.dim).contiguous()

@@ -124,7 +124,8 @@ class HeadWise(Installed):
             return ()
         self.check(*(() if norm is None else [("the norm before it", norm)]))
         if ulysses := ulysses_around(attention):
-            _loop_inside(ulysses)
+            if not isinstance(ulysses.attn, _AfterExchange):  # what Ulysses calls after its exchange, group by group
+                ulysses.attn = _AfterExchange(ulysses.attn)
             return ()
         shape, per_pass = self.heads.shape, self.heads.per_pass
         if isinstance(per_pass, str):
@@ -235,12 +236,6 @@ def ulysses_around(attention: str | None) -> Any:
     function = ALL_ATTENTION_FUNCTIONS.get(attention, None)
     cells = getattr(function, "__closure__", None) or ()
     return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, ulysses)), None)
-
-
-def _loop_inside(ulysses: Any) -> None:
-    """Have the attention that Ulysses calls after its exchange go group by group, for modules that say so."""
-    if not isinstance(ulysses.attn, _AfterExchange):
-        ulysses.attn = _AfterExchange(ulysses.attn)
 
 
 class _AfterExchange:

@@ -88,7 +88,7 @@ def _try(module: nn.Module, x: Tensor) -> str:
     try:
         # The hooks keep what the trial saves from a checkpoint around the layer, which counts it. They pack no tensor
         # with a graph: a node that saves its own output would hold itself, and with it what the trial leaves undone.
-        with _without_dropout(module), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _same):
+        with _without_dropout(module), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
             return (_compare_tiles if has_values(module) else _connect)(_Trial(module, x))
     except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises
         if isinstance(error, AttributeError) and isinstance(error.obj, CarriedState):
@@ -243,10 +243,6 @@ class _Trial:
 
 def _relative(got: Tensor, expected: Tensor) -> float:
     return float((got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:

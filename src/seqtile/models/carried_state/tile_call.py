@@ -71,7 +71,8 @@ class TileCall:
         self.documents: tuple[int, ...] = ()
         self.why_whole = ""
         self._keys: list[Key] = []
-        first = next((n for n, leaf in enumerate(self._leaves) if _is_hidden(leaf)), None)
+        tensors = [(n, leaf) for n, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        first = next((n for n, leaf in tensors if leaf.dim() == 3 and leaf.is_floating_point()), None)
         if first is None:
             self.why_whole = "it was called without hidden states [B, T, D]"
             return
@@ -130,10 +131,6 @@ class TileCall:
             raise RuntimeError(f"it leaves the states {keys} after one tile and {self._keys} after another")
         self._keys = keys
         return result, tuple([carried.tensors[key] for key in keys])
-
-
-def _is_hidden(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
 
 
 def given(args: Sequence[Any], kwargs: Mapping[str, Any], argument: tuple[str, int]) -> Any:

@@ -99,7 +99,8 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
             name.startswith(f"{earlier}.")
             for earlier in [earlier.name for earlier in attention] + [earlier.name for earlier in left]
         )
-        if inside or not looks_like_attention(name, module) or not _has_linears(module):
+        linears = sum(linear_widths(child) is not None for child in module.children())
+        if inside or linears < 2 or not looks_like_attention(name, module):
             continue
         if kind_of(name.rpartition(".")[2], module) not in ("", ATTENTION_MIXER):  # a state, by whatever name
             continue
@@ -125,10 +126,6 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
 
 
 _CUSTOM = "its forward is custom code; heads= takes attention of Transformers and the libraries around it"
-
-
-def _has_linears(module: nn.Module) -> bool:
-    return sum(linear_widths(child) is not None for child in module.children()) >= 2
 
 
 def _key(module: nn.Module, shape: HeadShape) -> object:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from torch import nn
 
@@ -124,9 +123,9 @@ def kind_of(name: str, module: nn.Module) -> str:
     """What kind of mixer a module is itself, "" if it is none."""
     if state := named_state(module):
         return state
-    if any(_is_over_the_sequence(child) for child in module.children()) or not _STATE_PARAMETERS.isdisjoint(
-        parameters_of(module)
-    ):
+    convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
+    over_sequence = any(conv.kernel_size[0] > 1 and conv.groups == conv.in_channels for conv in convolutions)
+    if over_sequence or not _STATE_PARAMETERS.isdisjoint(parameters_of(module)):
         return UNKNOWN_STATE
     if isinstance(module, nn.ModuleList) or not any(_is_linear(submodule) for submodule in module.modules()):
         return ""
@@ -171,10 +170,6 @@ def _mixers(prefix: str, module: nn.Module) -> Iterator[tuple[str, str]]:
             yield full, kind
         else:
             yield from _mixers(full, child)
-
-
-def _is_over_the_sequence(module: Any) -> bool:
-    return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and module.groups == module.in_channels
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -360,10 +360,12 @@ class TiledLoss(ForwardStandIn, Watched):
         head_forward = type(head).forward.__get__(head) if had is _NOTHING else had
 
         def instead(rows: Tensor, *_: Any, **__: Any) -> Any:
-            if had is _NOTHING and type(head).forward is nn.Linear.forward and _is_plain(head):
-                return plain(rows, head.weight, head.bias)
-
-            if type(getattr(head, "weight", None)).__name__ == "DTensor":
+            weight: Any = getattr(head, "weight", None)
+            sharded, linear = type(weight).__name__ == "DTensor", type(head).forward is nn.Linear.forward
+            if had is _NOTHING and linear and not sharded and not hasattr(head, "parametrizations"):
+                if weight.is_floating_point():  # else it is packed
+                    return plain(rows, weight, head.bias)
+            if sharded:
                 raise UserError(
                     "the head's weight is a DTensor that nobody gathers before it runs, and whether its ranks have "
                     "the same tokens is not known; call seqtile.token_logprobs in your own forward, or leave loss out"
@@ -456,12 +458,6 @@ def _listener(head: nn.Module) -> str:
             if not str(getattr(function, "__module__", "")).startswith(_ENGINE_HOOKS):
                 return str(getattr(function, "__qualname__", type(function).__name__))
     return ""
-
-
-def _is_plain(head: Any) -> bool:
-    """Whether the head is its weight: a floating-point tensor of this rank's own, not parametrised."""
-    weight = head.weight
-    return type(weight).__name__ != "DTensor" and weight.is_floating_point() and not hasattr(head, "parametrizations")
 
 
 def _place_of(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
