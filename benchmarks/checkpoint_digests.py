@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from seqtile.devices import cpu_cores, package_version
-from seqtile.train.checkpoint_files import CheckpointMark, why_not_whole, write_mark
+from seqtile.train.run_directory import CheckpointMark, why_not_whole, write_mark
 
 FILES, PIECE, PIECES = 4, 1 << 26, 4
 GB = 10**9

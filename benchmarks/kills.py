@@ -144,7 +144,7 @@ def _kill_run(
     server: ForkServerContext, recipe: dict[str, Any], output: Path, whole: Ended, rng: random.Random, left: int
 ) -> list[dict[str, Any]]:
     """Kill one run until it has had enough, let it end, and compare."""
-    from seqtile.train.checkpoint_files import newest_whole, why_not_whole
+    from seqtile.train.run_directory import newest_whole, why_not_whole
 
     ranks = 1 if recipe["engine"] == "single" else 2
     rows: list[dict[str, Any]] = []

@@ -96,7 +96,7 @@ def _plan(kill: Kill) -> None:
     import torch
     from transformers import TrainerState, modeling_utils
 
-    from seqtile.train import checkpoint_files, trainer
+    from seqtile.train import run_directory, trainer
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -120,7 +120,7 @@ def _plan(kill: Kill) -> None:
             path = Path(args[place])
             # PEFT's and transformers' own writers land here too, under the final name.
             if path.name == kill.writing and (path.parent.name == folder if folder else "checkpoint" not in str(path)):
-                if path.name == checkpoint_files.MARK:
+                if path.name == run_directory.MARK:
                     path.rename(path.with_name(".part"))  # as it lies there before the rename that makes it count
                 else:
                     os.truncate(path, path.stat().st_size // 2)
@@ -136,4 +136,4 @@ def _plan(kill: Kill) -> None:
 
     peft.peft_model.safe_save_file = dying(peft.peft_model.safe_save_file, 1)
     TrainerState.save_to_json = dying(TrainerState.save_to_json, 1)  # type: ignore[method-assign]
-    checkpoint_files.write_whole = dying(checkpoint_files.write_whole, 0)
+    run_directory.write_whole = dying(run_directory.write_whole, 0)

@@ -27,9 +27,9 @@ from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request
 from seqtile.planner.traffic import bytes_between_nodes
 from seqtile.train import launch
-from seqtile.train.checkpoint_files import newest_whole
-from seqtile.train.output import resumed_recipe
 from seqtile.train.recipe import RECIPE_FILE, build_recipe, read_recipe, resolve, save_recipe
+from seqtile.train.resume import resumed_recipe
+from seqtile.train.run_directory import newest_whole
 
 SECONDS = 600
 

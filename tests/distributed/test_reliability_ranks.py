@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tiny_run
-from seqtile.train.checkpoint_files import MARK, find_checkpoint, numbered, read_mark, why_not_whole
+from seqtile.train.run_directory import MARK, find_checkpoint, numbered, read_mark, why_not_whole
 
 LIMIT = 240  # far above the half minute that it takes: a rank that waits for the other for ever ends here
 

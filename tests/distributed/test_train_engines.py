@@ -30,10 +30,9 @@ import tiny_run
 from grid.launch import TESTS
 from seqtile.cli import main, train_command
 from seqtile.train import launch
-from seqtile.train.checkpoint_files import why_not_whole
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.run import train
-from seqtile.train.run_lock import LOCK
+from seqtile.train.run_directory import LOCK, why_not_whole
 
 EXAMPLES = TESTS.parent / "examples"
 SECONDS = 1200
@@ -236,9 +235,15 @@ def job(front: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "ddp",
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+        pytest.param("zero3", marks=[pytest.mark.slow, needs_deepspeed]),
+    ],
+)
 def test_sigterm_to_every_process_twice_saves(engine: str, folder: Path) -> None:
     output = folder / f"stopped-{engine}"
     command = [sys.executable, "-m", "seqtile.cli"]
@@ -302,7 +307,6 @@ def assert_saved(output: Path, errors: str) -> None:
 
 
 @needs_deepspeed
-@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_the_example_of_zero3_with_sequence_parallelism(folder: Path) -> None:
     output = run_example("zero3", folder, "--sp-size", "2")

@@ -24,11 +24,10 @@ import tiny_run
 from seqtile import UserError
 from seqtile._errors import RunError
 from seqtile.cli import main
-from seqtile.train.checkpoint_files import find_checkpoint, read_mark, why_not_whole, write_mark
-from seqtile.train.checkpoint_pickles import check_pickles
-from seqtile.train.output import resumed_recipe
 from seqtile.train.recipe import build_recipe
+from seqtile.train.resume import resumed_recipe
 from seqtile.train.run import Outcome, train
+from seqtile.train.run_directory import check_pickles, find_checkpoint, read_mark, why_not_whole, write_mark
 
 STEPS = 3
 OWN_MOUNTS = pytest.mark.skipif(not disk_faults.can_mount(), reason="a process may have no mounts of its own here")
@@ -167,7 +166,8 @@ def test_a_full_disk_while_saving(model: Path, dataset: Path, tmp_path: Path, se
     values = recipe(model, dataset, disk / "out")
     ended = killed_run.train(server, values, tmp_path / "log", before=partial(disk_faults.small, disk, size))
     assert ended.code == 1, ended.said
-    assert f"the disk tmpfs at {disk} (0.0 of 0.0 GB free) is full; " in ended.said and words in ended.said
+    assert f"the disk that holds {disk}" in ended.said and words in ended.said
+    assert " (0.0 of 0.0 GB free) is full; " in ended.said
     assert "Traceback" not in ended.said
 
 
@@ -179,7 +179,7 @@ def test_a_full_disk_while_resuming(model: Path, dataset: Path, output: Path, se
     log, before = output.parents[1] / f"{output.parent.name}.log", partial(disk_faults.full_with, output, room)
     ended = killed_run.train(server, recipe(model, dataset, output), log, resume=True, before=before)
     assert ended.code == 1, ended.said
-    assert f"the disk tmpfs at {output} (0.0 of 0.0 GB free) is full; " in ended.said
+    assert f"the disk that holds {output}" in ended.said and " (0.0 of 0.0 GB free) is full; " in ended.said
     assert f"the last whole checkpoint is {output / 'checkpoint-2'}; " in ended.said
     assert "Traceback" not in ended.said
 
@@ -190,7 +190,10 @@ def test_a_disk_that_becomes_read_only(model: Path, dataset: Path, tmp_path: Pat
     before = partial(disk_faults.read_only_at, tmp_path, 2)
     ended = killed_run.train(server, values, tmp_path.with_suffix(".log"), before=before)
     assert ended.code == 1, ended.said
-    assert f" at {tmp_path} (" in ended.said and ") is mounted read-only; the last whole checkpoint is " in ended.said
+    assert (
+        f"the disk that holds {tmp_path}" in ended.said
+        and ") is mounted read-only; the last whole checkpoint is " in ended.said
+    )
     assert f"{tmp_path / 'out' / 'checkpoint-1'}; fix that" in ended.said
 
 
@@ -221,11 +224,11 @@ def test_one_flipped_bit_anywhere_is_seen(output: Path):
 def test_a_resume_reads_the_digests_once(
     model: Path, dataset: Path, output: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    from seqtile.train import checkpoint_files
+    from seqtile.train import run_directory
 
     read: list[Path] = []
-    digest = checkpoint_files.digest_of_file
-    monkeypatch.setattr(checkpoint_files, "digest_of_file", lambda path: [read.append(path), digest(path)][1])
+    digest = run_directory.digest_of_file
+    monkeypatch.setattr(run_directory, "digest_of_file", lambda path: [read.append(path), digest(path)][1])
     run(recipe(model, dataset, output, steps=STEPS + 1), resume=True)
     assert sorted(path.name for path in read if path.parent == output / "checkpoint-3") == sorted(
         path.name for path in (output / "checkpoint-3").iterdir() if path.name != "complete.json"

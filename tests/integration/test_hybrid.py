@@ -22,7 +22,7 @@ from seqtile._compat import attention_kind
 from seqtile._errors import UserError
 from seqtile.cli import main
 from seqtile.engines.sequence_parallel import SUPPORT, Support, refuse_split_states
-from seqtile.integrations.callback import _refuse_split_states as refuse_in_trainer
+from seqtile.integrations.callback import _check_trainer as check_in_trainer
 from seqtile.models.adapters import lora_config, without_adapters
 from seqtile.models.discover.decoder_layers import STATES, UNKNOWN_STATE, decoder_layers, states_of
 from seqtile.options import TilingOptions
@@ -207,7 +207,7 @@ def test_a_hybrid_model_over_several_ranks_is_not_planned(
     monkeypatch.setattr(memory_plan, "check_ranks", lambda *_: pytest.fail("it was let through"))
     asked = ["plan", "--model", str(directory), "--device", "h200", "--gpus", "2", "--engine", "zero3"]
     assert main([*asked, "--sp-size", "2"]) == 2
-    assert "sp-size 2 would train" in capsys.readouterr().err
+    assert "sp_size 2 would train" in capsys.readouterr().err
 
 
 def test_a_plan_says_where_there_are_no_adapters() -> None:
@@ -287,9 +287,9 @@ def test_a_run_over_several_ranks_is_refused_before_it_starts(directory: Path) -
 
 def test_a_trainer_that_splits_sequences_is_refused() -> None:
     trainer = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(sp_size=1, cp_size=2)))
-    refuse_in_trainer(trainer, nn.Linear(4, 4))  # type: ignore[arg-type]
+    check_in_trainer(trainer, nn.Linear(4, 4), TilingOptions())  # type: ignore[arg-type]
     with pytest.raises(UserError, match="cp_size 2 would train Lfm2MoeForCausalLM with wrong gradients"):
-        refuse_in_trainer(trainer, model_of("lfm2_moe"))  # type: ignore[arg-type]
+        check_in_trainer(trainer, model_of("lfm2_moe"), TilingOptions())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear"])

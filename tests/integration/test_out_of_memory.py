@@ -20,10 +20,10 @@ from oom_faults import PHASES, Fault
 from seqtile._errors import RunError
 from seqtile.planner import ladder
 from seqtile.train import out_of_memory, retry
-from seqtile.train.checkpoint_files import newest_whole, numbered
 from seqtile.train.out_of_memory import Place
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.run import Outcome, train
+from seqtile.train.run_directory import newest_whole, numbered
 
 STEPS = 4
 FAILED = 3

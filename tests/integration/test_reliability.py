@@ -22,20 +22,22 @@ from killed_run import Kill
 from seqtile import UserError
 from seqtile._errors import RunError
 from seqtile.cli import main
-from seqtile.train.checkpoint_files import (
+from seqtile.train.recipe import RECIPE_FILE, build_recipe, recipe_keys
+from seqtile.train.resume import check_same_run
+from seqtile.train.run import Outcome, train
+from seqtile.train.run_directory import (
     FSDP_SHARDS,
     MARK,
+    MAY_CHANGE,
     CheckpointMark,
     find_checkpoint,
     newest_whole,
+    nothing_saved,
     numbered,
+    resumed_recipe,
     why_not_whole,
     write_mark,
 )
-from seqtile.train.output import MAY_CHANGE, nothing_saved, resumed_recipe
-from seqtile.train.recipe import RECIPE_FILE, build_recipe, recipe_keys
-from seqtile.train.run import Outcome, train
-from seqtile.train.same_run import check_same_run
 
 FULL = {"gradient_accumulation": 2, "keep": 0.5, "trainer": {"weight_decay": 0.1}}
 PACKED_LORA = {"lora": {"r": 2, "dropout": 0.3}, "packing": "bfd", "batch_size": 2}

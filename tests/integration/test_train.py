@@ -24,11 +24,10 @@ from seqtile import UserError
 from seqtile.cli import main
 from seqtile.planner.phases import Phase
 from seqtile.train.callbacks import StopOnSignal
-from seqtile.train.checkpoint_files import why_not_whole
 from seqtile.train.data import load_rows
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.run import Outcome, train
-from seqtile.train.run_lock import LOCK
+from seqtile.train.run_directory import LOCK, why_not_whole
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "recipes"
 

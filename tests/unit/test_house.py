@@ -30,6 +30,7 @@ ORDER: tuple[frozenset[str], ...] = (
     frozenset({"_effects"}),
     frozenset({"tiling"}),
     frozenset({"options"}),
+    frozenset({"rules"}),
     frozenset({"ops"}),
     frozenset({"engines", "activation_checkpointing"}),
     frozenset({"models"}),

@@ -25,7 +25,6 @@ from seqtile.planner import memory_plan
 from seqtile.planner.explain import recipe as recipe_of_plan
 from seqtile.planner.request import Request
 from seqtile.train.fit import settings_of
-from seqtile.train.output import resumed_recipe
 from seqtile.train.recipe import (
     OptionKeys,
     build_recipe,
@@ -36,6 +35,7 @@ from seqtile.train.recipe import (
     resolve,
     save_recipe,
 )
+from seqtile.train.resume import resumed_recipe
 
 SOURCE = Path(seqtile.__file__).parent
 GIVEN = {"model": "m", "dataset": "d.jsonl"}
@@ -71,7 +71,7 @@ except ValueError as error:
 
 from seqtile.planner import explain, memory_plan
 from seqtile.train import fit
-from seqtile.train import output
+from seqtile.train import resume
 
 found["a plan of the recipe"] = fit.settings_of(recipe).dummy
 
@@ -206,19 +206,17 @@ def test_untiled_in_a_recipe_is_the_blocks_of_apply() -> None:
         recipe, _ = build_recipe({**GIVEN, **values}, {})
         assert recipe.options == UNTILED and not recipe.tiled_mlp and recipe.model_dump()["tiled_mlp"] is False
         assert build_recipe(recipe.model_dump(), {"tiled_mlp": "true"})[0].options == TilingOptions()
-    with pytest.raises(UserError, match="say both 'tiled_mlp: true' and 'blocks: none'; keep one"):
+    with pytest.raises(UserError, match="say both 'tiled_mlp: True' and 'blocks: none'; keep one"):
         build_recipe({**GIVEN, "tiled_mlp": True, "blocks": "none"}, {})
-    with pytest.raises(UserError, match="drop one of the two"):
-        build_recipe({**GIVEN, "blocks": "none"}, {"tile": "64"})
 
 
 def test_an_untiled_run_may_go_on_tiled(tmp_path: Path) -> None:
-    recipe, _ = build_recipe({**GIVEN, "tiled_mlp": False, "keep": 0.5}, {})
+    recipe, _ = build_recipe({**GIVEN, "tiled_mlp": False}, {})
     save_recipe(resolve(recipe), tmp_path / "recipe.yaml")
     for given, options in (
-        ({}, replace(UNTILED, keep=0.5)),
-        ({"tile": "64"}, TilingOptions(tile="64", keep=0.5)),
-        ({"tiled_mlp": "true"}, TilingOptions(keep=0.5)),
+        ({}, UNTILED),
+        ({"tile": "64"}, TilingOptions(tile="64")),
+        ({"tiled_mlp": "true"}, TilingOptions()),
     ):
         assert resumed_recipe({}, {"output": str(tmp_path), **given})[0].options == options
 
@@ -274,14 +272,19 @@ def test_flags_become_a_request_whose_recipe_is_planned_the_same(flags: str, pla
     [
         ("plan --tile wide", "tile='wide' is not a tile rule"),
         ("plan --tile 0", "expected at least 1"),
+        ("plan --keep 2", "got a fraction outside 0.0 to 1.0"),
+        ("plan --keep much", "keep='much' is not a rule"),
         (
             "plan --checkpoint some",
             "checkpoint 'some' is not known here; use one of auto, layer, full, attention-saved",
         ),
+        ("plan --loss half", "loss 'half' is not known here; use one of tiled, full"),
+        ("plan --blocks norm", "blocks 'norm' is not known here; use one of auto, mlp, mlp+norm, mlp+norm+projections"),
         ("plan --blocks mlp --tile none", "drop --blocks or --tile none"),
-        ("plan --keep 0.5 --tile none", "drop --keep or --tile none"),
+        ("plan --keep 0.5 --tile none", "keep would be ignored"),
         ("probe --checkpoint auto", "probe layer, attention-saved or none"),
         ("probe --tile none", "give the tile rule of the tiled side"),
+        ("verify --tile wide", "tile='wide' is not a tile rule"),
     ],
 )
 def test_a_bad_value_is_one_sentence(
@@ -307,7 +310,9 @@ def test_a_bad_value_is_one_sentence(
         ({"loss_impl": "best"}, "loss_impl='best': expected one of 'torch', 'native'"),
         ({"checkpoint": "layer"}, "checkpoint='layer': expected one of 'full', 'attention-saved', or None"),
         ({"offload": "all"}, "offload='all': expected True, False or a bound such as 'memory:64GiB'"),
+        ({"offload": 1}, "offload=1: expected True, False or a bound"),
         ({"heads": 0}, "heads=0: expected 'auto', a number of key-value heads per pass from 1, or None"),
+        ({"heads": True}, "heads=True: expected 'auto'"),
     ],
     ids=str,
 )
@@ -319,7 +324,7 @@ def test_a_value_is_checked_where_the_record_is_made(values: dict[str, Any], wor
 def test_a_choice_of_the_plan_is_none_for_a_model() -> None:
     from torch import nn
 
-    with pytest.raises(UserError, match="checkpoint='auto': expected one of 'full', 'attention-saved', or None"):
+    with pytest.raises(UserError, match="checkpoint 'auto' is for a plan to choose"):
         apply_options(nn.Linear(2, 2), TilingOptions(checkpoint="auto"))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from seqtile import UserError
-from seqtile.train.output import resumed_recipe
 from seqtile.train.recipe import RECIPE_FILE, build_recipe, parse_lora, read_recipe, resolve, save_recipe
+from seqtile.train.resume import resumed_recipe
 
 GIVEN = {"model": "m", "dataset": "d.jsonl"}
 
@@ -95,12 +95,9 @@ def test_a_tile_flag_overrides_the_recipes_number_of_shards():
         ({"max_length": 1}, "'max_length'"),
         ({"learning_rate": -1}, "'learning_rate'"),
         ({"tiled_mlp": "perhaps"}, "expected true or false"),
-        ({"tiled_mlp_num_shards": 0}, "at least 1"),
-        ({"tiled_mlp_num_shards": "few"}, "at least 1"),
+        ({"tiled_mlp_num_shards": "few"}, "not a tile rule"),
         ({"tiled_mlp": True, "use_tiled_mlp": False}, "keep one"),
         ({"tile": 64, "tiled_mlp_num_shards": 4}, "keep one"),
-        ({"tiled_mlp": False, "tile": 64}, "keep one"),
-        ({"tiled_mlp": False, "tiled_mlp_num_shards": 4}, "keep one"),
         ({"trainer": {"max_steps": 3}}, "use 'steps' instead"),
     ],
 )
@@ -111,9 +108,16 @@ def test_refused_with_one_sentence(values: dict[str, Any], words: str):
     assert "\n" not in str(caught.value)
 
 
-def test_a_tile_flag_contradicts_a_recipe_that_does_not_tile():
-    with pytest.raises(UserError, match="drop one of the two"):
-        recipe_of({"tiled_mlp": False}, {"tile": "64"})
+@pytest.mark.parametrize("flags", [{}, {"tile": "64"}, {"keep": 0.5}])
+def test_tiles_of_a_recipe_that_does_not_tile(flags: dict[str, Any]):
+    values = {"tiled_mlp": False} | ({} if flags else {"tiled_mlp_num_shards": 4})
+    with pytest.raises(UserError, match="would be ignored"):
+        resolve(recipe_of(values, flags))
+
+
+def test_a_flag_that_does_not_tile_leaves_out_what_the_recipe_says_of_tiles():
+    recipe = resolve(recipe_of({"tile": 64, "keep": 0.5}, {"tiled_mlp": "false"}))
+    assert not recipe.tiled_mlp and recipe.options.keep == 0
 
 
 @pytest.mark.parametrize("values", [{"steps": 3, "epochs": 2}, {"tiled_mlp": False, "compare": True}])
@@ -222,7 +226,7 @@ def test_a_resumed_run_keeps_the_rows_of_a_step(changes: dict[str, Any], accumul
         ({}, {"nproc": 4, "gradient_accumulation": 3}, "12 rows and had 24; give --grad-accumulation 6"),
         ({}, {"nproc": 10}, "a step would have 30 rows and had 24; give processes"),
         ({}, {"nproc": 64}, "a step would have 192 rows and had 24; give processes"),
-        ({}, {"nproc": 5}, "cp_size 2 does not divide nproc 5"),
+        ({}, {"nproc": 5}, "cp_size 2 does not divide 5 processes"),
         ({"streaming": True, "steps": 5}, {"nproc": 4}, "with streaming True: the order of the rows"),
         (
             {"trainer": {"train_sampling_strategy": "group_by_length"}},

@@ -11,7 +11,6 @@ import pytest
 import tiny_run
 from seqtile import UserError
 from seqtile.cli import main
-from seqtile.planner import names
 from seqtile.train.arguments import trainer_arguments
 from seqtile.train.load import load_model
 from seqtile.train.recipe import build_recipe, resolve
@@ -49,13 +48,6 @@ def test_how_checkpoints_are_made_reaches_the_trainer(name: str, given: Any, tmp
 def test_checkpoint_settings_that_nothing_would_read(values: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         arguments_of(tmp_path, **values)
-
-
-def test_adapters_under_zero3_need_reentrant_checkpoints_of_old_deepspeed_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version, needed in (("0.18.9", True), ("0.19.3+cu130", True), ("0.19.4", False), ("1.0.0", False)):
-        monkeypatch.setattr(names, "package_version", lambda _, version=version: version)
-        assert names.adapters_need_reentrant("zero3") == needed
-        assert not names.adapters_need_reentrant("zero2")
 
 
 SHARING = dict(

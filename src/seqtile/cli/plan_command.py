@@ -72,7 +72,6 @@ def command(
     # All that names, numbers and paths can have wrong comes first: what runs the step takes seconds to import.
     if full and (lora is not None or qlora):
         raise UserError("--full trains every weight and --lora and --qlora do not; give one of them")
-    _check_trains(engine, gpus, sp_size, max_length)
     if max_length is not None and max_length < 2:
         raise UserError(f"got --max-length {max_length}, expected at least 2 tokens")
     if node_link is not None and not (0 < node_link < float("inf") and nodes > 1):
@@ -83,11 +82,6 @@ def command(
         raise UserError(
             f"got --device-link {device_link:g} with {gpus} devices on {nodes} nodes, expected a speed above 0 and "
             "more devices than nodes"
-        )
-    if cp_size > 1 and max_length is not None and max_length % (2 * cp_size):
-        nearest = max_length // (2 * cp_size) * 2 * cp_size or 2 * cp_size
-        raise UserError(
-            f"max length {max_length} is not a multiple of twice cp-size {cp_size}; use --max-length {nearest}"
         )
     for name, file in (("--recipe", recipe), ("--plot", plot)):
         if file is not None and not Path(file).expanduser().parent.is_dir():
@@ -116,7 +110,7 @@ def command(
     check_names(
         engine=engine, attention=attention, precision=precision, optimizer=optimizer, engine_offload=moved, gpus=gpus,
         sp_size=sp_size, batch=batch_size, accumulation=grad_accumulation, nodes=nodes, scans=scans,
-        cp_size=cp_size,
+        cp_size=cp_size, max_length=max_length,
     )  # fmt: skip
     target, of_the_host = find_device(device), host_bytes(host_memory)
     refuse_unreachable(model)
@@ -193,17 +187,6 @@ def status(quiet: bool, words: str) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status(words) as line:
         yield lambda text: line.update(text)
-
-
-def _check_trains(engine: str, gpus: int, sp_size: int, max_length: int | None) -> None:
-    """Refuse what could be planned, but ``seqtile train`` would not take as a recipe."""
-    if engine == "ddp" and gpus == 1:
-        raise UserError("engine 'ddp' needs at least 2 GPUs; add --gpus 2 or more, or use --engine single")
-    if sp_size > 1 and engine in ("ddp", "fsdp2", "zero2"):
-        raise UserError(f"sp-size {sp_size} splits sequences by DeepSpeed, got engine {engine!r}; use --engine zero3")
-    if sp_size > 1 and max_length is not None and max_length % sp_size:
-        nearest = max_length // sp_size * sp_size or sp_size
-        raise UserError(f"max length {max_length} is not a multiple of sp-size {sp_size}; use --max-length {nearest}")
 
 
 def _size_of(count: int | None, size: str | None, tokens: int | None) -> tuple[int, int] | None:

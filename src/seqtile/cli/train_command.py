@@ -98,8 +98,8 @@ def command(
     from seqtile.train import recipe as recipes
     from seqtile.train.check_early import check_early
     from seqtile.train.nodes import WAIT_SECONDS, find_nodes
-    from seqtile.train.output import resumed_recipe
     from seqtile.train.ranks import is_first, leave
+    from seqtile.train.resume import resumed_recipe
     from seqtile.train.run import locate, require_packages
     from seqtile.train.signals import handle_signals, stop_at_once, stop_signals
 

@@ -53,11 +53,6 @@ SUPPORT: dict[str, Support] = {
 """By kind of state, none but these; as of accelerate 1.15 and DeepSpeed 0.19.8 (2026-11-22)."""
 
 
-def heads_divide(heads: int, key_heads: int, ranks: int) -> bool:
-    """Whether Ulysses can deal out a model's heads: query heads divide, key-value heads divide or are repeated."""
-    return heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
-
-
 def refuse_split_states(
     model: str, states: Mapping[str, Sequence[str]], ranks: int, setting: str = "sp_size",
     installed: Callable[[str], str | None] | None = None,
@@ -104,8 +99,8 @@ def why_no_ring(model: nn.Module) -> str:
             f"the mask of its sliding window of {window} tokens would be dropped, as ring attention is causal over "
             "whole sequences; use sp-size with flash attention instead"
         )
-    if unsupported := sorted(kinds - {"full_attention"}):
-        return f"its layers have {', '.join(unsupported)}, and ring attention is causal over whole sequences"
+    if other := sorted(kinds - {"full_attention"}):
+        return f"its layers have {', '.join(other)}, and ring attention is causal over whole sequences"
     if not supports_sdpa(model):
         return "ring attention needs PyTorch's own attention (sdpa), which Transformers does not have for it"
     if not any(name.endswith("self_attn") for name, _ in model.named_modules()):

@@ -11,9 +11,8 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError, create_model, model_validator
 
 from seqtile._errors import UserError
-from seqtile.options import DEFAULTS, OF_BLOCKS, TilingOptions, file_type, unknown_keys
-
-_BLOCK_KEYS = ("blocks", *OF_BLOCKS)
+from seqtile.options import DEFAULTS, TilingOptions, file_type, unknown_keys
+from seqtile.rules import Combination, check_combination
 
 # What else computes the MLP, the loss, or decides what activation checkpoints keep.
 _MLP_KERNELS = ("liger_glu_activation", "lora_mlp_kernel", "use_kernels", "use_scattermoe", "use_sonicmoe")
@@ -22,14 +21,14 @@ _LOSSES = ("liger_fused_linear_cross_entropy", "liger_cross_entropy", "cut_cross
 _CHECKPOINTS = ("activation_offloading", "selective_checkpointing")
 
 
-_Keys = create_model(
-    "Keys",
+_SettingKeys = create_model(
+    "SettingKeys",
     __config__=ConfigDict(extra="forbid", strict=True),
     **{name: (file_type(name, choices=False) | None, None) for name in DEFAULTS},  # type: ignore[call-overload]
 )
 
 
-class SeqtileSettings(_Keys):  # type: ignore[valid-type,misc]
+class SeqtileSettings(_SettingKeys):  # type: ignore[valid-type,misc]
     """The arguments of :func:`seqtile.apply`, with its defaults; an unknown key is an error."""
 
     @model_validator(mode="before")
@@ -50,8 +49,6 @@ def check_settings(cfg: Mapping[str, Any]) -> None:
     Raises:
         UserError: in one sentence.
     """
-    from seqtile.models.loss_and_checkpoints import Rest
-
     check_parallel_sizes(cfg)
     try:
         SeqtileSettings.model_validate(cfg.get("seqtile") or {})
@@ -59,9 +56,17 @@ def check_settings(cfg: Mapping[str, Any]) -> None:
         problem = error.errors(include_url=False)[0]
         key = ".".join(map(str, ("seqtile", *problem["loc"][:1])))
         raise UserError(f"{key}: got {problem['input']!r}; {problem['msg']}") from None
-    given = apply_arguments(cfg)
-    Rest(TilingOptions(**given)).check_options()
-    check_conflicts(cfg, given)
+    checkpointers = [key for key in _CHECKPOINTS if cfg.get(key)]
+    if isinstance(cfg.get("gradient_checkpointing"), str):
+        checkpointers.append(f"gradient_checkpointing: {cfg['gradient_checkpointing']}")
+    if (cfg.get("fsdp_config") or {}).get("activation_checkpointing"):
+        checkpointers.append("fsdp_config.activation_checkpointing")
+    check_combination(Combination(
+        TilingOptions(**apply_arguments(cfg)),
+        mlp_kernels=tuple(key for key in _MLP_KERNELS if cfg.get(key)),
+        losses=tuple(key for key in _LOSSES if cfg.get(key)),
+        checkpointers=tuple(checkpointers),
+    ))  # fmt: skip
 
 
 def check_parallel_sizes(cfg: Mapping[str, Any]) -> None:
@@ -88,62 +93,21 @@ def apply_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
         UserError: two keys that contradict each other.
     """
     given = {key: value for key, value in (cfg.get("seqtile") or {}).items() if value is not None}
-    if cfg.get("tiled_mlp") is False:
-        if idle := [f"seqtile.{key}" for key in given if key in _BLOCK_KEYS]:
-            raise UserError(
-                f"tiled_mlp: false tiles no MLP, so {', '.join(idle)} would be ignored; leave one of them out"
-            )
+    tiled, blocks = cfg.get("tiled_mlp"), given.get("blocks")
+    if tiled is not None and blocks is not None and tiled == (blocks == "none"):
+        raise UserError(f"tiled_mlp: {tiled} and seqtile.blocks: {blocks} contradict each other; leave one of them out")
+    if tiled is False:
         return {**given, "blocks": "none"} if given else {}
-    if cfg.get("tiled_mlp") and given.get("blocks") == "none":
-        raise UserError("tiled_mlp: true and seqtile.blocks: none contradict each other; leave one of them out")
-    shards = cfg.get("tiled_mlp_num_shards")
-    if shards is not None:
+    if (shards := cfg.get("tiled_mlp_num_shards")) is not None:
         if "tile" in given:
             raise UserError(
                 f"tiled_mlp_num_shards: {shards} and seqtile.tile: {given['tile']} both say how long a tile is; "
                 "give one of them"
             )
-        if shards < 1:
-            raise UserError(f"tiled_mlp_num_shards: {shards}: expected a number of tiles from 1")
         given["tile"] = f"shards:{shards}"
-    if cfg.get("tiled_mlp_use_original_mlp") is False:
-        if given.get("path", "fused") != "fused":
-            raise UserError(
-                f"tiled_mlp_use_original_mlp: false asks for seqtile's own operator, seqtile.path: {given['path']} for "
-                "another; leave one of them out"
-            )
-        given["path"] = "fused"
+    if cfg.get("tiled_mlp_use_original_mlp") is False and given.setdefault("path", "fused") != "fused":
+        raise UserError(
+            f"tiled_mlp_use_original_mlp: false asks for seqtile's own operator, seqtile.path: {given['path']} for "
+            "another; leave one of them out"
+        )
     return given
-
-
-def check_conflicts(cfg: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse settings of axolotl that do the same job as what ``given`` asks of :func:`seqtile.apply`.
-
-    Raises:
-        UserError: there is one; it names both keys.
-    """
-    if given.get("path") == "fused":
-        for key in _on(cfg, _MLP_KERNELS):
-            itself = " (axolotl switches it on with LoRA unless it is given)" if key == "lora_mlp_kernel" else ""
-            raise UserError(
-                f"tiled_mlp_use_original_mlp: false replaces the MLP that {key}{itself} replaces too; "
-                f"set {key}: false, or leave tiled_mlp_use_original_mlp (seqtile.path) out"
-            )
-    if given.get("loss"):
-        for key in _on(cfg, _LOSSES):
-            raise UserError(
-                f"seqtile.loss: tiled and {key} both compute the loss; set {key}: false or drop seqtile.loss"
-            )
-    if given.get("checkpoint") or given.get("offload"):
-        ours = "seqtile.offload" if given.get("offload") else "seqtile.checkpoint"
-        others = _on(cfg, _CHECKPOINTS)
-        if isinstance(cfg.get("gradient_checkpointing"), str):
-            others.append(f"gradient_checkpointing: {cfg['gradient_checkpointing']}")
-        if (cfg.get("fsdp_config") or {}).get("activation_checkpointing"):
-            others.append("fsdp_config.activation_checkpointing")
-        for key in others:
-            raise UserError(f"{ours} and {key} both decide what activation checkpoints keep; leave one of them out")
-
-
-def _on(cfg: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:
-    return [key for key in keys if cfg.get(key)]

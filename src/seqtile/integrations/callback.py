@@ -19,6 +19,7 @@ from seqtile.models.apply import apply, carries, tiled_names
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.models.report import Report
 from seqtile.options import OF_BLOCKS, TilingOptions
+from seqtile.rules import Combination, check_combination
 
 logger = first_rank_logger(__name__)
 
@@ -73,7 +74,7 @@ class TilingCallback(TrainerCallback):
                 f"TilingCallback got {type(report).__name__} and the settings {sorted(settings)}; give either the "
                 "report of seqtile.apply, or settings for the callback to tile with"
             )
-        TilingOptions(**settings)  # each value is checked here, and not when the trainer is built
+        self._options = TilingOptions(**settings)  # each value is checked here, not when the trainer is built
         self.report = report
         self._settings, self._by_hand = settings, report is not None
         self._news: dict[str, Any] = {}
@@ -96,7 +97,7 @@ class TilingCallback(TrainerCallback):
             self.report = apply(model, **self._settings)
         assert self.report is not None
         self._refuse_what_is_lost(model, expected or self.report)
-        _refuse_split_states(trainer, model)
+        _check_trainer(trainer, model, self._options)
         self._references = [] if self._by_hand or trainer is None else self._tile_reference(trainer)
         logger.info("%s", "; ".join([str(self.report), *self._references]))
         _collect(args.device)
@@ -175,12 +176,15 @@ def _lost(model: nn.Module, report: Report) -> list[str]:
     return [block.name for block in report.blocks if block.name not in standing]
 
 
-def _refuse_split_states(trainer: Trainer | None, model: nn.Module) -> None:
-    """Raise if accelerate splits sequences over ranks for a model with layers that carry a state along them."""
+def _check_trainer(trainer: Trainer | None, model: nn.Module, options: TilingOptions) -> None:
+    """Raise if what the trainer was asked for cannot run with the tiling, or with sequences that ranks share."""
     parallelism = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
-    for setting in ("sp_size", "cp_size"):
-        if (ranks := getattr(parallelism, setting, 1)) > 1:
-            refuse_split_states(type(model).__name__, states_of(model), ranks, setting)
+    sp_size, cp_size = getattr(parallelism, "sp_size", 1), getattr(parallelism, "cp_size", 1)
+    arguments = vars(getattr(trainer, "args", object()))
+    packing = arguments.get("packing") and arguments.get("packing_strategy", True)
+    check_combination(Combination(options, sp_size=sp_size, cp_size=cp_size, trainer=arguments, packing=packing))
+    for setting, size in (("sp_size", sp_size), ("cp_size", cp_size)):
+        refuse_split_states(type(model).__name__, states_of(model), size, setting)
 
 
 def _go_first(callback: TrainerCallback) -> Trainer | None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from seqtile._compat import SWIFT_IMPORTS_PLUGINS, checkpoint_before_swift
 from seqtile._errors import UserError
 from seqtile.options import TilingOptions, unknown_keys
+from seqtile.rules import Combination, check_combination
 
 if TYPE_CHECKING:
     from seqtile.integrations.callback import TilingCallback
@@ -36,9 +37,6 @@ VARIABLE = "SEQTILE_TILE"
 
 FLAG = "--seqtile"
 """Flag with arguments of :func:`seqtile.apply` as a JSON object, as ms-swift takes its own; on by itself too."""
-
-NOT_VERIFIED = ("loss", "loss_tile", "loss_impl", "checkpoint", "offload", "heads", "state")
-"""Options that nobody has run under ms-swift's trainer, which has a loss and checkpoints of its own."""
 
 PLUGIN = Path(__file__).parent / "plugins" / "seqtile_plugin.py"
 """The file for ``--external_plugins``. ms-swift puts its folder first on ``sys.path``, so it lies in one of its own."""
@@ -147,15 +145,11 @@ def _given(text: str | None) -> dict[str, Any]:
         given = None
     if not isinstance(given, dict) or not given:
         raise UserError(f"{FLAG} {text}: expected arguments of seqtile.apply in JSON, as in {FLAG} '{{\"keep\": 0.5}}'")
-    if said := unknown_keys(given):
-        raise UserError(f"{FLAG}: {said}")
-    if refused := [name for name in given if name in NOT_VERIFIED]:
-        raise UserError(
-            f"{FLAG}: {', '.join(refused)}: not verified under ms-swift's trainer, which has a loss and checkpoints of "
-            "its own; leave it out"
-        )
     try:
+        if sentence := unknown_keys(given):
+            raise UserError(sentence)
         options = TilingOptions(**given)
+        check_combination(Combination(options, framework="ms-swift"))
     except UserError as error:
         raise UserError(f"{FLAG}: {error}") from None
     if not options.tiled:

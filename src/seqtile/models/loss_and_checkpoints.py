@@ -17,7 +17,7 @@ from seqtile.activation_checkpointing.policies import (
 )
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.models.lm_loss.tiled_loss import check_kernel, find_causal_lms, install_loss, remove_loss, standing_losses
-from seqtile.options import DEFAULTS, TilingOptions, unknown_checkpoint
+from seqtile.options import TilingOptions
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,6 @@ class Rest:
     """What :func:`seqtile.apply` does besides the blocks."""
 
     options: TilingOptions
-
-    def check_options(self) -> None:
-        """Refuse options that would be ignored, and a choice that only a plan can make."""
-        options = self.options
-        for name in ("loss_tile", "loss_impl"):
-            value = getattr(options, name)
-            if options.loss is None and value != DEFAULTS[name]:
-                raise UserError(f"{name}={value!r} changes nothing without loss='tiled'; give both or neither")
-        if options.checkpoint == "auto":
-            raise UserError(unknown_checkpoint("auto"))
 
     def check(self, model: nn.Module) -> None:
         """Refuse what ``model`` cannot do, before anything is changed."""
@@ -76,8 +66,8 @@ class Rest:
 def recomputed(states: Mapping[str, Sequence[str]]) -> str:
     """What "attention-saved" computes again beside MLPs, norms and projections, by kind of state; "" without any."""
     return "".join(
-        f"; {len(layers)} layers with a state ({state}) keep their input alone, and their scan runs again"
-        for state, layers in states.items()
+        f"; {len(layers)} layers with a state ({kind}) keep their input alone, and their scan runs again"
+        for kind, layers in states.items()
     )
 
 
@@ -89,4 +79,4 @@ def remove_rest(model: nn.Module) -> None:
 
 def rest_notes(model: nn.Module) -> list[str]:
     """What the user should know of them, from what the model is now."""
-    return [note for standing in (*standing_losses(model), *standing_checkpointing(model)) for note in standing.notes()]
+    return [note for one in (*standing_losses(model), *standing_checkpointing(model)) for note in one.notes()]

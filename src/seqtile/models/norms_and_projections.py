@@ -55,14 +55,18 @@ def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[s
         besides: names of modules that run in another operator, attention and the norm before it.
         whole: also norms beside the list of layers, such as the one before the head.
     """
-    rows: dict[str, Rows] = {}
+    found: dict[str, Rows] = {}
     modules = dict(model.named_modules())
     hidden = {block.layer: block.hidden for block in blocks if block.layer}
     inside = tuple(f"{name}." for name in (*besides, *(block.name for block in blocks)) if name)
-    parents = {layer.rpartition(".")[0].rpartition(".")[0]: width for layer, width in hidden.items()} if whole else {}
-    in_tiles = {*besides}
-    for block in blocks:
-        in_tiles |= {f"{block.layer}.{child}".lstrip(".") for child in block.neighbours.names}
+    around = {layer.rpartition(".")[0].rpartition(".")[0]: width for layer, width in hidden.items()} if whole else {}
+    taken = {
+        f"{block.layer}.{name}".lstrip(".")
+        for block in blocks
+        for name in (block.neighbours.before, *block.neighbours.members, block.neighbours.after,
+                     block.neighbours.closing)
+        if name
+    } | set(besides)  # fmt: skip
     proved: dict[object, bool] = {}
 
     def is_norm(module: nn.Module, width: int) -> bool:
@@ -77,35 +81,35 @@ def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[s
         return proved[key]
 
     for name, module in modules.items():
-        if name in in_tiles or name.startswith(inside) or own_forward(module) is not None:
+        if name in taken or name.startswith(inside) or own_forward(module) is not None:
             continue
         parent = name.rpartition(".")[0]
-        width = parents.get(parent) or next(
-            (layer_width for layer, layer_width in hidden.items() if name.startswith(f"{layer}.")), None
+        width = around.get(parent) or next(
+            (wide for layer, wide in hidden.items() if name.startswith(f"{layer}.")), None
         )
         if width is None:
             continue
         if is_norm(module, width):
-            rows[name] = Rows(name, module, width, width)
+            found[name] = Rows(name, module, width, width)
         elif (
             (widths := linear_widths(module)) is not None
             and width in widths
             and looks_like_attention(parent, modules[parent])
         ):
-            rows[name] = Rows(name, module, *widths)
-    return list(rows.values())
+            found[name] = Rows(name, module, *widths)
+    return list(found.values())
 
 
 def tile_rows(rows: Iterable[Rows], rule: TileRule, path: str = "auto") -> None:
     """Install the tiled forwards; by the generic operator alone where ``path`` is ``"generic"``."""
-    for row in rows:
-        rule = replace(rule, part="norm" if row.is_norm else "projection")
-        setting = Setting(rule, KeepRule("share", 0.0, 1), "generic", row.hidden, row.width, name=row.name)
-        tiled = TiledRows(row.module, setting)
+    for one in rows:
+        rule = replace(rule, part="norm" if one.is_norm else "projection")
+        setting = Setting(rule, KeepRule("share", 0.0, 1), "generic", one.hidden, one.width, name=one.name)
+        tiled = TiledRows(one.module, setting)
         tiled.fuses_norms = path != "generic"
         tiled.install()
         tiled.check()
-        mark_leaf(row.module)
+        mark_leaf(one.module)
 
 
 def adapted_since(model: nn.Module) -> int:
@@ -118,6 +122,6 @@ def adapted_since(model: nn.Module) -> int:
 
 def words_for(rows: Sequence[Rows]) -> str:
     """``"33 norms and 128 projections"``, or ""."""
-    norms = sum(row.is_norm for row in rows)
+    norms = sum(one.is_norm for one in rows)
     counts = [(norms, "norm"), (len(rows) - norms, "projection")]
     return " and ".join(f"{count} {what}{'s' * (count > 1)}" for count, what in counts if count)

@@ -121,7 +121,7 @@ class Planner:
         if like is None:
             first = count_weights(request.config, self.built.model)
             self.counts = count_layers(self.depths, [first, *map(self._count, self.depths.samples[1:])])
-        setting = "sp-size" if request.cp_size == 1 else "cp-size"
+        setting = "sp_size" if request.cp_size == 1 else "cp_size"
         refuse_split_states(repr(request.model), self.states, request.split, setting)
         check_ranks(request, self.counts, self.no_ring)
         flash = flash3_workspace if request.attention == "flash3" else flash2_workspace

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from seqtile._errors import UserError
-from seqtile.engines.sequence_parallel import heads_divide
 from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
 from seqtile.planner.grpo import Grpo, Rollouts, check_grpo
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.model_shapes import is_masked_lm, max_positions
-from seqtile.planner.names import SHARDED, adapters_need_reentrant, check_names
+from seqtile.planner.names import SHARDED, check_names
 from seqtile.planner.pictures import Pictures
-from seqtile.planner.rope_scaling import scaling_for, shown_scaling
+from seqtile.planner.rope_scaling import lift
 from seqtile.planner.step_config import PLANNED, Lora, Setup
+from seqtile.rules import Combination, ModelFacts, check_combination
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,15 @@ class Request:
         """Whether the engine cuts weights into shards."""
         return self.engine in SHARDED
 
+    def combination(self, max_length: int | None = None, model: ModelFacts | None = None) -> Combination:
+        """What :data:`seqtile.rules.RULES` look at."""
+        return Combination(
+            options=self.options, engine=self.engine, processes=self.gpus, nodes=self.nodes, sp_size=self.sp_size,
+            cp_size=self.cp_size, engine_offload=self.engine_offload, adapters=self.lora is not None,
+            attention=self.attention, recomputes=self.options.checkpoint is not None, max_length=max_length,
+            chooses=True, model=model or ModelFacts(),
+        )  # fmt: skip
+
     def rollouts(self) -> Rollouts | None:
         """What one rank's steps of GRPO are given; None for a supervised step."""
         if self.grpo is None:
@@ -135,16 +144,7 @@ class Request:
 
 def attention_cannot_be_saved(request: Request) -> str | None:
     """Why activation checkpoints cannot keep attention's output, and what to do; None if they can."""
-    if request.attention == "eager":
-        return "needs an attention kernel, and eager attention is plain products; use --attention flash or sdpa"
-    if request.lora is not None and adapters_need_reentrant(request.engine):
-        return (
-            "needs non-reentrant checkpoints, which fail with adapters under zero3 before DeepSpeed 0.19.4; update it, "
-            "or use fsdp2"
-        )
-    if request.cp_size > 1:
-        return f"is not for ring attention (cp-size {request.cp_size}), which takes all heads at once; drop it"
-    return None
+    return request.combination().why_not_saved
 
 
 def check_request(request: Request, max_length: int | None) -> None:
@@ -162,10 +162,6 @@ def check_request(request: Request, max_length: int | None) -> None:
     check_keep(options)
     if request.masked:
         check_encoder(request)
-    if request.cp_size > 1 and options.heads is not None:
-        raise UserError(
-            f"heads {options.heads} with cp-size {request.cp_size}: ring attention takes all heads at once; drop it"
-        )
     check_grpo(request)
     if request.pictures is not None and request.split > 1:
         raise UserError(
@@ -178,30 +174,14 @@ def check_request(request: Request, max_length: int | None) -> None:
             f"{max_length:,} tokens hold no text beside {request.pictures.tokens:,} tokens of pictures; give a longer "
             "--max-length, fewer pictures or smaller ones"
         )
-    refusal = attention_cannot_be_saved(request) if options.checkpoint == "attention-saved" else None
-    if refusal is not None:
-        raise UserError(f"checkpoint 'attention-saved' {refusal}")
-    if options.offload and options.checkpoint is None:
-        raise UserError("offload of checkpoints without activation checkpointing has nothing to move; drop one")
     if request.qlora and request.lora is None:
         raise UserError("qlora trains adapters; give their rank too, such as --lora r=16")
     if request.qlora and request.sharded:
         raise UserError(f"4-bit weights under {request.engine} are not modelled; use --engine ddp or one GPU")
-    if options.loss is None and options.loss_tile != "auto":
-        raise UserError(f"loss tile {options.loss_tile} with loss full: whole logits have no tiles; drop one of them")
-    positions = max_positions(request.config)
     if max_length is not None and max_length < 2:
         raise UserError(f"got max length {max_length}, expected at least 2 tokens")
-    if max_length is not None and positions is not None and max_length > positions:
-        raise UserError(
-            f"{max_length:,} tokens are beyond the {positions:,} positions of {request.model!r}; use at most those, "
-            f"or a configuration whose rotary scaling reaches further{_further(request.config, max_length)}"
-        )
-
-
-def _further(config: Any, tokens: int) -> str:
-    scaling = scaling_for(config, tokens)
-    return f" (seqtile train scales them by '{shown_scaling(scaling)}' in a recipe)" if scaling else ""
+    facts = ModelFacts(repr(request.model), max_positions(request.config), lift(request.config, max_length))
+    check_combination(request.combination(max_length, facts))
 
 
 def refuse_encoder(config: Any, model: str, what: str) -> None:
@@ -244,15 +224,13 @@ def check_encoder(request: Request) -> None:
 
 
 def check_keep(options: TilingOptions) -> None:
-    """Refuse a ``keep`` that no plan knows, or that nothing would heed.
+    """Refuse a ``keep`` that no plan knows.
 
     Raises:
         UserError: with what to give instead.
     """
     if options.keep_rule(1).kind == "auto":
         raise UserError("keep 'auto' asks a device what is free, and a plan has none; give a fraction or 'memory:4GiB'")
-    if options.keep and not options.tiled:
-        raise UserError("keep says what tiles keep, and without tiling there are none; drop --keep or --tile none")
 
 
 def check_ranks(request: Request, counts: Counts, no_ring: str) -> None:
@@ -266,13 +244,5 @@ def check_ranks(request: Request, counts: Counts, no_ring: str) -> None:
     Raises:
         UserError: with numbers that would do, or why ring attention cannot compute the model's.
     """
-    if request.cp_size > 1 and no_ring:
-        raise UserError(f"cp-size {request.cp_size} does not fit {request.model!r}: {no_ring}")
-    heads, keys = counts.heads, counts.key_heads
-    if request.sp_size > 1 and not heads_divide(heads, keys, request.sp_size):
-        does = "divide" if heads % request.sp_size else "go with"
-        told = f"{heads} attention heads" + ("" if heads % request.sp_size else f" and {keys} key-value heads")
-        raise UserError(
-            f"sp-size {request.sp_size} does not {does} the {told} of {request.model!r}; use "
-            f"one of {', '.join(str(n) for n in range(2, heads + 1) if heads_divide(heads, keys, n))}"
-        )
+    facts = ModelFacts(repr(request.model), heads=counts.heads, key_heads=counts.key_heads, no_ring=no_ring)
+    check_combination(request.combination(model=facts))

@@ -29,9 +29,13 @@ def scaling_for(config: Any, tokens: int) -> dict[str, Any] | None:
     return {"rope_type": "yarn" if rope_type == UNSCALED else rope_type, "factor": factor}
 
 
-def shown_scaling(scaling: dict[str, Any]) -> str:
-    """A line of a recipe."""
-    return "rope_scaling: {" + ", ".join(f"{key}: {value}" for key, value in scaling.items()) + "}"
+def lift(config: Any, tokens: int | None) -> str:
+    """The end of a sentence about too few positions: how a recipe extends them; "" where it cannot."""
+    scaling = None if tokens is None else scaling_for(config, tokens)
+    if not scaling:
+        return ""
+    keys = ", ".join(f"{key}: {value}" for key, value in scaling.items())
+    return f", or extend them with 'rope_scaling: {{{keys}}}' in a recipe"
 
 
 def scale_positions(config: Any, scaling: dict[str, Any], model: str) -> None:

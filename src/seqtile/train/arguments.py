@@ -14,7 +14,7 @@ from torch import nn
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.models.adapters import ALL_LINEAR, lora_config, without_adapters
-from seqtile.planner.names import adapters_need_reentrant
+from seqtile.rules import adapters_need_reentrant
 from seqtile.train.check_rows import processes_for
 from seqtile.train.recipe import LoraRecipe, Recipe, shown
 from seqtile.train.trainer_fields import best_metric, refuse_unknown_fields, typed_values
@@ -75,9 +75,8 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
         values |= {"warmup_steps": 3, "lr_scheduler_type": "cosine"}
     values |= typed_values(recipe.trainer, typing.get_type_hints(SFTConfig))
     values |= _checkpointing(recipe, known)
-    _check_offloading(recipe)
-    if values.get("fp16") and values["use_cpu"]:
-        raise UserError("trainer.fp16 changes nothing on a CPU, which has no loss scaling; drop it")
+    if values["use_cpu"] and (idle := [key for key in ("fp16", "activation_offloading") if values.get(key)]):
+        raise UserError(f"trainer.{idle[0]} is for accelerators, and there is none; drop it")
     try:
         with warnings.catch_warnings():
             # TRL itself sets the name that Transformers has deprecated.
@@ -175,20 +174,6 @@ def _sequence_split(recipe: Recipe) -> dict[str, Any]:
     # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/sequence_parallel/ulysses_sp.py
     multiple = recipe.sp_size if torch.accelerator.is_available() else recipe.max_length
     return {"parallelism_config": split, "pad_to_multiple_of": multiple}
-
-
-def _check_offloading(recipe: Recipe) -> None:
-    """Refuse TRL's offload where there is no device to copy from, or a second one beside ours."""
-    import torch
-
-    if not recipe.trainer.get("activation_offloading"):
-        return
-    if not torch.accelerator.is_available():
-        raise UserError(
-            "trainer.activation_offloading copies activations off an accelerator, and there is none; drop it"
-        )
-    if recipe.options.offload:
-        raise UserError("trainer.activation_offloading and offload both move checkpoints to the host; keep one")
 
 
 def _checkpointing(recipe: Recipe, known: Any) -> dict[str, Any]:

@@ -78,9 +78,9 @@ def launch(
         UserError: bad input, found here or by a process that was started.
         RunError: a process could not go on, or a node is missing or lost.
     """
-    from seqtile.train.checkpoint_files import newest_whole
     from seqtile.train.load import check_split, load_config
     from seqtile.train.run import fitted, locate, require_packages
+    from seqtile.train.run_directory import newest_whole
 
     if nodes is not None and recipe.on_oom == "retry":
         raise UserError("--on-oom retry starts the processes of one node again, got several nodes; drop it")
@@ -292,7 +292,7 @@ def run_ranks(
 def _first_failure(failures: Mapping[int, ProcessFailure], asked: int | None, output: Path) -> BaseException:
     """What to raise for the process that failed first: others fail when the connection to it breaks."""
 
-    from seqtile.train.checkpoint_files import newest_whole
+    from seqtile.train.run_directory import newest_whole
 
     def message_of(failure: ProcessFailure) -> str:
         message: Any = failure.message

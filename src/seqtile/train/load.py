@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.engines.sequence_parallel import heads_divide, refuse_split_states, why_no_ring
+from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
 from seqtile.models.discover.decoder_layers import states_of
 from seqtile.models.reentrant import shares_keys
 from seqtile.planner.model_shapes import max_positions as max_positions
 from seqtile.planner.model_shapes import towers_of
 from seqtile.planner.phases import causal_model as causal_model
-from seqtile.planner.rope_scaling import scale_positions, scaling_for, shown_scaling
+from seqtile.planner.rope_scaling import lift, scale_positions
+from seqtile.rules import ModelFacts, check_combination
 from seqtile.train import demo
 from seqtile.train.check_early import existing_model
 from seqtile.train.recipe import DEMO, Recipe
@@ -91,9 +92,7 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
     is_config = file.suffix == ".json" and file.is_file()
     path = str(file) if is_config else existing_model(recipe.model)
     config = _load("configuration", transformers.AutoConfig, path, recipe)
-    limit = max_positions(config)
-    if limit is not None and recipe.max_length > limit:
-        raise UserError(f"{recipe.max_length:,} tokens are beyond the {limit:,} positions of {recipe.model!r}")
+    check_positions(config, recipe)
     maker = auto_class(config, recipe)
     if not is_config and not (file.is_dir() and not _has_weights(file)):
         return _load_weights(path, recipe, config=config, dtype=weights_dtype(recipe))
@@ -154,14 +153,8 @@ def check_positions(config: PretrainedConfig, recipe: Recipe) -> None:
     Raises:
         UserError: with the limit and how to lift it.
     """
-    limit = max_positions(config)
-    if limit is not None and recipe.max_length > limit:
-        scaling = scaling_for(config, recipe.max_length)
-        lift = f", or extend it with '{shown_scaling(scaling)}' in a recipe" if scaling else ""
-        raise UserError(
-            f"max_length {recipe.max_length:,} is beyond the {limit:,} positions of {recipe.model!r}; "
-            f"use --max-length {limit}{lift}"
-        )
+    facts = ModelFacts(repr(recipe.model), max_positions(config), lift(config, recipe.max_length))
+    check_combination(replace(recipe.combination, model=facts))
 
 
 def check_checkpoints(model: Any, arguments: Any) -> None:
@@ -284,30 +277,18 @@ def check_split(recipe: Recipe) -> None:
         UserError: it has layers with a state, the heads do not divide, or its attention would lose a mask or cannot
             go round a ring.
     """
-    config, size, ring = load_config(recipe), recipe.split, recipe.cp_size > 1
-    setting = "cp_size" if ring else "sp_size"
-    bare = _without_weights(config, recipe)
-    refuse_split_states(repr(recipe.model), states_of(bare), size, setting)
-    if ring:
-        if reason := why_no_ring(bare):
-            raise UserError(f"cp_size {size} does not fit {recipe.model!r}: {reason}")
-        return
-    text = config.get_text_config()
+    config = load_config(recipe)
+    bare, text = _without_weights(config, recipe), config.get_text_config()
+    refuse_split_states(
+        repr(recipe.model), states_of(bare), recipe.split, "cp_size" if recipe.cp_size > 1 else "sp_size"
+    )
     heads = text.num_attention_heads
-    groups = getattr(text, "num_key_value_heads", None) or heads
-    if not heads_divide(heads, groups, size):
-        raise UserError(
-            f"sp_size {size} does not fit {recipe.model!r}, which has {heads} attention heads and {groups} key-value "
-            f"heads; use a size that divides {heads} and divides, or is a multiple of, {groups}"
-        )
-    window = getattr(text, "sliding_window", None) or recipe.max_length
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
-    if window < recipe.max_length and "sliding_attention" in kinds and "flash" not in recipe.attention:
-        raise UserError(
-            f"sp_size {size} drops the mask of {recipe.model!r}'s sliding window of {window} tokens under "
-            f"{recipe.attention!r} attention; use --max-length {window // size * size}, or set "
-            "'model_kwargs: {attn_implementation: flash_attention_2}'"
-        )
+    slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
+    facts = ModelFacts(
+        repr(recipe.model), heads=heads, key_heads=getattr(text, "num_key_value_heads", None) or heads,
+        window=getattr(text, "sliding_window", None) if slides else None, no_ring=why_no_ring(bare),
+    )  # fmt: skip
+    check_combination(replace(recipe.combination, model=facts))
 
 
 def _without_weights(config: PretrainedConfig, recipe: Recipe) -> Any:

@@ -141,7 +141,7 @@ def agree(recipe: Recipe, data: Data, start: Path | None) -> None:
         return
     import torch.distributed as dist
 
-    from seqtile.train.same_run import PACKAGES, digest_rows
+    from seqtile.train.resume import PACKAGES, digest_rows
 
     shared = nearest_folder(recipe) / SHARED_FILE
     facts: dict[str, Any] = {name: package_version(name) for name in ("seqtile", *PACKAGES)}

@@ -11,7 +11,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,8 +32,8 @@ from pydantic import (
 )
 
 from seqtile._errors import UserError
-from seqtile.options import DEFAULTS, WRITTEN, TilingOptions, file_type
-from seqtile.planner.names import adapters_need_reentrant, check_engine_offload
+from seqtile.options import DEFAULTS, OF_BLOCKS, WRITTEN, TilingOptions, file_type
+from seqtile.rules import Combination, check_combination
 from seqtile.tiling import parse_bytes
 from seqtile.train.atomic_files import write_whole
 
@@ -345,6 +345,17 @@ class Recipe(CheckedModel):
         return str(self.model_kwargs.get("attn_implementation", "sdpa"))
 
     @property
+    def combination(self) -> Combination:
+        """What :data:`seqtile.rules.RULES` look at."""
+        offloads = bool(self.trainer.get("activation_offloading"))
+        return Combination(
+            options=self.options, engine=self.engine, processes=self.nproc, sp_size=self.sp_size, cp_size=self.cp_size,
+            engine_offload=self.engine_offload, adapters=self.lora is not None, attention=self.attention,
+            recomputes=self.activation_checkpointing, max_length=self.max_length, packing=self.packing,
+            trainer=self.trainer, offloaders=("trainer.activation_offloading",) if offloads else (),
+        )  # fmt: skip
+
+    @property
     def is_demo(self) -> bool:
         """Whether this run trains the embedded model on the embedded text."""
         return self.model == DEMO and self.dataset == DEMO
@@ -402,12 +413,8 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
     trainer = {**_section(file_values, "trainer"), **_section(flag_values, "trainer")}
     for values, place in ((file_values, "the recipe"), (flag_values, "the flags")):
         folded = _fold_peer_keys(dict(values), place, notes)
-        if "tile" in folded and "tiled_mlp" not in folded and merged.get("tiled_mlp") is False:
-            raise UserError(
-                f"{place} ask for tile {folded['tile']!r} but the recipe says 'tiled_mlp: false'; drop one of the two"
-            )
-        if folded.get("tiled_mlp") is False:
-            merged.pop("tile", None)
+        if folded.get("tiled_mlp") is False:  # a flag that leaves out what the recipe says of tiles
+            merged = {key: value for key, value in merged.items() if key not in OF_BLOCKS}
         merged.update(folded)
     if trainer:
         merged["trainer"] = trainer
@@ -426,36 +433,45 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
         raise UserError(first_problem(error)) from None
 
 
+RECIPE_RULES: tuple[tuple[Callable[[Recipe], object], str], ...] = (
+    (lambda r: r.steps is not None and r.epochs is not None,
+     "got both steps {r.steps} and epochs {r.epochs:g}; keep one"),
+    (lambda r: r.eval_steps is not None and r.eval_dataset is None,
+     "got eval_steps {r.eval_steps} but nothing to evaluate on; give --eval-dataset too"),
+    (lambda r: r.eval_steps and r.save_steps and r.eval_steps % r.save_steps,
+     "eval_steps {r.eval_steps} is no multiple of save_steps {r.save_steps}, so that the best step may have no "
+     "checkpoint; give a multiple, or drop save_steps"),
+    (lambda r: r.streaming and r.dataset == DEMO,
+     "streaming reads a dataset while it is trained on, and the demo's is in memory; drop it"),
+    (lambda r: r.streaming and r.steps is None,
+     "got streaming and no number of steps, but where a stream ends is not known before; give --steps"),
+    (lambda r: r.streaming and r.packing not in (None, False, "wrapped"),
+     "packing {r.packing!r} fits rows together by their lengths, which a stream does not know; use --packing wrapped "
+     "or false"),
+    (lambda r: r.streaming and r.sp_size > 1, "streaming does not go with sp_size {r.sp_size}, got both; drop one"),
+    (lambda r: r.compare and not r.tiled_mlp,
+     "compare needs something tiled, but the recipe says not to tile; keep one"),
+    (lambda r: r.compare and r.engine != "single",
+     "compare runs in one process, got engine {r.engine!r}; drop compare, or use --engine single"),
+    (lambda r: r.on_oom == "retry" and not r.tiled_mlp,
+     "on_oom 'retry' goes on with smaller tiles, but the recipe says not to tile; keep one"),
+    # One answers an out-of-memory too; the other leaves nothing whole to go on from.
+    (lambda r: r.on_oom == "retry" and (r.trainer.get("auto_find_batch_size") or r.trainer.get("save_only_model")),
+     "on_oom 'retry' does not go with trainer.auto_find_batch_size or save_only_model; keep one"),
+)  # fmt: skip
+"""What excludes each other in a recipe alone; :data:`seqtile.rules.RULES` has the rest."""
+
+
 def resolve(recipe: Recipe) -> Recipe:
     """The same recipe with every value that is decided here and not by the machine filled in.
 
     Raises:
-        UserError: two settings of which one would be ignored.
+        UserError: two settings of which one would be ignored, or that cannot run together.
     """
-    if recipe.steps is not None and recipe.epochs is not None:
-        raise UserError(f"got both steps {recipe.steps} and epochs {recipe.epochs:g}; keep one")
-    if recipe.eval_steps is not None and recipe.eval_dataset is None:
-        raise UserError(f"got eval_steps {recipe.eval_steps} but nothing to evaluate on; give --eval-dataset too")
-    if recipe.eval_steps and recipe.save_steps and recipe.eval_steps % recipe.save_steps:
-        raise UserError(
-            f"eval_steps {recipe.eval_steps} is no multiple of save_steps {recipe.save_steps}, so that the best step "
-            "may have no checkpoint; give a multiple, or drop save_steps"
-        )
-    if recipe.streaming:
-        _check_streaming(recipe)
-    if recipe.compare and not recipe.tiled_mlp:
-        raise UserError("compare needs something tiled, but the recipe says not to tile; keep one")
-    if not recipe.activation_checkpointing and (recipe.options.checkpoint or recipe.options.offload):
-        raise UserError(
-            "checkpoint and offload say what activation checkpoints keep and where, but the recipe says "
-            "'activation_checkpointing: false'; drop one of the two"
-        )
-    if recipe.on_oom == "retry" and not recipe.tiled_mlp:
-        raise UserError("on_oom 'retry' goes on with smaller tiles, but the recipe says not to tile; keep one")
-    for key in ("auto_find_batch_size", "save_only_model"):  # answers it too; leaves nothing whole to go on from
-        if recipe.on_oom == "retry" and recipe.trainer.get(key):
-            raise UserError(f"on_oom 'retry' does not go with trainer.{key}; keep one")
-    _check_engine(recipe)
+    for matches, sentence in RECIPE_RULES:
+        if matches(recipe):
+            raise UserError(sentence.format(r=recipe))
+    check_combination(recipe.combination)
     filled: dict[str, Any] = {"compare": bool(recipe.compare)}
     if recipe.on_oom == "retry":
         filled["loss_tile"] = recipe.loss_tile or TRL_LOSS_TILE  # ours, which can become smaller
@@ -471,109 +487,6 @@ def resolve(recipe: Recipe) -> Recipe:
         if recipe.steps is None and recipe.epochs is None:
             filled["epochs"] = 1.0
     return recipe.changed(**filled)
-
-
-def _check_streaming(recipe: Recipe) -> None:
-    """Refuse what needs to know all rows."""
-    if recipe.dataset == DEMO:
-        raise UserError("streaming reads a dataset while it is trained on, and the demo's is in memory; drop it")
-    if recipe.steps is None:
-        what = "no number of steps" if recipe.epochs is None else f"epochs {recipe.epochs:g}"
-        raise UserError(f"got streaming and {what}, but where a stream ends is not known before; give --steps")
-    if recipe.packing not in (None, False, "wrapped"):
-        raise UserError(
-            f"packing {recipe.packing!r} fits rows together by their lengths, which a stream does not tell; "
-            "use --packing wrapped or false"
-        )
-    if recipe.sp_size > 1:
-        raise UserError(f"streaming does not go with sp_size {recipe.sp_size}, got both; drop one")
-
-
-def _check_engine(recipe: Recipe) -> None:
-    """Refuse what an engine cannot do, before anything is loaded or started."""
-    engine, nproc, sp_size = recipe.engine, recipe.nproc, recipe.sp_size
-    if engine == "single" and (nproc or 1) > 1:
-        raise UserError(f"engine 'single' is one process, got nproc {nproc}; give --engine ddp, fsdp2, zero2 or zero3")
-    if engine == "ddp" and nproc == 1:
-        raise UserError("engine 'ddp' needs at least 2 processes, got nproc 1; give more, or --engine single")
-    if engine != "single" and recipe.compare:
-        raise UserError(f"compare runs in one process, got engine {engine!r}; drop compare, or use --engine single")
-    if recipe.lora and recipe.options.checkpoint == "attention-saved" and adapters_need_reentrant(engine):
-        raise UserError(
-            "checkpoint 'attention-saved' needs non-reentrant checkpoints, which fail with lora under engine 'zero3' "
-            "before DeepSpeed 0.19.4; update DeepSpeed, drop checkpoint, or use --engine zero2 or fsdp2"
-        )
-    if engine not in ("single", "ddp") and recipe.trainer.get("save_on_each_node"):
-        raise UserError(
-            f"trainer.save_on_each_node with engine {engine!r} would leave each node a part of every checkpoint, and "
-            "none to go on from; drop it, and give --output a directory that all nodes share"
-        )
-    if recipe.cp_size > 1:
-        _check_ring(recipe)
-    check_engine_offload(engine, recipe.engine_offload)
-    if sp_size == 1:
-        return
-    if engine == "zero2":
-        raise UserError(
-            f"sp_size {sp_size} with engine 'zero2' trains with gradients {sp_size} times too large (DeepSpeed divides "
-            "by too few processes); use --engine zero3"
-        )
-    if engine != "zero3":
-        raise UserError(f"sp_size {sp_size} splits sequences by DeepSpeed, got engine {engine!r}; use --engine zero3")
-    if nproc is not None and nproc % sp_size:
-        raise UserError(f"sp_size {sp_size} does not divide nproc {nproc}; give a multiple of {sp_size} processes")
-    if recipe.max_length % sp_size:
-        raise UserError(
-            f"max_length {recipe.max_length} is not a multiple of sp_size {sp_size}; "
-            f"use --max-length {recipe.max_length // sp_size * sp_size or sp_size}"
-        )
-    if recipe.trainer.get("pad_to_multiple_of", sp_size) % sp_size:
-        raise UserError(f"trainer.pad_to_multiple_of has to be a multiple of sp_size {sp_size}; drop it")
-    # Ulysses drops attention masks; where flash attention would read the documents' ends beside it, DeepSpeed 0.19 asks
-    # cu_seq_lens for a second dimension, which TRL's have not, and crashes:
-    # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/sequence_parallel/ulysses_sp.py
-    packed = recipe.trainer.get("padding_free") or recipe.trainer.get("eval_packing")
-    if recipe.packing not in (None, False, "wrapped") or packed:
-        raise UserError(
-            f"packing (or padding_free) with sp_size {sp_size} would let packed documents see each other, and crashes "
-            "under flash attention; use 'packing: wrapped' or none"
-        )
-
-
-def _check_ring(recipe: Recipe) -> None:
-    """Refuse what accelerate's context parallelism over FSDP2 cannot do, or was not proven to."""
-    size, given = recipe.cp_size, f"cp_size {recipe.cp_size}"
-    if recipe.sp_size > 1:
-        raise UserError(f"{given} and sp_size {recipe.sp_size} both split sequences, by different engines; keep one")
-    if recipe.engine != "fsdp2":
-        raise UserError(f"{given} splits sequences by FSDP2, got engine {recipe.engine!r}; use --engine fsdp2")
-    if recipe.nproc is not None and recipe.nproc % size:
-        raise UserError(f"{given} does not divide nproc {recipe.nproc}; give a multiple of {size} processes")
-    parts = 2 * size  # each process has two, one from either end, so that all have as much to do
-    if recipe.max_length % parts:
-        raise UserError(
-            f"max_length {recipe.max_length} is not a multiple of twice {given}; "
-            f"use --max-length {recipe.max_length // parts * parts or parts}"
-        )
-    if recipe.trainer.get("pad_to_multiple_of", parts) % parts:
-        raise UserError(f"trainer.pad_to_multiple_of has to be a multiple of twice {given}; drop it")
-    if recipe.attention != "sdpa":
-        raise UserError(f"{given} needs PyTorch's own attention, got {recipe.attention!r}; drop attn_implementation")
-    if recipe.packing or recipe.trainer.get("padding_free") or recipe.trainer.get("eval_packing"):
-        raise UserError(
-            f"packing (or padding_free) with {given}: ring attention knows no documents; use 'packing: false'"
-        )
-    if recipe.trainer.get("label_smoothing_factor"):
-        raise UserError(
-            f"label_smoothing_factor with {given}: the trainer shifts the labels of each process's part by themselves, "
-            "and loses those at its ends; drop it"
-        )
-    if recipe.options.heads is not None:
-        raise UserError(
-            f"heads {recipe.options.heads} with {given}: ring attention takes all heads at once; drop heads"
-        )
-    if recipe.options.checkpoint == "attention-saved":
-        raise UserError(f"checkpoint 'attention-saved' with {given} is not proven; use --checkpoint full")
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
@@ -608,40 +521,29 @@ def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dict[str, Any]:
     """Replace other trainers' spellings by ours; ``values`` come from one place (a file or the flags)."""
-    if values.get("blocks") == "none":
-        values["tiled_mlp"] = parse_bool(values.get("tiled_mlp", False), "tiled_mlp")
-        if values["tiled_mlp"]:
-            raise UserError(f"{place} say both 'tiled_mlp: true' and 'blocks: none'; keep one")
-        del values["blocks"]
     switches = {
-        key: parse_bool(values.pop(key), key) for key in ("tiled_mlp", "use_tiled_mlp") if values.get(key) is not None
+        f"{key}: {values[key]}": parse_bool(values.pop(key), key)
+        for key in ("tiled_mlp", "use_tiled_mlp")
+        if values.get(key) is not None
     }
+    if values.get("blocks") == "none":
+        switches[f"blocks: {values.pop('blocks')}"] = False
     if len(set(switches.values())) > 1:
-        raise UserError(
-            f"{place} say both 'tiled_mlp: {str(switches['tiled_mlp']).lower()}' and "
-            f"'use_tiled_mlp: {str(switches['use_tiled_mlp']).lower()}'; keep one"
-        )
-    for switch in switches.values():
-        values["tiled_mlp"] = switch
+        raise UserError(f"{place} say both {' and '.join(map(repr, switches))}; keep one")
+    if switches:
+        values["tiled_mlp"] = next(iter(switches.values()))
     shards = values.pop("tiled_mlp_num_shards", None)
     if shards is not None:
         if values.get("tile") is not None:
             raise UserError(f"{place} give both tile {values['tile']!r} and tiled_mlp_num_shards {shards!r}; keep one")
-        if not str(shards).strip().isdigit() or int(shards) < 1:
-            raise UserError(f"got tiled_mlp_num_shards {shards!r}, expected a number of tiles of at least 1")
-        values["tile"] = f"shards:{int(shards)}"
+        values["tile"] = f"shards:{shards}"
     if values.get("tile") is None:
         values.pop("tile", None)
-    # A saved recipe carries both keys; only a tile rule that somebody chose contradicts 'do not tile'.
-    if values.get("tiled_mlp") is False and values.get("tile", "auto") != "auto":
-        raise UserError(f"{place} say not to tile (tiled_mlp: false) and give tile {values['tile']!r}; keep one")
-    if values.get("tiled_mlp_use_original_mlp") is not None:
-        original = parse_bool(values["tiled_mlp_use_original_mlp"], "tiled_mlp_use_original_mlp")
+    if (original := values.pop("tiled_mlp_use_original_mlp", None)) is not None:
+        parse_bool(original, "tiled_mlp_use_original_mlp")
         notes.append(
-            f"tiled_mlp_use_original_mlp: {str(original).lower()} changes nothing: "
-            "the tiles always run the model's own MLP"
+            f"tiled_mlp_use_original_mlp: {original} changes nothing: the tiles always run the model's own MLP"
         )
-    values.pop("tiled_mlp_use_original_mlp", None)
     return values
 
 

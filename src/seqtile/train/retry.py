@@ -24,12 +24,12 @@ from seqtile.planner.ladder import changes, tighter, would_avoid
 from seqtile.planner.phases import causal_model
 from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import largest_tile
-from seqtile.train.checkpoint_files import newest_whole
 from seqtile.train.fit import can_offload, request_of, settings_of, updates_of
 from seqtile.train.load import tile, tile_head
 from seqtile.train.out_of_memory import Place, Whereabouts, device_memory, find_place, is_out_of_memory, largest_tensors
 from seqtile.train.ranks import launched_nodes
 from seqtile.train.recipe import RECIPE_FILE, TRL_LOSS_TILE, Recipe, save_recipe
+from seqtile.train.run_directory import newest_whole
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from seqtile.train.compare_untiled import Comparison
     from seqtile.train.data_summary import DataSummary, StreamSummary
     from seqtile.train.metrics import Display
-    from seqtile.train.run_lock import RunLock
+    from seqtile.train.run_directory import RunLock
 
 logger = first_rank_logger(__name__)
 
@@ -99,11 +99,9 @@ def train(
         RunError: the loss or the gradient stopped being a number, a step is out of memory, or a disk takes no more.
     """
     from seqtile.engines.build_locks import check_build_locks
-    from seqtile.train.checkpoint_files import newest_whole
-    from seqtile.train.disk import disk_error
     from seqtile.train.ranks import is_first, join_launch
     from seqtile.train.retry import OutOfMemory, release, said
-    from seqtile.train.run_lock import RunLock
+    from seqtile.train.run_directory import RunLock, disk_error, newest_whole
 
     require_packages()
     from torch.distributed.checkpoint.api import CheckpointException  # of sharded checkpoints, and no Exception
@@ -183,13 +181,12 @@ def _attempt(
     Raises:
         OutOfMemory: it was one too few; what is known of it, and what to go on with.
     """
-    from seqtile.train.checkpoint_files import read_mark
     from seqtile.train.metrics import Silent
     from seqtile.train.out_of_memory import is_out_of_memory
-    from seqtile.train.output import check_output, clear_output, nothing_saved
     from seqtile.train.ranks import check_engine
+    from seqtile.train.resume import check_same_run, describe_run
     from seqtile.train.retry import OutOfMemory
-    from seqtile.train.same_run import check_same_run, describe_run
+    from seqtile.train.run_directory import check_output, clear_output, nothing_saved, read_mark
 
     output = Path(str(recipe.output))
     display = display or Silent()
@@ -242,10 +239,15 @@ def locate(
     Raises:
         UserError: the directory does not fit what is to be done.
     """
-    from seqtile.train.checkpoint_files import find_checkpoint
-    from seqtile.train.output import check_output, check_writable, default_output, nothing_saved
     from seqtile.train.ranks import is_first
-    from seqtile.train.run_lock import check_unlocked
+    from seqtile.train.run_directory import (
+        check_output,
+        check_unlocked,
+        check_writable,
+        default_output,
+        find_checkpoint,
+        nothing_saved,
+    )
 
     output = Path(recipe.output).expanduser() if recipe.output else default_output(recipe)
     if is_first():
@@ -364,8 +366,8 @@ def _trainer(
 
 def _is_refusal(error: Exception, output: Path) -> bool:
     """Whether a library raised ``error`` about what it was given; memory, disks and other ranks are told elsewhere."""
-    from seqtile.train.disk import disk_error
     from seqtile.train.out_of_memory import is_out_of_memory
+    from seqtile.train.run_directory import disk_error
 
     of_another_rank = "gloo" in str(error) or type(error).__name__.startswith("Dist")
     known = isinstance(error, UserError | RunError) or is_out_of_memory(error) or disk_error(error, output) is not None
@@ -376,7 +378,7 @@ def _all_done(trainer: Any, resume_from: Path, output: Path) -> bool:
     """Whether no step is left to train and only the model is to be saved; refuses a run that is complete."""
     import json
 
-    from seqtile.train.checkpoint_files import TRAINER_STATE, why_not_whole
+    from seqtile.train.run_directory import TRAINER_STATE, why_not_whole
 
     state = json.loads((resume_from / TRAINER_STATE).read_text(encoding="utf-8"))
     steps = trainer.args.max_steps if trainer.args.max_steps > 0 else state["max_steps"]

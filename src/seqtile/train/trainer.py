@@ -21,7 +21,11 @@ from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.models.runs import what_ran
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.planner.phases import causal_model
-from seqtile.train.checkpoint_files import (
+from seqtile.train.data_summary import DataSummary, StreamSummary, summarise
+from seqtile.train.evaluation import Evaluated, exchange_in_evaluations
+from seqtile.train.model_card import write_card
+from seqtile.train.rendered_rows import mask_messages
+from seqtile.train.run_directory import (
     FSDP_SHARDS,
     MARK,
     RESULT,
@@ -31,10 +35,6 @@ from seqtile.train.checkpoint_files import (
     set_aside,
     write_mark,
 )
-from seqtile.train.data_summary import DataSummary, StreamSummary, summarise
-from seqtile.train.evaluation import Evaluated, exchange_in_evaluations
-from seqtile.train.model_card import write_card
-from seqtile.train.rendered_rows import mask_messages
 from seqtile.train.split_rows import SplitRows
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Trainer(SFTTrainer, _SplitLoss):
     """``SFTTrainer`` that never leaves a checkpoint that looks whole and is not, or that holds a broken step.
 
     Attributes:
-        run: what :func:`seqtile.train.same_run.describe_run` says; goes into every mark.
+        run: what :func:`seqtile.train.resume.describe_run` says; goes into every mark.
         all_done: the checkpoint to continue from has every step; load it and train none.
         step: says where the steps are, and does one again that was out of memory; None leaves that to nobody.
         running_tokens: tokens of the micro-batch that was begun last, on this rank.

@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from torch import nn
 
 from seqtile._compat import parameters_of
 
-ATTENTION_MIXER = "attention"
+ATTENTION = "attention"
 UNKNOWN_STATE = "a state of unknown kind"
 
 STATES: dict[str, str] = {
@@ -56,7 +57,7 @@ class Mixer:
     @property
     def has_state(self) -> bool:
         """Whether it carries a state along the sequence."""
-        return self.kind != ATTENTION_MIXER
+        return self.kind != ATTENTION
 
 
 @dataclass(frozen=True)
@@ -93,20 +94,20 @@ def decoder_layers(model: nn.Module) -> list[DecoderLayer]:
     Cost:
         One walk over the modules.
     """
-    layers = list(_in_lists("", model))
-    if not any(layer.mixers for layer in layers):  # layers that are in no list
+    found = list(_in_lists("", model))
+    if not any(layer.mixers for layer in found):  # layers that are in no list
         parents = dict.fromkeys(name.rpartition(".")[0] for name, _ in _mixers("", model))
-        layers = [_layer(name, model.get_submodule(name)) for name in parents if not NOT_LANGUAGE.search(name)]
-    return layers
+        found = [_layer(name, model.get_submodule(name)) for name in parents if not NOT_LANGUAGE.search(name)]
+    return found
 
 
 def states_of(model: nn.Module) -> dict[str, list[str]]:
     """The decoder layers with a state: their names, by kind of state."""
-    names_by_state: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for layer in decoder_layers(model):
-        for state in layer.states:
-            names_by_state.setdefault(state, []).append(layer.name)
-    return names_by_state
+        for kind in layer.states:
+            found.setdefault(kind, []).append(layer.name)
+    return found
 
 
 def looks_like_attention(name: str, module: nn.Module) -> bool:
@@ -123,15 +124,15 @@ def kind_of(name: str, module: nn.Module) -> str:
     """What kind of mixer a module is itself, "" if it is none."""
     if state := named_state(module):
         return state
-    convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
-    over_sequence = any(conv.kernel_size[0] > 1 and conv.groups == conv.in_channels for conv in convolutions)
-    if over_sequence or not _STATE_PARAMETERS.isdisjoint(parameters_of(module)):
+    if any(_is_over_the_sequence(child) for child in module.children()) or not _STATE_PARAMETERS.isdisjoint(
+        parameters_of(module)
+    ):
         return UNKNOWN_STATE
-    if isinstance(module, nn.ModuleList) or not any(_is_linear(submodule) for submodule in module.modules()):
+    if isinstance(module, nn.ModuleList) or not any(_is_linear(part) for part in module.modules()):
         return ""
     class_name = _plain_class(module)
     called_so = _ATTENTION_NAME.search(name) or _ATTENTION_CLASS.search(class_name)
-    return ATTENTION_MIXER if called_so and not _LAYER_CLASS.search(class_name) else ""
+    return ATTENTION if called_so and not _LAYER_CLASS.search(class_name) else ""
 
 
 def named_state(module: nn.Module) -> str:
@@ -158,7 +159,7 @@ def _in_lists(prefix: str, module: nn.Module) -> Iterator[DecoderLayer]:
 
 
 def _layer(name: str, module: nn.Module) -> DecoderLayer:
-    return DecoderLayer(name, type(module).__name__, tuple(Mixer(*mixer) for mixer in _mixers("", module)))
+    return DecoderLayer(name, type(module).__name__, tuple(Mixer(*found) for found in _mixers("", module)))
 
 
 def _mixers(prefix: str, module: nn.Module) -> Iterator[tuple[str, str]]:
@@ -170,6 +171,10 @@ def _mixers(prefix: str, module: nn.Module) -> Iterator[tuple[str, str]]:
             yield full, kind
         else:
             yield from _mixers(full, child)
+
+
+def _is_over_the_sequence(module: Any) -> bool:
+    return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and module.groups == module.in_channels
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""One run at a time in a directory, and none that is kept out by a run that has ended."""
+"""A run's directory: one run at a time, none that is kept out by a run that has ended, and nothing left by a look."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from typing import Any
 import pytest
 
 from seqtile import UserError
-from seqtile.train.output import check_output
 from seqtile.train.processes import this_process
 from seqtile.train.recipe import build_recipe
 from seqtile.train.run import locate
-from seqtile.train.run_lock import LOCK, WRITTEN_SECONDS, RunLock, check_unlocked
+from seqtile.train.run_directory import (
+    LOCK,
+    LOCK_IS_WRITTEN_WITHIN,
+    RunLock,
+    check_output,
+    check_unlocked,
+    check_writable,
+)
 
 
 def written(output: Path, **values: Any) -> None:
@@ -44,23 +50,9 @@ def test_a_run_keeps_others_out_and_frees_its_directory(tmp_path: Path):
     check_unlocked(tmp_path)
 
 
-def test_a_run_that_another_one_came_before_starts_again(tmp_path: Path):
-    """Both begin; the first trains, saves and ends while the second still loads its model."""
-    with RunLock(tmp_path) as second:
-        with RunLock(tmp_path) as first:
-            first.take()
-            (tmp_path / "checkpoint-4").mkdir()
-        with pytest.raises(UserError, match="another run has saved in output .* while this one was starting"):
-            second.take()
-    with RunLock(tmp_path) as third:
-        third.take()
-        (tmp_path / "checkpoint-5").mkdir()
-        third.take()
-
-
 def test_the_lock_of_a_killed_run_is_none(tmp_path: Path, caplog):
     script = (
-        "import os, signal, sys; from pathlib import Path; from seqtile.train.run_lock import RunLock;"
+        "import os, signal, sys; from pathlib import Path; from seqtile.train.run_directory import RunLock;"
         "RunLock(Path(sys.argv[1])).take(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) as killed:
@@ -97,7 +89,7 @@ def test_a_lock_that_was_cut_off(text: str, tmp_path: Path):
     (tmp_path / LOCK).write_text(text)
     with pytest.raises(UserError, match="right now"):
         check_unlocked(tmp_path)
-    long_ago = time.time() - WRITTEN_SECONDS - 1
+    long_ago = time.time() - LOCK_IS_WRITTEN_WITHIN - 1
     os.utime(tmp_path / LOCK, (long_ago, long_ago))
     with RunLock(tmp_path) as lock:
         lock.take()
@@ -110,3 +102,11 @@ def test_a_lock_that_another_run_has_just_taken_is_put_back(tmp_path: Path, monk
     with pytest.raises(UserError, match="another run"):
         lock._remove_stale()
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
+def test_a_look_whether_it_can_be_written_leaves_nothing(tmp_path: Path):
+    check_writable(tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write to output .*Not a directory"):
+        check_writable(tmp_path / "file" / "a")

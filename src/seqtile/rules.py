@@ -1,0 +1,279 @@
+"""Which settings exclude each other: one table for ``apply``, ``train``, ``plan``, the plugins and the callback.
+
+Each of them describes what it was asked for as a :class:`Combination` and calls :func:`check_combination`. A rule is a
+condition and a sentence; the first rule that matches refuses the combination. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from seqtile._errors import UserError
+from seqtile.devices import package_version
+from seqtile.options import DEFAULTS, OF_BLOCKS, TilingOptions
+
+SHARDED = ("fsdp2", "zero2", "zero3")
+
+FROZEN_WEIGHTS_STAY = (0, 19, 4)
+"""From this version on DeepSpeed keeps frozen weights whole until a recompute is over (its pull request 8130)."""
+
+NOT_VERIFIED = {"ms-swift": ("loss", "loss_tile", "loss_impl", "checkpoint", "offload", "heads", "state")}
+"""By framework: options that nobody has run under its trainer, which has a loss and checkpoints of its own."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What rules read of a model.
+
+    Attributes:
+        name: for messages, in quotes.
+        positions: tokens that a row can have; None where there is no limit.
+        scaling: the line of a recipe with which rows of ``max_length`` tokens fit; "" where there is none.
+        heads, key_heads: of its attention; 0 where they are not known.
+        window: tokens of its sliding window; None without one.
+        no_ring: why ring attention cannot compute it; "" where it can.
+    """
+
+    name: str = "the model"
+    positions: int | None = None
+    scaling: str = ""
+    heads: int = 0
+    key_heads: int = 0
+    window: int | None = None
+    no_ring: str = ""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What one run was asked for, as far as the caller knows it.
+
+    Attributes:
+        options: of tiling.
+        engine: ``"single"``, ``"ddp"``, ``"fsdp2"``, ``"zero2"`` or ``"zero3"``; None where the caller cannot see it.
+        processes, nodes: of the launch.
+        sp_size, cp_size: ranks that share one sequence, by Ulysses and by ring attention.
+        engine_offload: what the engine keeps on the host: ``"optimizer"`` and ``"weights"``.
+        adapters: whether low-rank adapters train on a frozen model.
+        attention: ``attn_implementation``, or a plan's name of it.
+        recomputes: whether activation checkpointing is on.
+        max_length: tokens of a row.
+        packing: True, False, or TRL's strategy.
+        trainer: arguments of the trainer, by its names.
+        chooses: a plan may choose what is ``"auto"``.
+        framework: whose trainer runs it, of :data:`NOT_VERIFIED`.
+        mlp_kernels, losses, checkpointers, offloaders: settings of another program that compute the MLP or the loss, or
+            decide what activation checkpoints keep, or where.
+        model: None before it is known.
+    """
+
+    options: TilingOptions = field(default_factory=TilingOptions)
+    engine: str | None = None
+    processes: int | None = None
+    nodes: int = 1
+    sp_size: int = 1
+    cp_size: int = 1
+    engine_offload: tuple[str, ...] = ()
+    adapters: bool = False
+    attention: str | None = None
+    recomputes: bool = True
+    max_length: int | None = None
+    packing: bool | str | None = None
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    chooses: bool = False
+    framework: str = ""
+    mlp_kernels: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
+    checkpointers: tuple[str, ...] = ()
+    offloaders: tuple[str, ...] = ()
+    model: ModelFacts = ModelFacts()
+
+    @property
+    def split(self) -> str:
+        """``"sp_size 2"`` or ``"cp_size 2"``."""
+        return f"cp_size {self.cp_size}" if self.cp_size > 1 else f"sp_size {self.sp_size}"
+
+    @property
+    def multiple(self) -> int:
+        """Rows have a multiple of so many tokens: under a ring each process has two parts, one from either end."""
+        return 2 * self.cp_size if self.cp_size > 1 else self.sp_size
+
+    @property
+    def nearest_length(self) -> int:
+        """The longest sequence of such a length, up to ``max_length``."""
+        return (self.max_length or 0) // self.multiple * self.multiple or self.multiple
+
+    @property
+    def window_length(self) -> int | None:
+        """The longest sequence inside the model's sliding window; None where ``max_length`` is not beyond it."""
+        window = self.model.window
+        return window // self.sp_size * self.sp_size if window and window < (self.max_length or 0) else None
+
+    @property
+    def moved(self) -> str:
+        """What the engine is to keep on the host, in words."""
+        return " and ".join(name for name in ("optimizer", "weights") if name in self.engine_offload)
+
+    @property
+    def packs(self) -> bool:
+        """Whether documents lie side by side in a row, apart by their positions alone."""
+        settings = self.trainer.get("padding_free") or self.trainer.get("eval_packing")
+        return bool(settings) or self.packing not in (None, False, "wrapped")
+
+    @property
+    def idle_options(self) -> str:
+        """Options of blocks that were given, and that nothing heeds where no block is tiled."""
+        names = (name for name in OF_BLOCKS if name != "trust" and getattr(self.options, name) != DEFAULTS[name])
+        return "" if self.options.tiled else ", ".join(names)
+
+    @property
+    def idle_loss(self) -> str:
+        """Options of the tiled loss that were given without it."""
+        names = (name for name in ("loss_tile", "loss_impl") if getattr(self.options, name) != DEFAULTS[name])
+        return ", ".join(names) if self.options.loss is None else ""
+
+    @property
+    def unverified(self) -> str:
+        """Options that nobody has run under the framework's trainer."""
+        names = NOT_VERIFIED.get(self.framework, ())
+        return ", ".join(name for name in names if getattr(self.options, name) != DEFAULTS[name])
+
+    @property
+    def why_not_saved(self) -> str | None:
+        """Why activation checkpoints cannot keep attention's output, and what to do; None where they can."""
+        if self.attention == "eager":
+            return "needs an attention kernel, and eager attention is plain products; use flash or sdpa attention"
+        if self.adapters and adapters_need_reentrant(self.engine or ""):
+            return (
+                "needs non-reentrant checkpoints, which fail with adapters under zero3 before DeepSpeed 0.19.4; update "
+                "it, or use fsdp2 or zero2"
+            )
+        if self.cp_size > 1:
+            return f"is not proven with ring attention ({self.split}); use checkpoint 'full'"
+        return None
+
+
+def adapters_need_reentrant(engine: str) -> bool:
+    """Whether activation checkpoints have to be reentrant with adapters under ``engine``.
+
+    ZeRO-3 of older DeepSpeed takes frozen weights away during a recompute: PyTorch's non-reentrant checkpoint raises
+    (https://github.com/deepspeedai/DeepSpeed/pull/8130). Without DeepSpeed here, the newest is assumed.
+    """
+    version = package_version("deepspeed") if engine == "zero3" else None
+    return version is not None and tuple(map(int, re.findall(r"\d+", version)[:3])) < FROZEN_WEIGHTS_STAY
+
+
+def heads_divide(heads: int, key_heads: int, ranks: int) -> bool:
+    """Whether Ulysses can deal out a model's heads: query heads divide, key-value heads divide or are repeated."""
+    return heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
+
+
+Rule = tuple[Callable[[Combination], object], str]
+
+RULES: tuple[Rule, ...] = (
+    # Options alone.
+    (lambda c: c.idle_options,
+     "blocks 'none' (tiled_mlp: false, --tile none) tiles no block, so {c.idle_options} would be ignored; leave one of "
+     "them out"),
+    (lambda c: c.idle_loss, "without loss 'tiled' nothing heeds {c.idle_loss}; give both or neither"),
+    (lambda c: c.options.checkpoint == "auto" and not c.chooses,
+     "checkpoint 'auto' is for a plan to choose; use 'full' or 'attention-saved', or leave it out"),
+    (lambda c: (c.options.checkpoint or c.options.offload) and not c.recomputes,
+     "checkpoint and offload say what activation checkpoints keep and where, and activation checkpointing is off; drop "
+     "one of the two"),
+    (lambda c: c.unverified,
+     "{c.unverified}: not verified under {c.framework}'s trainer, which has a loss and checkpoints of its own; leave "
+     "it out"),
+    # Other programs that do the same job.
+    (lambda c: c.options.path == "fused" and c.mlp_kernels,
+     "path 'fused' replaces the MLP that {c.mlp_kernels[0]} replaces too; set {c.mlp_kernels[0]}: false, or leave path "
+     "(tiled_mlp_use_original_mlp: false) out"),
+    (lambda c: c.options.loss and c.losses,
+     "loss 'tiled' and {c.losses[0]} both compute the loss; set {c.losses[0]}: false or drop loss"),
+    (lambda c: (c.options.checkpoint or c.options.offload) and c.checkpointers,
+     "checkpoint and offload, and {c.checkpointers[0]}, decide what activation checkpoints keep; leave one out"),
+    (lambda c: c.options.offload and c.offloaders,
+     "offload and {c.offloaders[0]} both move activations to the host; keep one"),
+    # Processes and engines.
+    (lambda c: c.engine == "single" and (c.processes or 1) > 1,
+     "engine 'single' is one process, got {c.processes}; use engine ddp, fsdp2, zero2 or zero3"),
+    (lambda c: c.engine == "ddp" and c.processes == 1,
+     "engine 'ddp' needs at least 2 processes, got 1; give more, or use engine single"),
+    (lambda c: (c.processes or 0) % c.nodes,
+     "{c.processes} processes are not {c.nodes} nodes of equally many; give the number of all of them"),
+    (lambda c: c.moved and c.engine not in SHARDED,
+     "offload of {c.moved} is the engine's, and engine {c.engine!r} has none; use engine zero3 or fsdp2"),
+    (lambda c: c.engine == "zero2" and "weights" in c.engine_offload,
+     "offload of weights needs an engine that shards them, got engine 'zero2'; use zero3 or fsdp2"),
+    (lambda c: c.engine == "fsdp2" and len({*c.engine_offload}) == 1,
+     "engine 'fsdp2' moves weights and optimizer together, got offload of {c.moved} alone; give both, or use zero3"),
+    (lambda c: c.engine in SHARDED and c.trainer.get("save_on_each_node"),
+     "trainer.save_on_each_node with engine {c.engine!r} would leave each node a part of every checkpoint, and none to "
+     "go on from; drop it, and give --output a directory that all nodes share"),
+    (lambda c: c.options.checkpoint == "attention-saved" and c.why_not_saved,
+     "checkpoint 'attention-saved' {c.why_not_saved}"),
+    # Sequences that ranks share.
+    (lambda c: c.sp_size > 1 and c.cp_size > 1,
+     "cp_size {c.cp_size} and sp_size {c.sp_size} both split sequences, by different engines; keep one"),
+    (lambda c: c.cp_size > 1 and c.engine not in (None, "fsdp2"),
+     "{c.split} splits sequences by FSDP2, got engine {c.engine!r}; use engine fsdp2"),
+    (lambda c: c.sp_size > 1 and c.engine == "zero2",
+     "{c.split} with engine 'zero2' trains with gradients {c.sp_size} times too large (DeepSpeed divides by too few "
+     "processes); use engine zero3"),
+    (lambda c: c.sp_size > 1 and c.engine not in (None, "zero3"),
+     "{c.split} splits sequences by DeepSpeed, got engine {c.engine!r}; use engine zero3"),
+    (lambda c: (c.processes or 0) % max(c.sp_size, c.cp_size),
+     "{c.split} does not divide {c.processes} processes; every sequence needs that many"),
+    (lambda c: (c.max_length or 0) % c.multiple,
+     "max_length {c.max_length} is not a multiple of {c.multiple}, as {c.split} needs; use --max-length "
+     "{c.nearest_length}"),
+    (lambda c: (c.trainer.get("pad_to_multiple_of") or 0) % c.multiple,
+     "trainer.pad_to_multiple_of has to be a multiple of {c.multiple}, as {c.split} needs; drop it"),
+    (lambda c: c.cp_size > 1 and c.attention not in (None, "sdpa", "flash"),
+     "{c.split} needs PyTorch's own attention, got {c.attention!r}; use sdpa"),
+    (lambda c: c.cp_size > 1 and (c.packs or c.packing),
+     "packing (or padding_free) with {c.split}: ring attention knows no documents; use 'packing: false'"),
+    # Ulysses drops attention masks; where flash attention would read the documents' ends beside it, DeepSpeed 0.19 asks
+    # cu_seq_lens for a second dimension, which TRL's have not, and crashes:
+    # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/sequence_parallel/ulysses_sp.py
+    (lambda c: c.sp_size > 1 and c.packs,
+     "packing (or padding_free) with {c.split} would let packed documents see each other, and crashes under flash "
+     "attention; use 'packing: wrapped' or none"),
+    (lambda c: c.cp_size > 1 and c.trainer.get("label_smoothing_factor"),
+     "label_smoothing_factor with {c.split}: the trainer shifts the labels of each process's part by themselves, and "
+     "loses those at its ends; drop it"),
+    (lambda c: c.cp_size > 1 and c.options.heads is not None,
+     "heads {c.options.heads} with {c.split}: ring attention takes all heads at once; drop heads"),
+    # The model.
+    (lambda c: c.max_length and c.model.positions is not None and c.max_length > c.model.positions,
+     "rows of {c.max_length:,} tokens are beyond the {c.model.positions:,} positions of {c.model.name}; use at most "
+     "those{c.model.scaling}"),
+    (lambda c: c.cp_size > 1 and c.model.no_ring, "{c.split} does not fit {c.model.name}: {c.model.no_ring}"),
+    (lambda c: c.model.heads and not heads_divide(c.model.heads, c.model.key_heads, c.sp_size),
+     "{c.split} does not fit {c.model.name} with {c.model.heads} attention heads and {c.model.key_heads} key-value "
+     "heads; use a size that divides {c.model.heads} and divides, or is a multiple of, {c.model.key_heads}"),
+    (lambda c: c.sp_size > 1 and c.window_length and "flash" not in (c.attention or "flash"),
+     "{c.split} drops the mask of {c.model.name}'s sliding window of {c.model.window} tokens under {c.attention!r} "
+     "attention; use --max-length {c.window_length}, or 'model_kwargs: {{attn_implementation: flash_attention_2}}'"),
+)  # fmt: skip
+"""Conditions and sentences; the first that matches counts."""
+
+
+def refused(combination: Combination) -> str | None:
+    """The sentence about a combination that cannot run, or that would ignore a setting; None where it can."""
+    for matches, sentence in RULES:
+        if matches(combination):
+            return sentence.format(c=combination)
+    return None
+
+
+def check_combination(combination: Combination) -> None:
+    """Refuse a combination that cannot run, or that would ignore a setting.
+
+    Raises:
+        UserError: the first rule that it breaks.
+    """
+    if sentence := refused(combination):
+        raise UserError(sentence)

@@ -1,0 +1,250 @@
+"""Whether a resumed run is still the run that it continues: its recipe, and what that does not show."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seqtile._errors import UserError
+from seqtile.devices import package_version
+from seqtile.train.recipe import RECIPE_FILE, OptionKeys, Recipe, build_recipe, read_recipe, resolve
+from seqtile.train.run_directory import FSDP_SHARDS, TRAINER_STATE, read_mark
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from seqtile.models.report import Report
+
+SAMPLED_ROWS = 64
+TILING = tuple(key for key in OptionKeys.model_fields if key not in ("checkpoint", "offload"))
+"""The recipe's keys that decide which dropout masks are drawn: not what checkpoints keep, and where."""
+
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft")
+FLAT_SCHEDULES = ("constant", "constant_with_warmup")
+
+MAY_CHANGE = (
+    "output",
+    "save_steps",
+    "eval_dataset",
+    "eval_split",
+    "eval_steps",
+    "report",
+    "compare",
+    "steps",
+    *OptionKeys.model_fields,
+    "fit",
+    "on_oom",
+)
+"""What a resumed run may set otherwise: the length, what is written, and how it is computed, not what is learnt."""
+
+PROCESSES = ("nproc", "cp_size", "gradient_accumulation")
+"""What it may set otherwise together, under :data:`ANY_NUMBER`, as long as a step has as many rows."""
+
+ANY_NUMBER = ("ddp", "fsdp2")
+"""Engines whose checkpoints any number of processes can read: all of it on each, or shards that know their place."""
+
+BY_PROCESSES = ("train_sampling_strategy", "group_by_length", "dataloader_drop_last")
+"""Arguments of the trainer by which rows are dealt otherwise to another number of processes or micro-batches."""
+
+
+def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> tuple[Recipe, list[str]]:
+    """The recipe of the run to continue: its saved one, with what may change taken from flags and recipe.
+
+    Raises:
+        UserError: no output named, no earlier run there, or a setting that would make it another run.
+    """
+    directory = flag_values.get("output") or file_values.get("output")
+    if not directory:
+        raise UserError("--resume needs the run to continue; give its directory with --output")
+    path = Path(directory).expanduser() / RECIPE_FILE
+    if not path.is_file():
+        raise UserError(f"output {str(directory)!r} holds no earlier run (no {RECIPE_FILE}); start it without --resume")
+    saved, _ = build_recipe(read_recipe(path), {})
+    if saved.trust_remote_code and not (flag_values.get("trust_remote_code") or file_values.get("trust_remote_code")):
+        raise UserError(
+            f"{str(path)!r} says trust_remote_code: true, which a folder does not allow by itself; read the model's "
+            "code, then give --trust-remote-code again"
+        )
+    started = saved.model_dump(mode="json")
+    given = {key: value for key, value in {**file_values, **flag_values}.items() if value is not None}
+    changes_tiles = any("tile" in key for key in given)
+    base = {key: value for key, value in started.items() if not (changes_tiles and key in ("tile", "tiled_mlp"))}
+    recipe, notes = build_recipe(base, given)
+    if recipe.fit:
+        recipe = recipe.model_copy(update={"fit": False})
+        notes.append("fit chooses for a new run; --resume goes on with the settings that this one has")
+    recipe = _on_other_processes(recipe, saved, given)
+    may_change = (*MAY_CHANGE, *PROCESSES) if _moved(recipe, saved) else MAY_CHANGE
+    for key, value in resolve(recipe).model_dump(mode="json").items():
+        if key not in may_change and value != started[key]:
+            raise UserError(
+                f"--resume cannot change {key} from {started[key]!r} to {value!r}; "
+                "drop it to continue that run, or start a new one with another --output"
+            )
+    return recipe, notes
+
+
+def _moved(recipe: Recipe, saved: Recipe) -> bool:
+    """Whether the rows of a step are on other processes than before."""
+    return recipe.engine == saved.engine and (recipe.nproc, recipe.cp_size) != (saved.nproc, saved.cp_size)
+
+
+def _on_other_processes(recipe: Recipe, saved: Recipe, given: dict[str, Any]) -> Recipe:
+    """A resumed run's recipe, with as many micro-batches as make a step of the rows that it had.
+
+    Transformers finds the place in the data by the number of steps, so that with other rows a step some would be left
+    out and others trained on twice.
+
+    Raises:
+        UserError: the engine reads its checkpoints with as many processes only, or no number of micro-batches does it.
+    """
+    if not _moved(recipe, saved):
+        return recipe
+    resolve(recipe)
+    change = ", ".join(
+        f"{key} from {getattr(saved, key)} to {getattr(recipe, key)}"
+        for key in ("nproc", "cp_size")
+        if getattr(recipe, key) != getattr(saved, key)
+    )
+    if recipe.engine not in ANY_NUMBER:
+        raise UserError(
+            f"--resume cannot change {change} under engine {recipe.engine!r}: its checkpoints are read by as many "
+            "processes as wrote them; drop it to continue that run"
+        )
+    orders = {"streaming": recipe.streaming, **{key: recipe.trainer.get(key) for key in BY_PROCESSES}}
+    for key, order in orders.items():
+        if order and order not in ("random", "sequential"):
+            raise UserError(
+                f"--resume cannot change {change} with {key} {order!r}: the order of the rows depends on it; "
+                "drop it to continue that run"
+            )
+    rows, at_once = saved.rows_of_a_step, recipe.changed(gradient_accumulation=1).rows_of_a_step
+    if "gradient_accumulation" not in given and at_once and rows % at_once == 0:
+        recipe = recipe.changed(gradient_accumulation=rows // at_once)
+    if recipe.rows_of_a_step != rows:
+        advice = (
+            f"give --grad-accumulation {rows // at_once}"
+            if at_once and rows % at_once == 0
+            else f"give processes (--nproc, --cp-size) that take at most {rows} at once, and a part of them"
+        )
+        raise UserError(
+            f"--resume cannot change {change}: a step would have {recipe.rows_of_a_step} rows and had {rows}; {advice}"
+        )
+    return recipe
+
+
+def describe_run(recipe: Recipe, trainer: Any) -> dict[str, Any]:
+    """What a checkpoint's mark says of its run: the data, the frozen weights, the versions, the tiles.
+
+    Cost: a digest of 64 rows evenly spaced, and of 16 elements of each frozen weight.
+    """
+    return {
+        "data": None if recipe.streaming else digest_rows(trainer.train_dataset),
+        # What trains is in the checkpoint itself. Ranks that hold a shard have no whole weight to look at.
+        "frozen": digest_frozen(trainer.model) if trainer.args.world_size == 1 else None,
+        "tiling": {key: recipe.model_dump(mode="json")[key] for key in TILING},
+        "rows_of_a_step": recipe.rows_of_a_step,
+        "versions": {name: package_version(name) for name in PACKAGES},
+    }
+
+
+def check_same_run(
+    run: dict[str, Any], checkpoint: Path, recipe: Recipe, trainer: Any, tiling: Report | None
+) -> list[str]:
+    """Compare a run with the one that wrote ``checkpoint``.
+
+    Args:
+        run: this run, from :func:`describe_run`.
+        checkpoint: what it is to continue from.
+        recipe: this run's recipe, already compared with the saved one.
+        trainer: this run's trainer.
+        tiling: what was tiled in this run.
+
+    Returns:
+        Sentences on what will be computed otherwise.
+
+    Raises:
+        UserError: other data, other frozen weights or another number of processes: it would be another run.
+    """
+    from torch import nn
+
+    mark = read_mark(checkpoint)
+    state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
+    notes = []
+    steps = trainer.args.max_steps
+    if steps > 0 and steps != state["max_steps"] and trainer.args.lr_scheduler_type not in FLAT_SCHEDULES:
+        notes.append(
+            f"the learning rate's schedule now ends at step {steps}, before at step {state['max_steps']}: "
+            "from here on other losses than without the interruption"
+        )
+    if mark is None:
+        return notes
+    before, name = mark.run, checkpoint.name
+    end = "--resume continues a run only as it was; start a new one with another --output"
+    if mark.processes != trainer.args.world_size:
+        writers = f"{name} was written by {mark.processes} processes and this run has {trainer.args.world_size}"
+        # DDP's checkpoints hold everything for every rank, and PyTorch deals FSDP2's shards out again.
+        if not (recipe.engine == "ddp" or (recipe.engine == "fsdp2" and (checkpoint / FSDP_SHARDS).is_dir())):
+            raise UserError(f"{writers}; {end}")
+        if before.get("rows_of_a_step") != run["rows_of_a_step"]:
+            raise UserError(
+                f"{writers}, and a step had {before.get('rows_of_a_step', 'an unknown number of')} rows and would have "
+                f"{run['rows_of_a_step']}; {end}"
+            )
+        notes.append(
+            f"{writers}: a step has the same {run['rows_of_a_step']} rows; the processes' random numbers (dropout) are "
+            "others, and so are the rows that fill up the last step of an epoch"
+        )
+    if before.get("data") not in (None, run["data"]):
+        raise UserError(f"dataset {recipe.dataset!r} no longer holds the rows that {name} was trained on; {end}")
+    if None not in (before.get("frozen"), run["frozen"]) and before["frozen"] != run["frozen"]:
+        raise UserError(f"model {recipe.model!r} no longer has the frozen weights that {name} was trained over; {end}")
+    changed = [
+        f"{package} {old} is now {run['versions'].get(package)}"
+        for package, old in before.get("versions", {}).items()
+        if old != run["versions"].get(package)
+    ]
+    if changed:
+        notes.append(f"{', '.join(changed)} since {name}: the same run up to what changed between these versions")
+    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in trainer.model.modules())
+    if before.get("tiling") not in (None, run["tiling"]) and tiling is not None and drops:
+        notes.append("other tiles draw other dropout masks inside the blocks: the same distribution, not the same run")
+    return notes
+
+
+def digest_rows(rows: Any) -> str:
+    """A digest of the prepared rows: how many, and what evenly spaced ones hold."""
+    count = len(rows)
+    digest = hashlib.blake2b(repr((count, sorted(rows.column_names))).encode(), digest_size=16)
+    plain = rows.with_format("arrow")
+    for index in sorted({count * part // SAMPLED_ROWS for part in range(SAMPLED_ROWS)} | {count - 1}):
+        for name in sorted(rows.column_names):
+            column = plain[index : index + 1].column(name).combine_chunks()
+            digest.update(_bytes(column))
+    return digest.hexdigest()
+
+
+def _bytes(column: Any) -> bytes:
+    """What a one-row column holds; lists of numbers without a detour over Python's."""
+    import pyarrow  # type: ignore[import-untyped]
+
+    if pyarrow.types.is_list(column.type) and pyarrow.types.is_integer(column.type.value_type):
+        values = column.flatten()
+        if not values.null_count:
+            return values.cast(pyarrow.int64()).to_numpy().tobytes()  # type: ignore[no-any-return]
+    return repr(column.to_pylist()).encode()
+
+
+def digest_frozen(model: nn.Module) -> str:
+    """A digest of the weights that do not train, which no checkpoint of adapters holds."""
+    import torch
+
+    digest = hashlib.blake2b(digest_size=16)
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            flat = weight.detach().reshape(-1)
+            ends = torch.cat([flat[:8], flat[-8:]]).to("cpu")
+            digest.update(f"{name} {tuple(weight.shape)} {ends.tolist()!r}".encode())
+    return digest.hexdigest()

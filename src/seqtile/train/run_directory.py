@@ -1,0 +1,657 @@
+"""The directory of a run: what may be written there, by whom, and which checkpoints in it are whole.
+
+Transformers writes a checkpoint in place, file by file, and takes the one of the highest number for the newest. Killed
+while it writes, it would resume from a partial checkpoint, or crash. So every checkpoint gets a mark as its last file,
+which lists all others, of every rank; what carries none, or does not hold what its mark lists, is never resumed from
+unasked. A lock file names the process of the run, and is no lock once that process has ended.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import socket
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from seqtile._errors import RunError, UserError
+from seqtile._log import first_rank_logger
+from seqtile.devices import cpu_cores, process_space
+from seqtile.train.atomic_files import write_whole
+from seqtile.train.processes import is_running, this_process
+from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, read_recipe
+
+logger = first_rank_logger(__name__)
+
+MARK = "complete.json"
+"""The completeness mark: written last, and the first thing to go when a checkpoint is removed."""
+
+LOCK = "run.lock"
+"""In the output directory while a run writes there: host, process and the start of the process."""
+
+TRAINER_STATE = "trainer_state.json"
+FSDP_SHARDS = "pytorch_model_fsdp_0"
+"""Directory of the weights that FSDP2 has saved in shards: accelerate's ``FSDP_MODEL_NAME`` with the model's number."""
+
+RUNS = Path("runs")
+SET_ASIDE = "set-aside-"
+RESULT = ("*.safetensors", "*.safetensors.index.json", "*.bin", "config.json", "adapter_config.json", "tokenizer*")
+"""Files of the trained model, which lie beside the checkpoints and the report."""
+
+LEFT_BY_A_RUN = (
+    "checkpoint-*", f"{SET_ASIDE}*", "report", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.json",
+    "*.jinja", "*.txt", "README.md", "metrics.jsonl", RECIPE_FILE,
+)  # fmt: skip
+"""What ``--overwrite`` removes; the recipe, which allows it, at last."""
+
+_NAME = re.compile(r"checkpoint-([0-9]+)")
+_PIECE = 1 << 20
+_READERS = 8
+LOCK_IS_WRITTEN_WITHIN = 10.0  # seconds; a lock that cannot be read is being written for this long
+_GB = 10**9
+
+
+# ---- Whole checkpoints
+
+
+@dataclass(frozen=True)
+class CheckpointMark:
+    """What a checkpoint was when it was whole.
+
+    Attributes:
+        step: optimiser steps done.
+        processes: how many ranks wrote it.
+        run: what the run depended on that its recipe does not show; see ``seqtile.train.resume``.
+        files: size and XXH3 digest, of 128 bits, of every file, by its path inside the checkpoint. It tells damage, and
+            not tampering: who can change a file can change the mark.
+    """
+
+    step: int
+    processes: int = 1
+    run: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, list[Any]] = field(default_factory=dict)
+
+
+def write_mark(folder: Path, mark: CheckpointMark, *, only: tuple[str, ...] = ("**/*",)) -> None:
+    """Mark ``folder`` as whole, after every file of it has reached the disk.
+
+    Cost:
+        One read of every file, while it is flushed and so from memory: 0.1 to 0.4 seconds per GB and thread
+        (``benchmarks/checkpoint_digests.py``), several files at a time.
+
+    Args:
+        folder: a checkpoint to which every rank has written.
+        mark: what to write besides the files.
+        only: patterns of the files that belong to it.
+
+    Raises:
+        OSError: a file cannot be read, or the mark cannot be written.
+    """
+    names = {path.relative_to(folder).as_posix() for pattern in only for path in folder.glob(pattern) if path.is_file()}
+    paths = [folder / name for name in sorted(names - {MARK})]
+    with ThreadPoolExecutor(2 * _readers()) as pool:
+        flushes = [pool.submit(_flush, path) for path in paths]
+        files = {
+            path.relative_to(folder).as_posix(): [path.stat().st_size, digest]
+            for path, digest in zip(paths, pool.map(digest_of_file, paths), strict=True)
+        }
+        for flush in flushes:
+            flush.result()
+    write_whole(folder / MARK, json.dumps(asdict(mark) | {"files": files}, indent=1))
+
+
+def read_mark(folder: Path) -> CheckpointMark | None:
+    """The mark of a checkpoint, or None where there is none that can be read."""
+    try:
+        mark = CheckpointMark(**json.loads((folder / MARK).read_text(encoding="utf-8")))
+        return mark if mark.files and all(len(entry) == 2 for entry in mark.files.values()) else None
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def why_not_whole(folder: Path, *, digests: bool = True) -> str:
+    """What speaks against resuming from this checkpoint, in a few words; empty if it is whole.
+
+    Args:
+        folder: the checkpoint.
+        digests: read every file to its end; without, only the sizes are compared.
+    """
+    mark = read_mark(folder)
+    if mark is None:
+        return "its completeness mark cannot be read" if (folder / MARK).exists() else "it carries no completeness mark"
+    for name, (size, _) in mark.files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} holds {path.stat().st_size:,} of {size:,} bytes"
+
+    def digest_or_none(path: Path) -> str | None:
+        with suppress(OSError):
+            return digest_of_file(path)
+        return None
+
+    with ThreadPoolExecutor(_readers()) as pool:
+        paths = [folder / name for name in mark.files] if digests else []
+        for path, found in zip(paths, pool.map(digest_or_none, paths), strict=True):
+            name = path.relative_to(folder).as_posix()
+            if found != mark.files[name][1]:
+                return f"{name} {'cannot be read' if found is None else 'is not what was written'}"
+    return ""
+
+
+def why_not_readable(folder: Path) -> str:
+    """What speaks against a checkpoint without a mark: whether each file ends where its own format says."""
+    import safetensors
+
+    if not (folder / TRAINER_STATE).is_file():
+        return f"{TRAINER_STATE} is missing"
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_text(encoding="utf-8"))
+            elif path.suffix == ".safetensors":
+                with safetensors.safe_open(path, framework="pt"):
+                    pass
+            elif path.suffix in (".pt", ".pth", ".bin"):
+                with zipfile.ZipFile(path) as archive:
+                    if archive.testzip():
+                        return f"{path.name} is damaged"
+        except (OSError, ValueError, zipfile.BadZipFile, safetensors.SafetensorError):
+            return f"{path.name} is cut off or damaged"
+    return ""
+
+
+def numbered(output: Path) -> list[tuple[int, Path]]:
+    """Step and path of every checkpoint directory of a run, whole or not, the oldest first."""
+    matches = ((_NAME.fullmatch(path.name), path) for path in output.glob("checkpoint-*") if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def newest_whole(output: Path, *, digests: bool = False) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a run, and what is wrong with each newer one.
+
+    Args:
+        output: the run's directory.
+        digests: as in :func:`why_not_whole`; not needed for what this process itself has just written.
+    """
+    skipped: list[str] = []
+    for _, path in reversed(numbered(output)):
+        problem = why_not_whole(path, digests=digests)
+        if not problem:
+            return path, skipped
+        skipped.append(f"{path.name}: {problem}")
+    return None, skipped
+
+
+def find_checkpoint(output: Path, chosen: str | None = None, *, trusted: bool = False, checked: bool = False) -> Path:
+    """The checkpoint to continue from: the newest whole one, or the one that is asked for by name.
+
+    One that is named may carry no mark (a run of an older seqtile or of TRL itself); then every file of it must at
+    least be readable to its end.
+
+    Args:
+        output: the run's directory.
+        chosen: name of a checkpoint there.
+        trusted: run what its pickles ask for, whatever it is.
+        checked: another process has just read the chosen one to its end and found it right.
+
+    Raises:
+        UserError: there is none, none is whole, or the chosen one is not there or damaged; or it would run code.
+    """
+    if chosen is not None and checked:
+        return output / chosen
+    checkpoint = _newest(output) if chosen is None else _chosen(output, chosen)
+    if not trusted:
+        check_pickles(checkpoint)
+    return checkpoint
+
+
+def _newest(output: Path) -> Path:
+    newest, skipped = newest_whole(output, digests=True)
+    if newest is not None:
+        for problem in skipped:
+            logger.warning("skipped %s", problem)
+        return newest
+    if not skipped:
+        raise UserError(
+            f"output {str(output)!r} holds no checkpoint to resume from; "
+            "start the run again: --overwrite in place of --resume"
+        )
+    raise UserError(
+        f"no checkpoint in {str(output)!r} is known to be whole ({'; '.join(skipped)}); one that was interrupted while "
+        "it was written is lost; one without a mark that an older seqtile or another trainer wrote can be named: "
+        f"--resume --from-checkpoint {numbered(output)[-1][1].name}"
+    )
+
+
+def _chosen(output: Path, name: str) -> Path:
+    path = output / name
+    if not _NAME.fullmatch(name) or not path.is_dir():
+        names = ", ".join(path.name for _, path in numbered(output)) or "none"
+        raise UserError(f"got --from-checkpoint {name!r}, expected one of those in {str(output)!r}: {names}")
+    is_marked = (path / MARK).exists()
+    if problem := why_not_whole(path) if is_marked else why_not_readable(path):
+        raise UserError(f"cannot resume from {name!r}: {problem}; name another checkpoint, or start a new run")
+    if not is_marked:
+        logger.warning(
+            "%s carries no completeness mark; every file of it can be read, but whether one is missing, or the data "
+            "are those it was trained on, is not known",
+            name,
+        )
+    return path
+
+
+def set_aside(output: Path, step: int) -> None:
+    """Rename every checkpoint numbered ``step`` or higher, so that none is written into or taken for newer.
+
+    They are there when a run goes on from an earlier one: partial checkpoints, damaged ones, or those of the steps that
+    it was told to do again.
+    """
+    for number, path in numbered(output):
+        if number >= step:
+            names = (f"{SET_ASIDE}{path.name}{'' if count == 1 else f'-{count}'}" for count in range(1, 10_000))
+            target = next(output / name for name in names if not (output / name).exists())
+            path.rename(target)
+            logger.warning("%s is from before this resume; renamed to %s, delete it when you like", path, target.name)
+
+
+def rotate(output: Path, limit: int | None, protected: str | None = None) -> None:
+    """Keep the ``limit`` newest marked checkpoints; call it when the newest has its mark.
+
+    Unmarked ones are not counted and not touched. Nothing is deleted where ``limit`` is None or below 1.
+    """
+    marked = [path for _, path in numbered(output) if (path / MARK).is_file()]
+    for path in marked[:-limit] if limit and limit > 0 else []:
+        if protected is None or path.resolve() != Path(protected).resolve():
+            (path / MARK).unlink()
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _readers() -> int:
+    return min(cpu_cores(), _READERS)
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def digest_of_file(path: Path) -> str:
+    """XXH3 of 128 bits, of the whole file."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+# ---- Pickles: DeepSpeed unpickles its files, which runs whatever code they name
+
+
+TAGS = ("latest", "latest_universal")
+"""Files in which DeepSpeed keeps the name of the directory to load, which it joins to its path as it stands."""
+
+PICKLED = (".pt", ".pth", ".bin", ".pkl", ".ckpt", ".metadata")
+"""Endings of files that a trainer loads as pickles; a ``.metadata`` describes what is in ``.distcp``."""
+
+
+def check_pickles(folder: Path) -> None:
+    """Refuse a checkpoint whose pickles ask for more than tensors, numbers and what DeepSpeed keeps of its settings.
+
+    Each is read by an unpickler that has nothing to call. Links, and a tag that leads out of the checkpoint, are
+    refused too: what is loaded would not be what is looked at.
+
+    Cost:
+        Reads the pickles and not the tensors beside them: milliseconds.
+
+    Raises:
+        UserError: names the file, and what it would call.
+    """
+    for path in sorted(folder.rglob("*")):
+        problem = ""
+        if path.is_symlink():
+            problem = "is a link, so that what is loaded may be elsewhere"
+        elif path.name in TAGS and path.is_file():
+            tag = path.read_text(encoding="utf-8", errors="replace").strip()
+            if tag in ("", ".", "..") or Path(tag).name != tag or not (path.parent / tag).is_dir():
+                problem = "names no directory beside it, so that DeepSpeed would load files from elsewhere"
+        # Transformers writes training_args.bin and nobody loads it: its many classes are no reason to refuse it.
+        elif path.name.endswith(PICKLED) and path.name != "training_args.bin" and path.is_file():
+            problem = _problem_of_pickle(path)
+        if problem:
+            raise UserError(
+                f"{path.relative_to(folder.parent)} {problem}; loading it could run any code: give --trust-checkpoint "
+                "if you know who wrote it, or --from-checkpoint another one"
+            )
+
+
+def _problem_of_pickle(path: Path) -> str:
+    from seqtile._compat import pickle_of
+
+    try:
+        if path.name.endswith(".metadata"):
+            content = path.read_bytes()
+            _Inert(io.BytesIO(content)).load()
+            pickles = [*_pickles_of_shards(path.parent, pickle.loads(content))]
+        else:
+            with path.open("rb") as file:
+                pickles = [pickle_of(file)]
+        for pickled in pickles:
+            if pickled is None:
+                return "is a pickle that is not looked into (no archive of torch.save)"
+            _Inert(io.BytesIO(pickled)).load()
+    except _NotListed as error:
+        return f"asks for {error}, which no checkpoint of Transformers, PyTorch or DeepSpeed holds"
+    except Exception as error:  # noqa: BLE001 - a hostile pickle can end in any of them
+        return f"holds a pickle that cannot be read ({type(error).__name__})"
+    return ""
+
+
+def _pickles_of_shards(folder: Path, metadata: Any) -> Iterator[bytes | None]:
+    """What PyTorch's distributed checkpoints load whole: everything that is no tensor."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from seqtile._compat import pickle_of
+
+    for index, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            continue
+        with (folder / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            content = io.BytesIO(file.read(place.length))
+        yield None if getattr(place, "transform_descriptors", None) else pickle_of(content)
+
+
+class _NotListed(Exception):
+    """The name of something that no checkpoint of a trainer needs."""
+
+
+class _Inert(pickle.Unpickler):
+    """Goes through a pickle without making or calling anything that it names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        from seqtile._compat import PICKLED_KINDS, PICKLED_NAMES
+
+        kind = PICKLED_KINDS.get(module)
+        if name not in PICKLED_NAMES.get(module, ()) and not (kind and re.fullmatch(kind, name)):
+            raise _NotListed(f"{module}.{name}"[:120])
+        return _Nothing
+
+    def persistent_load(self, _: Any) -> Any:
+        return _Nothing()
+
+
+class _Nothing:
+    """Stands for whatever would have been made."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Nothing:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def _ignore(self, *_: Any) -> None: ...
+
+    __setstate__ = __setitem__ = append = add = extend = _ignore
+
+
+# ---- One run at a time
+
+
+class RunLock:
+    """The lock of a run on its output directory: :meth:`take` it before anything is written; the ``with`` frees it."""
+
+    def __init__(self, output: Path) -> None:
+        self._file = output / LOCK
+        self._taken = False
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def take(self) -> None:
+        """Take it, once; the directory is there.
+
+        Raises:
+            UserError: another run has it.
+        """
+        while not self._taken:
+            try:
+                # Created or not in one act, on network file systems too.
+                with self._file.open("x", encoding="utf-8") as file:
+                    json.dump(_me(), file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                self._taken = True
+            except FileExistsError:
+                check_unlocked(self._file.parent)
+                self._remove_stale()
+
+    def _remove_stale(self) -> None:
+        """Of two runs that find the same stale lock, the second may meet the first one's new lock here."""
+        aside = self._file.with_name(f"{LOCK}.{os.getpid()}")
+        with suppress(FileNotFoundError):
+            self._file.rename(aside)
+            try:
+                check_unlocked(self._file.parent, aside)
+            except UserError:
+                aside.rename(self._file)
+                raise
+            aside.unlink()
+            logger.info("removed %s of a run that has ended", self._file)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._taken:
+            with suppress(OSError):  # on a disk that has become read-only; what stays is no lock of a living process
+                self._file.unlink()
+
+
+def check_unlocked(output: Path, file: Path | None = None) -> None:
+    """Refuse a directory that another run writes to; changes nothing.
+
+    Args:
+        output: the directory.
+        file: its lock, where it has been renamed.
+
+    Raises:
+        UserError: with the host and the process of that run.
+    """
+    file = file or output / LOCK
+    try:
+        owner = json.loads(file.read_text(encoding="utf-8"))
+        host, space, pid, started = owner["host"], owner["space"], int(owner["process"]), float(owner["started"])
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise UserError(f"cannot read {str(output / LOCK)!r} ({error.strerror}); give another --output") from None
+    except (ValueError, KeyError, TypeError):
+        if time.time() - file.stat().st_mtime > LOCK_IS_WRITTEN_WITHIN:
+            return  # its run was killed while it wrote this
+        raise UserError(
+            f"output {str(output)!r} is being taken by another run right now; give another --output"
+        ) from None
+    me = _me()
+    if (host, space) != (me["host"], me["space"]):
+        raise UserError(
+            f"output {str(output)!r} is locked by a run on host {host!r} (process {pid}), and from here it cannot be "
+            f"seen whether that still runs; if it has ended, remove {str(output / LOCK)!r}; if not, give another "
+            "--output"
+        )
+    if is_running(pid, started):
+        raise UserError(
+            f"output {str(output)!r} is being written by another run (process {pid} on this machine); "
+            "wait for it, end it, or give another --output"
+        )
+
+
+def _me() -> dict[str, str | int | float]:
+    """This process; containers of one host name number their processes each for itself."""
+    pid, started = this_process()
+    return {"host": socket.gethostname(), "space": process_space(), "process": pid, "started": started}
+
+
+# ---- Where a run writes
+
+
+def default_output(recipe: Recipe) -> Path:
+    """The first directory under ``runs/`` that is free for this model."""
+    name = DEMO if recipe.is_demo else Path(recipe.model.rstrip("/")).name or "model"
+    candidates = (RUNS / (name if count == 1 else f"{name}-{count}") for count in range(1, 10_000))
+    return next(path for path in candidates if not path.exists())
+
+
+def check_output(recipe: Recipe, output: Path, *, overwrite: bool) -> None:
+    """Make sure that a new run may write into ``output``; creates nothing and removes nothing.
+
+    Raises:
+        UserError: not writable, holds something already, or is the model or the dataset itself.
+    """
+    place = output.resolve()
+    for name in (recipe.model, recipe.dataset):
+        source = Path(name).expanduser()
+        if name != DEMO and source.exists() and place in (source.resolve(), *source.resolve().parents):
+            raise UserError(f"output {str(output)!r} holds {name!r}, which this run reads; give another --output")
+    dataset = Path(recipe.dataset).expanduser()
+    if recipe.dataset != DEMO and dataset.is_dir() and dataset.resolve() in place.parents:
+        raise UserError(
+            f"output {str(output)!r} lies inside the dataset {recipe.dataset!r}, and the next run would train on it; "
+            "give another --output"
+        )
+    if output.is_dir() and any(path.name != LOCK for path in output.iterdir()):
+        has_recipe = (output / RECIPE_FILE).is_file()
+        if not overwrite:
+            resume = "--resume to continue it, " if has_recipe else ""
+            raise UserError(
+                f"output {str(output)!r} is not empty; give {resume}--overwrite to replace an earlier run, "
+                "or another --output"
+            )
+        written = None
+        with suppress(UserError):
+            written = read_recipe(output / RECIPE_FILE).get("output")
+        if not isinstance(written, str) or Path(written).name != place.name:
+            holds = f"a {RECIPE_FILE} of another run" if has_recipe else f"no {RECIPE_FILE} of a run"
+            raise UserError(
+                f"output {str(output)!r} holds {holds}, and --overwrite would delete the files beside it; "
+                "give another --output"
+            )
+    check_writable(output)
+
+
+def check_writable(output: Path, advice: str = "give another --output") -> None:
+    """Try to write there, or in the nearest directory above that exists, and leave nothing behind.
+
+    Args:
+        output: the directory.
+        advice: what to do if it cannot be written.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=next(path for path in (output, *output.parents) if path.exists())):
+            pass
+    except OSError as error:
+        where = f", {disk_of(output)}" if error.errno in PROBLEMS else ""
+        raise UserError(f"cannot write to output {str(output)!r} ({error.strerror}{where}); {advice}") from None
+
+
+def nothing_saved(output: Path) -> bool:
+    """Whether a run was begun in ``output`` and left nothing to go on from.
+
+    Its recipe is there, and no trained model; nothing was set aside; and of checkpoints there is at most what was cut
+    off while it was written, which carries no mark.
+    """
+    if not (output / RECIPE_FILE).is_file() or (output / MARK).exists():
+        return False
+    if any(True for pattern in ("*.safetensors", "*.bin", f"{SET_ASIDE}*") for _ in output.glob(pattern)):
+        return False
+    return all(not (path / MARK).exists() and bool(why_not_readable(path)) for _, path in numbered(output))
+
+
+def clear_output(output: Path) -> None:
+    """Remove what an earlier run left in ``output``; other files stay."""
+    for path in (path for pattern in LEFT_BY_A_RUN for path in output.glob(pattern)):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+# ---- A disk that is full, limited, read-only or broken
+
+
+PROBLEMS = {
+    errno.ENOSPC: "is full",
+    errno.EDQUOT: "has no more room for this user (quota)",
+    errno.EFBIG: "takes no file as large (ulimit -f)",
+    errno.EROFS: "is mounted read-only",
+    errno.EIO: "fails to read or write (input/output error)",
+}
+"""What is wrong with a disk, by the number of the system's error."""
+
+_WRITERS = ("PytorchStreamWriter", "unexpected pos", "iostream error", "Error while serializing")
+"""How the writers of PyTorch and safetensors begin an error whose number they may not give."""
+
+
+def disk_error(error: BaseException, output: Path) -> RunError | None:
+    """The error of a run whose disk is at fault, or None where it is not.
+
+    Args:
+        error: what the run ended with; what it was raised from is looked at too.
+        output: the run's directory.
+    """
+    cause: BaseException | None = error
+    seen: list[BaseException] = []
+    while cause is not None and cause not in seen:
+        number = _number_of(cause, output)
+        if number is not None:
+            name = getattr(cause, "filename", None)
+            path = Path(os.fsdecode(name)) if isinstance(name, str | bytes) else output
+            return RunError(f"{disk_of(path)} {PROBLEMS[number]}; {_what_is_kept(output)}")
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def disk_of(path: Path) -> str:
+    """The disk that a path is on, and what is free."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()).resolve()
+    usage = shutil.disk_usage(existing)
+    return f"the disk that holds {existing} ({usage.free / _GB:.1f} of {usage.total / _GB:.1f} GB free)"
+
+
+def _what_is_kept(output: Path) -> str:
+    whole, torn = newest_whole(output)
+    if whole is None:
+        return "no checkpoint is whole yet: fix that and start again, or give another --output"
+    aside = f"{numbered(output)[-1][1].name} is torn, and will be set aside; " if torn else ""
+    return f"the last whole checkpoint is {whole}; {aside}fix that, then go on with --resume --output {output}"
+
+
+def _number_of(error: BaseException, output: Path) -> int | None:
+    """The system's number of a disk error; where the writers do not give it, the disk is looked at."""
+    import resource
+
+    if isinstance(error, OSError):
+        return error.errno if error.errno in PROBLEMS else None
+    text = str(error)
+    number = next((number for number in PROBLEMS if os.strerror(number) in text), None)
+    if number is not None or not any(writer in text for writer in _WRITERS):
+        return number
+    disk = os.statvfs(output)
+    if disk.f_flag & os.ST_RDONLY:
+        return errno.EROFS
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY and disk.f_bavail:
+        return errno.EFBIG
+    return errno.ENOSPC if disk.f_bavail * disk.f_frsize < _GB else errno.EIO
