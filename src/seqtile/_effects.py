@@ -35,10 +35,10 @@ def split_frozen(models: Named) -> tuple[Named, Named]:
     A frozen model beside one that trains is a teacher or a reference: activation checkpoints would make it record a
     graph. A model alone may be frozen since its adapters come later.
     """
-    frozen = [one for one in models if not any(weight.requires_grad for weight in one[1].parameters())]
+    frozen = [named for named in models if not any(weight.requires_grad for weight in named[1].parameters())]
     if len(frozen) == len(models):
         return models, []
-    return [one for one in models if one not in frozen], frozen
+    return [named for named in models if named not in frozen], frozen
 
 
 def which(chosen: Named, frozen: Named) -> str:

@@ -8,18 +8,21 @@ from typing import Any
 from torch import nn
 
 
-def bare_instance(module: nn.Module) -> Any:
-    """An instance of the module's class without state, to be given the module's own attributes; runs no destructor.
+def view_of(module: nn.Module) -> Any:
+    """A shallow copy with its class's forward, which shares weights, children and settings with the module.
 
-    A destructor acts on what the copy shares: PEFT's OSF layer takes the hooks off its weights when it goes.
+    It runs no destructor, which would act on what the copy shares: PEFT's OSF layer takes the hooks off its weights.
     """
-    kind: Any = type(module)
-    return object.__new__(_without_destructor(kind))
+    module_class: Any = type(module)
+    view = object.__new__(_without_destructor(module_class))
+    view.__dict__.update(module.__dict__)
+    view.__dict__.pop("forward", None)
+    return view
 
 
 @cache
-def _without_destructor(kind: type) -> type:
-    if not hasattr(kind, "__del__"):
-        return kind
-    members = {"__del__": lambda self: None, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), members)
+def _without_destructor(cls: Any) -> Any:
+    if not hasattr(cls, "__del__"):
+        return cls
+    members = {"__del__": lambda self: None, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), members)

@@ -111,8 +111,8 @@ class _Note:
 
     def __call__(self) -> str:
         module = self.installed.module
-        former = self.installed.before.get("extra_repr") or type(module).extra_repr.__get__(module)
-        return ", ".join(part for part in (former(), self.installed.note()) if part)
+        original = self.installed.before.get("extra_repr") or type(module).extra_repr.__get__(module)
+        return ", ".join(text for text in (original(), self.installed.note()) if text)
 
 
 def _refuse_replicas() -> nn.Module:

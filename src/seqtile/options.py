@@ -2,7 +2,7 @@
 
 :class:`TilingOptions` is what :func:`seqtile.apply` does to a model. A recipe, a plan's request and its steps hold one;
 the recipe's keys, those of axolotl's ``seqtile:`` section and the command line's flags are made from its fields, each
-of which says beside its default how it is written there (:class:`Written`). A new option is one field here and an
+of which says beside its default how it is written there (:class:`Declaration`). A new option is one field here and an
 argument of :func:`seqtile.apply`, whose docstring says what each of them means.
 
 Two names outside are not fields: ``tiled_mlp: false`` (recipes, axolotl) and ``--tile none`` (``seqtile plan``) are
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
@@ -26,15 +27,15 @@ WHOLE_LAYER = "mlp+norm+projections"
 BLOCKS = ("auto", "mlp", "mlp+norm", WHOLE_LAYER, "none")
 PATHS = ("auto", "fused", "generic")
 LOSS_KERNELS = ("torch", "native", "liger", "cce", "auto")
-CHECKPOINTS = ("full", "attention-saved")
+CHECKPOINT_POLICIES = ("full", "attention-saved")
 """What activation checkpoints keep. ``"auto"`` is for a plan to choose; None leaves them as they are."""
 
-COMMANDS = ("train", "plan", "probe")
+WITH_FLAGS = ("train", "plan", "probe")
 """Commands that have a flag for an option which does not say for itself where it has one."""
 
 
 @dataclass(frozen=True)
-class Written:
+class Declaration:
     """How an option is given by people.
 
     Attributes:
@@ -51,7 +52,7 @@ class Written:
     """
 
     help: str
-    commands: tuple[str, ...] = COMMANDS
+    commands: tuple[str, ...] = WITH_FLAGS
     recipe: bool = True
     plan: bool = True
     choices: tuple[str, ...] = ()
@@ -63,8 +64,8 @@ class Written:
 
 
 def option(default: Any, help: str, **how: Any) -> Any:
-    """A field of :class:`TilingOptions`; ``how`` are the other fields of :class:`Written`."""
-    return field(default=default, metadata={"written": Written(help, **how)})
+    """A field of :class:`TilingOptions`; ``how`` are the other fields of :class:`Declaration`."""
+    return field(default=default, metadata={"written": Declaration(help, **how)})
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class TilingOptions:
 
     tile: int | str = option(
         "auto", "Tile rule: auto, tokens per tile, shards:N, arctic or memory:1GiB",
-        commands=(*COMMANDS, "verify", "bench step"),
+        commands=(*WITH_FLAGS, "verify", "bench step"),
     )  # fmt: skip
     only: Only | None = option(
         None, "Blocks to tile: names or patterns", commands=(), plan=False, file=str | list[str] | None
@@ -105,7 +106,7 @@ class TilingOptions:
     loss_impl: str = option("torch", "Kernel of the loss", commands=(), recipe=False, plan=False, choices=LOSS_KERNELS)
     checkpoint: str | None = option(
         None, "Activation checkpoints: layer (full), attention-saved or none", commands=("plan", "probe"),
-        choices=CHECKPOINTS,
+        choices=CHECKPOINT_POLICIES,
         words={"auto": "auto", "layer": "full", "full": "full", "attention-saved": "attention-saved", "none": None},
     )  # fmt: skip
     offload: bool | str = option(False, "Checkpoints wait in host memory", commands=())
@@ -137,8 +138,8 @@ class TilingOptions:
         if self.loss not in (None, "tiled"):
             raise UserError(f"loss={self.loss!r}: expected 'tiled', or None to leave it as it is")
         _one_of("loss_impl", self.loss_impl, LOSS_KERNELS)
-        if self.checkpoint not in (None, "auto", *CHECKPOINTS):
-            names = ", ".join(map(repr, CHECKPOINTS))
+        if self.checkpoint not in (None, "auto", *CHECKPOINT_POLICIES):
+            names = ", ".join(map(repr, CHECKPOINT_POLICIES))
             raise UserError(f"checkpoint={self.checkpoint!r}: expected one of {names}, or None")
         if self.offload_room is None:
             raise UserError(f"offload={self.offload!r}: expected True, False or a bound such as 'memory:64GiB'")
@@ -199,19 +200,19 @@ class TilingOptions:
 def _is_only(value: object) -> bool:
     if value is None or isinstance(value, str) or callable(value):
         return True
-    return isinstance(value, Sequence | set | frozenset) and all(isinstance(one, str) for one in value)
+    return isinstance(value, Sequence | set | frozenset) and all(isinstance(entry, str) for entry in value)
 
 
-def _one_of(name: str, value: object, words: Sequence[str]) -> None:
-    if value not in words:
-        raise UserError(f"{name}={value!r}: expected one of {', '.join(map(repr, words))}")
+def _one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UserError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
 
 
 def _fields() -> tuple[Field[Any], ...]:
     return fields(TilingOptions)
 
 
-WRITTEN: dict[str, Written] = {one.name: one.metadata["written"] for one in _fields()}
+WRITTEN: dict[str, Declaration] = {one.name: one.metadata["written"] for one in _fields()}
 """How each option is given."""
 
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in _fields()}
@@ -221,12 +222,12 @@ OF_BLOCKS = ("tile", "only", "trust", "path", "keep")
 """Options that nothing heeds where no block is tiled."""
 
 
-def unknown_keys(given: Iterable[str]) -> str:
+def unknown_keys(keys: Iterable[str]) -> str:
     """A sentence about the keys that are no option, with the nearest one and all there are; "" where each is one."""
-    if not (unknown := [key for key in given if key not in DEFAULTS]):
+    if not (unknown := [key for key in keys if key not in DEFAULTS]):
         return ""
-    near = difflib.get_close_matches(str(unknown[0]), DEFAULTS, n=1)
-    meant = f"; did you mean {near[0]}?" if near else "."
+    nearest = difflib.get_close_matches(str(unknown[0]), DEFAULTS, n=1)
+    meant = f"; did you mean {nearest[0]}?" if nearest else "."
     return f"{', '.join(map(repr, unknown))} is no key{meant} The keys are {', '.join(DEFAULTS)}"
 
 
@@ -247,11 +248,11 @@ def file_type(name: str, *, choices: bool) -> Any:
 def flag_type(name: str) -> type:
     """The type of an option's flag: text wherever the option takes words."""
     how, hint = WRITTEN[name], get_type_hints(TilingOptions)[name]
-    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-    return how.flag or (str if str in kinds else kinds[0])
+    candidates = [candidate for candidate in get_args(hint) or (hint,) if candidate is not type(None)]
+    return how.flag or (str if str in candidates else candidates[0])
 
 
-def from_flag(name: str, given: Any) -> Any:
+def from_flag(name: str, text: Any) -> Any:
     """The value that a flag's text stands for.
 
     Raises:
@@ -259,23 +260,19 @@ def from_flag(name: str, given: Any) -> Any:
     """
     words = WRITTEN[name].words
     if words is None:
-        return _number(given) if float in get_args(get_type_hints(TilingOptions)[name]) else given
-    if given not in words:
-        raise UserError(f"{name} {given!r} is not known here; use one of {', '.join(words)}")
-    return words[given]
+        if float in get_args(get_type_hints(TilingOptions)[name]):
+            with suppress(ValueError):
+                return float(text)
+        return text
+    if text not in words:
+        raise UserError(f"{name} {text!r} is not known here; use one of {', '.join(words)}")
+    return words[text]
 
 
 def to_flag(name: str, value: Any) -> Any:
     """The word of a flag that stands for ``value``; the value itself where the flag has no words of its own."""
     words = WRITTEN[name].words or {}
     return next((word for word, meant in words.items() if meant == value), value)
-
-
-def _number(text: Any) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def as_row(record: Any, shown: Iterable[str]) -> dict[str, Any]:
@@ -285,10 +282,12 @@ def as_row(record: Any, shown: Iterable[str]) -> dict[str, Any]:
         record: a dataclass with a field ``options``.
         shown: options that every row has; of the others, those that are not at their defaults.
     """
-    own = {one.name: getattr(record, one.name) for one in fields(record) if one.name != "options"}
+    record_fields = {entry.name: getattr(record, entry.name) for entry in fields(record) if entry.name != "options"}
     options = {name: getattr(record.options, name) for name in DEFAULTS}
-    return own | {
-        name: value for name, value in options.items() if name in shown or (value != DEFAULTS[name] and name not in own)
+    return record_fields | {
+        name: value
+        for name, value in options.items()
+        if name in shown or (value != DEFAULTS[name] and name not in record_fields)
     }
 
 
@@ -310,7 +309,7 @@ def changed(record: Record, **changes: Any) -> Record:
         record: a dataclass with a field ``options``.
         **changes: fields of the record, or options.
     """
-    own = {one.name for one in fields(record)}  # type: ignore[arg-type]
-    inside = {name: changes.pop(name) for name in [*changes] if name in DEFAULTS and name not in own}
+    names = {entry.name for entry in fields(record)}  # type: ignore[arg-type]
+    inside = {name: changes.pop(name) for name in [*changes] if name in DEFAULTS and name not in names}
     options = replace(changes.pop("options", record.options), **inside)  # type: ignore[attr-defined]
     return replace(record, options=options, **changes)  # type: ignore[type-var]

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint
 
 from seqtile import _compat
-from seqtile._shallow import bare_instance
+from seqtile._shallow import view_of
 
 
 def no_hook(*_: Any) -> None:
@@ -37,8 +37,7 @@ def test_no_name_is_missing() -> None:
     ids=["child", "parameter", "buffer"],
 )
 def test_a_shallow_copy_with_something_replaced(module: nn.Module, where: str, name: str, value: Any) -> None:
-    copy = bare_instance(module)
-    copy.__dict__.update(module.__dict__)
+    copy = view_of(module)
     copy.__dict__[where] = {**copy.__dict__[where], name: value}
     assert getattr(copy, name) is value and getattr(module, name) is not value
     assert _compat.children_of(module) == dict(module.named_children())

@@ -58,6 +58,7 @@ def test_fsdp2_loads_the_best_checkpoint_at_the_end(rate: float, best: int, rows
         assert Path(state["best_model_checkpoint"]).name == f"checkpoint-{state['best_global_step']}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
 def test_a_model_with_a_tower_trains_on_text(engine: str, rows: Path, tmp_path: Path) -> None:

@@ -235,15 +235,9 @@ def job(front: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "ddp",
-        pytest.param("fsdp2", marks=pytest.mark.slow),
-        pytest.param("zero3", marks=[pytest.mark.slow, needs_deepspeed]),
-    ],
-)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
 def test_sigterm_to_every_process_twice_saves(engine: str, folder: Path) -> None:
     output = folder / f"stopped-{engine}"
     command = [sys.executable, "-m", "seqtile.cli"]
@@ -307,6 +301,7 @@ def assert_saved(output: Path, errors: str) -> None:
 
 
 @needs_deepspeed
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_the_example_of_zero3_with_sequence_parallelism(folder: Path) -> None:
     output = run_example("zero3", folder, "--sp-size", "2")

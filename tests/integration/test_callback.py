@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import gc
 import json
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import seqtile
 import tiny_run
+import trainers
 from seqtile.models.apply import tiled_names
+from trainers import plain
 from watching import rows_of
 
-STEPS = 20
-COMMON: dict[str, Any] = dict(
-    max_steps=STEPS, per_device_train_batch_size=2, learning_rate=0.1, optim="sgd", logging_steps=1, save_strategy="no",
-    report_to="none", use_cpu=True, disable_tqdm=True, seed=3,
-)  # fmt: skip
+STEPS = 8
+pytestmark = pytest.mark.filterwarnings("ignore")  # what the trainers have to say about their own defaults
 
 
 @pytest.fixture(scope="module")
@@ -40,84 +30,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.save_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what the trainers have to say about their own defaults
-        yield
-
-
-def rows(count: int = 16) -> Dataset:
-    ids = [list(range(1 + row, 33 + row)) for row in range(count)]
-    return Dataset.from_dict({"input_ids": ids, "labels": ids})
-
-
-def plain(directory: Path, out: Path, *callbacks: Any, **more: Any) -> Trainer:
-    model = {} if "model_init" in more else {"model": AutoModelForCausalLM.from_pretrained(directory)}
-    named = {name: more.pop(name) for name in ("model_init",) if name in more}
-    arguments = TrainingArguments(str(out), **{**COMMON, **more})
-    return Trainer(
-        **model, **named, args=arguments, train_dataset=rows(), eval_dataset=rows(4), callbacks=list(callbacks)
-    )
-
-
-def sft(directory: Path, out: Path, *callbacks: Any, **more: Any) -> Any:
+def sft(directory: Path, out: Path, *callbacks: Any, **settings: Any) -> Any:
     from peft import LoraConfig
-    from trl import SFTConfig, SFTTrainer
 
-    return SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(directory),
-        args=SFTConfig(str(out), max_length=64, **{"bf16": False, **COMMON, **more}),
-        train_dataset=Dataset.from_list(tiny_run.text_rows(16)),
-        processing_class=AutoTokenizer.from_pretrained(directory),
-        peft_config=LoraConfig(r=4, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"),
-        callbacks=list(callbacks),
-    )
-
-
-def dpo(directory: Path, out: Path, *callbacks: Any) -> Any:
-    from trl import DPOConfig, DPOTrainer
-
-    words = tiny_run.SENTENCES
-    pairs = [{"prompt": words[i], "chosen": words[i + 3], "rejected": words[i + 9]} for i in range(8)]
-    return DPOTrainer(
-        AutoModelForCausalLM.from_pretrained(directory),
-        args=DPOConfig(str(out), max_length=64, bf16=False, **COMMON),
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=AutoTokenizer.from_pretrained(directory),
-        callbacks=list(callbacks),
-    )
-
-
-def grpo(directory: Path, out: Path, *callbacks: Any) -> Any:
-    from trl import GRPOConfig, GRPOTrainer
-
-    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        return [sum(token % 7 for token in ids) / 10 for ids in completion_ids]
-
-    return GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(directory),
-        reward_funcs=reward,
-        args=GRPOConfig(str(out), num_generations=2, max_completion_length=6, beta=0.1, bf16=False, **COMMON),
-        train_dataset=Dataset.from_dict({"prompt": tiny_run.SENTENCES[:8]}),
-        processing_class=AutoTokenizer.from_pretrained(directory),
-        callbacks=list(callbacks),
-    )
-
-
-def reward_model(directory: Path, out: Path, *callbacks: Any) -> Any:
-    from trl import RewardConfig, RewardTrainer
-
-    words = tiny_run.SENTENCES
-    pairs = [{"chosen": f"{words[i]} {words[i + 3]}", "rejected": f"{words[i]} {words[i + 9]}"} for i in range(8)]
-    torch.manual_seed(0)  # the score's weights
-    return RewardTrainer(
-        AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1),
-        args=RewardConfig(str(out), max_length=64, bf16=False, **COMMON),
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=AutoTokenizer.from_pretrained(directory),
-        callbacks=list(callbacks),
-    )
+    lora = LoraConfig(r=4, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    return trainers.sft(directory, out, *callbacks, adapters=lora, **settings)
 
 
 def history(trainer: Any) -> list[dict[str, Any]]:
@@ -131,26 +48,27 @@ def weights(trainer: Any) -> torch.Tensor:
 TRAINERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "Trainer": (plain, ()),
     "SFT": (sft, ("mean_token_accuracy",)),
-    "DPO": (dpo, ("rewards/margins",)),
-    "GRPO": (grpo, ("kl", "reward")),
-    "reward": (reward_model, ("accuracy", "margin")),
+    "DPO": (trainers.dpo, ("rewards/margins",)),
+    "GRPO": (trainers.grpo, ("kl", "reward")),
+    "reward": (trainers.reward_model, ("accuracy", "margin")),
 }
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_one_loss_trajectory(name: str, directory: Path, tmp_path: Path) -> None:
     build, also = TRAINERS[name]
-    untiled = build(directory, tmp_path)
+    settings = {"max_steps": STEPS, "learning_rate": 0.1}
+    untiled = build(directory, tmp_path, **settings)
     untiled.train()
     callback = seqtile.TilingCallback(tile=16)
-    tiled = build(directory, tmp_path, callback)
+    tiled = build(directory, tmp_path, callback, **settings)
     assert tiled_names(tiled.model) == tiled_names(untiled.model) | {block.name for block in callback.report.blocks}
     assert len(callback.report.blocks) == 2
     tiled.train()
     expected, got = history(untiled), history(tiled)
     assert len(expected) == len(got) == STEPS and expected[0]["loss"] != expected[-1]["loss"]
     for key in ("loss", "grad_norm", *also):
-        # The order of sums differs by tile; twenty steps of plain SGD add it up to ten times what one is allowed.
+        # The order of sums differs by tile; eight steps of plain SGD add it up to ten times what one is allowed.
         torch.testing.assert_close(
             torch.tensor([log[key] for log in got]), torch.tensor([log[key] for log in expected]), rtol=1.3e-5,
             atol=1e-5, msg=lambda text, key=key: f"{key}: {text}",
@@ -216,7 +134,7 @@ def test_evaluated_predicted_and_trained_twice(directory: Path, tmp_path: Path) 
     assert trainer.model is model and len(tiled_names(model)) == 2
     assert sum("seqtile" in log for log in history(trainer)) == 1  # the state begins again
     assert trainer.evaluate()["eval_loss"] < before
-    assert trainer.predict(rows(2)).predictions.shape == (2, 32, 257)
+    assert trainer.predict(trainers.ids(2)).predictions.shape == (2, 32, 257)
 
 
 def test_added_to_a_trainer_that_is_built(directory: Path, tmp_path: Path) -> None:

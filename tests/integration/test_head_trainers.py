@@ -1,27 +1,28 @@
-"""The tiled head in use: Trainer, and TRL's SFT, DPO and GRPO trainers, each with and without to one trajectory."""
+"""The tiled head in use: Trainer and TRL's trainers, each with and without to one trajectory."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from peft import LoraConfig, inject_adapter_in_model
+from transformers import Trainer, TrainingArguments
 
 import seqtile
 import tiny_run
+import trainers
+from numerics._births import births
 from numerics.test_attention_saved import attention_calls
+from seqtile.integrations.trl import tile_trainer
 from seqtile.models.lm_loss.tiled_loss import TiledLoss
+from trainers import COMMON, STEPS, gkd, load
 
-STEPS = 4
-COMMON = dict(
-    max_steps=STEPS, per_device_train_batch_size=2, learning_rate=0.3, optim="sgd", logging_steps=1, save_strategy="no",
-    report_to="none", use_cpu=True, disable_tqdm=True, seed=3,
-)  # fmt: skip
+VOCABULARY = 257
+pytestmark = pytest.mark.filterwarnings("ignore")  # what the trainers have to say about their own defaults
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +30,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.save_model(tmp_path_factory.mktemp("model"))
 
 
-def load(directory: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(directory)
-
-
 def trajectory(trainer: Any, *names: str) -> dict[str, torch.Tensor]:
     """Logged numbers of each step, and the weights at the end."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what the trainers have to say about their own defaults
-        trainer.train()
+    trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert len(logs) == STEPS
     numbers = {name: torch.tensor([log[name] for log in logs]) for name in ("loss", "grad_norm", *names)}
@@ -48,33 +43,73 @@ def trajectory(trainer: Any, *names: str) -> dict[str, torch.Tensor]:
 def assert_one_trajectory(build: Callable[[bool], Any], *names: str) -> None:
     expected, got = (trajectory(build(tiled), *names) for tiled in (False, True))
     assert expected["grad_norm"].min() > 0
-    for name, values in expected.items():
-        # Plain SGD, which does not blow up the order of sums where a gradient is zero in theory, as Adam does; the
-        # differences of a few steps add up to ten times what assert_close allows for one.
-        torch.testing.assert_close(got[name], values, rtol=1.3e-5, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
+    # The differences of a few steps add up to ten times what assert_close allows for one.
+    torch.testing.assert_close(got, expected, rtol=1.3e-5, atol=1e-5)
 
 
 @pytest.fixture
-def trl_is_silent(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def trl_is_silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Called, forbids TRL's own fused head from then on."""
     from trl.trainer import utils
 
-    def forbid() -> None:
-        def fail(*_: Any, **__: Any) -> None:
-            raise AssertionError("TRL's own head ran")
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("TRL's own head ran")
 
-        monkeypatch.setattr(utils._ChunkedLogProbFunction, "apply", fail)
-
-    return forbid
+    with monkeypatch.context() as patch:
+        yield lambda: patch.setattr(utils._ChunkedLogProbFunction, "apply", fail)
 
 
-def quietly(build: Callable[[], Any]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return build()
+def lora(*targets: str, **settings: Any) -> LoraConfig:
+    return LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=list(targets), **settings)
+
+
+ADAPTERS = {
+    "full": None,
+    "lora": lora("q_proj", "down_proj"),
+    "head-saved": lora("q_proj", modules_to_save=["lm_head"]),
+}
+MARGINS = ("rewards/margins", "logps/chosen")
+SAMPLED = ("entropy", "kl", "reward")
+DIVERGENCE = "divergence from the two heads"
+TRAINERS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...], str]] = {
+    "SFT": (trainers.sft, {}, ("entropy", "mean_token_accuracy"), "model"),
+    **{f"DPO, {name}": (trainers.dpo, {"adapters": adapters}, MARGINS, "ref_model" if adapters is None else "model")
+       for name, adapters in ADAPTERS.items()},
+    **{f"KTO, {name}": (trainers.kto, {"adapters": adapters}, (), "ref_model" if adapters is None else "model")
+       for name, adapters in ADAPTERS.items()},
+    "GRPO": (trainers.grpo, {}, SAMPLED, "ref_model"),
+    "RLOO": (trainers.rloo, {}, SAMPLED, "ref_model"),
+    "online DPO": (
+        trainers.online_dpo, {}, ("rewards/margins", "logps/chosen", "objective/kl"),
+        "log-probabilities from deferred logits",
+    ),
+    "GKD": (gkd, {}, (), DIVERGENCE),
+    "GKD, reverse": (gkd, {"beta": 1.0}, (), DIVERGENCE),
+    "GKD, on policy": (gkd, {"beta": 0.0, "lmbda": 1.0}, (), DIVERGENCE),
+}  # fmt: skip
+"""How it is built, what it logs, and what ``tile_trainer`` says last."""
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_one_trajectory(
+    name: str, directory: Path, tmp_path: Path, trl_is_silent: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    make, settings, logged, last = TRAINERS[name]
+
+    def build(tiled: bool) -> Any:
+        trainer = make(directory, tmp_path, **settings)
+        if tiled:
+            trl_is_silent()
+            done = tile_trainer(trainer, loss_tile=16)
+            assert done[0].startswith("model: ") and done[-1].partition(":")[0] == last
+        return trainer
+
+    assert_one_trajectory(build, *logged)
+    assert "runs untiled" not in caplog.text
 
 
 def test_trainer(directory: Path, tmp_path: Path) -> None:
+    """Rows of different lengths, their first tokens without a label."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(1, 250, (length,), generator=generator).tolist() for length in (30, 17, 40, 9) * 4]
     data = Dataset.from_dict({"input_ids": rows, "labels": [[-100] * 3 + row[3:] for row in rows]})
@@ -94,29 +129,8 @@ def test_trainer(directory: Path, tmp_path: Path) -> None:
         return Trainer(model, arguments, train_dataset=data, eval_dataset=data, data_collator=collate)
 
     assert_one_trajectory(build)
-    trainer = build(tiled=True)
-    output = trainer.predict(data.select(range(2)))
-    assert output.predictions.shape == (2, 30, 257)  # evaluation has its logits
-
-
-def sft(directory: Path, out: Path) -> Any:
-    from trl import SFTConfig, SFTTrainer
-
-    data = Dataset.from_list(tiny_run.text_rows(16))
-    arguments = SFTConfig(str(out), max_length=64, bf16=False, **COMMON)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    return quietly(lambda: SFTTrainer(load(directory), args=arguments, train_dataset=data, processing_class=tokenizer))
-
-
-def test_sft(directory: Path, tmp_path: Path, trl_is_silent: Callable[[], None]) -> None:
-    def build(tiled: bool) -> Any:
-        trainer = sft(directory, tmp_path)
-        if tiled:
-            trl_is_silent()
-            seqtile.apply(trainer.model, blocks="none", loss="tiled", loss_tile=16)
-        return trainer
-
-    assert_one_trajectory(build, "entropy", "mean_token_accuracy")
+    output = build(tiled=True).predict(data.select(range(2)))
+    assert output.predictions.shape == (2, 30, VOCABULARY)  # evaluation has its logits
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -124,37 +138,24 @@ def test_sft_of_a_model_that_was_tiled_before(
     directory: Path, tmp_path: Path, trl_is_silent: Callable[[], None], bf16: bool
 ) -> None:
     """TRL's head stands over the tiled loss then, and accelerate's autocast over both."""
-    from trl import SFTConfig, SFTTrainer
 
     def build(tiled: bool) -> Any:
         model = load(directory)
         if tiled:
             trl_is_silent()
             seqtile.apply(model, blocks="none", loss="tiled", loss_tile=16)
-        arguments = SFTConfig(str(tmp_path), max_length=64, bf16=bf16, **COMMON)
-        return quietly(
-            lambda: SFTTrainer(
-                model,
-                args=arguments,
-                train_dataset=Dataset.from_list(tiny_run.text_rows(16)),
-                processing_class=AutoTokenizer.from_pretrained(directory),
-            )
-        )
+        return trainers.sft(directory, tmp_path, model=model, bf16=bf16)
 
     if bf16:
-        assert len(trajectory(build(True))["loss"]) == STEPS
+        trajectory(build(True))
     else:
         assert_one_trajectory(build, "entropy", "mean_token_accuracy")
 
 
 def test_undone_under_trls_head(directory: Path, tmp_path: Path) -> None:
-    from trl import SFTConfig, SFTTrainer
-
     model = load(directory)
     seqtile.apply(model, loss="tiled")
-    data, arguments = Dataset.from_list(tiny_run.text_rows(4)), SFTConfig(str(tmp_path), bf16=False, **COMMON)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    quietly(lambda: SFTTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer))
+    trainers.sft(directory, tmp_path, model=model)
     again = seqtile.apply(model, loss="tiled", loss_impl="auto")
     assert any("which loss_impl='auto' does not compute" in note for note in again.notes)
     assert isinstance(model.forward, TiledLoss)
@@ -165,118 +166,40 @@ def test_undone_under_trls_head(directory: Path, tmp_path: Path) -> None:
     assert model(input_ids=ids, labels=ids).logits is not None  # what lies below TRL's forward does nothing any more
 
 
-LORA: dict[str, dict[str, Any] | None] = {
-    "full": None,
-    "lora": {"target_modules": ["q_proj", "down_proj"]},
-    "head-saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-}
-
-
-@pytest.mark.parametrize("adapters", LORA)
-def test_dpo(directory: Path, tmp_path: Path, trl_is_silent: Callable[[], None], adapters: str) -> None:
-    from peft import LoraConfig
-    from trl import DPOConfig, DPOTrainer
-
-    words = tiny_run.SENTENCES
-    rows = [{"prompt": words[i], "chosen": words[i + 3], "rejected": words[i + 9]} for i in range(8)]
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    asked = LORA[adapters]
-    lora = None if asked is None else LoraConfig(r=4, task_type="CAUSAL_LM", **asked)
-
-    def build(tiled: bool) -> Any:
-        arguments = DPOConfig(str(tmp_path), max_length=64, bf16=False, **COMMON)
-        torch.manual_seed(0)
-        trainer = quietly(
-            lambda: DPOTrainer(
-                load(directory),
-                args=arguments,
-                train_dataset=Dataset.from_list(rows),
-                processing_class=tokenizer,
-                peft_config=lora,
-            )  # fmt: skip
-        )
-        if tiled:
-            trl_is_silent()
-            for model in (trainer.model, trainer.ref_model):
-                if model is not None:
-                    seqtile.apply(model, blocks="none", loss="tiled", loss_tile=16)
-        return trainer
-
-    assert_one_trajectory(build, "rewards/margins", "logps/chosen")
-
-
-@pytest.mark.parametrize("adapters", LORA)
-def test_kto(directory: Path, tmp_path: Path, trl_is_silent: Callable[[], None], adapters: str) -> None:
-    from peft import LoraConfig
-    from trl import KTOConfig, KTOTrainer
-
-    words = tiny_run.SENTENCES
-    rows = [{"prompt": words[i], "completion": words[i + 3 + 6 * (i % 2)], "label": i % 2 == 0} for i in range(8)]
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    asked = LORA[adapters]
-    lora = None if asked is None else LoraConfig(r=4, task_type="CAUSAL_LM", **asked)
-
-    def build(tiled: bool) -> Any:
-        arguments = KTOConfig(str(tmp_path), max_length=64, bf16=False, **COMMON)
-        data = Dataset.from_list(rows)
-        torch.manual_seed(0)
-        trainer = quietly(
-            lambda: KTOTrainer(
-                load(directory), args=arguments, train_dataset=data, processing_class=tokenizer, peft_config=lora
-            )
-        )
-        if tiled:
-            trl_is_silent()
-            for model in (trainer.model, trainer.ref_model):
-                if model is not None:
-                    seqtile.apply(model, blocks="none", loss="tiled", loss_tile=16)
-        return trainer
-
-    assert_one_trajectory(build)
-
-
 def test_trl_refuses_lora_on_the_head(directory: Path, tmp_path: Path) -> None:
     """Its head reads the weight alone; once it takes an adapter, docs/head.md has to say so."""
-    from peft import LoraConfig
-    from trl import SFTConfig, SFTTrainer
-
-    lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
-    data, arguments = Dataset.from_list(tiny_run.text_rows(4)), SFTConfig(str(tmp_path), bf16=False, **COMMON)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
-        quietly(
-            lambda: SFTTrainer(
-                load(directory), args=arguments, train_dataset=data, processing_class=tokenizer, peft_config=lora
-            )
-        )
+        trainers.sft(directory, tmp_path, adapters=lora("q_proj", "lm_head"))
 
 
-def test_grpo(directory: Path, tmp_path: Path, trl_is_silent: Callable[[], None]) -> None:
-    from trl import GRPOConfig, GRPOTrainer
+def test_gkd_makes_no_logits_in_training_and_real_ones_for_whoever_wants_them(directory: Path, tmp_path: Path) -> None:
+    trainer = gkd(directory, tmp_path)
+    tile_trainer(trainer, loss_tile=16)
+    batch = next(iter(trainer.get_train_dataloader()))
+    tokens = batch["input_ids"].shape[1]
+    with births() as born:
+        loss = trainer.compute_loss(trainer.model, batch)
+        loss.backward()
+    assert not [shape for shape in born.shapes if VOCABULARY in shape and tokens in shape]
+    again, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    torch.testing.assert_close(again, loss)
+    assert outputs.logits.shape == (*batch["input_ids"].shape, VOCABULARY)
 
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    prompts = Dataset.from_dict({"prompt": tiny_run.SENTENCES[:8]})
 
-    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        return [sum(token % 7 for token in ids) / 10 for ids in completion_ids]
+def test_a_divergence_needs_plain_heads(directory: Path, tmp_path: Path) -> None:
+    trainer = gkd(directory, tmp_path)
+    tile_trainer(trainer)
+    inject_adapter_in_model(LoraConfig(target_modules=["lm_head"]), trainer.model)
+    batch = next(iter(trainer.get_train_dataloader()))
+    with pytest.raises(seqtile.UserError, match="takes the weight of a plain linear head, but the head is Linear"):
+        trainer.compute_loss(trainer.model, batch)
 
-    def build(tiled: bool) -> Any:
-        arguments = GRPOConfig(
-            str(tmp_path), num_generations=2, max_completion_length=8, temperature=0.7, beta=0.1, bf16=False, **COMMON
-        )
-        trainer = quietly(
-            lambda: GRPOTrainer(
-                load(directory), reward_funcs=reward, args=arguments, train_dataset=prompts, processing_class=tokenizer
-            )
-        )
-        if tiled:
-            trl_is_silent()
-            for model in (trainer.model, trainer.ref_model):
-                if model is not None:
-                    seqtile.apply(model, blocks="none", loss="tiled", loss_tile=16)
-        return trainer
 
-    assert_one_trajectory(build, "entropy", "kl", "reward")
+def test_what_is_no_trainer_is_refused() -> None:
+    with pytest.raises(seqtile.UserError, match="has no model that could be tiled"):
+        tile_trainer(object())
+    with pytest.raises(seqtile.UserError, match="has no tiled loss"), seqtile.deferred_logits(torch.nn.Linear(2, 2)):
+        pass
 
 
 @pytest.mark.parametrize("tiled", [True, False])

@@ -152,7 +152,7 @@ def fused_weights(block: nn.Module, dtype: torch.dtype | None = None) -> FusedWe
     proof = prove(chain, Mode(inputs, where, casts), trusted=True)
     if proof.why_not or isinstance(proof.formula, str):
         return proof.why_not or str(proof.formula)
-    return chain.weights(proof.formula, given)
+    return proof.formula.weights(chain, given)
 
 
 def weights_of(block: nn.Module) -> FusedWeights:

@@ -104,8 +104,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*has no bias. This means that merging")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer")
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpoint"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "checkpoint"), [*((kind, False) for kind in KINDS), ("lora", True), ("dora", True), ("block-saved", True)]
+)
 def test_kinds_of_adapters(kind: str, checkpoint: bool) -> None:
     blocks = 4 if kind == "block-saved" else 2  # the copies that train, and the originals that stand by
     compare(lambda: checkpointed(adapted(**KINDS[kind]), checkpoint), blocks=blocks)
@@ -301,8 +302,7 @@ def tied_within_a_block() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpoint"])
-@pytest.mark.parametrize("path", ["auto", "generic"])
+@pytest.mark.parametrize(("path", "checkpoint"), [("auto", True), ("generic", False)])
 @pytest.mark.parametrize("make", [tied_in_head, tied_in_blocks, tied_within_a_block])
 def test_tied_weights(make: Callable[[], nn.Module], path: str, checkpoint: bool) -> None:
     compare(lambda: checkpointed(make(), checkpoint), path)

@@ -14,7 +14,7 @@ from seqtile.models import apply as applying
 from zoo import HIDDEN, INTERMEDIATE, causal_lm, tokens
 
 BATCH, LENGTH, LAYERS, RANK = 2, 24, 2, 5
-COUNTS = (1, 3, 8, 16)
+COUNTS = (1, 3, 16)
 
 
 def _checkpointed(model: nn.Module, reentrant: bool = False) -> nn.Module:
@@ -47,7 +47,7 @@ def _tiled(model: nn.Module, count: int, path: str = "generic") -> nn.Module:
 PATHS = pytest.mark.parametrize("path", ["generic", "fused"])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "cohere"])
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
 def test_untiled_layers_cost_what_the_table_says(architecture: str) -> None:
     assert _units(causal_lm(architecture)) == 9
     assert _units(_checkpointed(causal_lm(architecture))) == 11
@@ -58,7 +58,7 @@ def test_untiled_layers_cost_what_the_table_says(architecture: str) -> None:
 
 @PATHS
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "cohere"])
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
 def test_tiled_layers_add_nothing_under_a_checkpoint(architecture: str, count: int, path: str) -> None:
     assert _units(_tiled(causal_lm(architecture), count, path)) == 11
     assert _units(_checkpointed(_tiled(causal_lm(architecture), count, path))) == 11
@@ -86,7 +86,7 @@ def test_plain_mlps(architecture: str, count: int, path: str) -> None:
 
 @PATHS
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "olmo2", "glm4"])
+@pytest.mark.parametrize("architecture", ["gemma2", "glm4"])
 def test_a_norm_after_the_mlp_runs_in_the_tile(
     architecture: str, count: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

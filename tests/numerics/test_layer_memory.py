@@ -7,7 +7,7 @@ from torch import nn
 import seqtile
 from zoo import causal_lm, tokens
 
-LENGTH = 1024
+LENGTH = 512
 
 
 def _checkpointed(architecture: str) -> nn.Module:
@@ -43,7 +43,7 @@ def test_nothing_more_is_held_between_forward_and_backward(architecture: str, pa
 
 
 @pytest.mark.parametrize("path", ["generic", "auto"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "glm4", "phi3"])
+@pytest.mark.parametrize("architecture", ["gemma2", "phi3"])
 def test_the_norm_in_the_tile_lowers_the_layers_peak(architecture: str, path: str) -> None:
     model = _checkpointed(architecture)
     _, untiled = _bytes(model)

@@ -100,7 +100,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     found = Machine()
-    monkeypatch.setattr(host_offload, "CHUNK", CHUNK)
+    monkeypatch.setattr(host_offload, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(host_offload, "available_host_bytes", lambda: 0)
 
     def lane(self: HostMemory, device: torch.device) -> Lane:
@@ -365,7 +365,7 @@ def test_five_hundred_steps_grow_nothing(machine: Machine) -> None:
 
 
 def test_extents_of_any_order_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_offload, "CHUNK", CHUNK)
+    monkeypatch.setattr(host_offload, "CHUNK_BYTES", CHUNK)
     pool = ChunkPool(0, lambda size: torch.zeros(size, dtype=torch.uint8))
     generator = random.Random(1)
     taken: list[tuple[list[Any], int]] = []

@@ -272,19 +272,14 @@ def test_flags_become_a_request_whose_recipe_is_planned_the_same(flags: str, pla
     [
         ("plan --tile wide", "tile='wide' is not a tile rule"),
         ("plan --tile 0", "expected at least 1"),
-        ("plan --keep 2", "got a fraction outside 0.0 to 1.0"),
-        ("plan --keep much", "keep='much' is not a rule"),
         (
             "plan --checkpoint some",
             "checkpoint 'some' is not known here; use one of auto, layer, full, attention-saved",
         ),
-        ("plan --loss half", "loss 'half' is not known here; use one of tiled, full"),
-        ("plan --blocks norm", "blocks 'norm' is not known here; use one of auto, mlp, mlp+norm, mlp+norm+projections"),
         ("plan --blocks mlp --tile none", "drop --blocks or --tile none"),
         ("plan --keep 0.5 --tile none", "keep would be ignored"),
         ("probe --checkpoint auto", "probe layer, attention-saved or none"),
         ("probe --tile none", "give the tile rule of the tiled side"),
-        ("verify --tile wide", "tile='wide' is not a tile rule"),
     ],
 )
 def test_a_bad_value_is_one_sentence(
@@ -310,9 +305,7 @@ def test_a_bad_value_is_one_sentence(
         ({"loss_impl": "best"}, "loss_impl='best': expected one of 'torch', 'native'"),
         ({"checkpoint": "layer"}, "checkpoint='layer': expected one of 'full', 'attention-saved', or None"),
         ({"offload": "all"}, "offload='all': expected True, False or a bound such as 'memory:64GiB'"),
-        ({"offload": 1}, "offload=1: expected True, False or a bound"),
         ({"heads": 0}, "heads=0: expected 'auto', a number of key-value heads per pass from 1, or None"),
-        ({"heads": True}, "heads=True: expected 'auto'"),
     ],
     ids=str,
 )

@@ -62,7 +62,6 @@ def measured(folder: Path, output: Path, lora: Lora | None) -> tuple[int, dict[s
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    from integration.test_head_trainers import quietly
     from seqtile.integrations.trl import tile_trainer
 
     arguments = GRPOConfig(
@@ -74,13 +73,11 @@ def measured(folder: Path, output: Path, lora: Lora | None) -> tuple[int, dict[s
     adapters = None if lora is None else LoraConfig(r=lora.r, target_modules="all-linear", task_type="CAUSAL_LM")
     lengths: list[int] = []
     with track("cpu") as live:
-        trainer = quietly(
-            lambda: GRPOTrainer(
-                AutoModelForCausalLM.from_pretrained(folder), args=arguments, peft_config=adapters,
-                reward_funcs=lambda completion_ids, **_: [float(sum(ids)) for ids in completion_ids],
-                train_dataset=Dataset.from_dict({"prompt": ["the cat"] * 4}),
-                processing_class=AutoTokenizer.from_pretrained(folder),
-            )
+        trainer = GRPOTrainer(
+            AutoModelForCausalLM.from_pretrained(folder), args=arguments, peft_config=adapters,
+            reward_funcs=lambda completion_ids, **_: [float(sum(ids)) for ids in completion_ids],
+            train_dataset=Dataset.from_dict({"prompt": ["the cat"] * 4}),
+            processing_class=AutoTokenizer.from_pretrained(folder),
         )  # fmt: skip
         tile_trainer(trainer, loss_tile=TILE)
 
@@ -102,13 +99,14 @@ def measured(folder: Path, output: Path, lora: Lora | None) -> tuple[int, dict[s
         trainer.training_step = named("step", trainer.training_step)
         live.watching = True
         with count_generator_states(live):
-            quietly(trainer.train)
+            trainer.train()
         live.watching = False
     adapted = sum(weight.numel() * 4 for weight in trainer.model.parameters() if weight.requires_grad)
     made = adapted if lora is not None else 0  # loaded weights are mapped from their file, adapters are made
     return lengths[-1], {name: live.peaks[f"{name} 1"].total - made for name in ("step", GENERATION)}
 
 
+@pytest.mark.filterwarnings("ignore")  # what the trainer has to say about its own defaults
 @pytest.mark.parametrize("lora", [None, Lora(4)], ids=["every weight", "adapters"])
 def test_the_plan_is_trls_own_step(folder: Path, tmp_path: Path, lora: Lora | None) -> None:
     pytest.importorskip("trl")

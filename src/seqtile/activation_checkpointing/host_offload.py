@@ -32,12 +32,10 @@ logger = first_rank_logger(__name__)
 IN_FLIGHT = 2
 """Layers whose tensors may be on the device for a copy, outward or back, the one at work included."""
 
-CHUNK = 2**28
+CHUNK_BYTES = 2**28
 """Bytes that are pinned at once: a power of two, which PyTorch's allocator of pinned memory does not round up."""
 
 ALIGNMENT = 16
-
-GIB = 2**30
 
 
 def pool_bytes(nbytes: int, budget: int = 0) -> int:
@@ -56,9 +54,9 @@ def pool_bytes(nbytes: int, budget: int = 0) -> int:
 def _next_chunk(capacity: int, budget: int) -> int:
     """Bytes of the chunk after those of ``capacity`` bytes; the last of a budget are smaller, 0 where it is used up."""
     if not budget:
-        return CHUNK
+        return CHUNK_BYTES
     left = budget - capacity
-    return min(CHUNK, 1 << (left.bit_length() - 1)) if left >= ALIGNMENT else 0
+    return min(CHUNK_BYTES, 1 << (left.bit_length() - 1)) if left >= ALIGNMENT else 0
 
 
 Extent = tuple[int, int]
@@ -103,7 +101,7 @@ class ChunkPool:
                 self.full = True
                 logger.warning(
                     "offload: the host gives no more than %.3g GiB of pinned memory, the rest stays on the device (%s)",
-                    self.capacity / GIB, str(error).splitlines()[0],
+                    self.capacity / 2**30, str(error).splitlines()[0],
                 )  # fmt: skip
                 return False
             with self._lock:
@@ -119,11 +117,11 @@ class ChunkPool:
         with self._lock:
             while left:
                 start, size = self._free.pop(0)
-                part = min(size, left)
-                taken.append((start, part))
-                left -= part
-                if part < size:
-                    self._free.insert(0, (start + part, size - part))
+                length = min(size, left)
+                taken.append((start, length))
+                left -= length
+                if length < size:
+                    self._free.insert(0, (start + length, size - length))
         return taken
 
     def give(self, extents: list[Extent]) -> None:
@@ -131,9 +129,9 @@ class ChunkPool:
         with self._lock:
             merged: list[Extent] = []
             for start, size in sorted([*self._free, *extents]):
-                before = merged[-1] if merged else None
-                if before is not None and sum(before) == start and start not in self._starts:
-                    merged[-1] = (before[0], before[1] + size)
+                last = merged[-1] if merged else None
+                if last is not None and sum(last) == start and start not in self._starts:
+                    merged[-1] = (last[0], last[1] + size)
                 else:
                     merged.append((start, size))
             self._free = merged
@@ -190,7 +188,7 @@ class Lane:
         """
         self.pool.give(extents)
         if (self.outward or self.inward) and self.pool.free_bytes == self.pool.capacity:
-            for event in (*(one[-1] for one in self.outward), *(one[-1] for one in self.inward.values())):
+            for event in (*(copy[-1] for copy in self.outward), *(copy[-1] for copy in self.inward.values())):
                 self.current().wait_event(event)
             self.outward.clear()
             self.inward.clear()
@@ -203,7 +201,7 @@ class Lane:
         self._copy(tensor, extents, outward=False)
         number = next(self._numbers)
         # Held until it is taken, or until the copy has ended: nobody else may get this memory before.
-        self.inward = {key: one for key, one in self.inward.items() if not one[1].query()}
+        self.inward = {key: copy for key, copy in self.inward.items() if not copy[1].query()}
         self.inward[number] = (tensor, self.stream.record_event())
         return *self.inward[number], number
 
@@ -212,11 +210,11 @@ class Lane:
         start = 0
         with self.stream:
             for extent in extents:
-                here = flat[start : start + extent[1]]  # the last extent may be longer, by its alignment
-                there = self.pool.bytes_of(extent)[: len(here)]
-                target, source = (there, here) if outward else (here, there)
+                device_bytes = flat[start : start + extent[1]]  # the last extent may be longer, by its alignment
+                host_bytes = self.pool.bytes_of(extent)[: len(device_bytes)]
+                target, source = (host_bytes, device_bytes) if outward else (device_bytes, host_bytes)
                 target.copy_(source, non_blocking=True)
-                start += len(here)
+                start += len(device_bytes)
 
 
 class OffloadedTensor:
@@ -298,7 +296,7 @@ class HostMemory:
     @property
     def parked_bytes(self) -> int:
         """Bytes of tensors on the host now."""
-        return sum(one.nbytes for ref in self._order if (one := ref()) is not None)
+        return sum(parked.nbytes for ref in self._order if (parked := ref()) is not None)
 
     @property
     def pool_bytes(self) -> int:
@@ -325,17 +323,17 @@ class HostMemory:
             self._order.pop()
         while self._order and self._order[0]() is None:
             self._order.popleft()
-        one = OffloadedTensor(self, tensor)
-        self.ever_parked += one.nbytes
-        self._order.append(weakref.ref(one))
-        return one
+        parked = OffloadedTensor(self, tensor)
+        self.ever_parked += parked.nbytes
+        self._order.append(weakref.ref(parked))
+        return parked
 
-    def before(self, one: OffloadedTensor) -> list[OffloadedTensor]:
+    def before(self, taken: OffloadedTensor) -> list[OffloadedTensor]:
         """What the layers before ``one``'s have parked and not taken, as many of them as may be in flight with it."""
-        parked = [other for ref in self._order if (other := ref()) is not None]
+        parked = [tensor for ref in self._order if (tensor := ref()) is not None]
         return [
-            other for other in reversed(parked)
-            if one.layer - self.in_flight < other.layer < one.layer and not other.taken
+            tensor for tensor in reversed(parked)
+            if taken.layer - self.in_flight < tensor.layer < taken.layer and not tensor.taken
         ]  # fmt: skip
 
     def lane_of(self, tensor: Tensor) -> Lane | None:
@@ -367,16 +365,14 @@ class HostMemory:
         if self.budget:
             count = min(count, self.budget // each)  # the others stay on the device
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        free = available_host_bytes()
-        room = free // ranks
+        free, pinned = available_host_bytes(), self.pool_bytes
         whole = each * count if self.lane(device) is None else pool_bytes(each * count, self.budget)
-        held = self.pool_bytes
-        if free and whole - held > room:
+        budget = free // ranks + pinned
+        if free and whole > budget:
             raise UserError(
-                f"offload would put {count} layer inputs of {each / GIB:.3g} GiB on the host, {whole / GIB:.3g} GiB in "
-                f"all, but {(room + held) / GIB:.3g} GiB are free on this host for each of its {ranks} ranks; use "
-                f"shorter sequences, more ranks per sequence, or a part only: "
-                f"offload='memory:{(room + held) // 2**20}MiB'"
+                f"offload would put {count} layer inputs of {each / 2**30:.3g} GiB on the host, {whole / 2**30:.3g} "
+                f"GiB in all, but {budget / 2**30:.3g} GiB are free on this host for each of its {ranks} ranks; use "
+                f"shorter sequences, more ranks per sequence, or a part only: offload='memory:{budget // 2**20}MiB'"
             )
         self._checked = each
 

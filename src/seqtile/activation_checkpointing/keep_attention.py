@@ -117,7 +117,7 @@ class _Away:
         for saved, parked in self.parked:
             saved.put(parked.take())
         for done, away in self.outputs:
-            whole, *tensors = [one.take() if isinstance(one, OffloadedTensor) else one for one in away]
+            whole, *tensors = [value.take() if isinstance(value, OffloadedTensor) else value for value in away]
             self.kept.outputs.append(replace(done, whole=whole, tensors=tensors))
         self.parked.clear()
         self.outputs.clear()

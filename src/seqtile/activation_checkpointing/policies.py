@@ -32,7 +32,7 @@ from seqtile.activation_checkpointing.keep_attention import AttentionSaved, kept
 from seqtile.ops.attention.backends import FLEX, attention_sentences, has_long_mask, without_wrong_kernel
 from seqtile.ops.attention.kernel_calls import names_of_kernels
 
-_MARK = "_seqtile_checkpointing"
+_POLICY_MARK = "_seqtile_checkpointing"
 
 
 def find_checkpointed(model: nn.Module) -> Named:
@@ -43,9 +43,9 @@ def find_checkpointed(model: nn.Module) -> Named:
     """
 
     def checkpoints(module: nn.Module) -> bool:
-        kind = type(module)
-        return callable(getattr(kind, SET_CHECKPOINTING, None)) and getattr(
-            kind, "supports_gradient_checkpointing", False
+        model_class = type(module)
+        return callable(getattr(model_class, SET_CHECKPOINTING, None)) and getattr(
+            model_class, "supports_gradient_checkpointing", False
         )
 
     return outermost(model, checkpoints)
@@ -94,7 +94,7 @@ def install_checkpointing(model: nn.Module, policy: str | None, offload: bool | 
 
 def standing_checkpointing(model: nn.Module) -> list[Checkpointing]:
     """What :func:`install_checkpointing` put on the modules of ``model``."""
-    return [module.__dict__[_MARK] for module in model.modules() if _MARK in module.__dict__]
+    return [module.__dict__[_POLICY_MARK] for module in model.modules() if _POLICY_MARK in module.__dict__]
 
 
 def remove_checkpointing(model: nn.Module) -> None:
@@ -127,27 +127,28 @@ class Checkpointing(Watched):
         module = self.module
         on = _is_on(module)
         self.watch()
-        module.__dict__[_MARK] = self
+        module.__dict__[_POLICY_MARK] = self
         module.__dict__[SET_CHECKPOINTING] = self
         if on:
             self._change(lambda former: former if _ours(former) else self.around(former))
         else:
             self.before = {name: module.__dict__[name] for name in INPUT_HOOKS if name in module.__dict__}
-            _quietly_enable(module)
+            enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+            enable()
             self.switched_on = not on
             self.hooks = list(module.__dict__.get(INPUT_HOOKS[0]) or ())
 
     def remove(self) -> None:
         self.unwatch()
-        own = self.module.__dict__
-        for name in (_MARK, SET_CHECKPOINTING):
-            own.pop(name, None)
+        attributes = self.module.__dict__
+        for name in (_POLICY_MARK, SET_CHECKPOINTING):
+            attributes.pop(name, None)
         if self.switched_on:
             self.module.gradient_checkpointing_disable()
-            if own.get(INPUT_HOOKS[0]) == self.hooks:  # else other code has registered its own since then
+            if attributes.get(INPUT_HOOKS[0]) == self.hooks:  # else other code has registered its own since then
                 for name in INPUT_HOOKS:
-                    own.pop(name, None)
-                own.update(self.before)
+                    attributes.pop(name, None)
+                attributes.update(self.before)
             for hook in self.hooks:
                 if hook not in self.before.get(INPUT_HOOKS[0], ()):
                     hook.remove()
@@ -155,69 +156,71 @@ class Checkpointing(Watched):
             self._change(lambda former: former.keywords["_seqtile_former"] if _ours(former) else former)
 
     def _change(self, change: Callable[[Any], Any]) -> None:
-        for part in self.module.modules():
-            former = part.__dict__.get(CHECKPOINT_FUNCTION)
+        for module in self.module.modules():
+            former = module.__dict__.get(CHECKPOINT_FUNCTION)
             if former is not None:
-                part.__dict__[CHECKPOINT_FUNCTION] = change(former)
+                module.__dict__[CHECKPOINT_FUNCTION] = change(former)
 
     def __call__(
-        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **rest: Any
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **others: Any
     ) -> Any:
         """What transformers calls to hand its checkpoint function to the layers."""
         self.switched_on = False  # other code enabled or disabled checkpointing: it stays so when we are removed
         original = getattr(type(self.module), SET_CHECKPOINTING)
         function = self.around(gradient_checkpointing_func) if enable else gradient_checkpointing_func
-        return original(self.module, enable=enable, gradient_checkpointing_func=function, **rest)
+        return original(self.module, enable=enable, gradient_checkpointing_func=function, **others)
 
-    def around(self, former: Any) -> Any:
+    def around(self, function: Any) -> Any:
         """A layer's checkpoint function with this policy.
 
         Raises:
             UserError: two settings that exclude each other.
         """
-        words = dict(getattr(former, "keywords", {}))
-        base = getattr(former, "func", former)
+        keywords = dict(getattr(function, "keywords", {}))
+        base = getattr(function, "func", function)
         if self.offload and base is not checkpoint:
             raise UserError(
                 "both seqtile's offload and the offload of gradient_checkpointing_kwargs are on; drop one of them"
             )
         if self.attention is not None:
-            if words.get("use_reentrant"):
+            if keywords.get("use_reentrant"):
                 raise UserError(
                     "checkpoint='attention-saved' needs the non-reentrant activation checkpoint, got "
                     "use_reentrant=True; pass use_reentrant=False"
                 )
-            words["use_reentrant"] = False
-            if "context_fn" in words:
+            keywords["use_reentrant"] = False
+            if "context_fn" in keywords:
                 self.warn("another library's context_fn (TRL's 'selective') decides what a checkpoint keeps")
             else:
-                words["context_fn"] = self.attention
-        if "context_fn" in words and base is checkpoint:
-            words = HOOKS_SEE_WHAT_IS_KEPT | words
-        return functools.partial(_call, self, base, **words, _seqtile_former=former)
+                keywords["context_fn"] = self.attention
+        if "context_fn" in keywords and base is checkpoint:
+            keywords = HOOKS_SEE_WHAT_IS_KEPT | keywords
+        return functools.partial(self.run, base, **keywords, _seqtile_former=function)
 
-    def run(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: dict[str, Any]) -> Any:
+    def run(
+        self, base: Callable[..., Any], function: Callable[..., Any], *args: Any, _seqtile_former: Any, **kwargs: Any
+    ) -> Any:
         """One layer's checkpoint."""
         if torch.compiler.is_compiling():
             self._note_call()
             if self.attention is not None or self.host is not None:
-                return self._uncompiled(base, function, args, words)
+                return self._uncompiled(base, function, args, kwargs)
         elif torch.is_grad_enabled():
             self.calls += 1
         if self.host is not None:
             function, args = _hidden_states_first(function, args)
         bound = getattr(function, "keywords", {})  # transformers binds what it passes to a layer by name
-        if has_long_mask((*args, *words.values(), *bound.values())):
+        if has_long_mask((*args, *kwargs.values(), *bound.values())):
             function = functools.partial(without_wrong_kernel, function)
         if not self._looks():
-            return self._run(base, function, args, words)
-        kind = attention_kind(self.module)
-        if kind == FLEX:  # compiled, so that nothing is seen of it
+            return self._run(base, function, args, kwargs)
+        attention = attention_kind(self.module)
+        if attention == FLEX:  # compiled, so that nothing is seen of it
             self.attention_ran = frozenset({FLEX})
-            return self._run(base, function, args, words)
+            return self._run(base, function, args, kwargs)
         with names_of_kernels() as names:
-            result = self._run(base, function, args, words)
-        if names or kind == "eager":
+            result = self._run(base, function, args, kwargs)
+        if names or attention == "eager":
             self.attention_ran = frozenset(names)
         return result
 
@@ -236,12 +239,12 @@ class Checkpointing(Watched):
         self._looks_left = (self.layers() if self._looks_left is None else self._looks_left) - 1
         return True
 
-    def _run(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: dict[str, Any]) -> Any:
+    def _run(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if self.host is None or not torch.is_grad_enabled():
-            return base(function, *args, **words)
+            return base(function, *args, **kwargs)
         hidden = next((value for value in args if _is_floating(value)), None)
         if hidden is None:
-            return base(function, *args, **words)
+            return base(function, *args, **kwargs)
         nbytes = hidden.numel() * hidden.element_size()
         if self.attention is not None:
             text = self.module.config.get_text_config()
@@ -249,33 +252,33 @@ class Checkpointing(Watched):
             nbytes += tokens * kept_per_token(text, hidden.element_size(), width)
         self.host.check(nbytes, self.layers, hidden.device)
         self.host.begin_layer()
-        pack, unpack = _only(hidden, self.host)
+        pack, unpack = _hooks_for_input(hidden, self.host)
         with saved_tensors_hooks(pack, unpack):
-            return base(function, *args, **words)
+            return base(function, *args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _uncompiled(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, words: Any) -> Any:
+    def _uncompiled(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Dynamo takes neither a policy of what a checkpoint keeps nor hooks on what it saves."""
-        asked = "offload" if self.attention is None else "checkpoint='attention-saved'"
-        self.warn(f"{asked} runs the decoder layers uncompiled; with torch.compile use checkpoint='full' alone")
-        return self.run(base, function, args, words)
+        option = "offload" if self.attention is None else "checkpoint='attention-saved'"
+        self.warn(f"{option} runs the decoder layers uncompiled; with torch.compile use checkpoint='full' alone")
+        return self.run(base, function, *args, _seqtile_former=None, **kwargs)
 
     def layers(self) -> int:
         """Layers that are checkpointed."""
         return sum(
-            bool(getattr(part, "gradient_checkpointing", False))
-            for part in self.module.modules()
-            if CHECKPOINT_FUNCTION in part.__dict__ and not hasattr(type(part), SET_CHECKPOINTING)
+            bool(getattr(module, "gradient_checkpointing", False))
+            for module in self.module.modules()
+            if CHECKPOINT_FUNCTION in module.__dict__ and not hasattr(type(module), SET_CHECKPOINTING)
         )
 
     def describe(self) -> str:
         """For the report."""
-        words = []
+        phrases = []
         if self.attention is not None:
-            words.append("attention's output kept, not recomputed")
+            phrases.append("attention's output kept, not recomputed")
         if self.offload:
-            words.append("layer inputs on the host" + (", attention's output too" if self.attention else ""))
-        return "; ".join(words) or "plain activation checkpoints"
+            phrases.append("layer inputs on the host" + (", attention's output too" if self.attention else ""))
+        return "; ".join(phrases) or "plain activation checkpoints"
 
     def without_effect(self) -> str:
         saved, names = self.attention, [f"checkpoint={self.policy!r}"] + ["offload"] * self.offload
@@ -309,17 +312,13 @@ class Checkpointing(Watched):
         return [*notes, kept, *attention_sentences(saved.operators)]
 
 
-def _call(one: Checkpointing, base: Any, function: Any, *args: Any, _seqtile_former: Any, **words: Any) -> Any:
-    return one.run(base, function, args, words)
-
-
-def _only(wanted: Tensor, host: HostMemory) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+def _hooks_for_input(hidden: Tensor, host: HostMemory) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """Hooks that park the layer's input and leave everything else that is saved here where it is."""
-    place = (wanted.data_ptr(), wanted.shape, wanted.dtype)
+    storage = (hidden.data_ptr(), hidden.shape, hidden.dtype)
 
     def pack(tensor: Tensor) -> Any:
-        wanted_one = (tensor.data_ptr(), tensor.shape, tensor.dtype) == place
-        return host.park(tensor) if wanted_one and host.has_room(tensor) else tensor
+        is_hidden = (tensor.data_ptr(), tensor.shape, tensor.dtype) == storage
+        return host.park(tensor) if is_hidden and host.has_room(tensor) else tensor
 
     def unpack(packed: Any) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed.take()
@@ -340,12 +339,12 @@ def _hidden_states_first(function: Any, args: tuple[Any, ...]) -> tuple[Any, tup
     if not floating:
         return function, args
     name = max(floating, key=lambda name: bound[name].requires_grad)  # the first of those, else the first
-    rest = functools.partial(function.func, *function.args, **{k: v for k, v in bound.items() if k != name})
-    return functools.partial(_by_name, rest, name), (bound[name], *args)
+    by_name = functools.partial(function.func, *function.args, **{k: v for k, v in bound.items() if k != name})
+    return functools.partial(_by_name, by_name, name), (bound[name], *args)
 
 
-def _by_name(function: Callable[..., Any], name: str, hidden: Tensor, *args: Any, **words: Any) -> Any:
-    return function(*args, **words, **{name: hidden})
+def _by_name(function: Callable[..., Any], name: str, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs, **{name: hidden})
 
 
 def _ours(function: Any) -> bool:
@@ -359,8 +358,3 @@ def _is_on(module: Any) -> bool:
     """
     new = getattr(module, "is_activation_checkpointing", None)
     return bool(getattr(module, "is_gradient_checkpointing", False) if new is None else new)
-
-
-def _quietly_enable(module: Any) -> None:
-    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
-    enable()

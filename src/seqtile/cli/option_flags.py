@@ -27,7 +27,7 @@ def takes_options(
     """Give a command the flags of its options; its parameter ``options`` gets what was given, by name.
 
     Args:
-        command: as :class:`seqtile.options.Written` names it.
+        command: as :class:`seqtile.options.Declaration` names it.
         shown: whether a flag that is not given has its default; else it is left out of ``options``.
         defaults: words that are the command's own defaults.
         more: what the help of a flag says beside the option's.

@@ -40,26 +40,19 @@ def stale_locks() -> list[Path]:
     Cost:
         A look into one folder; where a lock is, into the open files of this user's processes.
     """
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or _default_root())
-    locks = [path for pattern in ("*/lock", "*/*/lock") for path in root.glob(pattern) if path.is_file()]
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if not root:
+        from torch.utils.cpp_extension import get_default_build_root
+
+        root = get_default_build_root()
+    locks = [path for pattern in ("*/lock", "*/*/lock") for path in Path(root).glob(pattern) if path.is_file()]
     if not locks:
         return []
-    opened = _open_files()
+    import psutil  # type: ignore[import-untyped]
+
+    processes = psutil.process_iter(["open_files"])
+    opened = {Path(file.path) for process in processes for file in process.info["open_files"] or ()}
     unheld = [lock for lock in locks if lock.resolve() not in opened]
     if unheld:
         time.sleep(ENDING_SECONDS)
     return [lock for lock in unheld if lock.is_file()]
-
-
-def _default_root() -> str:
-    from torch.utils.cpp_extension import get_default_build_root
-
-    return str(get_default_build_root())
-
-
-def _open_files() -> set[Path]:
-    import psutil  # type: ignore[import-untyped]
-
-    return {
-        Path(file.path) for process in psutil.process_iter(["open_files"]) for file in process.info["open_files"] or ()
-    }

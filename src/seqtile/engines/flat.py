@@ -23,12 +23,12 @@ def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     Cost:
         One look at the attributes of each module below.
     """
-    found: list[tuple[str, Tensor]] = [*module.named_parameters()]
-    for prefix, part in module.named_modules():
-        for name, value in part.__dict__.items():
-            if isinstance(value, Tensor) and name not in part.__dict__[PARAMETERS] and is_flat_view(value):
-                found.append((f"{prefix}.{name}".lstrip("."), value))
-    return found
+    weights: list[tuple[str, Tensor]] = [*module.named_parameters()]
+    for prefix, submodule in module.named_modules():
+        for name, value in submodule.__dict__.items():
+            if isinstance(value, Tensor) and name not in submodule.__dict__[PARAMETERS] and is_flat_view(value):
+                weights.append((f"{prefix}.{name}".lstrip("."), value))
+    return weights
 
 
 def call_with_weights(module: nn.Module, weights: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
@@ -72,8 +72,8 @@ def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
     every = dict(weights)
     places: dict[str, nn.Parameter] = {}
     replaced: dict[nn.Parameter, Tensor] = {}
-    for prefix, part in module.named_modules():
-        for name, parameter in part.__dict__[PARAMETERS].items():
+    for prefix, submodule in module.named_modules():
+        for name, parameter in submodule.__dict__[PARAMETERS].items():
             if parameter is not None:
                 path = f"{prefix}.{name}".lstrip(".")
                 places[path] = parameter

@@ -99,8 +99,8 @@ def why_no_ring(model: nn.Module) -> str:
             f"the mask of its sliding window of {window} tokens would be dropped, as ring attention is causal over "
             "whole sequences; use sp-size with flash attention instead"
         )
-    if other := sorted(kinds - {"full_attention"}):
-        return f"its layers have {', '.join(other)}, and ring attention is causal over whole sequences"
+    if unsupported := sorted(kinds - {"full_attention"}):
+        return f"its layers have {', '.join(unsupported)}, and ring attention is causal over whole sequences"
     if not supports_sdpa(model):
         return "ring attention needs PyTorch's own attention (sdpa), which Transformers does not have for it"
     if not any(name.endswith("self_attn") for name, _ in model.named_modules()):

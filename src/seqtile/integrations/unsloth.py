@@ -83,7 +83,7 @@ def patch_tiled_mlp(
         for name in own:
             if not any(other != name and name.startswith(f"{other}.") for other in own):
                 module = model.get_submodule(name)
-                former.enter_context(replacing(module, own=True))
+                former.enter_context(replacing(module, modules_too=True))
                 tile_module(module, tile=tile)
         if chosen_blocks := [name for name in chosen if name in blocks]:
             apply(model, tile=tile, only=chosen_blocks, trust=chosen_blocks)

@@ -47,7 +47,7 @@ def lora_config(
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,  # an encoder has no task
     )
     if target_modules == ALL_LINEAR:
-        config.exclude_modules = sorted({*_refused(model, config), *_not_linear(model)}) or None
+        config.exclude_modules = sorted({*_refused_by_peft(model, config), *_not_linear(model)}) or None
     return config
 
 
@@ -91,7 +91,7 @@ def _maps_features(module: nn.Linear) -> bool:
     return isinstance(output, torch.Tensor) and output.shape == (3, module.out_features)
 
 
-def _refused(model: nn.Module, config: Any) -> set[str]:
+def _refused_by_peft(model: nn.Module, config: Any) -> set[str]:
     """Ends of the names of the linear layers that PEFT refuses."""
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}

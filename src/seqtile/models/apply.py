@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -23,7 +23,7 @@ from seqtile.engines.zero3 import is_marked, mark_leaf, whole_shape
 from seqtile.models.attention.headwise import find_for, install_heads
 from seqtile.models.carried_state.state_layers import install_state
 from seqtile.models.discover.candidates import LOOKED_FOR, Candidate, Left, chain_of, expected_mode, find_blocks
-from seqtile.models.discover.chain import needed_words
+from seqtile.models.discover.chain import required_arguments
 from seqtile.models.discover.layer_parts import Neighbours
 from seqtile.models.discover.proof import for_training, prove
 from seqtile.models.instance import Installed, Setting, TiledForward, installed_forwards, logger
@@ -34,7 +34,7 @@ from seqtile.models.norms_and_projections import ROWS_AUTO, TiledRows, find_rows
 from seqtile.models.report import Block, Report
 from seqtile.options import WHOLE_LAYER, Only, TilingOptions
 from seqtile.rules import Combination, check_combination
-from seqtile.tiling import KeepRule, TileRule
+from seqtile.tiling import BlockShape, KeepRule
 
 
 def apply(
@@ -123,76 +123,81 @@ def apply(
 
 def apply_options(model: nn.Module, options: TilingOptions) -> Report:
     """:func:`apply` with its arguments in a record."""
-    rest, heads, only, trust = Rest(options), options.heads, options.only, options.trust
+    rest = Rest(options)
     check_combination(Combination(options))
-    if not (options.tiled or options.beside_blocks):
+    if not options.tiled and not options.beside_blocks:
         raise UserError("blocks='none' leaves nothing to do; give loss, checkpoint, offload, heads or state too")
     expect_module(model, "apply")
     refuse_wrapped(model)
     rest.check(model)
-    attention, untouched = find_for(model, heads)
-    if not options.tiled:
-        with rest.replacing(model), replacing(model):
-            done = install_heads(model, heads, attention, untouched), *rest.install(model)
-            carried, kept = install_state(model, options.state)
-        kept = [*untouched, *kept]
-        return _finish(Report((), tuple(kept), 0, options.keep_rule(1), weakref.ref(model), *done, state=carried))
-    refuse_tiled_by_unsloth(model)
-    found, left = find_blocks(
-        model,
-        everything=only is not None,
-        trusted=lambda name, module: trust is not None and _fits(trust, name, module),
-    )
-    found, left = _without_own(model, found, left)
-    chosen = [block for block in found if only is None or _matches(only, block)]
-    left += [Left(b.name, type(b.module).__name__, "not named in only=") for b in found if b not in chosen]
-    for option, names in (("only", only), ("trust", trust)):
-        if idle := [one for one in _words(names) if not any(_matches(one, block) for block in found)]:
-            refused = next((one for one in left if any(fnmatchcase(one.name, word) for word in idle)), None)
-            if refused is not None:
-                raise UserError(
-                    f"{option}={idle!r}: {refused.name} ({refused.class_name}) cannot be tiled: {refused.why}"
-                )
-            raise UserError(_nothing(model, found, left, f"{option}={idle!r}"))
-    if not chosen and not any(one.unproven and not one.custom for one in left):
-        raise UserError(_nothing(model, found, left, f"only={only!r}"))
-    if not chosen:
-        logger.warning("%s", _nothing(model, found, left, ""))
-    rule, keeping = options.tile_rule, with_free_memory(options.keep_rule(len(chosen)), model, len(chosen))
+    attention, left_attention = find_for(model, options.heads)
+    blocks, chosen, left = list[Candidate](), list[Candidate](), list[Left]()
+    if options.tiled:
+        refuse_tiled_by_unsloth(model)
+        blocks, chosen, left = _choose(model, options)
+    count = max(len(chosen), 1)
+    keep = with_free_memory(options.keep_rule(count), model, count)
     with rest.replacing(model), replacing(model):
-        tiled = [_tile(model, block, rule, keeping, options.blocks != "mlp", options.path) for block in chosen]
-        norms = [f"{one.layer}.{one.norm}".strip(".") for one in attention if one.norm]
-        head_wise = [*(one.name for one in attention), *norms]
-        rows = _tile_rows(model, chosen, rule, options, head_wise, whole=len(chosen) == len(found))
-        done = install_heads(model, heads, attention, untouched), *rest.install(model)
-        carried, kept = install_state(model, options.state)
-    left += untouched + kept
-    return _finish(Report(tuple(tiled), tuple(left), len(found), keeping, weakref.ref(model), *done, rows, carried))
-
-
-def _tile_rows(
-    model: nn.Module, chosen: list[Candidate], rule: TileRule, options: TilingOptions, besides: Sequence[str],
-    whole: bool,
-) -> str:  # fmt: skip
-    """Tile what ``blocks=`` says of the rest of the layers, but not ``besides``; what that was, in words."""
-    if options.blocks != WHOLE_LAYER:
-        return ""
-    rows = find_rows(model, chosen, besides, whole=whole)
-    tile_rows(rows, ROWS_AUTO if rule.kind == "auto" else rule, options.path)
-    return words_for(rows)
-
-
-@functools.cache
-def _warn_of_versions() -> None:
-    if said := untested():
-        logger.warning("%s", said)
-
-
-def _finish(report: Report) -> Report:
+        tiled = tuple([_tile(model, block, keep, options) for block in chosen])
+        rows = ""
+        if options.blocks == WHOLE_LAYER:
+            norms = [f"{module.layer}.{module.norm}".strip(".") for module in attention if module.norm]
+            head_wise = [*(module.name for module in attention), *norms]
+            found_rows = find_rows(model, chosen, head_wise, whole=len(chosen) == len(blocks))
+            tile_rows(found_rows, ROWS_AUTO if options.tile_rule.kind == "auto" else options.tile_rule, options.path)
+            rows = words_for(found_rows)
+        heads = install_heads(model, options.heads, attention, left_attention)
+        loss, checkpointing = rest.install(model)
+        state, left_states = install_state(model, options.state)
+    left = [*left, *left_attention, *left_states]
+    report = Report(tiled, tuple(left), len(blocks), keep, weakref.ref(model), heads, loss, checkpointing, rows, state)
     if logger.isEnabledFor(logging.WARNING):
         _warn_of_versions()
     logger.info("%s", report)
     return report
+
+
+def _choose(model: nn.Module, options: TilingOptions) -> tuple[list[Candidate], list[Candidate], list[Left]]:
+    """All blocks, those to tile, and what is left alone.
+
+    Raises:
+        UserError: ``only`` or ``trust`` names nothing that can be tiled, or there is no block.
+    """
+    only, trust = options.only, options.trust
+    blocks, left = find_blocks(
+        model,
+        everything=only is not None,
+        trusted=lambda name, module: trust is not None and _matches(trust, name, module),
+    )
+    by_owner = [f"{name}." for name, module in model.named_modules() if _is_of_owner(module.__dict__.get("forward"))]
+    if inside := [block for block in blocks if f"{block.name}.".startswith(tuple(by_owner))]:
+        left += [Left(block.name, type(block.module).__name__, "tiled by seqtile.tile_module") for block in inside]
+        blocks = [block for block in blocks if block not in inside]
+    chosen = [block for block in blocks if only is None or _matches(only, block.name, block.module)]
+    left += [Left(b.name, type(b.module).__name__, "not named in only=") for b in blocks if b not in chosen]
+    for option, names in (("only", only), ("trust", trust)):
+        patterns = [] if names is None or callable(names) else [names] if isinstance(names, str) else [*names]
+        unmatched = [word for word in patterns if not any(_matches(word, b.name, b.module) for b in blocks)]
+        if not unmatched:
+            continue
+        for module in left:
+            if any(fnmatchcase(module.name, pattern) for pattern in unmatched):
+                raise UserError(
+                    f"{option}={unmatched!r}: {module.name} ({module.class_name}) cannot be tiled: {module.why}"
+                )
+        raise UserError(_nothing(model, blocks, left, f"{option}={unmatched!r}"))
+    if not chosen:
+        nothing = _nothing(model, blocks, left, f"only={only!r}")
+        if not any(module.unproven and not module.custom for module in left):
+            raise UserError(nothing)
+        logger.warning("%s", nothing)
+    return blocks, chosen, left
+
+
+@functools.cache
+def _warn_of_versions() -> None:
+    if warning := untested():
+        logger.warning("%s", warning)
 
 
 def refuse_tiled_by_unsloth(model: nn.Module) -> None:
@@ -213,42 +218,35 @@ def with_free_memory(keep: KeepRule, model: nn.Module, blocks: int) -> KeepRule:
     return KeepRule("auto", free_bytes(model) / 4 / blocks, blocks) if keep.kind == "auto" else keep
 
 
-def _is_own(installed: Any) -> bool:
+def _is_of_owner(forward: Any) -> bool:
     """Whether :func:`seqtile.tile_module` put it there: another call of :func:`apply` leaves it."""
-    return isinstance(installed, Installed) and installed.owner == "tile_module"
-
-
-def _without_own(model: nn.Module, found: list[Candidate], left: list[Left]) -> tuple[list[Candidate], list[Left]]:
-    own = [name for name, m in model.named_modules() if _is_own(m.__dict__.get("forward"))]
-    inside = [block for block in found if any(f"{block.name}.".startswith(f"{name}.") for name in own)]
-    left = left + [Left(b.name, type(b.module).__name__, "tiled by seqtile.tile_module") for b in inside]
-    return [block for block in found if block not in inside], left
+    return isinstance(forward, Installed) and forward.owner == "tile_module"
 
 
 @contextmanager
-def replacing(model: nn.Module, *, own: bool = False) -> Iterator[None]:
+def replacing(model: nn.Module, *, modules_too: bool = False) -> Iterator[None]:
     """Take the tiled forwards off, and put them back if the ``with`` block raises :class:`UserError`.
 
     Args:
         model: what to tile again.
-        own: also those of :func:`seqtile.tile_module`.
+        modules_too: also those of :func:`seqtile.tile_module`.
     """
 
     def standing() -> list[Installed]:
-        return [one for one in installed_forwards(model) if own or not _is_own(one)]
+        return [forward for forward in installed_forwards(model) if modules_too or not _is_of_owner(forward)]
 
-    former = [(one, is_marked(one.module)) for one in standing()]
-    for one, _ in former:
-        one.remove()
+    removed = [(forward, is_marked(forward.module)) for forward in standing()]
+    for forward, _ in removed:
+        forward.remove()
     try:
         yield
     except UserError:
-        for one in standing():
-            one.remove()
-        for one, was_marked in reversed(former):
-            one.install()
+        for forward in standing():
+            forward.remove()
+        for forward, was_marked in reversed(removed):
+            forward.install()
             if was_marked:
-                mark_leaf(one.module)
+                mark_leaf(forward.module)
         raise
 
 
@@ -256,16 +254,17 @@ def undo(model: nn.Module) -> int:
     """Take every tiled ``forward`` off ``model`` and restore each attribute; returns how many blocks' came off."""
     expect_module(model, "undo")
     remove_rest(model)
-    standing = installed_forwards(model)
-    for one in standing:
-        one.remove()
-    blocks = [one for one in standing if not isinstance(one, TiledRows)]
-    return sum(isinstance(one, TiledForward) or (isinstance(one, TiledLayer) and one.inline) for one in blocks)
+    blocks = 0
+    for forward in installed_forwards(model):
+        forward.remove()
+        is_block = isinstance(forward, TiledForward) and not isinstance(forward, TiledRows)
+        blocks += is_block or (isinstance(forward, TiledLayer) and forward.inline)
+    return blocks
 
 
 def tiled_names(model: nn.Module) -> set[str]:
     """Qualified names that :func:`apply` gave the blocks it tiled, of those whose tiles still run."""
-    return {one.setting.name for one in installed_forwards(model) if not _is_own(one)}
+    return {forward.setting.name for forward in installed_forwards(model) if not _is_of_owner(forward)}
 
 
 def carries(model: nn.Module) -> bool:
@@ -294,118 +293,117 @@ def free_bytes(model: nn.Module) -> int:
     return device_bytes(device)[0]
 
 
-def _tile(model: nn.Module, found: Candidate, rule: TileRule, keep: KeepRule, norms: bool, path: str) -> Block:
-    module, inline = found.module, found.in_layer
-    near = found.neighbours if norms else replace(found.neighbours, before="")
-    words = needed_words(module) if found.kind == "mlp" else []
+def _tile(model: nn.Module, block: Candidate, keep: KeepRule, options: TilingOptions) -> Block:
+    module, layer, rule = block.module, model.get_submodule(block.layer), options.tile_rule
     setting = Setting(
-        rule, keep, path, found.hidden, found.intermediate, found.kind == "experts", found.name, found.layer,
-        found.trusted,
+        rule, keep, options.path, block.hidden, block.intermediate, block.kind == "experts", block.name, block.layer,
+        block.trusted,
     )  # fmt: skip
-    own = None if inline else TiledForward(module, setting)
-    standing: Installed | None = own
-    layer = model.get_submodule(found.layer)
-    joins = inline or (bool(found.name) and "forward" not in layer.__dict__ and found.proof is not None)
-    near = near if joins else Neighbours(members=near.members)
-    if joins and not inline and not needs_output(layer, near):
-        near = replace(near, after="", dropout="")
-    joins = inline or (joins and bool(near.before or needs_output(layer, near)))
-    why, fused, not_fused, reason = _operator(model, found, layer, near if joins else Neighbours(members=near.members))
-    if reason:
-        raise UserError(f"{found.name}: {reason}; leave it out with only=")
-    together = near.members
-    if joins:
-        kind = TiledPair if found.kind == "pair" else TiledLayer
-        standing = kind(layer, setting, near, inline)
-        standing.install()
-        together = tuple(name for name in (near.before, *near.members, near.after, near.dropout, near.closing) if name)
-    if own is not None:
-        own.install()
-    assert standing is not None
-    standing.check()
-    mark_leaf(standing.module)
-    fused = fused and path != "generic"
-    if path == "fused" and not fused:
-        raise UserError(f"path='fused' does not apply to {found.name}: {not_fused}; use path='auto' or only=")
-    weights = [weight for part in found.parts for weight in part.parameters()]
-    sizes = [weight.element_size() for weight in weights if weight.is_floating_point()]
-    x = torch.empty(0, dtype=torch.float32 if max(sizes, default=4) == 4 else torch.bfloat16, device="meta")
-    shape = setting.shape(x, [weight for weight in weights if weight.requires_grad], fused)
-    shape = replace(
-        shape, device_type=weights[0].device.type if weights else "cpu",
-        weight_numel=sum(whole_shape(weight).numel() for weight in weights if weight.requires_grad),
-    )  # fmt: skip
-    for one in (own, standing):
-        if one is not None:
-            one.falls_back = fused
+    neighbours = _neighbours(block, layer, norms=options.blocks != "mlp")
+    why, not_fused = _operator(model, block, layer, neighbours)
+    arguments = required_arguments(module) if block.kind == "mlp" else []
+    installed: list[Installed] = []
+    together = neighbours.members
+    if block.in_layer or neighbours != Neighbours(members=neighbours.members):
+        layer_class = TiledPair if block.kind == "pair" else TiledLayer
+        installed.append(layer_class(layer, setting, neighbours, block.in_layer))
+        together = neighbours.names
+    if not block.in_layer:  # also inside a layer's stand-in, which runs without it where it cannot run
+        installed.append(TiledForward(module, setting))
+    for forward in installed:
+        forward.install()
+        forward.falls_back = not not_fused and options.path != "generic"
+    installed[0].check()
+    mark_leaf(installed[0].module)
+    fused = installed[0].falls_back
+    if options.path == "fused" and not fused:
+        raise UserError(f"path='fused' does not apply to {block.name}: {not_fused}; use path='auto' or only=")
+    shape = _expected_shape(setting, block, fused)
     if rule.kind == "memory":
         try:
             rule.tokens_per_tile(0, shape)
         except ValueError as error:
-            raise UserError(f"{found.name}: {error}") from None
+            raise UserError(f"{block.name}: {error}") from None
     return Block(
-        found.name, type(module).__name__, found.kind, "fused" if fused else "generic", found.hidden,
-        found.intermediate, together, rule.describe(shape), why, not_fused,
-        isinstance(standing, TiledLayer) and needs_output(layer, near),
-        *words[1:2],
+        block.name, type(module).__name__, block.kind, "fused" if fused else "generic", block.hidden,
+        block.intermediate, together, rule.describe(shape), why, not_fused,
+        isinstance(installed[0], TiledLayer) and needs_output(layer, neighbours), *arguments[1:2],
     )  # fmt: skip
 
 
-def _operator(model: nn.Module, found: Candidate, layer: nn.Module, near: Neighbours) -> tuple[str, bool, str, str]:
-    """(what proves the block with these neighbours, whether it is fused, why not, why it cannot be tiled)."""
-    if found.proof is None:
-        return found.why, False, "nothing is known of its formula", ""
+def _neighbours(block: Candidate, layer: nn.Module, *, norms: bool) -> Neighbours:
+    """What runs in the tile of a block: what it needs, and with ``norms`` the norm before it."""
+    neighbours, alone = block.neighbours, Neighbours(members=block.neighbours.members)
+    neighbours = neighbours if norms else replace(neighbours, before="")
+    if block.in_layer:
+        return neighbours
+    if not block.name or "forward" in layer.__dict__ or block.proof is None:
+        return alone
+    if not needs_output(layer, neighbours):
+        return replace(alone, before=neighbours.before)
+    return neighbours
+
+
+def _operator(model: nn.Module, block: Candidate, layer: nn.Module, neighbours: Neighbours) -> tuple[str, str]:
+    """(what proves the block with these neighbours, why the fused operator does not run it or "").
+
+    Raises:
+        UserError: with these neighbours nothing is proven.
+    """
+    if block.proof is None:
+        return block.why, "nothing is known of its formula"
     with for_training(model):
-        chain = chain_of(layer, found, near)
-        mode = expected_mode(chain, found.hidden)
-        proof = found.proof if near == found.neighbours else prove(chain, mode, trusted=found.trusted)
-    if proof.why_not or isinstance(proof.formula, str):
-        return proof.how, False, str(proof.formula), proof.why_not
-    weights = chain.weights(proof.formula, mode.inputs[0][1])
-    if isinstance(weights, str) and not any(hasattr(p, "ds_shape") for part in found.parts for p in part.parameters()):
-        return proof.how, False, weights, ""
-    return proof.how, True, "", ""
+        chain = chain_of(layer, block, neighbours)
+        mode = expected_mode(chain, block.hidden)
+        proof = block.proof if neighbours == block.neighbours else prove(chain, mode, trusted=block.trusted)
+    if proof.why_not:
+        raise UserError(f"{block.name}: {proof.why_not}; leave it out with only=")
+    if isinstance(proof.formula, str):
+        return proof.how, proof.formula
+    weights = proof.formula.weights(chain, mode.inputs[0][1])
+    in_shards = any(hasattr(weight, "ds_shape") for module in block.parts for weight in module.parameters())
+    return proof.how, weights if isinstance(weights, str) and not in_shards else ""
 
 
-def needs_output(layer: nn.Module, near: object) -> bool:
+def _expected_shape(setting: Setting, block: Candidate, fused: bool) -> BlockShape:
+    """What the tile rule will know of a block in training, as far as its weights tell."""
+    weights = [weight for module in block.parts for weight in module.parameters()]
+    trained = [weight for weight in weights if weight.requires_grad]
+    itemsize = max([weight.element_size() for weight in weights if weight.is_floating_point()], default=4)
+    x = torch.empty(0, dtype=torch.float32 if itemsize == 4 else torch.bfloat16, device="meta")
+    return replace(
+        setting.shape(x, trained, fused), device_type=weights[0].device.type if weights else "cpu",
+        weight_numel=sum(whole_shape(weight).numel() for weight in trained),
+    )  # fmt: skip
+
+
+def needs_output(layer: nn.Module, neighbours: Neighbours) -> bool:
     """Whether what follows the block reads its output again in backward: a norm, or a dropout that drops."""
-    after = getattr(near, "after", "")
-    if getattr(near, "closing", ""):
+    if neighbours.closing:
         return True
-    if after:
-        follower = getattr(layer, after)
+    if neighbours.after:
+        follower = getattr(layer, neighbours.after)
         return not isinstance(follower, nn.Identity) and getattr(follower, "p", 1.0) > 0.0
-    share = getattr(near, "dropout", "")
-    return bool(share) and float(getattr(layer, share)) > 0.0
+    return bool(neighbours.dropout) and float(getattr(layer, neighbours.dropout)) > 0.0
 
 
-def _words(only: Only | None) -> list[str]:
-    """The names and patterns in ``only``."""
-    if only is None or callable(only):
-        return []
-    return [only] if isinstance(only, str) else list(only)
-
-
-def _matches(only: Only, block: Candidate) -> bool:
-    return _fits(only, block.name, block.module)
-
-
-def _fits(only: Only, name: str, module: nn.Module) -> bool:
+def _matches(only: Only, name: str, module: nn.Module) -> bool:
     if callable(only):
         return bool(only(name, module))
-    return any(name == one or fnmatchcase(name, one) for one in ([only] if isinstance(only, str) else only))
+    patterns = [only] if isinstance(only, str) else only
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _nothing(model: nn.Module, found: list[Candidate], left: list[Left], asked: str) -> str:
+def _nothing(model: nn.Module, blocks: list[Candidate], left: list[Left], argument: str) -> str:
     name = type(model).__name__
-    if found:
-        seen = ", ".join(block.name for block in found[:3])
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        return f"{asked} matches no block of {name}; its blocks are {seen}{more}: name one of these"
-    seen = "; ".join(f"{one.name} ({one.class_name}): {one.why}" for one in left[:3])
+    if blocks:
+        first = ", ".join(block.name for block in blocks[:3])
+        others = f" and {len(blocks) - 3} more" if len(blocks) > 3 else ""
+        return f"{argument} matches no block of {name}; its blocks are {first}{others}: name one of these"
+    refusals = "; ".join(f"{module.name} ({module.class_name}): {module.why}" for module in left[:3])
     classes = ", ".join(sorted({type(module).__name__ for module in model.modules()})[:12])
     return (
         f"nothing to tile in {name}: looked for {LOOKED_FOR}; found "
-        f"{seen or f'none among its modules ({classes})'}; pass a model with such blocks, name one with only= or "
+        f"{refusals or f'none among its modules ({classes})'}; pass a model with such blocks, name one with only= or "
         "leave MLPs whole: blocks='none' (plan: --tile none, train: --tiled-mlp false)"
     )

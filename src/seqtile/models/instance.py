@@ -99,44 +99,88 @@ def inside_a_tile() -> bool:
 @contextmanager
 def inside() -> Iterator[None]:
     """Around one tile of a layer."""
-    before, _thread.inside = inside_a_tile(), True
+    was_inside, _thread.inside = inside_a_tile(), True
     try:
         yield
     finally:
-        _thread.inside = before
+        _thread.inside = was_inside
 
 
-class Known:
-    """What is known of a chain in one mode, and the weights of its last call."""
+@dataclass(frozen=True)
+class Operands:
+    """What one call computes with.
 
-    def __init__(self, chain: Chain, proof: Proof, snapshot: Snapshot) -> None:
-        self.chain, self.proof, self.snapshot = chain, proof, snapshot
+    Attributes:
+        fused: what the operator of an MLP or of a norm takes; None where the generic operator runs.
+        not_fused: why the MLP's operator cannot run now, if it was asked for.
+        trained: the weights that train.
+        shape: what the tile rule needs to know.
+        dense_bytes: of the packed weights, once they are made dense.
+    """
+
+    fused: FusedWeights | RowWise | None
+    not_fused: str
+    trained: tuple[Tensor, ...]
+    shape: BlockShape
+    dense_bytes: int
+
+
+class Verdict:
+    """What is known of a chain in one mode, and what its last call computed with.
+
+    Attributes:
+        chain: what runs.
+        proof: what is known of it.
+        snapshot: what the proof rests on.
+        refusal: why it must not be tiled, or "".
+    """
+
+    def __init__(self, chain: Chain, proof: Proof, snapshot: Snapshot, refusal: str) -> None:
+        self.chain, self.proof, self.snapshot, self.refusal = chain, proof, snapshot, refusal
         self._tensors: list[Tensor] = []
-        self._weights: FusedWeights | None = None
+        self._operands: Operands | None = None
 
     def forget_weights(self) -> None:
-        self._tensors, self._weights = [], None
+        self._tensors, self._operands = [], None
 
-    def weights(self, dtype: torch.dtype) -> FusedWeights | str:
-        """The live weights for the fused operator, or why it cannot run now.
+    def operands(
+        self, setting: Setting, x: Tensor, lanes: int, computed: Mapping[str, Tensor], fuses_norms: bool
+    ) -> Operands:
+        """The live weights; while the modules' tensors are the same objects, those of the last call.
 
-        While the snapshot holds and the modules' tensors are the same objects, the weights are those of the last call.
         Engines put others in their places, empty them, or hide them behind attributes.
         """
-        formula = self.proof.formula
-        if isinstance(formula, str):
-            return formula
         tensors = self.snapshot.tensors()
         same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
-        if same and self._weights is not None and all(map(Tensor.numel, tensors)):
-            return self._weights
-        mlp = self.chain.weights(formula, dtype)
+        if same and self._operands is not None and all(map(Tensor.numel, tensors)):
+            return self._operands
         self.forget_weights()
-        if isinstance(mlp, FusedWeights) and not mlp.packed_numel:
+        fused: FusedWeights | RowWise | str | None = None
+        if fuses_norms and self.proof.norm is not None:
+            fused = row_wise(self.chain.modules[0], self.proof.norm)
+        elif setting.path != "generic" and not setting.experts:
+            formula = self.proof.formula
+            fused = formula if isinstance(formula, str) else formula.weights(self.chain, x.dtype)
+        mlp = fused if isinstance(fused, FusedWeights) else None
+        trained = trained_weights(self.chain, computed)
+        operands = Operands(
+            fused=None if isinstance(fused, str) else fused,
+            not_fused=fused if isinstance(fused, str) and not fuses_norms else "",
+            trained=trained,
+            shape=setting.shape(x, trained, mlp is not None, lanes),
+            dense_bytes=mlp.packed_numel * x.element_size() if mlp is not None else 0,
+        )
+        if mlp is not None and not operands.dense_bytes:
             leaves = {id(tensor) for tensor in tensors if tensor.is_leaf}  # others would keep a graph alive
             if all(id(weight) in leaves for weight in mlp.split[0]):  # no views of FSDP1's flat parameter
-                self._tensors, self._weights = tensors, mlp
-        return mlp
+                self._tensors, self._operands = tensors, operands
+        return operands
+
+
+def trained_weights(chain: Chain, computed: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """The weights of a chain that train, those included that were computed for this call."""
+    live = [weight for module in chain.modules for _, weight in named_weights(module)]
+    return tuple([weight for weight in (*live, *computed.values()) if weight.requires_grad])
 
 
 class Installed(ForwardStandIn):
@@ -159,29 +203,29 @@ class Installed(ForwardStandIn):
     def __init__(self, module: nn.Module, setting: Setting) -> None:
         super().__init__(module)
         self.setting = setting
-        self._proofs: dict[Mode, Known] = {}
-        self._last: Known | None = None
+        self._verdicts: dict[Mode, Verdict] = {}
+        self._last: Verdict | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_proofs": {}, "_last": None, "_view": None}  # which are of this very module
+        return {**super().__getstate__(), "_verdicts": {}, "_last": None, "_view": None}  # of this very module
 
     def remove(self) -> None:
         """Put every attribute back as it was."""
         unmark_leaf(self.module)
-        own = self.module.__dict__
-        if own.get(HOOKED_FORWARD) is self:  # accelerate's hooks were put around it
-            own[HOOKED_FORWARD] = self.original
-            self.before["forward"] = own["forward"]
+        attributes = self.module.__dict__
+        if attributes.get(HOOKED_FORWARD) is self:  # accelerate's hooks were put around it
+            attributes[HOOKED_FORWARD] = self.original
+            self.before["forward"] = attributes["forward"]
         for name in self.changed:
-            own.pop(name, None)
-        own.update(self.before)
+            attributes.pop(name, None)
+        attributes.update(self.before)
 
     takes_norm = False
     """Whether it can be called with ``norm_before=``, the norm of its input, which then runs inside."""
 
     def inside(self) -> list[tuple[str, nn.Module]]:
         """(name, module) of everything that runs inside a tile, without the block itself."""
-        return [(name, part) for name, part in self.module.named_modules() if name]
+        return [(name, module) for name, module in self.module.named_modules() if name]
 
     def check(self, *besides: tuple[str, nn.Module]) -> None:
         """Raise where an engine would gather weights at every tile, or where a trace would fix the tiles.
@@ -195,24 +239,6 @@ class Installed(ForwardStandIn):
                 refuse_trace()
             inner = [*self.inside(), *besides]
             refuse_gathering_inside(inner, block=self.setting.name, layer=self.setting.layer)
-
-    def known(self, chain: Chain, mode: Mode) -> Known:
-        """What is known of ``chain`` in this mode: what was known at its last call, while the modules are the same.
-
-        Cost:
-            Where they are, some 10 µs; where they are not, see :func:`seqtile.models.discover.proof.prove`.
-        """
-        known = self._proofs.get(mode)
-        if known is None or known.chain != chain or not known.snapshot.holds():
-            if len(self._proofs) > 8 or (known is not None and not known.snapshot.holds()):
-                self._proofs.clear()  # the other modes' weights may be gone too
-            snapshot = Snapshot(chain.modules)
-            known = self._proofs[mode] = Known(chain, prove(chain, mode, trusted=self.setting.trusted), snapshot)
-        if known is not self._last:
-            if self._last is not None:
-                self._last.forget_weights()  # which may be replaced before that mode runs again
-            self._last = known
-        return known
 
     def run(
         self,
@@ -237,75 +263,105 @@ class Installed(ForwardStandIn):
         """
         if inside_a_tile():
             return untiled()
-        compiling = torch.compiler.is_compiling()
-        if not compiling and (why := self._cannot_cut(chain, tensors)):
-            self._tell_untiled(why)
-            return untiled()
-        x, setting = tensors[0], self.setting
-        weights: FusedWeights | RowWise | None = None
-        if compiling:
-            if self.falls_back:
-                self.note_compiled()
-            kinds = [(tensor.dim(), tensor.dtype) for tensor in tensors]
-            if not self._is_proven(kinds, bool(chain.call), x.device, torch.is_grad_enabled()):
-                return untiled()
-        else:
-            known = self.known(chain, mode or mode_of(tensors))
-            if known.proof.why_not and (known.proof.refuted or not setting.trusted):
-                self._tell_untiled(known.proof.why_untiled(setting.name))
-                return untiled()
-            weights = self._fused_now(known, x.dtype)
-        mlp = weights if isinstance(weights, FusedWeights) else None
-        dense = mlp.packed_numel * x.element_size() if mlp is not None else 0
-        live = [weight for part in chain.modules for _, weight in named_weights(part)]
-        trained = [weight for weight in (*live, *computed.values()) if weight.requires_grad]
-        tokens, shape = x.shape[:-1].numel(), setting.shape(x, trained, mlp is not None, lanes)
-        sizes = setting.rule.tile_sizes(tokens, shape)
-        if not compiling:
-            self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
-        if not sizes and tokens and reduces_as_they_arrive(trained):
+        if torch.compiler.is_compiling():
+            return self._run_compiled(chain, tensors, call, untiled, lanes, computed)
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            refuse_trace()
+        x, keep = tensors[0], self.setting.keep
+        if reason := _why_uncut(x):
+            return self._run_untiled(reason, untiled)
+        verdict = self.verdict(chain, mode or mode_of(tensors))
+        if verdict.refusal:
+            return self._run_untiled(verdict.refusal, untiled)
+        operands = verdict.operands(self.setting, x, lanes, computed, self.fuses_norms)
+        if operands.not_fused and self.falls_back and self.is_news(operands.not_fused):
+            logger.warning("%s now runs the generic operator: %s", self.setting.name, operands.not_fused)
+        tokens = x.shape[:-1].numel()
+        sizes = self.setting.rule.tile_sizes(tokens, operands.shape)
+        self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
+        if not sizes and tokens and reduces_as_they_arrive(operands.trained):
             sizes = (tokens,)  # one tile, not none: another rank's batch may be tiled
         if not sizes:
             return untiled()
-        if self.plainly is None and mlp is not None:
-            kept = setting.keep.share(sizes, shape, dense)
-            return fused_mlp(x, mlp, sizes, keep=kept, holds_dense=setting.keep.holds_dense(dense))
-        if self.plainly is None and isinstance(weights, RowWise):
-            graph = known.proof.graph
-            assert graph is not None
-            return fused_norm(x, weights, graph.outputs[2][2], sizes)
-        return self._in_tiles(chain.modules, tensors, call, sizes, computed, mlp is not None)
+        fused = operands.fused
+        if fused is None or self.plainly is not None:
+            return self._in_tiles(chain.modules, tensors, call, sizes, computed, isinstance(fused, FusedWeights))
+        if isinstance(fused, RowWise):
+            assert verdict.proof.graph is not None
+            return fused_norm(x, fused, verdict.proof.graph.outputs[2][2], sizes)
+        dense = operands.dense_bytes
+        kept_share = keep.share(sizes, operands.shape, dense)
+        return fused_mlp(x, fused, sizes, keep=kept_share, holds_dense=keep.holds_dense(dense))
+
+    def verdict(self, chain: Chain, mode: Mode) -> Verdict:
+        """What is known of ``chain`` in this mode: what was known at its last call, while the modules are the same.
+
+        Cost:
+            Where they are, some 10 µs; where they are not, see :func:`seqtile.models.discover.proof.prove`.
+        """
+        verdict = self._verdicts.get(mode)
+        if verdict is None or verdict.chain != chain or not verdict.snapshot.holds():
+            verdict = self._judge(chain, mode)
+        if verdict is not self._last:
+            if self._last is not None:
+                self._last.forget_weights()  # which may be replaced before that mode runs again
+            self._last = verdict
+        return verdict
+
+    def _judge(self, chain: Chain, mode: Mode) -> Verdict:
+        """The verdict on modules that are new or have changed."""
+        self.check()  # only here: an engine that gathers inside has changed a class, a child or an attribute
+        previous = self._verdicts.get(mode)
+        if len(self._verdicts) > 8 or (previous is not None and not previous.snapshot.holds()):
+            self._verdicts.clear()  # the other modes' weights may be gone too
+        setting, modules = self.setting, chain.modules
+        snapshot, proof, refusal = Snapshot(modules), prove(chain, mode, trusted=setting.trusted), ""
+        if proof.why_not and (proof.refuted or not setting.trusted):
+            refusal = proof.why_untiled(setting.name)
+        if argument := _argument_per_sequence(modules):
+            refusal = f"PEFT hands its adapters one entry per sequence ({argument}), which tiles do not keep"
+        verdict = self._verdicts[mode] = Verdict(chain, proof, snapshot, refusal)
+        return verdict
+
+    def _run_compiled(
+        self, chain: Chain, tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any],
+        untiled: Callable[[], Any], lanes: int, computed: Mapping[str, Tensor],
+    ) -> Any:  # fmt: skip
+        """:meth:`run` inside the graph that torch.compile writes down: the generic operator alone."""
+        if self.falls_back:
+            self.note_compiled()
+        x = tensors[0]
+        kinds = [(tensor.dim(), tensor.dtype) for tensor in tensors]
+        if not self._is_proven(kinds, bool(chain.call), x.device, torch.is_grad_enabled()):
+            return untiled()
+        trained, tokens = trained_weights(chain, computed), x.shape[:-1].numel()
+        sizes = self.setting.rule.tile_sizes(tokens, self.setting.shape(x, trained, False, lanes))
+        if not sizes and tokens and reduces_as_they_arrive(trained):
+            sizes = (tokens,)
+        return self._in_tiles(chain.modules, tensors, call, sizes, computed, False) if sizes else untiled()
 
     def _in_tiles(
-        self, parts: Sequence[nn.Module], tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any],
+        self, modules: Sequence[nn.Module], tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any],
         sizes: tuple[int, ...], computed: Mapping[str, Tensor], fused: bool,
     ) -> Any:  # fmt: skip
         """The generic operator; where :attr:`plainly` is set, that in its place."""
         computed_names = frozenset(computed)  # a closure over the tensors would keep them until the backward
 
         def live_weights() -> dict[str, Tensor]:
-            live = {f"{n}.{name}": weight for n, part in enumerate(parts) for name, weight in named_weights(part)}
+            live = {}
+            for number, module in enumerate(modules):
+                live.update({f"{number}.{name}": weight for name, weight in named_weights(module)})
             return {name: weight for name, weight in live.items() if name not in computed_names}
 
         def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
             if not aliases:
                 return call(list(tiles))
-            return call_with_weights(ParameterSwap(parts), aliases, (call, list(tiles)))
+            return call_with_weights(ParameterSwap(modules), aliases, (call, list(tiles)))
 
         if self.plainly is not None:
             plain = (lambda tiles, aliases: run(tiles, {**computed, **aliases})) if computed else run
             return self.plainly(plain, tensors, sizes, fused)
         return run_in_tiles(run, tensors, sizes, live_weights, computed)
-
-    def _cannot_cut(self, chain: Chain, tensors: Sequence[Tensor]) -> str:
-        """Why tiles would not compute what the call does, by how it is made, or ""."""
-        if tensors[0].is_nested:
-            return "it was called with a nested tensor, which has no rows to cut"
-        if transform_level() is not None or in_forward_mode():
-            return "a transform of torch.func or forward-mode derivatives run, which tiles do not carry"
-        if handed := _handed_per_sequence(chain.modules):
-            return f"PEFT hands its adapters one entry per sequence ({handed}), which tiles do not keep"
-        return ""
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def note_compiled(self) -> bool:
@@ -318,44 +374,32 @@ class Installed(ForwardStandIn):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _is_proven(
-        self, kinds: Sequence[tuple[int, torch.dtype]], more: bool, device: torch.device, gradients: bool
+        self, kinds: Sequence[tuple[int, torch.dtype]], has_settings: bool, device: torch.device, gradients: bool
     ) -> bool:
         """Whether the block is proven as it is now; asked when the compiler writes down a call, outside its graph.
 
         The compiler guards what the block's own code reads, so that a change leads here again.
         """
         setting = self.setting
-        if not setting.experts and (len(kinds) > 1 or more):
-            self._tell_untiled("torch.compile calls it with more than hidden states, for which it is not proven")
-            return False
-        (dim, dtype), *_ = kinds
-        axes: tuple[int | str, ...] = _AXES.get(dim) or ("b",) * (dim - 1)
-        mode = Mode((((*axes, setting.hidden), dtype),), device, autocast_dtype(device.type), gradients)
-        kind = "experts" if setting.experts else "block"
-        proof = self.known(Chain(((setting.name, self.module),), kind), mode).proof
-        if proof.why_not and (proof.refuted or not setting.trusted):
-            self._tell_untiled(proof.why_untiled(setting.name))
-            return False
-        return True
+        if not setting.experts and (len(kinds) > 1 or has_settings):
+            refusal = "torch.compile calls it with more than hidden states, for which it is not proven"
+        else:
+            (dim, dtype), *_ = kinds
+            axes: tuple[int | str, ...] = _AXES.get(dim) or ("b",) * (dim - 1)
+            mode = Mode((((*axes, setting.hidden), dtype),), device, autocast_dtype(device.type), gradients)
+            chain = Chain(((setting.name, self.module),), "experts" if setting.experts else "block")
+            refusal = self.verdict(chain, mode).refusal
+        if refusal:
+            self._log_untiled(refusal)
+        return not refusal
 
-    def _fused_now(self, known: Known, dtype: torch.dtype) -> FusedWeights | RowWise | None:
-        """The weights of a fused operator if one can run this call; logs once if one was asked for and cannot."""
-        setting, proof = self.setting, known.proof
-        if self.fuses_norms and proof.norm is not None:
-            norm = row_wise(known.chain.modules[0], proof.norm)
-            return norm if isinstance(norm, RowWise) else None
-        if setting.path == "generic" or setting.experts:
-            return None
-        mlp = known.weights(dtype)
-        if isinstance(mlp, FusedWeights):
-            return mlp
-        if self.falls_back and self.is_news(mlp):
-            logger.warning("%s now runs the generic operator: %s", setting.name, mlp)
-        return None
+    def _run_untiled(self, reason: str, untiled: Callable[[], Any]) -> Any:
+        self._log_untiled(reason)
+        return untiled()
 
-    def _tell_untiled(self, why: str) -> None:
-        if self.is_news(why):
-            logger.warning("%s runs untiled: %s", self.setting.name, why)
+    def _log_untiled(self, reason: str) -> None:
+        if self.is_news(reason):
+            logger.warning("%s runs untiled: %s", self.setting.name, reason)
 
     fuses_norms = False
     """Whether a block that is a norm and nothing else runs by the norm's own operator."""
@@ -378,14 +422,14 @@ class Installed(ForwardStandIn):
 
 def installed_forwards(model: nn.Module) -> list[Installed]:
     """The tiled forwards of a model, also where accelerate put a hook's forward around one; the outer one first."""
-    found = []
+    installed = []
     for module in model.modules():
         for name in ("forward", HOOKED_FORWARD):
-            one = module.__dict__.get(name)
-            while isinstance(one, Installed):
-                found.append(one)
-                one = one.before.get("forward")
-    return found
+            forward = module.__dict__.get(name)
+            while isinstance(forward, Installed):
+                installed.append(forward)
+                forward = forward.before.get("forward")
+    return installed
 
 
 _NO_SOURCE = (
@@ -402,11 +446,11 @@ def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode
     """How a call with these tensors runs; the first ones are split along all but the last dimension."""
     x = tensors[0]
     inputs: list[Any] = []
-    for one in tensors:
-        axes = _AXES.get(one.dim()) or ("b",) * (one.dim() - 1)
-        inputs.append(((*axes, one.shape[-1]), one.dtype))
-    for one in constants:
-        inputs.append((tuple(one.shape), one.dtype))
+    for tensor in tensors:
+        axes = _AXES.get(tensor.dim()) or ("b",) * (tensor.dim() - 1)
+        inputs.append(((*axes, tensor.shape[-1]), tensor.dtype))
+    for constant in constants:
+        inputs.append((tuple(constant.shape), constant.dtype))
     return Mode(tuple(inputs), x.device, autocast_dtype(x.device.type), torch.is_grad_enabled())
 
 
@@ -414,27 +458,30 @@ class TiledForward(Installed):
     """``forward`` of one position-wise module, over tiles of tokens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.check()
         module, original, computed = self.module, self.original, _NONE
-        if hasattr(module, "parametrizations") and not torch.compiler.is_compiling():
-            module, original, computed = self._outside_parametrizations()
+        if not torch.compiler.is_compiling():
+            self.refuse_copies()
+            if hasattr(module, "parametrizations"):
+                module, original, computed = self._outside_parametrizations()
         if kwargs and not args:
             args, kwargs = by_position(original, kwargs)
         places = Places(args, kwargs)
         if places.why_whole:
-            self._tell_untiled(places.why_whole)
+            self._log_untiled(places.why_whole)
         if places.why_whole or not places.names:
             return self.original(*args, **kwargs)
         tensors = places.take()
 
         def call(tiles: list[Tensor]) -> Any:
-            filled, words = places.fill(tiles)
-            return original(*filled, **words)
+            tile_args, tile_kwargs = places.fill(tiles)
+            return original(*tile_args, **tile_kwargs)
 
-        kind = "experts" if self.setting.experts else "block"
-        arguments = places if kind == "block" and (len(args) > 1 or kwargs) else None
-        told = arguments.key if arguments is not None else ()
-        chain = Chain(((self.setting.name, module),), kind, arguments=arguments, call=told)
+        if self.setting.experts:
+            chain = Chain(((self.setting.name, module),), "experts")
+        elif len(args) > 1 or kwargs:
+            chain = Chain(((self.setting.name, module),), arguments=places, call=places.key)
+        else:
+            chain = Chain(((self.setting.name, module),))
         mode = mode_of(tensors, places.constants()) if places.whole else None
         return self.run(chain, tensors, call, lambda: self.original(*args, **kwargs), mode=mode, computed=computed)
 
@@ -446,13 +493,13 @@ class TiledForward(Installed):
         module = self.module
         if self._view is None:
             self._view = object.__new__(type_before_parametrizations(module))
-        view, own = self._view, self._view.__dict__
-        own.clear()
-        own.update(module.__dict__)
-        own.pop("forward")
-        own[MODULES] = {name: part for name, part in children_of(module).items() if name != "parametrizations"}
-        originals = {name: one.original for name, one in module.parametrizations.items()}
-        own[PARAMETERS] = {**parameters_of(module), **originals}
+        view, attributes = self._view, self._view.__dict__
+        attributes.clear()
+        attributes.update(module.__dict__)
+        attributes.pop("forward")
+        attributes[MODULES] = {name: child for name, child in children_of(module).items() if name != "parametrizations"}
+        originals = {name: parametrization.original for name, parametrization in module.parametrizations.items()}
+        attributes[PARAMETERS] = {**parameters_of(module), **originals}
         forward = getattr(own_forward(module), "__func__", type(view).forward)
         return view, partial(forward, view), {f"0.{name}": getattr(module, name) for name in originals}
 
@@ -460,12 +507,21 @@ class TiledForward(Installed):
     """The module as it is outside its parametrisations; the same at every call, as a proof rests on it."""
 
 
-def _handed_per_sequence(parts: Iterable[nn.Module]) -> str:
-    """The argument of that kind which a hook of PEFT's adds to the adapters' calls, or ""."""
-    for part in parts:
-        for module in part.modules():
+def _why_uncut(x: Tensor) -> str:
+    """Why tiles would not compute what a call with this input does, or ""."""
+    if x.is_nested:
+        return "it was called with a nested tensor, which has no rows to cut"
+    if transform_level() is not None or in_forward_mode():
+        return "a transform of torch.func or forward-mode derivatives run, which tiles do not carry"
+    return ""
+
+
+def _argument_per_sequence(modules: Iterable[nn.Module]) -> str:
+    """The argument with one entry per sequence that a hook of PEFT's adds to the adapters' calls, or ""."""
+    for outer in modules:
+        for module in outer.modules():
             for hook in module.__dict__[PRE_HOOKS].values():
-                for word in hook.keywords if isinstance(hook, partial) else ():
-                    if word in PER_SEQUENCE:
-                        return str(word)
+                for name in hook.keywords if isinstance(hook, partial) else ():
+                    if name in PER_SEQUENCE:
+                        return str(name)
     return ""

@@ -28,7 +28,7 @@ from seqtile._compat import (
     tree_leaves,
     version_of,
 )
-from seqtile._shallow import bare_instance
+from seqtile._shallow import view_of
 from seqtile.engines.granularity import wrapper
 from seqtile.models.discover.chain import Chain
 from seqtile.models.discover.layer_parts import Neighbours, device_types
@@ -53,15 +53,15 @@ class Placeholder(Tensor):
     def like(cls, hidden_states: Tensor, sequence: Members) -> Placeholder:
         """One of the shape, dtype and device of ``hidden_states``, without memory."""
         shape, dtype, device = hidden_states.shape, hidden_states.dtype, hidden_states.device
-        held: Placeholder = make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        held.sequence = sequence
-        return held
+        placeholder: Placeholder = make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        placeholder.sequence = sequence
+        return placeholder
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return next(one for one in tree_leaves((args, kwargs)) if isinstance(one, Placeholder)).sequence.refuse()
+        return _first_placeholder(args, kwargs).sequence.refuse()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,8 +70,11 @@ class Placeholder(Tensor):
         if name in _ALLOWED:
             with disable_torch_function_subclass():
                 return func(*args, **(kwargs or {}))
-        held = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, Placeholder))
-        return held.sequence.operator(func, name, args, kwargs or {})
+        return _first_placeholder(args, kwargs).sequence.operator(func, name, args, kwargs or {})
+
+
+def _first_placeholder(args: Any, kwargs: Any) -> Placeholder:
+    return next(value for value in tree_leaves((args, kwargs)) if isinstance(value, Placeholder))
 
 
 class _MemberCall(functools.partial[Any]):
@@ -97,19 +100,19 @@ class Members:
         owner: class of the layer.
         events: names of what is called, in order; ``"+"`` for the sum with the input; numbers' names for functional
             dropouts.
-        shares: those of the names that are probabilities of functional dropouts.
+        probabilities: those of the names that are probabilities of functional dropouts.
         finish: computes everything, from the inputs and the probabilities with which the layer called dropout.
     """
 
     def __init__(
-        self, owner: str, events: Sequence[str], shares: Sequence[str],
+        self, owner: str, events: Sequence[str], probabilities: Sequence[str],
         finish: Callable[[list[Tensor], Mapping[str, float]], Any],
     ) -> None:  # fmt: skip
-        self.owner, self.events, self.shares, self.finish = owner, events, shares, finish
+        self.owner, self.events, self.probabilities, self.finish = owner, events, probabilities, finish
         self.stand_ins: dict[str, Callable[..., Any]] = {}
         """What is called in each member's place."""
         for name in events:
-            if name != "+" and name not in shares:
+            if name != "+" and name not in probabilities:
                 self.stand_ins[name] = _MemberCall(self._call, name)
         self._begin()
 
@@ -123,23 +126,23 @@ class Members:
         first = self.at == 0 and not isinstance(hidden_states, Placeholder)
         if not first and hidden_states is not self.held:
             self.refuse()
-        given = [hidden_states, *others] if first else others
-        self.inputs += given
-        for one in given:
-            self.versions.append(0 if one.is_inference() else version_of(one))
+        tensors = [hidden_states, *others] if first else others
+        self.inputs += tensors
+        for tensor in tensors:
+            self.versions.append(0 if tensor.is_inference() else version_of(tensor))
         return self._step(name)
 
     def operator(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """A function of PyTorch that is called with a placeholder: a dropout, or the sum with the input."""
         expected = self.events[self.at]
-        if func in (_DROPOUT, F.dropout) and expected in self.shares:
+        if func in (_DROPOUT, F.dropout) and expected in self.probabilities:
             call = inspect.signature(_DROPOUT).bind(*args, **kwargs)
             call.apply_defaults()
             if call.arguments["input"] is self.held:
                 self.dropped[expected] = float(call.arguments["p"]) if call.arguments["training"] else 0.0
                 return self._step(expected)
         if expected == "+" and name in _SUMS and len(args) == 2 and not kwargs:
-            if any(one is self.held for one in args) and any(one is self.inputs[0] for one in args):
+            if any(value is self.held for value in args) and any(value is self.inputs[0] for value in args):
                 return self._step(expected)
         return self.refuse()
 
@@ -154,8 +157,8 @@ class Members:
             self.held = Placeholder.like(self.inputs[0], self)
             return self.held
         inputs, dropped = self.inputs, self.dropped
-        for one, version in zip(inputs, self.versions, strict=True):
-            if not one.is_inference() and version_of(one) != version:
+        for tensor, version in zip(inputs, self.versions, strict=True):
+            if not tensor.is_inference() and version_of(tensor) != version:
                 self.refuse()  # the members have not run yet, and would read what it is now
         self._begin()
         return self.finish(inputs, dropped)
@@ -169,7 +172,7 @@ class Members:
 
     def check_end(self, results: Any) -> None:
         """Raise where the layer hands a placeholder out."""
-        if any(isinstance(one, Placeholder) for one in tree_leaves(results)):
+        if any(isinstance(value, Placeholder) for value in tree_leaves(results)):
             self.refuse()
 
 
@@ -197,39 +200,27 @@ class NormedAttention:
         call: list[Any] = []
 
         def finish(inputs: list[Tensor], _: Mapping[str, float]) -> Any:
-            args, words = call.pop()
-            args = list(args)
-            for number, one in enumerate(args):
-                if isinstance(one, Placeholder):
-                    args[number] = inputs[0]
-            for name, one in words.items():
-                if isinstance(one, Placeholder):
-                    words[name] = inputs[0]
-            return attention(*args, norm_before=norm, **words)
+            args, kwargs = call.pop()
+            args = [inputs[0] if isinstance(value, Placeholder) else value for value in args]
+            kwargs = {name: inputs[0] if isinstance(value, Placeholder) else value for name, value in kwargs.items()}
+            return attention(*args, norm_before=norm, **kwargs)
 
         sequence = Members(type(layer).__name__, (self.norm, self.attention), (), finish)
         second = sequence.stand_ins[self.attention]
 
-        def attend(*args: Any, **words: Any) -> Any:
-            held = []
-            for one in (*args, *words.values()):
-                if isinstance(one, Placeholder):
-                    held.append(one)
-            if len(held) != 1:
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            placeholders = [value for value in (*args, *kwargs.values()) if isinstance(value, Placeholder)]
+            if len(placeholders) != 1:
                 return sequence.refuse()
-            call.append((args, words))
-            return second(held[0])
+            call.append((args, kwargs))
+            return second(placeholders[0])
 
         return {self.norm: sequence.stand_ins[self.norm], self.attention: attend}
 
     def view(self, layer: nn.Module) -> nn.Module | None:
         """The layer with both replaced, or None."""
         stand_ins = self.stand_ins(layer)
-        if not stand_ins:
-            return None
-        view = view_of(layer)
-        view.__dict__[MODULES] = {**layer.__dict__[MODULES], **stand_ins}
-        return view
+        return _view_with(layer, stand_ins) if stand_ins else None
 
 
 class TiledLayer(Installed):
@@ -238,20 +229,22 @@ class TiledLayer(Installed):
     def __init__(self, layer: nn.Module, setting: Setting, neighbours: Neighbours, inline: bool) -> None:
         super().__init__(layer, setting)
         self.neighbours, self.inline, self.kind = neighbours, inline, "inline" if inline else "block"
-        near = neighbours
-        self.names = [name for name in (near.before, *near.members, near.after, near.closing) if name]
+        self.names = [name for name in neighbours.names if name != neighbours.dropout]
         """Children of the layer that run inside the tile, in order."""
-        names = [near.before, *near.members, near.after, near.dropout, *(("+", near.closing) if near.closing else ())]
-        self._events = [name for name in names if name]
+        self._events = [*neighbours.names]
         """What the layer's forward calls, in order."""
-        self._code = _code_of(layer)
+        if neighbours.closing:
+            self._events.insert(-1, "+")
+        self._probabilities = [name for name in neighbours.names if isinstance(getattr(layer, name), (int, float))]
+        """Attributes that hold the probability of a functional dropout."""
+        self._code = _forward_code(layer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_code": None}  # which cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._code = _code_of(self.module)
+        self._code = _forward_code(self.module)
 
     attention: NormedAttention | None = None
     """Attention of the same layer that runs its norm itself."""
@@ -275,49 +268,51 @@ class TiledLayer(Installed):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _together(self, *args: Any, **kwargs: Any) -> Any:
-        layer = self._module() or self.module
-        self.check()
-        fsdp1 = wrapper()
-        shares, hooked = [], []  # shares: attributes that hold the probability of a functional dropout
-        for name in self.names:
-            part = getattr(layer, name)
-            if isinstance(part, (int, float)):
-                shares.append(name)
-            elif isinstance(part, nn.Module) and (has_hooks(part) or isinstance(part, fsdp1)):
-                hooked.append(name)
-        if hooked or _code_of(layer) is not self._code:
-            self._tell(f"{', '.join(hooked)} has hooks" if hooked else "its forward is another than seqtile read")
-            alone = self.attention.view(layer) if self.attention else None
-            forward = self.original if alone is None else functools.partial(type(alone).forward, alone)
-            return self._run_layer(layer if alone is None else alone, forward, args, kwargs)
-        if self.neighbours.dropout:
-            shares.append(self.neighbours.dropout)
+        """The layer's own forward on a view in which stand-ins take the members' places."""
+        self.refuse_copies()
+        layer = self.module
+        if reason := self._why_apart(layer):
+            return self._apart(reason, layer, args, kwargs)
         finish = functools.partial(self._compute, layer)
-        sequence = Members(type(layer).__name__, self._events, shares, finish)
+        sequence = Members(type(layer).__name__, self._events, self._probabilities, finish)
         stand_ins = sequence.stand_ins
         if self.attention is not None:
             stand_ins |= self.attention.stand_ins(layer)
-        view = view_of(layer)
-        view.__dict__[MODULES] = {**layer.__dict__[MODULES], **stand_ins}
-        for name in stand_ins.keys() & view.__dict__.keys():
-            view.__dict__[name] = stand_ins[name]
-        plainly = self._watched
-        for one in (*args, *kwargs.values()):
-            plainly = plainly and not (isinstance(one, Tensor) and one.ndim == 4)  # a mask, maybe a long one
-        own = dict(view.__dict__)
+        view = _view_with(layer, stand_ins)
+        attributes = dict(view.__dict__)
         try:
-            # The view's: checkpointing asks whose forward this is.
-            if plainly:
-                result = type(view).forward(view, *args, **kwargs)
-            else:
-                result = self._run_layer(view, functools.partial(type(view).forward, view), args, kwargs)
+            # The view's forward: checkpointing asks whose forward this is.
+            result = self._run_layer(view, functools.partial(type(view).forward, view), args, kwargs)
         finally:
-            changed = {name: value for name, value in view.__dict__.items() if value is not own.get(name, own)}
+            changed = {name: value for name, value in view.__dict__.items() if value is not attributes.get(name, view)}
             layer.__dict__.update(changed)  # what the forward sets on itself belongs to the layer
-            for name in own.keys() - view.__dict__.keys():
+            for name in attributes.keys() - view.__dict__.keys():
                 del layer.__dict__[name]
         sequence.check_end((result, changed))
         return result
+
+    def _why_apart(self, layer: nn.Module) -> str:
+        """Why the members cannot run in one tile now, or ""."""
+        if _forward_code(layer) is not self._code:
+            return "its forward is another than seqtile read"
+        fsdp1, hooked = wrapper(), []
+        for name in self.names:
+            member = getattr(layer, name)
+            if isinstance(member, nn.Module) and (has_hooks(member) or isinstance(member, fsdp1)):
+                hooked.append(name)
+        return f"{', '.join(hooked)} has hooks" if hooked else ""
+
+    def _apart(self, reason: str, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The layer's own forward: the block alone runs in tiles, an inline one untiled."""
+        self.check()
+        alone = "untiled" if self.inline else "without its neighbours in the tile"
+        news = f"runs {alone}: {reason}"
+        if self.is_news(news):
+            logger.warning("%s %s", type(layer).__name__, news)
+        view = self.attention.view(layer) if self.attention else None
+        if view is None:
+            return self._run_layer(layer, self.original, args, kwargs)
+        return self._run_layer(view, functools.partial(type(view).forward, view), args, kwargs)
 
     def _run_layer(
         self, layer: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -326,39 +321,45 @@ class TiledLayer(Installed):
         if not has_long_mask((*args, *kwargs.values())):
             return self._looked_at(forward, args, kwargs)
         forward = functools.partial(without_wrong_kernel, forward)
-        own = layer.__dict__
-        checkpoint = own.get(CHECKPOINT_FUNCTION)
+        attributes = layer.__dict__
+        checkpoint = attributes.get(CHECKPOINT_FUNCTION)
         if checkpoint is None:
             return self._looked_at(forward, args, kwargs)
+
+        def checkpoint_without_wrong_kernel(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(functools.partial(without_wrong_kernel, function), *args, **kwargs)
+
         # Transformers' forward calls it inside, and the recompute comes back there.
-        own[CHECKPOINT_FUNCTION] = functools.partial(_checkpoint_without_wrong_kernel, checkpoint)
+        attributes[CHECKPOINT_FUNCTION] = checkpoint_without_wrong_kernel
         try:
             return self._looked_at(forward, args, kwargs)
         finally:
-            own[CHECKPOINT_FUNCTION] = checkpoint
+            attributes[CHECKPOINT_FUNCTION] = checkpoint
 
     def _looked_at(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The layer's forward; at its first call with gradients the operators of attention in it are noted."""
         if self._watched or not torch.is_grad_enabled() or active_fake_mode() is not None:
             return forward(*args, **kwargs)
         self._watched = True
-        kind = next((kind for part in self.module.children() if (kind := attention_kind(part)) is not None), None)
-        if kind == FLEX:  # compiled, so that nothing is seen of it
+        attention = next(
+            (attention for child in self.module.children() if (attention := attention_kind(child)) is not None), None
+        )
+        if attention == FLEX:  # compiled, so that nothing is seen of it
             self.attention_ran = frozenset({FLEX})
             return forward(*args, **kwargs)
         with names_of_kernels() as names:
             result = forward(*args, **kwargs)
-        self.attention_ran = frozenset(names) if names or kind == "eager" else None
+        self.attention_ran = frozenset(names) if names or attention == "eager" else None
         return result
 
     def inside(self) -> list[tuple[str, nn.Module]]:
-        layer, found = self._module(), []
+        layer, inner = self._module(), []
         for name in self.names:
             member = getattr(layer, name)
-            for inner, part in member.named_modules() if isinstance(member, nn.Module) else ():
-                if inner or self.inline:
-                    found.append((f"{name}.{inner}".rstrip("."), part))
-        return found
+            for path, module in member.named_modules() if isinstance(member, nn.Module) else ():
+                if path or self.inline:
+                    inner.append((f"{name}.{path}".rstrip("."), module))
+        return inner
 
     def chain(self, layer: nn.Module, dropped: Mapping[str, float]) -> Chain:
         """What runs in the tile now.
@@ -367,34 +368,28 @@ class TiledLayer(Installed):
             layer: the layer.
             dropped: probability of each functional dropout in this call.
         """
-        near = self.neighbours
-        before = getattr(layer, near.before) if near.before else None
-        after = getattr(layer, near.after) if near.after else None
-        closing = getattr(layer, near.closing) if near.closing else None
+        names = self.neighbours
+        norm_before = getattr(layer, names.before) if names.before else None
+        after = getattr(layer, names.after) if names.after else None
+        closing = getattr(layer, names.closing) if names.closing else None
         members = []
-        for name in near.members:
+        for name in names.members:
             members.append((name, dropped[name] if name in dropped else getattr(layer, name)))
-        share = dropped.get(near.dropout, 0.0)
-        return Chain(tuple(members), self.kind, before, after, share, closing, any(dropped.values()))
-
-    def _tell(self, why: str) -> None:
-        alone = "untiled" if self.inline else "without its neighbours in the tile"
-        news = f"runs {alone}: {why}"
-        if self.is_news(news):
-            logger.warning("%s %s", type(self.module).__name__, news)
+        probability = dropped.get(names.dropout, 0.0)
+        return Chain(tuple(members), self.kind, norm_before, after, probability, closing, any(dropped.values()))
 
     def _compute(self, layer: nn.Module, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
         chain = self.chain(layer, dropped)
-        block = None if self.inline else _forward_of(chain.members[0][1])
+        block = None
+        if not self.inline:  # the block's own stand-in would tile inside the tile
+            block = chain.members[0][1]
+            installed = block.__dict__.get("forward") if isinstance(block, nn.Module) else None
+            block = installed.original if isinstance(installed, TiledForward) else block
 
         def call(tiles: list[Tensor]) -> Any:
             return chain.run(tiles, call=block)
 
         return self.run(chain, inputs, call, functools.partial(call, inputs))
-
-
-def _checkpoint_without_wrong_kernel(checkpoint: Callable[..., Any], function: Any, *args: Any, **words: Any) -> Any:
-    return checkpoint(functools.partial(without_wrong_kernel, function), *args, **words)
 
 
 class TiledPair(TiledLayer):
@@ -410,19 +405,16 @@ class TiledPair(TiledLayer):
         return self.run(chain, tensors, chain.run, functools.partial(chain.run, tensors))
 
 
-def _code_of(layer: nn.Module) -> Any:
+def _forward_code(layer: nn.Module) -> Any:
     """What tells one forward of a layer's class from another."""
     return getattr(type(layer).forward, "__code__", None)
 
 
-def _forward_of(member: Any) -> Callable[[Tensor], Tensor]:
-    installed = member.__dict__.get("forward") if isinstance(member, nn.Module) else None
-    return installed.original if isinstance(installed, TiledForward) else member
-
-
-def view_of(layer: nn.Module) -> nn.Module:
-    """A shallow copy that shares weights and children with the layer and has its class's forward."""
-    view: nn.Module = bare_instance(layer)
-    view.__dict__.update(layer.__dict__)
-    view.__dict__.pop("forward", None)
+def _view_with(layer: nn.Module, stand_ins: Mapping[str, Any]) -> nn.Module:
+    """A shallow copy of the layer in which stand-ins take the place of some children."""
+    view: nn.Module = view_of(layer)
+    attributes = view.__dict__
+    attributes[MODULES] = {**layer.__dict__[MODULES], **stand_ins}
+    for name in stand_ins.keys() & attributes.keys():  # an activation function is an attribute
+        attributes[name] = stand_ins[name]
     return view

@@ -66,8 +66,8 @@ class Rest:
 def recomputed(states: Mapping[str, Sequence[str]]) -> str:
     """What "attention-saved" computes again beside MLPs, norms and projections, by kind of state; "" without any."""
     return "".join(
-        f"; {len(layers)} layers with a state ({kind}) keep their input alone, and their scan runs again"
-        for kind, layers in states.items()
+        f"; {len(layers)} layers with a state ({state}) keep their input alone, and their scan runs again"
+        for state, layers in states.items()
     )
 
 
@@ -79,4 +79,4 @@ def remove_rest(model: nn.Module) -> None:
 
 def rest_notes(model: nn.Module) -> list[str]:
     """What the user should know of them, from what the model is now."""
-    return [note for one in (*standing_losses(model), *standing_checkpointing(model)) for note in one.notes()]
+    return [note for standing in (*standing_losses(model), *standing_checkpointing(model)) for note in standing.notes()]

@@ -15,6 +15,7 @@ from seqtile._errors import UserError, expect_module
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.models.apply import refuse_tiled_by_unsloth, replacing, with_free_memory
+from seqtile.models.call_arguments import SplitArguments
 from seqtile.models.discover.chain import Chain, inputs_of
 from seqtile.models.discover.proof import Mode, Proof, for_training, prove
 from seqtile.models.discover.widths import linear_widths
@@ -79,28 +80,26 @@ def tile_module(
     rows = _proof(module, ("b", "s", hidden)) if dim != -1 else None
     by_rows = rows is not None and not rows.why_not
     setting = Setting(rule, with_free_memory(keeping, module, 1), path, hidden, widest, name=name, trusted=True)
-    own = TiledModule(module, setting, dim, by_rows)
+    forward = TiledModule(module, setting, dim, by_rows)
     not_fused = "its rows are not known to be independent"
     if by_rows and rows is not None:
         weights: Any = rows.formula
         if not isinstance(weights, str):
-            weights = Chain(((name, module),)).weights(weights, _dtype(module))
+            weights = weights.weights(Chain(((name, module),)), _dtype(module))
         not_fused = weights if isinstance(weights, str) else ""
-    own.falls_back = not not_fused and path != "generic"
-    if path == "fused" and not own.falls_back:
+    forward.falls_back = not not_fused and path != "generic"
+    if path == "fused" and not forward.falls_back:
         raise UserError(f"path='fused' does not apply to {name}: {not_fused}; use path='auto'")
-    with replacing(module, own=True):
-        own.install()
-        own.check()
+    with replacing(module, modules_too=True):
+        forward.install()
+        forward.check()
         mark_leaf(module)
     trained = [weight for weight in module.parameters() if weight.requires_grad]
-    shape = setting.shape(torch.empty(0, dtype=_dtype(module), device="meta"), trained, own.falls_back)
+    shape = setting.shape(torch.empty(0, dtype=_dtype(module), device="meta"), trained, forward.falls_back)
     shape = replace(shape, device_type=next((p.device.type for p in module.parameters()), "cpu"))
     why = along.how or f"not verified: its caller vouches for it ({along.why_not})"
-    block = Block(
-        name, name, "module", "fused" if own.falls_back else "generic", hidden, widest, (), rule.describe(shape), why,
-        not_fused, False,
-    )  # fmt: skip
+    path = "fused" if forward.falls_back else "generic"
+    block = Block(name, name, "module", path, hidden, widest, (), rule.describe(shape), why, not_fused, False)
     report = Report((block,), (), 1, setting.keep, weakref.ref(module))
     logger.info("%s", report)
     return report
@@ -130,7 +129,7 @@ def _proof(module: nn.Module, dims: tuple[int | str, ...], call: tuple[Any, ...]
 
 def _widths(module: nn.Module) -> tuple[int, int]:
     """(width of the input, widest tensor per token), as the weights show them; 1 where there are none."""
-    linears = [widths for part in module.modules() if (widths := linear_widths(part)) is not None]
+    linears = [widths for submodule in module.modules() if (widths := linear_widths(submodule)) is not None]
     shapes = linears or [(p.shape[1], p.shape[0]) if p.dim() > 1 else (p.numel(),) * 2 for p in module.parameters()]
     return (shapes[0][0], max(max(shape) for shape in shapes)) if shapes else (1, 1)
 
@@ -151,39 +150,48 @@ class TiledModule(TiledForward):
         places = _Along(self.setting.name, self.dim, args, kwargs)
         if self.by_rows and places.features_last:
             return super().__call__(*args, **kwargs)
-        self.check()
+        if not torch.compiler.is_compiling():
+            self.refuse_copies()
         original, tensors = self.original, places.take()
         if not tensors:
             return original(*args, **kwargs)
         shapes: list[torch.Size] = []
 
         def call(tiles: list[Tensor]) -> Any:
-            filled, words = places.fill(tiles)
+            tile_args, tile_kwargs = places.fill(tiles)
             shapes.clear()
-            return tree_map(lambda leaf: places.as_rows(leaf, len(tiles[0]), shapes), original(*filled, **words))
+            return tree_map(
+                lambda leaf: places.as_rows(leaf, len(tiles[0]), shapes), original(*tile_args, **tile_kwargs)
+            )
 
         width = tensors[0].numel() // max(len(tensors[0]), 1)
         lanes = max(1, width // self.setting.hidden)
         constants = places.constants()
-        mode = mode_of([one[None] for one in tensors], constants)
-        split = tuple((("s", one.shape[1]), one.dtype) for one in tensors)  # rows of one token each
+        mode = mode_of([tensor[None] for tensor in tensors], constants)
+        split = tuple((("s", tensor.shape[1]), tensor.dtype) for tensor in tensors)  # rows of one token each
         mode = replace(mode, inputs=split + mode.inputs[len(tensors) :])
         chain = Chain(((self.setting.name, self.module),), arguments=places, call=places.key)
         result = self.run(chain, tensors, call, lambda: original(*args, **kwargs), lanes, mode)
         if not shapes:  # it ran untiled
             return result
-        rest = iter(list(shapes))
-        return tree_map(lambda leaf: places.as_given(leaf, next(rest)) if isinstance(leaf, Tensor) else leaf, result)
+        output_shapes = iter(list(shapes))
+        return tree_map(
+            lambda leaf: (
+                places.given_back(leaf, next(output_shapes)).contiguous() if isinstance(leaf, Tensor) else leaf
+            ),
+            result,
+        )
 
 
-class _Along:
-    """Which arguments are split along a dimension, as ``[tokens, rest]``, and the way back."""
+class _Along(SplitArguments):
+    """Split are the tensors with tokens in one dimension, each as ``[tokens, rest]``."""
+
+    features_last = True
+    dim = 0
 
     def __init__(self, name: str, dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.name, self.count = name, len(args)
-        self.whole: list[int | str] = []
-        self.arguments: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
-        self.split: dict[int | str, torch.Size] = {}
+        super().__init__(args, kwargs)
+        self.name = name
         x = next((value for value in self.arguments.values() if isinstance(value, Tensor) and value.dim() > 0), None)
         if x is None:
             return
@@ -194,25 +202,17 @@ class _Along:
         for key, value in self.arguments.items():
             if isinstance(value, Tensor) and self._has_tokens(key, value, x):
                 self.split[key] = value.shape[: self.dim] + value.shape[self.dim + 1 :]
-            elif isinstance(value, Tensor):
-                self.whole.append(key)
-
-    features_last = True
-
-    @property
-    def names(self) -> list[int | str]:
-        """The arguments that are split."""
-        return list(self.split)
-
-    def constants(self) -> list[Tensor]:
-        """The tensors that every tile gets whole."""
-        return [self.arguments[key] for key in self.whole]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What else tells one call from another."""
-        others = ((key, repr(value)) for key, value in self.arguments.items() if not isinstance(value, Tensor))
-        return ("along", self.dim, tuple(self.split.items()), tuple(self.whole), tuple(others))
+        return ("along", self.dim, *super().key)
+
+    def rows(self, value: Tensor, shape: torch.Size) -> Tensor:
+        value = value.movedim(self.dim, 0)
+        return value.reshape(len(value), shape.numel())
+
+    def given_back(self, tile: Tensor, shape: torch.Size) -> Tensor:
+        return tile.reshape(len(tile), *shape).movedim(0, self.dim)
 
     def _has_tokens(self, key: int | str, value: Tensor, x: Tensor) -> bool:
         dim, same = self.dim, value.dim() == x.dim()
@@ -230,25 +230,6 @@ class _Along:
             )
         return leads
 
-    def take(self) -> list[Tensor]:
-        """The tensors to split, as rows; nothing here holds them any longer."""
-        tensors = []
-        for key in self.split:
-            value = self.arguments[key].movedim(self.dim, 0)
-            tensors.append(value.reshape(len(value), self.split[key].numel()))
-            self.arguments[key] = None
-        return tensors
-
-    def fill(
-        self, tiles: Sequence[Tensor], constants: Sequence[Tensor] | None = None
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments, with tiles, and ``constants`` if given, in place of the whole tensors."""
-        filled = dict(self.arguments) | dict(zip(self.whole, constants or [], strict=False))
-        for (key, rest), tile in zip(self.split.items(), tiles, strict=True):
-            filled[key] = tile.reshape(len(tile), *rest).movedim(0, self.dim)
-        words = {key: value for key, value in filled.items() if isinstance(key, str)}
-        return [filled[number] for number in range(self.count)], words
-
     def as_rows(self, leaf: Any, tokens: int, shapes: list[torch.Size]) -> Any:
         """One output of a tile as ``[tokens, rest]``; its ``rest`` is added to ``shapes``."""
         if not isinstance(leaf, Tensor):
@@ -261,6 +242,3 @@ class _Along:
         leaf = leaf.movedim(self.dim, 0)
         shapes.append(leaf.shape[1:])
         return leaf.reshape(tokens, leaf.shape[1:].numel())
-
-    def as_given(self, rows: Tensor, rest: torch.Size) -> Tensor:
-        return rows.reshape(len(rows), *rest).movedim(0, self.dim).contiguous()

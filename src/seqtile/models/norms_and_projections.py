@@ -55,18 +55,14 @@ def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[s
         besides: names of modules that run in another operator, attention and the norm before it.
         whole: also norms beside the list of layers, such as the one before the head.
     """
-    found: dict[str, Rows] = {}
+    rows: dict[str, Rows] = {}
     modules = dict(model.named_modules())
     hidden = {block.layer: block.hidden for block in blocks if block.layer}
     inside = tuple(f"{name}." for name in (*besides, *(block.name for block in blocks)) if name)
-    around = {layer.rpartition(".")[0].rpartition(".")[0]: width for layer, width in hidden.items()} if whole else {}
-    taken = {
-        f"{block.layer}.{name}".lstrip(".")
-        for block in blocks
-        for name in (block.neighbours.before, *block.neighbours.members, block.neighbours.after,
-                     block.neighbours.closing)
-        if name
-    } | set(besides)  # fmt: skip
+    parents = {layer.rpartition(".")[0].rpartition(".")[0]: width for layer, width in hidden.items()} if whole else {}
+    in_tiles = {*besides}
+    for block in blocks:
+        in_tiles |= {f"{block.layer}.{child}".lstrip(".") for child in block.neighbours.names}
     proved: dict[object, bool] = {}
 
     def is_norm(module: nn.Module, width: int) -> bool:
@@ -81,35 +77,35 @@ def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[s
         return proved[key]
 
     for name, module in modules.items():
-        if name in taken or name.startswith(inside) or own_forward(module) is not None:
+        if name in in_tiles or name.startswith(inside) or own_forward(module) is not None:
             continue
         parent = name.rpartition(".")[0]
-        width = around.get(parent) or next(
-            (wide for layer, wide in hidden.items() if name.startswith(f"{layer}.")), None
+        width = parents.get(parent) or next(
+            (layer_width for layer, layer_width in hidden.items() if name.startswith(f"{layer}.")), None
         )
         if width is None:
             continue
         if is_norm(module, width):
-            found[name] = Rows(name, module, width, width)
+            rows[name] = Rows(name, module, width, width)
         elif (
             (widths := linear_widths(module)) is not None
             and width in widths
             and looks_like_attention(parent, modules[parent])
         ):
-            found[name] = Rows(name, module, *widths)
-    return list(found.values())
+            rows[name] = Rows(name, module, *widths)
+    return list(rows.values())
 
 
 def tile_rows(rows: Iterable[Rows], rule: TileRule, path: str = "auto") -> None:
     """Install the tiled forwards; by the generic operator alone where ``path`` is ``"generic"``."""
-    for one in rows:
-        rule = replace(rule, part="norm" if one.is_norm else "projection")
-        setting = Setting(rule, KeepRule("share", 0.0, 1), "generic", one.hidden, one.width, name=one.name)
-        tiled = TiledRows(one.module, setting)
+    for row in rows:
+        rule = replace(rule, part="norm" if row.is_norm else "projection")
+        setting = Setting(rule, KeepRule("share", 0.0, 1), "generic", row.hidden, row.width, name=row.name)
+        tiled = TiledRows(row.module, setting)
         tiled.fuses_norms = path != "generic"
         tiled.install()
         tiled.check()
-        mark_leaf(one.module)
+        mark_leaf(row.module)
 
 
 def adapted_since(model: nn.Module) -> int:
@@ -122,6 +118,6 @@ def adapted_since(model: nn.Module) -> int:
 
 def words_for(rows: Sequence[Rows]) -> str:
     """``"33 norms and 128 projections"``, or ""."""
-    norms = sum(one.is_norm for one in rows)
+    norms = sum(row.is_norm for row in rows)
     counts = [(norms, "norm"), (len(rows) - norms, "projection")]
     return " and ".join(f"{count} {what}{'s' * (count > 1)}" for count, what in counts if count)

@@ -118,39 +118,41 @@ class Report(PrintsAsSentence):
                 "early stop of activation checkpointing is switched off: each block runs once more (14 units for a "
                 "gated MLP, untiled 12)"
             )
-        forwards = [] if model is None else [one.__dict__.get("forward") for one in model.modules()]
-        left_out = [one.left_out_compiled for one in forwards if isinstance(one, Installed) and one.compiled]
+        forwards = [] if model is None else [module.__dict__.get("forward") for module in model.modules()]
+        left_out = [
+            forward.left_out_compiled for forward in forwards if isinstance(forward, Installed) and forward.compiled
+        ]
         notes += dict.fromkeys(left_out)
-        rest = rest_notes(model) if model is not None else []
-        ran = [seen for one in forwards if (seen := getattr(one, "attention_ran", None)) is not None]
-        if ran and not any(note.startswith("attention ran on") for note in rest):
-            rest += attention_sentences(frozenset().union(*ran))
+        further = rest_notes(model) if model is not None else []
+        ran = [seen for forward in forwards if (seen := getattr(forward, "attention_ran", None)) is not None]
+        if ran and not any(note.startswith("attention ran on") for note in further):
+            further += attention_sentences(frozenset().union(*ran))
         if model is not None:
-            rest = [*rest, *refusals(model), *rotary_sentences(model)]
+            further = [*further, *refusals(model), *rotary_sentences(model)]
             if adapted := adapted_since(model):
-                rest.append(
+                further.append(
                     f"adapters were put around {adapted} projections after they were tiled, and run whole; call "
                     "seqtile.apply again"
                 )
-        return (*notes, *rest)
+        return (*notes, *further)
 
     def __str__(self) -> str:
         kinds = Counter((block.class_name, block.kind) for block in self.blocks)
-        words = {"mlp": "MLPs", "experts": "experts", "inline": "MLPs", "pair": "MLPs", "module": "modules"}
+        plurals = {"mlp": "MLPs", "experts": "experts", "inline": "MLPs", "pair": "MLPs", "module": "modules"}
         names = ", ".join(dict.fromkeys(class_name for class_name, _ in kinds))
-        what = " and ".join(dict.fromkeys(words[kind] for _, kind in kinds))
+        what = " and ".join(dict.fromkeys(plurals[block_kind] for _, block_kind in kinds))
         tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))
         paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
         rows = self.rows and f"{self.rows} in tiles of their own"
-        done = [words for words in (rows, self.heads, self.state, self.loss, self.checkpointing) if words]
+        done = [plurals for plurals in (rows, self.heads, self.state, self.loss, self.checkpointing) if plurals]
         if not self.blocks and not done and self.left:
             first, others = self.left[0], len(self.left) - 1
             done = [f"tiled nothing: {first.name} ({first.class_name}): {first.why}"]
             done += [f"and {others} more were left, see report.left"] if others else []
         if not self.blocks:
             return "; ".join([*done, *self.notes])
-        custom = [f"{one.name} ({one.class_name})" for one in self.left if one.custom]
+        custom = [f"{module.name} ({module.class_name})" for module in self.left if module.custom]
         if custom:
-            more = f" and {len(custom) - 1} more" if custom[1:] else ""
-            done.append(f"custom code left untiled: {custom[0]}{more}, see report.left")
+            further = f" and {len(custom) - 1} more" if custom[1:] else ""
+            done.append(f"custom code left untiled: {custom[0]}{further}, see report.left")
         return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *self.notes])

@@ -43,8 +43,8 @@ class Runs:
 
 def forget_runs(model: nn.Module) -> None:
     """Count from here on."""
-    for one in installed_forwards(model):
-        one.most_tiles = one.most_tokens = 0
+    for forward in installed_forwards(model):
+        forward.most_tiles = forward.most_tokens = 0
 
 
 def what_ran(model: nn.Module) -> Runs:
@@ -55,12 +55,12 @@ def what_ran(model: nn.Module) -> Runs:
     tiles: dict[str, int] = {}
     rules: dict[str, None] = {}
     tokens = 0
-    for one in installed_forwards(model):
-        if not isinstance(one, TiledRows | StateForward | HeadWise | HeadLayer):
-            name = one.setting.name
-            tiles[name] = max(one.most_tiles, tiles.get(name, 0))
-            tokens = max(tokens, one.most_tokens)
-            rules[str(one.setting.rule)] = None
+    for forward in installed_forwards(model):
+        if not isinstance(forward, TiledRows | StateForward | HeadWise | HeadLayer):
+            name = forward.setting.name
+            tiles[name] = max(forward.most_tiles, tiles.get(name, 0))
+            tokens = max(tokens, forward.most_tokens)
+            rules[str(forward.setting.rule)] = None
     return Runs(
         len(tiles), sum(n > 1 for n in tiles.values()), max(tiles.values(), default=0), tokens, ", ".join(rules)
     )

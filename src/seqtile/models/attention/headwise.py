@@ -101,7 +101,7 @@ class HeadWise(Installed):
             self.note_compiled()
             return ()
         module = self.module
-        kind = attention_kind(module) or ""
+        attention = attention_kind(module) or ""
         cached, differentiated = named.get("past_key_values") is not None, False
         for value in values:
             cached |= hasattr(value, "get_seq_length")
@@ -115,7 +115,7 @@ class HeadWise(Installed):
             reason = "attention weights were asked for"
         elif differentiated:
             reason = "it was called with another tensor that needs a gradient"
-        elif kind == "flex_attention":
+        elif attention == "flex_attention":
             reason = "flex_attention compiles its kernel for all heads"
         elif not isinstance(nn.functional.scaled_dot_product_attention, BuiltinFunctionType):
             reason = "context parallelism has taken PyTorch's attention over, and a group's keys would travel alone"
@@ -123,8 +123,9 @@ class HeadWise(Installed):
             self._tell(reason)
             return ()
         self.check(*(() if norm is None else [("the norm before it", norm)]))
-        if ulysses := ulysses_around(kind):
-            _loop_inside(ulysses)
+        if ulysses := ulysses_around(attention):
+            if not isinstance(ulysses.attn, _AfterExchange):  # what Ulysses calls after its exchange, group by group
+                ulysses.attn = _AfterExchange(ulysses.attn)
             return ()
         shape, per_pass = self.heads.shape, self.heads.per_pass
         if isinstance(per_pass, str):
@@ -225,22 +226,16 @@ def _sliced(value: Any, cut: HeadGroup, shape: HeadShape) -> Any:
     return value
 
 
-def ulysses_around(kind: str | None) -> Any:
+def ulysses_around(attention: str | None) -> Any:
     """DeepSpeed's Ulysses where it has taken the attention function of ``kind``, else None."""
     if "deepspeed.runtime.sequence_parallel.ulysses_sp" not in sys.modules:
         return None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ulysses = sys.modules["deepspeed.runtime.sequence_parallel.ulysses_sp"].UlyssesSPAttentionHF
-    function = ALL_ATTENTION_FUNCTIONS.get(kind, None)
+    function = ALL_ATTENTION_FUNCTIONS.get(attention, None)
     cells = getattr(function, "__closure__", None) or ()
     return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, ulysses)), None)
-
-
-def _loop_inside(ulysses: Any) -> None:
-    """Have the attention that Ulysses calls after its exchange go group by group, for modules that say so."""
-    if not isinstance(ulysses.attn, _AfterExchange):
-        ulysses.attn = _AfterExchange(ulysses.attn)
 
 
 class _AfterExchange:
@@ -277,9 +272,9 @@ class _AfterExchange:
 class HeadLayer(Installed):
     """``forward`` of a decoder layer of which only attention is changed: its norm runs inside."""
 
-    def __init__(self, layer: nn.Module, setting: HeadSetting, near: NormedAttention) -> None:
+    def __init__(self, layer: nn.Module, setting: HeadSetting, normed: NormedAttention) -> None:
         super().__init__(layer, setting)  # type: ignore[arg-type]
-        self.near = near
+        self.near = normed
 
     def note(self) -> str:
         return f"{self.near.norm} inside {self.near.attention}" if self.near.norm else ""
@@ -300,22 +295,22 @@ def find_for(model: nn.Module, heads: Heads | None) -> tuple[list[Attention], li
     """
     if heads is None:
         return [], []
-    found, left = find_attention(model)
-    if not found:
+    modules, left = find_attention(model)
+    if not modules:
         states = ", ".join(states_of(model))
         none = f"no attention module, but layers with a state ({states})" if states else "no attention module"
-        seen = "; ".join(f"{one.name} ({one.class_name}): {one.why}" for one in left[:3]) or none
+        seen = "; ".join(f"{module.name} ({module.class_name}): {module.why}" for module in left[:3]) or none
         raise UserError(
             f"heads={heads!r} finds no attention in {type(model).__name__} that runs on some of its heads: {seen}; "
             "leave heads out"
         )
-    most = max(one.shape.groups for one in found)
+    most = max(module.shape.groups for module in modules)
     if isinstance(heads, int) and heads > most:
         raise UserError(
             f"heads={heads} is more than the {most} key-value heads of {type(model).__name__}; give at most {most}, or "
             "leave heads out to run them all at once"
         )
-    return found, left
+    return modules, left
 
 
 def runs_on_some_heads(model: nn.Module) -> bool:
@@ -323,11 +318,11 @@ def runs_on_some_heads(model: nn.Module) -> bool:
     return bool(find_attention(model)[0])
 
 
-def install_heads(model: nn.Module, heads: Heads | None, found: Sequence[Attention], left: Sequence[Left]) -> str:
+def install_heads(model: nn.Module, heads: Heads | None, modules: Sequence[Attention], left: Sequence[Left]) -> str:
     """Have every attention module in ``found`` run head-wise; what was done, in a sentence."""
     if heads is None:
         return ""
-    for attention in found:
+    for attention in modules:
         setting = HeadSetting(heads, attention.shape, attention.name, attention.layer)
         standing = HeadWise(attention.module, setting)
         standing.install()
@@ -341,10 +336,12 @@ def install_heads(model: nn.Module, heads: Heads | None, found: Sequence[Attenti
             HeadLayer(layer, setting, normed).install()
         mark_leaf(layer)  # which the layer's stand-in takes off again
     shapes = dict.fromkeys(
-        f"{type(one.module).__name__}, {one.shape.query} query heads on {one.shape.groups}" for one in found
+        f"{type(module.module).__name__}, {module.shape.query} query heads on {module.shape.groups}"
+        for module in modules
     )
     passes = "passes chosen by length" if heads == "auto" else f"{heads} key-value heads per pass"
     untouched = f", {len(left)} left alone" if left else ""
-    for kind, layers in states_of(model).items():
-        untouched += f"; {len(layers)} layers with a state ({kind}) run whole"
-    return f"head-wise attention in {len(found)} of {len(found) + len(left)} ({'; '.join(shapes)}), {passes}{untouched}"
+    for state, layers in states_of(model).items():
+        untouched += f"; {len(layers)} layers with a state ({state}) run whole"
+    tiled = f"{len(modules)} of {len(modules) + len(left)} ({'; '.join(shapes)})"
+    return f"head-wise attention in {tiled}, {passes}{untouched}"

@@ -55,9 +55,9 @@ class CarriedState:
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
         """A tile's inputs ``[B, channels, t]`` behind those before it; the last ``conv_kernel_size`` are kept."""
-        before = self.tensors.get(("convolution", state_idx))
-        whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
-        kernel = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        earlier = self.tensors.get(("convolution", state_idx))
+        whole = conv_states if earlier is None else torch.cat([earlier, conv_states], dim=-1)
+        kernel = conv_kernel_size or (conv_states if earlier is None else earlier).shape[-1]
         missing = max(0, kernel - whole.shape[-1])
         # Copied, since a slice would keep the whole tile.
         self.tensors["convolution", state_idx] = F.pad(whole[..., -kernel:], (missing, 0)).clone()

@@ -48,7 +48,7 @@ def find_carriers(model: nn.Module) -> Iterator[Carrier]:
 
 
 def _around(layer: DecoderLayer, mixer: Mixer) -> str:
-    others = [one.name for one in layer.mixers if one is not mixer]
+    others = [other.name for other in layer.mixers if other is not mixer]
     parts = mixer.name.split(".")
     for depth in range(len(parts)):
         inner = ".".join(parts[:depth])
@@ -77,41 +77,43 @@ def install_state(model: nn.Module, tile: int | str | None) -> tuple[str, list[L
         )
     later = False
     with for_training(model):
-        for one in carriers:
-            whole, why, ready = _choose(model, one, proofs)
+        for carrier in carriers:
+            whole, why, ready = _choose(model, carrier, proofs)
             if why:
-                name = one.whole if whole else one.mixer
+                name = carrier.whole if whole else carrier.mixer
                 why = f"its mixer alone runs in tiles: {why}" if whole else why
                 left.append(Left(name, type(model.get_submodule(name)).__name__, why))
             if not whole:
                 continue
             later |= not ready
-            for name in dict.fromkeys((one.mixer, whole)):
-                _install(model, name, StateSetting(tile, name, one.layer), proofs)
-            if whole != one.layer and "forward" not in model.get_submodule(one.layer).__dict__:
-                _install(model, one.layer, StateSetting(tile, one.layer, one.layer, runs=False), proofs)
-            mark_leaf(model.get_submodule(one.layer))  # which the layer's stand-in takes off again
-            done[one.kind, "whole layers" if whole != one.mixer else "the mixers alone"] += 1
-    words = _words(done, len(carriers), tile, later)
+            for name in dict.fromkeys((carrier.mixer, whole)):
+                _install_forward(model, name, StateSetting(tile, name, carrier.layer), proofs)
+            if whole != carrier.layer and "forward" not in model.get_submodule(carrier.layer).__dict__:
+                _install_forward(
+                    model, carrier.layer, StateSetting(tile, carrier.layer, carrier.layer, runs=False), proofs
+                )
+            mark_leaf(model.get_submodule(carrier.layer))  # which the layer's stand-in takes off again
+            done[carrier.kind, "whole layers" if whole != carrier.mixer else "the mixers alone"] += 1
+    sentence = _sentence(done, len(carriers), tile, later)
     if carriers and not done:
-        words += f": {'; '.join(dict.fromkeys(one.why for one in left))}"
-        logger.warning("%s", words)
-    return words, left
+        sentence += f": {'; '.join(dict.fromkeys(carrier.why for carrier in left))}"
+        logger.warning("%s", sentence)
+    return sentence, left
 
 
-def _choose(model: nn.Module, one: Carrier, proofs: StateProofs) -> tuple[str, str, bool]:
+def _choose(model: nn.Module, carrier: Carrier, proofs: StateProofs) -> tuple[str, str, bool]:
     """(name of what runs in tiles, why nothing or the mixer alone does, whether that is proven already)."""
     why, ready, of_whole = "", True, ""
-    for name in dict.fromkeys((one.whole, one.mixer)):
+    for name in dict.fromkeys((carrier.whole, carrier.mixer)):
         module = model.get_submodule(name)
-        own = module.__dict__.get("forward")
-        if own is not None and not isinstance(own, TiledLayer):
+        forward = module.__dict__.get("forward")
+        if forward is not None and not isinstance(forward, TiledLayer):
             why = f"the forward of {name} was replaced"
         elif cache_argument(module) is None:
             why = f"{type(module).__name__} takes no cache, so it cannot be handed a state"
         else:
             ready = is_here(module)
-            tried = module if has_values(module) else model.get_submodule(one.mixer)  # routing has no shapes alone
+            tried = module if has_values(module) else model.get_submodule(carrier.mixer)  # routing has no shapes alone
             why = proofs.why_not(tried, _like_its_input(tried)) if ready else ""
             if not why:
                 return name, of_whole, ready and tried is module
@@ -121,28 +123,28 @@ def _choose(model: nn.Module, one: Carrier, proofs: StateProofs) -> tuple[str, s
 
 def _like_its_input(module: nn.Module) -> torch.Tensor:
     """An empty tensor of the width, dtype and device of a module's hidden states."""
-    width = next(int(wide) for part in module.modules() if (wide := getattr(part, "in_features", 0)))
+    width = next(int(width) for submodule in module.modules() if (width := getattr(submodule, "in_features", 0)))
     weight = next(w for w in module.parameters() if w.is_floating_point() and w.element_size() >= 2)
     return torch.empty(0, width, dtype=weight.dtype, device=weight.device)
 
 
-def _install(model: nn.Module, name: str, setting: StateSetting, proofs: StateProofs) -> None:
+def _install_forward(model: nn.Module, name: str, setting: StateSetting, proofs: StateProofs) -> None:
     standing = StateForward(model.get_submodule(name), setting, proofs)
     standing.install()
     standing.check()
 
 
-def _words(done: Counter[tuple[str, str]], found: int, tile: int | str, later: bool) -> str:
-    if not found:
+def _sentence(done: Counter[tuple[str, str]], total: int, tile: int | str, later: bool) -> str:
+    if not total:
         return "no layer carries a state"
     size = f"about {STATE_TOKENS:,}" if tile == "auto" else f"{tile:,}"
-    what = ", ".join(f"{count} of {kind}, {how}" for (kind, how), count in done.items()) or "none"
+    what = ", ".join(f"{count} of {state}, {how}" for (state, how), count in done.items()) or "none"
     proven = ", proven at their first call" if later else ""
-    return f"layers with a state in tiles of {size} tokens: {sum(done.values())} of {found} ({what}){proven}"
+    return f"layers with a state in tiles of {size} tokens: {sum(done.values())} of {total} ({what}){proven}"
 
 
 def can_carry(model: nn.Module) -> bool:
     """Whether :func:`install_state` could have some layer of ``model`` run in tiles."""
     proofs = StateProofs()
     with for_training(model):
-        return any(_choose(model, one, proofs)[0] for one in find_carriers(model))
+        return any(_choose(model, carrier, proofs)[0] for carrier in find_carriers(model))

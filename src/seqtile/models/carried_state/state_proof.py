@@ -88,8 +88,8 @@ def _try(module: nn.Module, x: Tensor) -> str:
     try:
         # The hooks keep what the trial saves from a checkpoint around the layer, which counts it. They pack no tensor
         # with a graph: a node that saves its own output would hold itself, and with it what the trial leaves undone.
-        with _without_dropout(module), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _same):
-            return (_compare if has_values(module) else _connect)(_Trial(module, x))
+        with _without_dropout(module), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
+            return (_compare_tiles if has_values(module) else _connect)(_Trial(module, x))
     except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises
         if isinstance(error, AttributeError) and isinstance(error.obj, CarriedState):
             return f"it asks its cache for {error.name}, which is not how other layers keep a state"
@@ -97,7 +97,7 @@ def _try(module: nn.Module, x: Tensor) -> str:
         return f"in tiles it raises {type(error).__name__}: {first}"
 
 
-def _compare(trial: _Trial) -> str:
+def _compare_tiles(trial: _Trial) -> str:
     if why := _connect(trial, values=True) or trial.ends_elsewhere():
         return why
     whole = trial.gradients(trial.whole)
@@ -118,14 +118,14 @@ def _connect(trial: _Trial, values: bool = False) -> str:
     first, second = x.split(TILES[0], dim=1)
     call = trial.call(x)
     _, left = trial.step(call, first, ())
-    taken = tuple(one.detach().requires_grad_(one.is_floating_point()) for one in left)
+    taken = tuple(state.detach().requires_grad_(state.is_floating_point()) for state in left)
     result, _ = trial.step(call, second, taken)
     if not left:
-        return _lost("state")
-    for name, one, given in zip(call.states, left, taken, strict=True):
-        for value, by in ((one, x), (_output_of(result), given)):
+        return _not_handed_on("state")
+    for name, state, before_tile in zip(call.states, left, taken, strict=True):
+        for value, by in ((state, x), (_output_of(result), before_tile)):
             if not _has_gradient(value, by, values):
-                return _lost(name)
+                return _not_handed_on(name)
     return ""
 
 
@@ -133,11 +133,11 @@ def _has_gradient(value: Tensor, by: Tensor, values: bool) -> bool:
     if not (value.requires_grad and by.requires_grad):
         return False
     weighted = (value * _random_like(value)).sum()
-    found = torch.autograd.grad(weighted, by, retain_graph=True, allow_unused=True)[0]
-    return found is not None and not (values and not bool(found.any()))
+    gradient = torch.autograd.grad(weighted, by, retain_graph=True, allow_unused=True)[0]
+    return gradient is not None and not (values and not bool(gradient.any()))
 
 
-def _lost(state: str) -> str:
+def _not_handed_on(state: str) -> str:
     return f"the {state} or its gradient is not handed on"
 
 
@@ -147,7 +147,7 @@ def _random_like(value: Tensor) -> Tensor:
 
 
 def _output_of(result: Any) -> Tensor:
-    return next(one for one in tree_leaves(result) if isinstance(one, Tensor))
+    return next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
 
 
 class _Trial:
@@ -167,8 +167,10 @@ class _Trial:
         self.tolerance = TOLERANCE[low(x.dtype) or (Autocast.of(x).enabled and low(Autocast.of(x).dtype))]
         parameters = inspect.signature(type(module).forward).parameters
         self.masks = "attention_mask" in parameters
-        others = [*parameters.values()][2:]
-        required = [one.name for one in others if one.default is one.empty and one.kind != one.VAR_KEYWORD]
+        required = [
+            name for name, parameter in [*parameters.items()][2:]
+            if parameter.default is parameter.empty and parameter.kind != parameter.VAR_KEYWORD
+        ]  # fmt: skip
         self.others = dict.fromkeys(name for name in required if name not in CACHES)
 
     def _words(self, padded: bool) -> dict[str, Any]:
@@ -197,13 +199,15 @@ class _Trial:
         x = self.x.detach().requires_grad_()
         call, state = self.call(x), State()
         for tile in x.split([*sizes], dim=1):
-            given = [torch.zeros_like(one) if number == without else one for number, one in enumerate(state)]
-            _, state = self.step(call, tile, tuple(given))
-        found = dict[str, Tensor]()
-        for name, one in zip(call.states, state, strict=True):
-            gradient = torch.autograd.grad((one * _random_like(one)).sum(), x, retain_graph=True)[0]
-            found |= {name: one.detach(), f"{name}'s gradient": gradient}
-        return found
+            tile_state = [
+                torch.zeros_like(tensor) if number == without else tensor for number, tensor in enumerate(state)
+            ]
+            _, state = self.step(call, tile, tuple(tile_state))
+        ends = dict[str, Tensor]()
+        for name, tensor in zip(call.states, state, strict=True):
+            gradient = torch.autograd.grad((tensor * _random_like(tensor)).sum(), x, retain_graph=True)[0]
+            ends |= {name: tensor.detach(), f"{name}'s gradient": gradient}
+        return ends
 
     def ends_elsewhere(self) -> str:
         """Which state is another one after three tiles than after one, or has another gradient, or ""."""
@@ -211,7 +215,7 @@ class _Trial:
         for number, state in enumerate([*whole][::2]):
             without = self._ends(LAST_SHORT, number)
             for name in (state, f"{state}'s gradient"):
-                error, effect = (_relative(found[name], whole[name]) for found in (tiled, without))
+                error, effect = (_relative(ends[name], whole[name]) for ends in (tiled, without))
                 if not error <= max(self.tolerance * LEAST, min(self.tolerance, effect / TELLS)):
                     return f"after three tiles the {name} is {error:.1g} off what one tile ends with"
         return ""
@@ -224,9 +228,9 @@ class _Trial:
         """Output, and the gradients of the input and of every weight that trains."""
         x = self.x.detach().requires_grad_()
         y = _output_of(run(x))
-        found = torch.autograd.grad(y, [x, *self.weights.values()], self.upstream.to(y.dtype), allow_unused=True)
+        computed = torch.autograd.grad(y, [x, *self.weights.values()], self.upstream.to(y.dtype), allow_unused=True)
         names = ["its input's gradient", *(f"the gradient of {name}" for name in self.weights)]
-        gradients = {name: one for name, one in zip(names, found, strict=True) if one is not None}
+        gradients = {name: gradient for name, gradient in zip(names, computed, strict=True) if gradient is not None}
         return {"its output": y.detach(), **gradients}
 
     def differs(self, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], how: str) -> str:
@@ -241,19 +245,15 @@ def _relative(got: Tensor, expected: Tensor) -> float:
     return float((got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """The largest relative error (L2), and of what; infinite where something is missing or not finite."""
     if got.keys() != expected.keys():
         return float("inf"), sorted(got.keys() ^ expected.keys())[0]
-    norms = {name: float(one.float().norm()) for name, one in expected.items()}
+    norms = {name: float(tensor.float().norm()) for name, tensor in expected.items()}
     largest = max(norm for name, norm in norms.items() if name != "its output")
     worst = 0.0, ""
-    for name, one in expected.items():
-        error = float((got[name].float() - one.float()).norm()) / max(norms[name], SMALL * largest, 1e-30)
+    for name, tensor in expected.items():
+        error = float((got[name].float() - tensor.float()).norm()) / max(norms[name], SMALL * largest, 1e-30)
         if not error <= worst[0]:
             worst = error if error == error else float("inf"), name
     return worst
@@ -261,11 +261,11 @@ def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple
 
 @contextmanager
 def _without_dropout(module: nn.Module) -> Iterator[None]:
-    drops = [part for part in module.modules() if isinstance(part, nn.Dropout) and part.training]
-    for part in drops:
-        part.training = False
+    dropouts = [dropout for dropout in module.modules() if isinstance(dropout, nn.Dropout) and dropout.training]
+    for dropout in dropouts:
+        dropout.training = False
     try:
         yield
     finally:
-        for part in drops:
-            part.training = True
+        for dropout in dropouts:
+            dropout.training = True

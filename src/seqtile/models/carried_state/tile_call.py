@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqtile._compat import tree_flatten, tree_unflatten
+from seqtile._shallow import view_of
 from seqtile.engines.flat import ParameterSwap, call_with_weights
 from seqtile.models.carried_state.state_cache import CarriedState, Key
 from seqtile.models.instance import inside
-from seqtile.models.layer import view_of
 from seqtile.ops.tile_checkpoint import State, Weights, run_with_state
 from seqtile.tiling import StateTiles
 
@@ -40,7 +40,7 @@ class _Uncut:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        next(one for one in (*args, *(kwargs or {}).values()) if isinstance(one, cls)).refuse()
+        next(value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls)).refuse()
 
 
 class TileCall:
@@ -57,35 +57,36 @@ class TileCall:
         why_whole: why the call cannot be cut, or "".
     """
 
-    def __init__(self, args: Sequence[Any], words: Mapping[str, Any], cache: tuple[str, int]) -> None:
-        args, words = list(args), dict(words)
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], cache: tuple[str, int]) -> None:
+        args, kwargs = list(args), dict(kwargs)
         self.cache, position = cache
         if position < len(args):
             args[position] = None
-        words.pop(self.cache, None)
+        kwargs.pop(self.cache, None)
         self._cache_at = position if position < len(args) else None
-        starts = {name: words.pop(name) for name in OF_DOCUMENTS if name in words}
-        self._leaves, self._spec = tree_flatten((args, words))
+        starts = {name: kwargs.pop(name) for name in OF_DOCUMENTS if name in kwargs}
+        self._leaves, self._spec = tree_flatten((args, kwargs))
         self.tensors: list[Tensor] = []
         self._cut: list[int] = []
         self.documents: tuple[int, ...] = ()
         self.why_whole = ""
         self._keys: list[Key] = []
-        first = next((n for n, one in enumerate(self._leaves) if _is_hidden(one)), None)
+        tensors = [(n, leaf) for n, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        first = next((n for n, leaf in tensors if leaf.dim() == 3 and leaf.is_floating_point()), None)
         if first is None:
             self.why_whole = "it was called without hidden states [B, T, D]"
             return
         self.batch, self.tokens = self._leaves[first].shape[:2]
         self._take(first)
-        for number, one in enumerate(self._leaves):
-            if number == first or not isinstance(one, Tensor):
+        for number, leaf in enumerate(self._leaves):
+            if number == first or not isinstance(leaf, Tensor):
                 continue
-            if one.dim() > 1 and one.shape[1] == self.tokens and one.shape[0] in (1, self.batch):
+            if leaf.dim() > 1 and leaf.shape[1] == self.tokens and leaf.shape[0] in (1, self.batch):
                 self._take(number)
-            elif self.tokens in one.shape:
-                self._leaves[number] = _Uncut(tuple(one.shape))
-            elif one.requires_grad:
-                self.why_whole = f"an argument of shape {tuple(one.shape)} needs a gradient"
+            elif self.tokens in leaf.shape:
+                self._leaves[number] = _Uncut(tuple(leaf.shape))
+            elif leaf.requires_grad:
+                self.why_whole = f"an argument of shape {tuple(leaf.shape)} needs a gradient"
         self._read_documents(starts)
 
     def _take(self, number: int) -> None:
@@ -94,37 +95,37 @@ class TileCall:
         self._leaves[number] = None
 
     def _read_documents(self, starts: Mapping[str, Any]) -> None:
-        given = next((starts[name] for name in DOCUMENTS if starts.get(name) is not None), None)
-        if given is None:
+        boundaries = next((starts[name] for name in DOCUMENTS if starts.get(name) is not None), None)
+        if boundaries is None:
             return
         if self.batch > 1:
             self.why_whole = "several rows of packed documents begin at different tokens"
-        elif given.dim() == 2:  # seq_idx, [1, T]: the number of each token's document
-            changes = (given[0, 1:] != given[0, :-1]).nonzero().flatten() + 1
+        elif boundaries.dim() == 2:  # seq_idx, [1, T]: the number of each token's document
+            changes = (boundaries[0, 1:] != boundaries[0, :-1]).nonzero().flatten() + 1
             ends = [0, *changes.tolist(), self.tokens]
             self.documents = tuple(end - start for start, end in zip(ends, ends[1:], strict=False))
         else:  # [documents + 1]
-            self.documents = tuple(length for length in given.diff().tolist() if length)
+            self.documents = tuple(length for length in boundaries.diff().tolist() if length)
         if self.documents and sum(self.documents) != self.tokens:
             self.why_whole = f"its documents hold {sum(self.documents):,} tokens and its sequence {self.tokens:,}"
 
     @property
     def states(self) -> list[str]:
         """What the states are that a tile left, in the order in which they are handed on."""
-        return [f"{kind} state" + f" {number}" * bool(number) for kind, number in self._keys]
+        return [f"{name} state" + f" {number}" * bool(number) for name, number in self._keys]
 
     def run(self, module: nn.Module, tiles: Sequence[Tensor], state: State) -> tuple[Any, State]:
         """``module`` on one tile that begins with ``state``; what it returns, and the state after it."""
         leaves = list(self._leaves)
         for number, tile in zip(self._cut, tiles, strict=True):
             leaves[number] = tile
-        args, words = tree_unflatten(leaves, self._spec)
+        args, kwargs = tree_unflatten(leaves, self._spec)
         carried = CarriedState(dict(zip(self._keys, state, strict=False)))
         if self._cache_at is None:
-            words[self.cache] = carried
+            kwargs[self.cache] = carried
         else:
             args[self._cache_at] = carried
-        result = forward_of(module)(*args, **words)
+        result = forward_of(module)(*args, **kwargs)
         keys = sorted(carried.tensors)
         if self._keys and keys != self._keys:
             raise RuntimeError(f"it leaves the states {keys} after one tile and {self._keys} after another")
@@ -132,14 +133,10 @@ class TileCall:
         return result, tuple([carried.tensors[key] for key in keys])
 
 
-def _is_hidden(one: Any) -> bool:
-    return isinstance(one, Tensor) and one.dim() == 3 and one.is_floating_point()
-
-
-def given(args: Sequence[Any], words: Mapping[str, Any], argument: tuple[str, int]) -> Any:
+def given(args: Sequence[Any], kwargs: Mapping[str, Any], argument: tuple[str, int]) -> Any:
     """The value of an argument, None where the call has none."""
     name, position = argument
-    return args[position] if position < len(args) else words.get(name)
+    return args[position] if position < len(args) else kwargs.get(name)
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
@@ -163,12 +160,12 @@ def in_tiles(module: nn.Module, call: TileCall, tensors: Sequence[Tensor], cuts:
     swap = ParameterSwap((module,))
 
     def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: State) -> tuple[Any, State]:
-        one = partial(call.run, module, state=state)
+        call_tile = partial(call.run, module, state=state)
         with inside():
             if not aliases:
-                return one(tiles)
+                return call_tile(tiles)
             named = {f"0.{name}": alias for name, alias in aliases.items()}
-            result: tuple[Any, State] = call_with_weights(swap, named, (one, tiles))
+            result: tuple[Any, State] = call_with_weights(swap, named, (call_tile, tiles))
             return result
 
     return run_with_state(run, tensors, cuts.sizes, cuts.begins, weights)

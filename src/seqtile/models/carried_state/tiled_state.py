@@ -60,29 +60,29 @@ class StateForward(Installed):
     def note(self) -> str:
         return f"state={self.state.tile}" if self.state.runs else ""
 
-    def __call__(self, *args: Any, **words: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, cache = self.module, self.cache
         if not self.state.runs or cache is None or inside_a_tile():
-            return self.original(*args, **words)
+            return self.original(*args, **kwargs)
         if torch.compiler.is_compiling():
             self.note_compiled()
-            return self.original(*args, **words)
+            return self.original(*args, **kwargs)
         if not torch.is_grad_enabled() and not module.training:
-            return self.original(*args, **words)
+            return self.original(*args, **kwargs)
         checkpointed = module.training and getattr(module, "gradient_checkpointing", False)
-        if given(args, words, cache) is not None and not checkpointed:
-            return self._whole("it was called with a cache; pass use_cache=False", args, words)
+        if given(args, kwargs, cache) is not None and not checkpointed:
+            return self._whole("it was called with a cache; pass use_cache=False", args, kwargs)
         if hooked := self._hooked():
-            return self._whole(f"{hooked} has hooks, which tiles would run on other tensors", args, words)
-        call = TileCall(args, words, cache)
+            return self._whole(f"{hooked} has hooks, which tiles would run on other tensors", args, kwargs)
+        call = TileCall(args, kwargs, cache)
         if call.why_whole:
-            return self._whole(call.why_whole, args, words)
+            return self._whole(call.why_whole, args, kwargs)
         cuts = state_tiles(call.tokens, call.batch, self.state.tile, call.documents)
         if len(cuts.sizes) == 1 and not reduces_as_they_arrive(module.parameters()):
-            return self.original(*args, **words)
+            return self.original(*args, **kwargs)
         self.check()
         if why := self.proofs.why_not(module, call.tensors[0]):
-            return self._whole(why, args, words)
+            return self._whole(why, args, kwargs)
         self.refused = ""
 
         def tiled(*tensors: Tensor) -> Any:
@@ -94,29 +94,29 @@ class StateForward(Installed):
                 return getattr(module, CHECKPOINT_FUNCTION)(tiled, *tensors)
             return tiled(*tensors)
         except ReadWholeError as error:
-            return self._whole(str(error), args, words)
+            return self._whole(str(error), args, kwargs)
 
     def _hooked(self) -> str:
         """A module inside with a hook that would see tiles, or ""."""
         name: str
-        for name, part in self.module.named_modules():
-            if name and not all(map(captures_nothing, foreign_hooks(part))):
+        for name, submodule in self.module.named_modules():
+            if name and not all(map(captures_nothing, foreign_hooks(submodule))):
                 return name
         return ""
 
-    def _whole(self, why: str, args: Any, words: Any) -> Any:
+    def _whole(self, why: str, args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self.refused = why
             if self.is_news(why):
                 logger.warning("%s runs whole: %s", self.state.name, why)
-        return self.original(*args, **words)
+        return self.original(*args, **kwargs)
 
 
 def refusals(model: nn.Module) -> list[str]:
     """Which layers ran whole at their last call, and why."""
-    found: dict[str, list[str]] = {}
-    for part in model.modules():
-        one = part.__dict__.get("forward")
-        if isinstance(one, StateForward) and one.refused:
-            found.setdefault(one.refused, []).append(one.state.name)
-    return [f"state: {', '.join(names)} not in tiles: {why}" for why, names in found.items()]
+    names_by_refusal: dict[str, list[str]] = {}
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, StateForward) and forward.refused:
+            names_by_refusal.setdefault(forward.refused, []).append(forward.state.name)
+    return [f"state: {', '.join(names)} not in tiles: {why}" for why, names in names_by_refusal.items()]

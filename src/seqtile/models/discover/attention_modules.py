@@ -26,12 +26,12 @@ from seqtile._compat import (
     disable_current_modes,
     parameters_of,
 )
-from seqtile._shallow import bare_instance
+from seqtile._shallow import view_of
 from seqtile.devices import one_thread
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
 from seqtile.models.discover.candidates import LayerTraces, Left, is_per_row
-from seqtile.models.discover.decoder_layers import ATTENTION, kind_of, looks_like_attention
+from seqtile.models.discover.decoder_layers import ATTENTION_MIXER, kind_of, looks_like_attention
 from seqtile.models.discover.known_code import is_known
 from seqtile.models.discover.known_functions import with_twins
 from seqtile.models.discover.known_kernels import twin_of
@@ -91,14 +91,18 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
     """Attention modules of the known form in module order, and the others with the reason."""
     modules = dict(model.named_modules())
     traces = LayerTraces(modules)
-    found: list[Attention] = []
+    attention: list[Attention] = []
     left: list[Left] = []
     proved: dict[object, str] = {}
     for name, module in modules.items():
-        inside = any(name.startswith(f"{one}.") for one in [o.name for o in found] + [o.name for o in left])
-        if inside or not looks_like_attention(name, module) or not _has_linears(module):
+        inside = any(
+            name.startswith(f"{earlier}.")
+            for earlier in [earlier.name for earlier in attention] + [earlier.name for earlier in left]
+        )
+        linears = sum(linear_widths(child) is not None for child in module.children())
+        if inside or linears < 2 or not looks_like_attention(name, module):
             continue
-        if kind_of(name.rpartition(".")[2], module) not in ("", ATTENTION):  # a state, by whatever name
+        if kind_of(name.rpartition(".")[2], module) not in ("", ATTENTION_MIXER):  # a state, by whatever name
             continue
         shape = head_shape(module) if is_known(type(module).forward) else _CUSTOM
         if isinstance(shape, HeadShape):
@@ -117,15 +121,11 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
             steps = traces.of(parent, hidden, {})
             norm = norm_before(parent, steps, child) if steps is not None else ""
             norm = norm if norm and is_per_row(model, getattr(parent, norm), hidden) else ""
-        found.append(Attention(name, module, shape, layer, norm))
-    return found, left
+        attention.append(Attention(name, module, shape, layer, norm))
+    return attention, left
 
 
 _CUSTOM = "its forward is custom code; heads= takes attention of Transformers and the libraries around it"
-
-
-def _has_linears(module: nn.Module) -> bool:
-    return sum(linear_widths(child) is not None for child in module.children()) >= 2
 
 
 def _key(module: nn.Module, shape: HeadShape) -> object:
@@ -141,7 +141,7 @@ def head_shape(module: nn.Module) -> HeadShape | str:
     if None in widths:
         linear = [name for name, child in module.named_children() if linear_widths(child) is not None]
         return f"its projections are {', '.join(linear)}, not {', '.join((*_INPUTS, output))}"
-    (hidden, q), (_, k), (_, v), (o, out) = (wide for wide in widths if wide is not None)
+    (hidden, q), (_, k), (_, v), (o, out) = (pair for pair in widths if pair is not None)
     width = getattr(module, "head_dim", None)
     if not isinstance(width, int) or width < 1 or o % width or k % width:
         return "its heads cannot be told from head_dim"
@@ -156,11 +156,11 @@ def head_shape(module: nn.Module) -> HeadShape | str:
 
 def between_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Weights of an attention module that are not in its four projections."""
-    found = []
+    weights = []
     for name, weight in named_weights(module):
         if name.partition(".")[0] not in (*_INPUTS, *_OUTPUTS):
-            found.append((name, weight))
-    return found
+            weights.append((name, weight))
+    return weights
 
 
 class View:
@@ -180,31 +180,29 @@ class View:
         self._traced = traced
         self.calls: list[str] = []
         self._output: Tensor | None = None
-        self.view: Any = bare_instance(module)
-        own = self.view.__dict__
-        own.update(module.__dict__)
-        own.pop("forward", None)
-        for name, kind in _COUNTS.items():
-            if own.get(name) == (shape.query, shape.groups)[kind]:
-                own[name] = cut.size * (shape.query // shape.groups, 1)[kind]
-        own[PARAMETERS] = {
+        self.view = view_of(module)
+        attributes = self.view.__dict__
+        for name, index in _COUNTS.items():
+            if attributes.get(name) == (shape.query, shape.groups)[index]:
+                attributes[name] = cut.size * (shape.query // shape.groups, 1)[index]
+        attributes[PARAMETERS] = {
             name: cut.of(weight, 0) if name == "sinks" and weight is not None else weight
             for name, weight in parameters_of(module).items()
         }
         self._parts = dict(zip(_INPUTS, parts, strict=True))
         self._projections = shape.projections
         for name in _INPUTS:
-            own[name] = _Handed(self, name)
-        own[shape.output] = self._take
+            attributes[name] = _Handed(self, name)
+        attributes[shape.output] = self._take
 
-    def run(self, hidden_states: Tensor, args: Sequence[Any], words: Mapping[str, Any]) -> Tensor:
+    def run(self, hidden_states: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """What the output projection would have been given."""
         self._hidden_states = hidden_states
         forward = type(self.view).forward
         if self._traced:
             forward = with_twins(forward)
         try:
-            self._result = forward(self.view, hidden_states, *args, **words)
+            self._result = forward(self.view, hidden_states, *args, **kwargs)
         finally:
             self.view.__dict__.clear()  # the view and its stand-ins hold each other, and with them the call's tensors
             self._parts.clear()
@@ -212,8 +210,8 @@ class View:
         assert output is not None
         return output
 
-    def hand(self, name: str, given: Tensor) -> Tensor:
-        self.calls.append(name if given is self._hidden_states else f"{name} of something else")
+    def hand(self, name: str, hidden_states: Tensor) -> Tensor:
+        self.calls.append(name if hidden_states is self._hidden_states else f"{name} of something else")
         return self._parts[name]
 
     def _take(self, output: Tensor) -> Tensor:
@@ -271,13 +269,13 @@ def why_not_by_heads(module: nn.Module, shape: HeadShape) -> str:
         reason = ""
         for rotary in (shape.width, shape.width // 2, shape.width // 4, 3 * shape.width // 4):
             try:
-                return _compare(module, shape, rotary)
+                return _compare_groups(module, shape, rotary)
             except Exception as error:  # noqa: BLE001 - a module that does not take these arguments is left alone
                 reason = reason or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return f"its forward does not run on some of its heads ({reason.rstrip(': ')})"
 
 
-def _compare(module: nn.Module, shape: HeadShape, rotary: int) -> str:
+def _compare_groups(module: nn.Module, shape: HeadShape, rotary: int) -> str:
     tokens = 6
     # Small heads of the same number would do, but head_dim is read in many ways.
     sizes = [shape.query * shape.query_width, *[shape.groups * shape.width] * 2]
@@ -292,7 +290,7 @@ def _compare(module: nn.Module, shape: HeadShape, rotary: int) -> str:
         "position_ids": torch.arange(tokens)[None], "cache_position": torch.arange(tokens),
     }  # fmt: skip
     taken = inspect.signature(type(module).forward).parameters
-    words = {name: value for name, value in offered.items() if name in taken}
+    kwargs = {name: value for name, value in offered.items() if name in taken}
     hidden_states = nothing_like(torch.empty(1, tokens, 8))
     gradient = torch.randn(1, tokens, shape.query * shape.width)
     leaves = [*parts, *weights.values()]
@@ -302,38 +300,45 @@ def _compare(module: nn.Module, shape: HeadShape, rotary: int) -> str:
         whole = torch.empty_like(gradient)
         for start in range(0, shape.groups, size):
             cut = HeadGroup(start, size, shape.groups)
-            bare = _bare(module)
-            mine = [cut.of(part, -1) for part in parts]
+            bare = _bare_attention(module)
+            cut_parts = [cut.of(projected, -1) for projected in parts]
 
-            def call(cut: HeadGroup = cut, mine: list[Tensor] = mine, bare: nn.Module = bare) -> tuple[View, Tensor]:
-                view = View(bare, shape, cut, mine, traced=True)
-                return view, view.run(hidden_states, (), words)
+            def call(
+                cut: HeadGroup = cut, cut_parts: list[Tensor] = cut_parts, bare: nn.Module = bare
+            ) -> tuple[View, Tensor]:
+                view = View(bare, shape, cut, cut_parts, traced=True)
+                return view, view.run(hidden_states, (), kwargs)
 
             named = {f"0.{name}": weight for name, weight in weights.items()}
             view, output = call_with_weights(ParameterSwap((bare,)), named, (call,))
             if not view.is_plain:
                 return "its forward does more with its input or its output than the four projections"
             cut.of(whole, -1).copy_(output.detach())
-            found = torch.autograd.grad(output, leaves, cut.of(gradient, -1), allow_unused=True)
-            total = [one if two is None else one + two for one, two in zip(total, found, strict=True)]
+            gradients = torch.autograd.grad(output, leaves, cut.of(gradient, -1), allow_unused=True)
+            total = [
+                whole_values if gradient is None else whole_values + gradient
+                for whole_values, gradient in zip(total, gradients, strict=True)
+            ]
         seen.append([whole, *total])
-    for one, other in zip(*seen, strict=True):
-        if not torch.isfinite(one).all():
+    for whole_values, grouped_values in zip(*seen, strict=True):
+        if not torch.isfinite(whole_values).all():
             return "its forward reads the hidden states besides projecting them"
-        if not torch.allclose(one, other, rtol=1e-4, atol=1e-4 * float(one.abs().max()) + 1e-9):
+        if not torch.allclose(
+            whole_values, grouped_values, rtol=1e-4, atol=1e-4 * float(whole_values.abs().max()) + 1e-9
+        ):
             return "its heads are not independent: one group at a time gave other numbers"
     return ""
 
 
-def _bare(module: nn.Module) -> nn.Module:
+def _bare_attention(module: nn.Module) -> nn.Module:
     """A shallow copy for training that drops nothing and computes attention by plain products, whatever its kernel."""
-    bare: nn.Module = bare_instance(module)
-    own = bare.__dict__
-    own.update(module.__dict__)
-    own.pop("forward", None)
-    own.update({name: 0.0 for name, value in module.__dict__.items() if "drop" in name and isinstance(value, float)})
-    own[PARAMETERS] = dict(parameters_of(module))
-    own[MODULES] = {
+    bare: nn.Module = view_of(module)
+    attributes = bare.__dict__
+    attributes.update(
+        {name: 0.0 for name, value in module.__dict__.items() if "drop" in name and isinstance(value, float)}
+    )
+    attributes[PARAMETERS] = dict(parameters_of(module))
+    attributes[MODULES] = {
         name: nn.Identity() if isinstance(child, nn.Dropout) else (child and twin_of(child)) or child
         for name, child in children_of(module).items() if name not in (*_INPUTS, *_OUTPUTS)
     }  # fmt: skip
@@ -341,5 +346,5 @@ def _bare(module: nn.Module) -> nn.Module:
     config = copy.copy(getattr(module, "config", None))
     if config is not None:
         compute_attention_plainly(config)
-        own["config"] = config
+        attributes["config"] = config
     return bare

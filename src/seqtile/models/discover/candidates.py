@@ -79,7 +79,7 @@ class Candidate:
         if not self.in_layer:
             return [self.module]
         members = [getattr(self.module, name) for name in self.neighbours.members]
-        return [part for part in members if isinstance(part, nn.Module)]
+        return [member for member in members if isinstance(member, nn.Module)]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def find_blocks(
     """
     modules = dict(model.named_modules())
     traces = LayerTraces(modules, trusted)
-    found: list[Candidate] = []
+    blocks: list[Candidate] = []
     left: list[Left] = []
     inside = ""  # modules come in order, so those inside a block follow it
     for name, module in modules.items():
@@ -146,12 +146,12 @@ def find_blocks(
                 inside_it = _called_in_a_row(name, module, traces)
                 again = _judged(model, inside_it, trusted) if inside_it is not None else judged
                 judged = again if isinstance(again, Candidate) else judged
-        (found if isinstance(judged, Candidate) else left).append(judged)  # type: ignore[arg-type]
+        (blocks if isinstance(judged, Candidate) else left).append(judged)  # type: ignore[arg-type]
         if isinstance(judged, Candidate) and not judged.in_layer:
             if not name:
                 break
             inside = f"{name}."
-    return found, left
+    return blocks, left
 
 
 class LayerTraces:
@@ -176,20 +176,20 @@ class LayerTraces:
         return self._known[key]
 
 
-def chain_of(layer: nn.Module | None, block: Candidate, near: Neighbours) -> Chain:
+def chain_of(layer: nn.Module | None, block: Candidate, neighbours: Neighbours) -> Chain:
     """What runs in one tile of ``block`` with these neighbours."""
     if block.kind in ("mlp", "experts"):
         members: list[tuple[str, Any]] = [(block.name, block.module)]
     else:
-        members = [(name, getattr(layer, name)) for name in near.members]
-    before, after, closing = (
-        getattr(layer, name) if name else None for name in (near.before, near.after, near.closing)
+        members = [(name, getattr(layer, name)) for name in neighbours.members]
+    norm_before, norm_after, closing = (
+        getattr(layer, name) if name else None for name in (neighbours.before, neighbours.after, neighbours.closing)
     )
-    share = float(getattr(layer, near.dropout)) if near.dropout else 0.0
+    probability = float(getattr(layer, neighbours.dropout)) if neighbours.dropout else 0.0
     kind = "block" if block.kind == "mlp" else block.kind
-    shares = [share, *(part for _, part in members if isinstance(part, (int, float)))]
-    training = any(shares) and (layer is None or layer.training)
-    return Chain(tuple(members), kind, before, after, share, closing, training)
+    probabilities = [probability, *(member for _, member in members if isinstance(member, (int, float)))]
+    training = any(probabilities) and (layer is None or layer.training)
+    return Chain(tuple(members), kind, norm_before, norm_after, probability, closing, training)
 
 
 def expected_mode(chain: Chain, hidden: int, dims: tuple[int | str, ...] | None = None) -> Mode:
@@ -211,23 +211,23 @@ def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate |
     class_name = type(block.module).__name__
     layer = model.get_submodule(block.layer) if block.name or block.in_layer else None
     trusts = trusted(block.name, block.module)
-    for near in _variants(block.neighbours):
-        chain = chain_of(layer, block, near)
+    for neighbours in _variants(block.neighbours):
+        chain = chain_of(layer, block, neighbours)
         proof = prove(chain, expected_mode(chain, block.hidden), trusted=trusts)
         if not proof.why_not:
-            return replace(block, neighbours=near, why=proof.how, proof=proof, trusted=trusts)
+            return replace(block, neighbours=neighbours, why=proof.how, proof=proof, trusted=trusts)
     if block.kind == "mlp" and not proof.refuted:  # the second of two linear layers may be the first
         turned = prove(chain, expected_mode(chain, block.intermediate), trusted=trusts)
         if not turned.why_not:
             block = replace(block, hidden=block.intermediate, intermediate=block.hidden)
-            return replace(block, neighbours=near, why=turned.how, proof=turned, trusted=trusts)
+            return replace(block, neighbours=neighbours, why=turned.how, proof=turned, trusted=trusts)
     if proof.refuted:
         return Left(block.name, class_name, f"not position-wise: {proof.why_untiled(block.name)}")
     if trusts:
         return replace(block, why="not verified: its caller vouches for it (trust=)", trusted=True)
-    parts = ((name, part) for module in chain.modules for name, part in module.named_modules() if name)
+    submodules = ((name, submodule) for module in chain.modules for name, submodule in module.named_modules() if name)
     try:
-        refuse_gathering_inside(parts, block=block.name, layer=block.layer)
+        refuse_gathering_inside(submodules, block=block.name, layer=block.layer)
     except UserError as error:  # an engine's hooks cannot be traced; raised where the block is to be tiled
         return replace(block, why=str(error))
     return Left(block.name, class_name, proof.why_untiled(block.name), True, proof.custom)
@@ -244,14 +244,10 @@ def is_per_row(model: nn.Module, norm: nn.Module, hidden: int) -> bool:
     return (whole.graph.outputs[2][0], whole.graph.gradients) == (rows.graph.outputs[2][0], rows.graph.gradients)
 
 
-def _variants(near: Neighbours) -> Iterator[Neighbours]:
+def _variants(neighbours: Neighbours) -> Iterator[Neighbours]:
     """All neighbours, then fewer: one that reads other tokens must not take the block out of its tiles."""
-    without = dict(after="", dropout="", closing="")
-    seen = []
-    for one in (near, replace(near, **without), replace(near, before=""), replace(near, before="", **without)):  # type: ignore[arg-type]
-        if one not in seen:
-            seen.append(one)
-            yield one
+    unfollowed = replace(neighbours, after="", dropout="", closing="")
+    yield from dict.fromkeys((neighbours, unfollowed, replace(neighbours, before=""), replace(unfollowed, before="")))
 
 
 def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | None:
@@ -262,10 +258,10 @@ def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | 
     layer, _, child = name.rpartition(".")
     parent = traces.modules.get(layer)
     if (widths := mlp_widths(module)) is not None:
-        near = Neighbours(members=(child,))
+        neighbours = Neighbours(members=(child,))
         if name and parent is not None and (steps := traces.of(parent, widths[0], {child: 0})) is not None:
-            near = around(parent, steps, child)
-        return Candidate(name, "mlp", module, *widths, layer, near)
+            neighbours = around(parent, steps, child)
+        return Candidate(name, "mlp", module, *widths, layer, neighbours)
     if (widths := experts_widths(module)) is not None:
         layer = re.sub(r"(\.base_layer)+$", "", name).rpartition(".")[0]  # beside PEFT's wrappers of the experts
         return Candidate(name, "experts", module, *widths, layer, Neighbours())
@@ -276,44 +272,56 @@ def _called_in_a_row(name: str, module: nn.Module, traces: LayerTraces) -> Candi
     """An MLP of several children of ``module``, which its forward calls one after another."""
     if len(children_of(module)) < 2 or linear_widths(module) is not None:  # a linear layer with an adapter in it
         return None
-    for kind, look, width in (("inline", inline, linear_widths), ("pair", pair, half_widths)):
-        wide = {child: found for child, part in module.named_children() if (found := width(part)) is not None}
-        two = looks_inline(wide)
+    for kind, look, widths_of in (("inline", inline, linear_widths), ("pair", pair, half_widths)):
+        widths = {
+            child: child_widths
+            for child, submodule in module.named_children()
+            if (child_widths := widths_of(submodule)) is not None
+        }
+        two = looks_inline(widths)
         if two is None:
             continue
-        for hidden in dict.fromkeys(wide[child][0] for child in two):
-            steps = traces.of(module, hidden, {child: out for child, (_, out) in wide.items()})
-            found_near = look(module, steps, wide) if steps is not None else None
-            if found_near is not None:
-                first = found_near.members[0]
-                return Candidate(f"{name}.{first}".lstrip("."), kind, module, *wide[first], name, found_near)
+        for hidden in dict.fromkeys(widths[child][0] for child in two):
+            steps = traces.of(module, hidden, {child: out for child, (_, out) in widths.items()})
+            neighbours = look(module, steps, widths) if steps is not None else None
+            if neighbours is not None:
+                first = neighbours.members[0]
+                return Candidate(f"{name}.{first}".lstrip("."), kind, module, *widths[first], name, neighbours)
     return None
 
 
 def _vouched(name: str, module: nn.Module) -> Candidate | None:
     """A block of more linear layers than an MLP has, such as one with adapters by hand, whose caller vouches for it."""
-    wide = {child: widths for child, part in module.named_children() if (widths := linear_widths(part)) is not None}
-    two = looks_inline(wide)
-    if two is None or any(looks_like_attention(inner, part) for inner, part in module.named_modules()):
+    widths = {
+        child: child_widths
+        for child, submodule in module.named_children()
+        if (child_widths := linear_widths(submodule)) is not None
+    }
+    two = looks_inline(widths)
+    if two is None or any(looks_like_attention(inner, submodule) for inner, submodule in module.named_modules()):
         return None
     layer, _, child = name.rpartition(".")
-    return Candidate(name, "mlp", module, *wide[two[0]], layer, Neighbours(members=(child,)))
+    return Candidate(name, "mlp", module, *widths[two[0]], layer, Neighbours(members=(child,)))
 
 
 def _unread(name: str, module: nn.Module) -> str:
     """Why a layer with linear layers like an MLP's is none; "" where nothing resembles one."""
     if not children_of(module):
-        own = _matrices(module)
-        wide = [shape for shape in own if shape[0] != shape[1] and (own.count(shape) > 1 or shape[::-1] in own)]
-        if not wide or looks_like_attention(name, module) or linear_widths(module) is not None:
+        matrices = _matrices(module)
+        oblong = [
+            shape
+            for shape in matrices
+            if shape[0] != shape[1] and (matrices.count(shape) > 1 or shape[::-1] in matrices)
+        ]
+        if not oblong or looks_like_attention(name, module) or linear_widths(module) is not None:
             return ""
         return "its matrices are parameters of its own, not linear layers; tile_module tiles it"
     if len(children_of(module)) < 2 or type(module).forward in (nn.Module.forward, nn.Sequential.forward):
         return ""
     if looks_like_attention(name, module) or linear_widths(module) is not None:  # an adapter's two are inside
         return ""
-    for width in (linear_widths, half_widths):
-        if two := looks_inline({child: width(part) for child, part in module.named_children()}):
+    for widths_of in (linear_widths, half_widths):
+        if two := looks_inline({child: widths_of(submodule) for child, submodule in module.named_children()}):
             return f"its forward does not call {two[0]} and {two[1]} plainly one after another"
     return ""
 
@@ -326,7 +334,9 @@ def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
     """
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return []
-    shapes = {name: tuple(one.shape) for name, one in parameters_of(module).items() if one is not None}
+    shapes = {
+        name: tuple(parameter.shape) for name, parameter in parameters_of(module).items() if parameter is not None
+    }
     shifts = {name for name in shapes if name.endswith("bias")}
     scaled = {name for name in shapes if shapes[name] == shapes.get(name.removesuffix("weight") + "bias")}
     return [

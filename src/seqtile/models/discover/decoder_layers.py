@@ -11,13 +11,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from torch import nn
 
 from seqtile._compat import parameters_of
 
-ATTENTION = "attention"
+ATTENTION_MIXER = "attention"
 UNKNOWN_STATE = "a state of unknown kind"
 
 STATES: dict[str, str] = {
@@ -57,7 +56,7 @@ class Mixer:
     @property
     def has_state(self) -> bool:
         """Whether it carries a state along the sequence."""
-        return self.kind != ATTENTION
+        return self.kind != ATTENTION_MIXER
 
 
 @dataclass(frozen=True)
@@ -94,20 +93,20 @@ def decoder_layers(model: nn.Module) -> list[DecoderLayer]:
     Cost:
         One walk over the modules.
     """
-    found = list(_in_lists("", model))
-    if not any(layer.mixers for layer in found):  # layers that are in no list
+    layers = list(_in_lists("", model))
+    if not any(layer.mixers for layer in layers):  # layers that are in no list
         parents = dict.fromkeys(name.rpartition(".")[0] for name, _ in _mixers("", model))
-        found = [_layer(name, model.get_submodule(name)) for name in parents if not NOT_LANGUAGE.search(name)]
-    return found
+        layers = [_layer(name, model.get_submodule(name)) for name in parents if not NOT_LANGUAGE.search(name)]
+    return layers
 
 
 def states_of(model: nn.Module) -> dict[str, list[str]]:
     """The decoder layers with a state: their names, by kind of state."""
-    found: dict[str, list[str]] = {}
+    names_by_state: dict[str, list[str]] = {}
     for layer in decoder_layers(model):
-        for kind in layer.states:
-            found.setdefault(kind, []).append(layer.name)
-    return found
+        for state in layer.states:
+            names_by_state.setdefault(state, []).append(layer.name)
+    return names_by_state
 
 
 def looks_like_attention(name: str, module: nn.Module) -> bool:
@@ -124,15 +123,15 @@ def kind_of(name: str, module: nn.Module) -> str:
     """What kind of mixer a module is itself, "" if it is none."""
     if state := named_state(module):
         return state
-    if any(_is_over_the_sequence(child) for child in module.children()) or not _STATE_PARAMETERS.isdisjoint(
-        parameters_of(module)
-    ):
+    convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
+    over_sequence = any(conv.kernel_size[0] > 1 and conv.groups == conv.in_channels for conv in convolutions)
+    if over_sequence or not _STATE_PARAMETERS.isdisjoint(parameters_of(module)):
         return UNKNOWN_STATE
-    if isinstance(module, nn.ModuleList) or not any(_is_linear(part) for part in module.modules()):
+    if isinstance(module, nn.ModuleList) or not any(_is_linear(submodule) for submodule in module.modules()):
         return ""
     class_name = _plain_class(module)
     called_so = _ATTENTION_NAME.search(name) or _ATTENTION_CLASS.search(class_name)
-    return ATTENTION if called_so and not _LAYER_CLASS.search(class_name) else ""
+    return ATTENTION_MIXER if called_so and not _LAYER_CLASS.search(class_name) else ""
 
 
 def named_state(module: nn.Module) -> str:
@@ -159,7 +158,7 @@ def _in_lists(prefix: str, module: nn.Module) -> Iterator[DecoderLayer]:
 
 
 def _layer(name: str, module: nn.Module) -> DecoderLayer:
-    return DecoderLayer(name, type(module).__name__, tuple(Mixer(*found) for found in _mixers("", module)))
+    return DecoderLayer(name, type(module).__name__, tuple(Mixer(*mixer) for mixer in _mixers("", module)))
 
 
 def _mixers(prefix: str, module: nn.Module) -> Iterator[tuple[str, str]]:
@@ -171,10 +170,6 @@ def _mixers(prefix: str, module: nn.Module) -> Iterator[tuple[str, str]]:
             yield full, kind
         else:
             yield from _mixers(full, child)
-
-
-def _is_over_the_sequence(module: Any) -> bool:
-    return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and module.groups == module.in_channels
 
 
 def _is_linear(module: nn.Module) -> bool:

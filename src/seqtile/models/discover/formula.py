@@ -9,23 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seqtile._compat import READ_NUMBER_NAME
 from seqtile.engines.flat import named_weights
-from seqtile.models.discover.live_weights import differ_in_dtype, has_hooks, projection_of
+from seqtile.models.discover.chain import Chain, ViewOf, itself
+from seqtile.models.discover.live_weights import differ_in_dtype, has_hooks, projection_of, row_wise
 from seqtile.models.discover.sizes import Untraceable
 from seqtile.models.discover.trace import Graph, Tracer
 from seqtile.models.discover.widths import linear_widths
 from seqtile.ops.mlp import FusedWeights, plain_mlp
 from seqtile.ops.norm import WRITTEN, NormFormula
 from seqtile.ops.pointwise import ACTIVATIONS, Activation
-
-if TYPE_CHECKING:
-    from seqtile.models.discover.chain import Chain, ViewOf
 
 
 @dataclass(frozen=True)
@@ -54,19 +52,34 @@ class Formula:
     form: Callable[[Tensor], Tensor] | None = None
     norms: tuple[NormFormula | None, NormFormula | None] = (None, None)
 
-    def weights(self, parts: Mapping[str, Any], dtype: torch.dtype) -> FusedWeights | str:
-        """The live weights among ``parts``, or why the operator cannot run on them."""
-        found = []
+    def weights(self, chain: Chain, dtype: torch.dtype, view: ViewOf = itself) -> FusedWeights | str:
+        """The live weights of a chain for the fused operator, or why it cannot run now."""
+        parts, projections = chain.parts(view), []
         for name in (*self.first, self.down):
             projection = projection_of(name, parts[name], dtype, traced=True)
             if isinstance(projection, str):
                 return projection
-            found.append(projection)
-        if differ_in_dtype(found):
+            projections.append(projection)
+        if differ_in_dtype(projections):
             return "its linear layers differ in dtype"  # T5 casts before its last layer, which stays in float32
-        activation = self.activation or Activation(self.function, parts[self.function])
         dropout = float(parts[self.dropout].p) if self.dropout else 0.0
-        return FusedWeights(tuple(found[:-1]), found[-1], activation, self.gated, self.up_first, dropout=dropout)
+        last_dropout = chain.dropout if chain.training else 0.0
+        after: Any = None if chain.after is None else view(chain.after)
+        if isinstance(chain.after, nn.Dropout):
+            last_dropout, after = (float(chain.after.p) if after.training else 0.0), None
+        if dropout and last_dropout:
+            return "a dropout follows a block that ends with one"
+        norm_before = None if chain.before is None else row_wise(view(chain.before), self.norms[0])
+        norm_after = None if after is None else row_wise(after, self.norms[1])
+        if isinstance(norm_before, str):
+            return norm_before
+        if isinstance(norm_after, str):
+            return norm_after
+        return FusedWeights(
+            tuple(projections[:-1]), projections[-1],
+            self.activation or Activation(self.function, parts[self.function]), self.gated, self.up_first,
+            before=norm_before, after=norm_after, dropout=dropout or last_dropout,
+        )  # fmt: skip
 
 
 def formula_of(chain: Chain, graph: Graph, tracer: Tracer) -> Formula | str:
@@ -100,15 +113,15 @@ def _computes(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, trai
     used: set[str] = set()
 
     def plain(view: ViewOf, inputs: list[Tensor]) -> Tensor:
-        weights = chain.weights(formula, tracer.inputs[0][1], view)
+        weights = formula.weights(chain, tracer.inputs[0][1], view)
         if isinstance(weights, str):
             raise Untraceable(weights)
         used.update(tracer.names[id(weight)] for weight in weights.split[0])
         if formula.form is not None:
             weights = replace(weights, activation=replace(weights.activation, function=formula.form))
-        for place, norm in (("before", weights.before), ("after", weights.after)):
+        for field, norm in (("before", weights.before), ("after", weights.after)):
             if norm is not None and norm.formula is not None:
-                weights = replace(weights, **{place: replace(norm, function=norm.formula.plain)})  # type: ignore[arg-type]
+                weights = replace(weights, **{field: replace(norm, function=norm.formula.plain)})  # type: ignore[arg-type]
         x = inputs[0]
         return plain_mlp(x.flatten(0, -2), weights).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]  # [tokens, D], as tiles are run
 
@@ -117,13 +130,15 @@ def _computes(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, trai
 
 def _with_norms(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, trained: set[str]) -> Formula:
     """The formula with what its norms compute, as far as the trace still equals the chain's."""
-    for place, norm in enumerate((chain.before, chain.after)):
-        for one in _norms(norm) if norm is not None else ():
-            before, after = formula.norms
-            more = replace(formula, norms=(before, one) if place else (one, after))
+    for is_after, norm in enumerate((chain.before, chain.after)):
+        for norm_formula in _norms(norm) if norm is not None else ():
+            formula_before, formula_after = formula.norms
+            candidate = replace(
+                formula, norms=(formula_before, norm_formula) if is_after else (norm_formula, formula_after)
+            )
             try:
-                if _computes(chain, more, graph, tracer, trained):
-                    formula = more
+                if _computes(chain, candidate, graph, tracer, trained):
+                    formula = candidate
                     break
             except Exception:  # noqa: BLE001 - written for other weights or dtypes
                 continue
@@ -160,25 +175,25 @@ def _norms(module: nn.Module) -> Iterator[NormFormula]:
 
 
 def _candidates(parts: Mapping[str, Any], hidden: int, graph: Graph) -> Iterator[Formula | str]:
-    linears = {name: widths for name, part in parts.items() if (widths := linear_widths(part)) is not None}
+    linears = {name: widths for name, value in parts.items() if (widths := linear_widths(value)) is not None}
     if len(linears) not in (2, 3):
         yield f"{len(linears)} linear layers where 2 or 3 were expected"
         return
-    hooked = [name for name, part in parts.items() if isinstance(part, nn.Module) and has_hooks(part)]
+    hooked = [name for name, value in parts.items() if isinstance(value, nn.Module) and has_hooks(value)]
     if hooked:
         yield f"{hooked[0]} has hooks"
         return
     firsts = list[tuple[str, list[str], bool]]()  # (down, the others, whether gate and up are one), by their widths
     for down, (inner, out) in reversed(linears.items()):
-        before = [name for name in linears if name != down]
-        for double in (False, True)[: 3 - len(before)]:
-            if out == hidden and all(linears[name] == (hidden, 2 * inner if double else inner) for name in before):
-                firsts.append((down, before, double))
+        firsts_of = [name for name in linears if name != down]
+        for double in (False, True)[: 3 - len(firsts_of)]:
+            if out == hidden and all(linears[name] == (hidden, 2 * inner if double else inner) for name in firsts_of):
+                firsts.append((down, firsts_of, double))
     if not firsts:
         yield "its linear layers are not D -> F and F -> D"
         return
-    drops = [name for name, part in parts.items() if type(part) is nn.Dropout and part.p > 0]
-    functions = [name for name, part in parts.items() if callable(part) and name not in (*linears, *drops)]
+    drops = [name for name, value in parts.items() if type(value) is nn.Dropout and value.p > 0]
+    functions = [name for name, value in parts.items() if callable(value) and name not in (*linears, *drops)]
     choices: list[tuple[Activation | None, str, Callable[[Tensor], Tensor] | None]] = [
         (activation, "", spelling)
         for activation in ACTIVATIONS
@@ -188,15 +203,15 @@ def _candidates(parts: Mapping[str, Any], hidden: int, graph: Graph) -> Iterator
     choices += [(None, name, None) for name in functions]
     for activation, function, form in choices:
         for drop in ["", *drops]:
-            for down, before, double in firsts:
-                for first, gated, up_first in _orders(before, double):
+            for down, firsts_of, double in firsts:
+                for first, gated, up_first in _orders(firsts_of, double):
                     yield Formula(first, down, activation, function, gated, up_first, drop, form)
 
 
-def _orders(before: list[str], double: bool) -> list[tuple[tuple[str, ...], bool, bool]]:
+def _orders(firsts: list[str], double: bool) -> list[tuple[tuple[str, ...], bool, bool]]:
     """(first projections, gated, up_first) that the widths allow."""
-    if len(before) == 2:
-        return [((before[0], before[1]), True, False), ((before[1], before[0]), True, False)]
+    if len(firsts) == 2:
+        return [((firsts[0], firsts[1]), True, False), ((firsts[1], firsts[0]), True, False)]
     if double:
-        return [((before[0],), True, False), ((before[0],), True, True)]
-    return [((before[0],), False, False)]
+        return [((firsts[0],), True, False), ((firsts[0],), True, True)]
+    return [((firsts[0],), False, False)]

@@ -23,7 +23,7 @@ LIBRARIES = frozenset(
 def is_known(code: Any) -> bool:
     """Whether a library or Python itself wrote this class or function."""
     if isinstance(code, partial):
-        return all(is_known(part) for part in (code.func, *code.args, *code.keywords.values()) if callable(part))
+        return all(is_known(inner) for inner in (code.func, *code.args, *code.keywords.values()) if callable(inner))
     if isinstance(code, MethodType) and isinstance(code.__self__, type):  # apply of an autograd.Function
         return is_known(code.__self__) and is_known(code.__func__)
     return _home(code).partition(".")[0].removeprefix("_") in LIBRARIES | _PYTHON
@@ -40,7 +40,7 @@ def _home(code: Any) -> str:
 
 def is_known_module(module: nn.Module) -> bool:
     """Whether a library wrote a module's class and what was put on the instance; its children are not looked at."""
-    return all(map(is_known, _code_of(module, False)))
+    return all(map(is_known, _code_in(module, False)))
 
 
 def custom_code(modules: Iterable[nn.Module], functions: Iterable[Any] = (), called: nn.Module | None = None) -> str:
@@ -51,9 +51,11 @@ def custom_code(modules: Iterable[nn.Module], functions: Iterable[Any] = (), cal
         functions: what runs besides.
         called: the module whose ``forward`` alone is called, so that its own hooks run outside of the tiles.
     """
-    parts = [part for module in modules for part in module.modules()]
-    for code in (*(code for part in parts for code in _code_of(part, part is not called)), *functions):
-        outside = isinstance(code, MethodType) and isinstance(code.__self__, nn.Module) and code.__self__ not in parts
+    submodules = [module for outer in modules for module in outer.modules()]
+    for code in (*(code for module in submodules for code in _code_in(module, module is not called)), *functions):
+        outside = (
+            isinstance(code, MethodType) and isinstance(code.__self__, nn.Module) and code.__self__ not in submodules
+        )
         if outside or not is_known(code):
             code = code.func if isinstance(code, partial) else code
             name = getattr(code, "__qualname__", type(code).__name__)
@@ -61,7 +63,7 @@ def custom_code(modules: Iterable[nn.Module], functions: Iterable[Any] = (), cal
     return ""
 
 
-def _code_of(part: nn.Module, with_hooks: bool) -> Iterator[Any]:
+def _code_in(part: nn.Module, with_hooks: bool) -> Iterator[Any]:
     """The classes and functions that run when a module is called."""
     kind: Any = type(part)
     yield from kind.__mro__[:-1]

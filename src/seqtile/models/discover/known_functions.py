@@ -29,7 +29,7 @@ def _rotary(
     cos, sin = (t[..., :half].unsqueeze(-3) for t in (cos, sin))  # [B or 1, 1, T, R / 2]
 
     def rotate(x: Tensor) -> Tensor:
-        first, second = (part.to(cos.dtype) for part in (x[..., :half], x[..., half : 2 * half]))
+        first, second = (half_of_x.to(cos.dtype) for half_of_x in (x[..., :half], x[..., half : 2 * half]))
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
         return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], -1)
 

@@ -29,8 +29,10 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     Looked for below seqtile's stand-ins, and below accelerate's hooks where these only move tensors.
     """
     forward: Any = _below_stand_ins(module.__dict__.get("forward"))
-    if forward is not None and HOOKED_FORWARD in module.__dict__ and all(map(_only_moves, _hooks(module))):
-        forward = _below_stand_ins(module.__dict__[HOOKED_FORWARD])
+    if forward is not None and HOOKED_FORWARD in module.__dict__:
+        classes = [type(hook) for hook in _hooks(module)]
+        if all(kind.__module__ == "accelerate.hooks" and kind.__name__ in _MOVES_TENSORS for kind in classes):
+            forward = _below_stand_ins(module.__dict__[HOOKED_FORWARD])
     if getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward:
         return None
     return forward  # type: ignore[no-any-return]
@@ -46,10 +48,6 @@ def _hooks(module: nn.Module) -> tuple[Any, ...]:
     """accelerate's hooks on a module."""
     hook = module.__dict__.get(HOOKING)
     return () if hook is None else getattr(hook, "hooks", (hook,))  # those of a SequentialHook
-
-
-def _only_moves(hook: Any) -> bool:
-    return type(hook).__module__ == "accelerate.hooks" and type(hook).__name__ in _MOVES_TENSORS
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -85,9 +83,9 @@ def tiled_by_liger(module: nn.Module) -> bool:
 Twin = TypeVar("Twin", bound=nn.Module)
 
 
-def _with_state(kind: type[Twin], module: nn.Module) -> Twin:
+def _with_state(twin_class: type[Twin], module: nn.Module) -> Twin:
     """A module of this class with the state of another, whose own methods it has not."""
-    twin = object.__new__(kind)
+    twin = object.__new__(twin_class)
     twin.__dict__.update(module.__dict__)
     for name in ("forward", HOOKED_FORWARD):
         twin.__dict__.pop(name, None)
@@ -98,21 +96,20 @@ def _with_state(kind: type[Twin], module: nn.Module) -> Twin:
 
 
 class _SwiGLU(nn.Module):
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
+    _projections = ("gate_proj", "up_proj", "down_proj")
+    _activation: Callable[[Tensor], Tensor] = staticmethod(F.silu)
 
     def forward(self, x: Tensor) -> Any:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up, down = (getattr(self, name) for name in self._projections)
+        return down(self._activation(gate(x)) * up(x))
 
 
-class _MixtralSwiGLU(nn.Module):
-    w1: nn.Module
-    w2: nn.Module
-    w3: nn.Module
+class _MixtralSwiGLU(_SwiGLU):
+    _projections = ("w1", "w3", "w2")
 
-    def forward(self, x: Tensor) -> Any:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+class _GeGLU(_SwiGLU):
+    _activation = staticmethod(partial(F.gelu, approximate="tanh"))
 
 
 class _GateUpSwiGLU(nn.Module):
@@ -124,7 +121,10 @@ class _GateUpSwiGLU(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-class _ScaledSwiGLU(_SwiGLU):
+class _ScaledSwiGLU(nn.Module):
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
     gate_multiplier: float
     down_multiplier: float
 
@@ -134,11 +134,6 @@ class _ScaledSwiGLU(_SwiGLU):
             gate = gate.float() * self.gate_multiplier  # in the kernel's registers: not rounded
         hidden = F.silu(gate).to(up.dtype) * up
         return self.down_proj(hidden if self.down_multiplier == 1.0 else hidden * self.down_multiplier)
-
-
-class _GeGLU(_SwiGLU):
-    def forward(self, x: Tensor) -> Any:
-        return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
 
 
 class _OffsetRMSNorm(nn.Module):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqtile._compat import BUFFERS, MODULES, PARAMETERS, children_of, disabled_torch_function, version_of
-from seqtile._shallow import bare_instance
+from seqtile._shallow import view_of
 from seqtile.engines.zero3 import whole_shape
 from seqtile.models.discover.snapshot import INTERNAL
 from seqtile.models.discover.trace import in_a_thread
@@ -43,6 +43,12 @@ class Neighbours:
     after: str = ""
     dropout: str = ""
     closing: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, in the order in which they are called."""
+        calls = (self.before, *self.members, self.after, self.dropout, self.closing)
+        return tuple(name for name in calls if name)
 
 
 @dataclass(frozen=True)
@@ -87,12 +93,12 @@ class LayerSteps:
 
     def maker(self, step: LayerCall) -> LayerCall | None:
         """What made the hidden states that ``step`` reads, if nothing else reads them."""
-        made = [one for one in self.steps if one.makes == step.hidden_states >= 0]
-        return made[0] if len(made) == 1 and self.reader(made[0]) is step else None
+        makers = [candidate for candidate in self.steps if candidate.makes == step.hidden_states >= 0]
+        return makers[0] if len(makers) == 1 and self.reader(makers[0]) is step else None
 
     def reader(self, step: LayerCall) -> LayerCall | None:
         """The only call that reads what ``step`` made."""
-        readers = [one for one in self.steps if step.makes >= 0 and step.makes in one.reads]
+        readers = [candidate for candidate in self.steps if step.makes >= 0 and step.makes in candidate.reads]
         return readers[0] if len(readers) == 1 else None
 
 
@@ -149,39 +155,39 @@ class _LayerRun(TorchFunctionMode):
 
     def _view(self, layer: nn.Module) -> Any:
         """The layer with stand-ins for its children, weights without memory, and one probability for each dropout."""
-        view = bare_instance(layer)
-        own = view.__dict__
-        own.update(layer.__dict__)
-        own.pop("forward", None)
+        view = view_of(layer)
+        attributes = view.__dict__
         # Transformers' own switches: neither changes who reads what, and both would run the parts in other ways.
-        own.update(training=True, gradient_checkpointing=False, chunk_size_feed_forward=0)
-        own[MODULES] = {
+        attributes.update(training=True, gradient_checkpointing=False, chunk_size_feed_forward=0)
+        attributes[MODULES] = {
             name: None if child is None else _ChildStandIn(name, child, self)
             for name, child in children_of(layer).items()
         }
-        for kind in (PARAMETERS, BUFFERS):
-            own[kind] = {name: None if one is None else _weight(one) for name, one in own[kind].items()}
+        for container in (PARAMETERS, BUFFERS):
+            attributes[container] = {
+                name: None if tensor is None else _weight(tensor) for name, tensor in attributes[container].items()
+            }
         for name, value in vars(layer).items():
             if isinstance(value, float) and "drop" in name:
                 p = 0.25 + len(self._dropouts) / 1024
-                self._dropouts[p], own[name] = name, p
+                self._dropouts[p], attributes[name] = name, p
             elif callable(value) and name in self._plain:
-                own[name] = self.stand_in(name)
+                attributes[name] = self.stand_in(name)
             elif type(value) in (list, set, dict) and name not in INTERNAL:
-                own[name] = value.copy()
+                attributes[name] = value.copy()
         return view
 
     def stand_in(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **words: Any) -> Any:
-            given = list(_tensors((words.get("hidden_states"), *args, *words.values())))
-            if not given:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = list(_tensors_in((kwargs.get("hidden_states"), *args, *kwargs.values())))
+            if not tensors:
                 raise TypeError(f"{name} was called without a tensor")
             self._inside = True
-            y = _result(given[0], (*given[0].shape[:-1], self._plain.get(name) or given[0].shape[-1]))
+            y = _result(tensors[0], (*tensors[0].shape[:-1], self._plain.get(name) or tensors[0].shape[-1]))
             y.unpack = partial(self._unpack, name)  # type: ignore[attr-defined]
             y = y if name not in self._plain else y.as_subclass(Tensor)
             self._inside = False
-            self.add("child", name, args, words, y)
+            self.add("child", name, args, kwargs, y)
             return y
 
         return call
@@ -194,17 +200,17 @@ class _LayerRun(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name == "__bool__":
             return False  # "is something infinite?"
-        versions = [(one, version_of(one)) for one in _tensors((*args, *kwargs.values()))]
+        versions = [(tensor, version_of(tensor)) for tensor in _tensors_in((*args, *kwargs.values()))]
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, TypeError):  # stand-ins know no shapes but their input's; who reads what needs none
-            given = list(_tensors((*args, *kwargs.values())))
-            if not given:
+            tensors = list(_tensors_in((*args, *kwargs.values())))
+            if not tensors:
                 raise
-            result = _result(given[0], given[0].shape)
+            result = _result(tensors[0], tensors[0].shape)
         if self._inside or not isinstance(result, (Tensor, tuple, list)) or isinstance(result, torch.Size):
             return result
-        if any(version_of(one) != version for one, version in versions):
+        if any(version_of(tensor) != version for tensor, version in versions):
             self.add("in-place", name, args, kwargs, result)
         elif func is nn.functional.dropout:
             p = inspect.signature(func).bind(*args, **kwargs).arguments.get("p", 0.5)
@@ -217,15 +223,15 @@ class _LayerRun(TorchFunctionMode):
         self._alive.append(tensor)
         return self._numbers.setdefault(id(tensor), len(self._numbers))
 
-    def add(self, kind: str, name: str, args: Any, words: Mapping[str, Any], result: Any) -> None:
-        given = list(_tensors((*args, *words.values())))
-        first = words.get("hidden_states", args[0] if args else None)
+    def add(self, kind: str, name: str, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        tensors = list(_tensors_in((*args, *kwargs.values())))
+        first = kwargs.get("hidden_states", args[0] if args else None)
         hidden_states = self.number(first) if isinstance(first, Tensor) else -1
         made = self.number(result) if isinstance(result, Tensor) else -1
-        reads = tuple(self.number(one) for one in given)
+        reads = tuple(self.number(tensor) for tensor in tensors)
         plain, alone = (
             _gradients_and_autocast() == self._context,
-            len(given) == len(args) + len(words) and not (words and kind == "child"),
+            len(tensors) == len(args) + len(kwargs) and not (kwargs and kind == "child"),
         )
         self.steps.append(LayerCall(kind, name, reads, hidden_states, made, plain, alone))
 
@@ -245,20 +251,20 @@ class _ChildStandIn:
     """Stands for a child: its call is noted, and when anything else of it is read."""
 
     def __init__(self, name: str, child: nn.Module, run: _LayerRun) -> None:
-        self.__dict__.update(_name=name, _child=child, _run=run, _call=run.stand_in(name))
+        self.__dict__.update(_name=name, _child=child, _run_layer=run, _call=run.stand_in(name))
 
-    def __call__(self, *args: Any, **words: Any) -> Any:
-        return self._call(*args, **words)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
 
     def __setattr__(self, attribute: str, value: Any) -> None:
         raise RuntimeError(f"the layer's forward sets {self._name}.{attribute}")
 
     def __getattr__(self, attribute: str) -> Any:
-        self._run.steps.append(LayerCall("attribute", self._name, (), -1, -1))
+        self._run_layer.steps.append(LayerCall("attribute", self._name, (), -1, -1))
         value = getattr(self._child, attribute)
         if isinstance(value, Tensor):
             return _weight(value)
-        return self._run.stand_in(f"{self._name}.{attribute}") if inspect.ismethod(value) else value
+        return self._run_layer.stand_in(f"{self._name}.{attribute}") if inspect.ismethod(value) else value
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -269,14 +275,14 @@ def _weight(tensor: Tensor) -> Tensor:
     return torch.empty(tuple(whole_shape(tensor)), dtype=tensor.dtype, device="meta")
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors_in(values: Any) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
+            yield from _tensors_in(value)
         elif isinstance(value, dict):
-            yield from _tensors(value.values())
+            yield from _tensors_in(value.values())
 
 
 def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> LayerSteps | None:
@@ -294,19 +300,23 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
         One to a few milliseconds.
     """
     parameters = list(inspect.signature(type(layer).forward).parameters.values())[2:]
-    needed = [one.name for one in parameters if one.default is one.empty and one.kind in _NAMED]
-    others = [
-        one.name for one in parameters if one.default is None and not re.search("past|cache|output|use_", one.name)
+    needed = [
+        parameter.name for parameter in parameters if parameter.default is parameter.empty and parameter.kind in _NAMED
     ]
-    counts = [one.name for one in parameters if one.default == 0 and type(one.default) is int]
+    others = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is None and not re.search("past|cache|output|use_", parameter.name)
+    ]
+    counts = [parameter.name for parameter in parameters if parameter.default == 0 and type(parameter.default) is int]
     tables = [value for value in vars(layer).values() if isinstance(value, dict) and value]
     lengths = [5, *(key for table in tables for key in [next(iter(table))] if type(key) is int)]  # Aria's projector
     shapes = [(7, length, hidden) for length in lengths] + [(7, 5, 6, hidden)]  # no code unpacks a tensor into seven
     for shape in shapes:
-        for given, numbers in (([], []), (needed, []), (needed + others, []), (needed + others, counts)):
-            words = {**dict.fromkeys(needed), **dict.fromkeys(given, shape), **dict.fromkeys(numbers, shape[1])}
+        for shaped, numbers in (([], []), (needed, []), (needed + others, []), (needed + others, counts)):
+            kwargs = {**dict.fromkeys(needed), **dict.fromkeys(shaped, shape), **dict.fromkeys(numbers, shape[1])}
             try:
-                return in_a_thread(partial(_run, layer, shape, plain, words))  # type: ignore[no-any-return]
+                return in_a_thread(partial(_run_layer, layer, shape, plain, kwargs))  # type: ignore[no-any-return]
             except Exception:  # noqa: BLE001 - it wants another shape, or arguments that nobody knows
                 continue
     return None
@@ -317,18 +327,21 @@ _UNPACKED = re.compile(r"values to unpack \(expected (\d+)")
 """Python's words for too many or too few values."""
 
 
-def _run(
-    layer: nn.Module, shape: Sequence[int], plain: Mapping[str, int], given: Mapping[str, Sequence[int] | int | None]
+def _run_layer(
+    layer: nn.Module,
+    shape: Sequence[int],
+    plain: Mapping[str, int],
+    arguments: Mapping[str, Sequence[int] | int | None],
 ) -> LayerSteps:
     results: dict[str, int] = {}  # how many the children return that return another number than two
     while True:
         run = _LayerRun(layer, plain, results)
         x = torch.empty(tuple(shape), device="meta")
         run.number(x)
-        words = {name: _result(x, value) if isinstance(value, tuple) else value for name, value in given.items()}
+        kwargs = {name: _result(x, value) if isinstance(value, tuple) else value for name, value in arguments.items()}
         try:
             with torch.enable_grad(), run:
-                type(layer).forward(run.view, x, **words)
+                type(layer).forward(run.view, x, **kwargs)
         except ValueError as error:
             expected = _UNPACKED.search(str(error))
             if expected is None or run.unpacked in (None, *results):
@@ -378,26 +391,26 @@ def _is_norm_call(layer: nn.Module, steps: LayerSteps, step: LayerCall) -> bool:
     return step.alone and len(step.reads) == 1 and is_small(layer, step.name) and steps.call_of(step.name) is step
 
 
-def _followed(layer: nn.Module, steps: LayerSteps, last: LayerCall, near: Neighbours) -> Neighbours:
+def _followed(layer: nn.Module, steps: LayerSteps, last: LayerCall, neighbours: Neighbours) -> Neighbours:
     after = steps.reader(last)
     if after is None or len(after.reads) != 1 or not after.name or not steps.is_undisturbed(last, after):
-        return near
+        return neighbours
     if getattr(getattr(layer, after.name, None), "inplace", False) and not isinstance(
         getattr(layer, after.name), nn.Dropout
     ):
-        return near  # it would write into what the operator differentiates
+        return neighbours  # it would write into what the operator differentiates
     if after.kind == "dropout":
-        return replace(near, dropout=after.name)
-    return replace(near, after=after.name) if _is_norm_call(layer, steps, after) else near
+        return replace(neighbours, dropout=after.name)
+    return replace(neighbours, after=after.name) if _is_norm_call(layer, steps, after) else neighbours
 
 
 def looks_inline(widths: Mapping[str, tuple[int, int] | None]) -> tuple[str, str] | None:
     """Two linear layers ``D -> F`` and ``F -> D`` among the children of a layer, which may be an MLP."""
-    linear = {name: wide for name, wide in widths.items() if wide is not None}
-    for one, (wide, inner) in linear.items():
-        for other, turned in linear.items():
-            if turned == (inner, wide) and wide < inner:
-                return one, other
+    linear = {name: width for name, width in widths.items() if width is not None}
+    for first, (width, inner) in linear.items():
+        for second, turned in linear.items():
+            if turned == (inner, width) and width < inner:
+                return first, second
     return None
 
 
@@ -413,16 +426,16 @@ def inline(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, 
             call = steps.reader(call)
         else:
             continue
-        names = tuple(one.name for one in members)
-        if any(one.kind == "child" and steps.call_of(one.name) is not one for one in members):
+        names = tuple(member.name for member in members)
+        if any(member.kind == "child" and steps.call_of(member.name) is not member for member in members):
             continue
         if not steps.is_undisturbed(members[0], members[-1]):
             continue
-        near = _followed(layer, steps, members[-1], Neighbours(members=names))
+        neighbours = _followed(layer, steps, members[-1], Neighbours(members=names))
         maker = steps.maker(members[0])
         if maker is not None and _is_norm_call(layer, steps, maker) and steps.is_undisturbed(maker, members[0]):
-            return replace(near, before=maker.name)
-        return replace(near, closing=_closing(layer, steps, members, near))
+            return replace(neighbours, before=maker.name)
+        return replace(neighbours, closing=_closing(layer, steps, members, neighbours))
     return None
 
 
@@ -435,10 +448,10 @@ def _may_be_inside(layer: nn.Module, step: LayerCall, widths: Mapping[str, tuple
     )
 
 
-def _closing(layer: nn.Module, steps: LayerSteps, members: list[LayerCall], near: Neighbours) -> str:
+def _closing(layer: nn.Module, steps: LayerSteps, members: list[LayerCall], neighbours: Neighbours) -> str:
     """The norm of ``x + block(x)``, where nothing else reads that sum."""
     last = members[-1]
-    follower = steps.reader(last) if near.after or near.dropout else last
+    follower = steps.reader(last) if neighbours.after or neighbours.dropout else last
     total = steps.reader(follower) if follower is not None else None
     if total is None or total.name not in ("add", "__add__") or len(total.reads) != 2:
         return ""
@@ -450,10 +463,10 @@ def _closing(layer: nn.Module, steps: LayerSteps, members: list[LayerCall], near
 
 def pair(layer: nn.Module, steps: LayerSteps, widths: Mapping[str, tuple[int, int]]) -> Neighbours | None:
     """An MLP in two children of the layer (BERT): ``h = first(x)``, ``second(h, other)``."""
-    for name, (wide, inner) in widths.items():
+    for name, (width, inner) in widths.items():
         call = steps.call_of(name)
         second = steps.reader(call) if call is not None else None
-        if second is None or second.kind != "child" or widths.get(second.name) != (inner, wide) or wide >= inner:
+        if second is None or second.kind != "child" or widths.get(second.name) != (inner, width) or width >= inner:
             continue
         if (
             call is not None

@@ -98,34 +98,34 @@ def projection_of(
         return f"{name} has hooks"
     if hasattr(layer, "base_layer"):
         return _adapted(name, layer, dtype, traced)
-    kind = type(layer)
-    if kind.__name__ == "Linear4bit" and kind.__module__ == "bitsandbytes.nn.modules":
-        return _packed(name, layer, dtype)
+    layer_class = type(layer)
+    if layer_class.__name__ == "Linear4bit" and layer_class.__module__ == "bitsandbytes.nn.modules":
+        return _four_bit_projection(name, layer, dtype)
     if isinstance(layer, DenseLinear) and layer.compute_dtype not in (None, dtype):
         return f"{name}: its quantised weight computes in {layer.compute_dtype}, its input is {dtype}"
-    transposed = kind.__name__ == "Conv1D" and hasattr(layer, "nx")
+    transposed = layer_class.__name__ == "Conv1D" and hasattr(layer, "nx")
     if not transposed and not isinstance(layer, nn.Linear):
-        return f"{name} is a {kind.__name__}"
+        return f"{name} is a {layer_class.__name__}"
     weight: Any = layer.weight
     bias: Any = layer.bias
     reason = _unusable(weight) or (_unusable(bias) if bias is not None else "")
     if reason:
         return f"{name}: {reason}"
-    if not transposed and kind.forward is not nn.Linear.forward and not traced:
-        return f"{name} ({kind.__name__}) may compute more than a linear layer"
+    if not transposed and layer_class.forward is not nn.Linear.forward and not traced:
+        return f"{name} ({layer_class.__name__}) may compute more than a linear layer"
     return Projection(weight, bias, transposed)
 
 
 def differ_in_dtype(projections: Iterable[Projection]) -> bool:
     """Whether their weights are of more than one dtype; quantised ones have none of their own."""
     dtypes = set()
-    for one in projections:
-        if isinstance(one.weight, Tensor):
-            dtypes.add(one.weight.dtype)
+    for projection in projections:
+        if isinstance(projection.weight, Tensor):
+            dtypes.add(projection.weight.dtype)
     return len(dtypes) > 1
 
 
-def _packed(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | str:
+def _four_bit_projection(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | str:
     """A frozen 4-bit layer of bitsandbytes: ``x W^T + b`` with ``W`` made dense as :class:`Packed` says."""
     import bitsandbytes  # type: ignore[import-not-found,unused-ignore]
 
@@ -148,9 +148,9 @@ def _packed(name: str, layer: Any, dtype: torch.dtype | None) -> Projection | st
 
 def _adapted(name: str, layer: Any, dtype: torch.dtype | None, traced: bool) -> Projection | str:
     """PEFT's LoRA layer: ``base(x) + B(A(dropout(x))) * scaling``."""
-    kind = type(layer)
-    if (kind.__module__, kind.__name__) not in _ADAPTED:
-        return f"{name} is a {kind.__module__}.{kind.__name__}"
+    layer_class = type(layer)
+    if (layer_class.__module__, layer_class.__name__) not in _ADAPTED:
+        return f"{name} is a {layer_class.__module__}.{layer_class.__name__}"
     base = projection_of(name, layer.base_layer, dtype, traced=traced)
     if isinstance(base, str):
         return base
@@ -172,7 +172,7 @@ def _adapted(name: str, layer: Any, dtype: torch.dtype | None, traced: bool) -> 
     drop = layer.lora_dropout[adapter]
     if type(drop) not in (nn.Dropout, nn.Identity) or has_hooks(drop):
         return f"{name}: its adapter drops by {type(drop).__name__}"
-    share = float(drop.p) if isinstance(drop, nn.Dropout) and drop.training else 0.0
+    probability = float(drop.p) if isinstance(drop, nn.Dropout) and drop.training else 0.0
     assert isinstance(down.weight, Tensor) and isinstance(up.weight, Tensor)
-    lora = Adapter(down.weight, up.weight, float(layer.scaling[adapter]), share)
+    lora = Adapter(down.weight, up.weight, float(layer.scaling[adapter]), probability)
     return Projection(base.weight, base.bias, base.transposed, lora)

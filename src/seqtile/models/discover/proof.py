@@ -28,10 +28,10 @@ from seqtile.models.discover.trace import Graph, Tracer, in_a_thread
 from seqtile.ops.norm import NormFormula
 
 
-def autocast_dtype(kind: str) -> torch.dtype | None:
+def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype that autocast has for this kind of device, None where it is off."""
-    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if casts else None
+    casts = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if casts else None
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ def prove(chain: Chain, mode: Mode, *, trusted: bool = False) -> Proof:
         Where one is known for modules like these, some 100 µs; else 10 to 100 ms.
     """
     modules = chain.modules
-    if any(is_offloaded(part) for part in parts_of(modules)):
+    if any(is_offloaded(module) for module in parts_of(modules)):
         why = "accelerate fetches its weights at each call and drops them (device_map), and every tile would be one"
         return Proof(why, False, None, why)
-    if any(isinstance(part, torch.jit.ScriptModule) for part in parts_of(modules)):
+    if any(isinstance(module, torch.jit.ScriptModule) for module in parts_of(modules)):
         return Proof("not proven: TorchScript hides what it computes", False, None, "")
     if not trusted and (custom := custom_code(modules, chain.functions, chain.called)):
         return Proof.of_custom(custom)
@@ -176,12 +176,12 @@ def _traced(chain: Chain, mode: Mode) -> Proof:
 
 def _check_rows(graph: Graph, chain: Chain, mode: Mode) -> None:
     """Every output must have its tokens where the first input has them, or all of them in its first dimension."""
-    given = mode.inputs[0][0]
-    leading = tuple(tuple(dim) if isinstance(dim, str) else () for dim in given[:-1])
+    input_dims = mode.inputs[0][0]
+    leading = tuple(tuple(dim) if isinstance(dim, str) else () for dim in input_dims[:-1])
     axes = tuple(axis for dim in leading for axis in dim)
     for _, dims, _ in graph.outputs[2:]:
-        place = chain.call[1] if chain.call and chain.call[0] == "along" else None
-        kept = dims[place] == ("s",) if place is not None else dims[:-1] == leading and not dims[-1]
-        rows = place is None and dims[0] == axes and not any(dims[1:]) and (len(dims) == 2 or len(leading) == 1)
+        token_dim = chain.call[1] if chain.call and chain.call[0] == "along" else None
+        kept = dims[token_dim] == ("s",) if token_dim is not None else dims[:-1] == leading and not dims[-1]
+        rows = token_dim is None and dims[0] == axes and not any(dims[1:]) and (len(dims) == 2 or len(leading) == 1)
         if not kept and not rows:
             raise NotPerToken("it returns its tokens in other dimensions than it takes them")

@@ -96,20 +96,22 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: Any, out: list[Tensor]) -> None:
         schema = schema_of(func)
         name = schema.name.removeprefix("aten::")
-        given = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
-        given |= dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        given = {key: value for key, value in given.items() if key not in _UNUSED}
+        arguments = {
+            argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
+        }
+        arguments |= dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        arguments = {key: value for key, value in arguments.items() if key not in _UNUSED}
         self.operators.add(name.rstrip("_"))
-        if name != "slice" and any(type(value) is int and holds_tokens(value) for value in given.values()):
+        if name != "slice" and any(type(value) is int and holds_tokens(value) for value in arguments.values()):
             raise NotPerToken(f"its forward computes with the number of tokens ({name})")
         rule = rule_for(func, name)
         written = [
             argument.name for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         ]  # fmt: skip
-        arguments = {key: value for key, value in given.items() if key not in written or key == "self"}
+        read_arguments = {key: value for key, value in arguments.items() if key not in written or key == "self"}
         base = name if name in RULES else name.rstrip("_") if written else name
-        call = Call(base, arguments, out, self.flow, self.expressions, self.axes, self.in_backward)
+        call = Call(base, read_arguments, out, self.flow, self.expressions, self.axes, self.in_backward)
         try:
             if rule is None:
                 given_axes = {axis for flow in call.flows() for axis in flow.axes}
@@ -123,7 +125,7 @@ class Recorder(TorchDispatchMode):
         if "bernoulli" in name or name == "native_dropout":
             self.draws[flows[0].expr] += 1
         views = not written and any(returned.alias_info is not None for returned in schema.returns)
-        for target, flow in zip([given[key] for key in written] or out, flows, strict=True):
+        for target, flow in zip([arguments[key] for key in written] or out, flows, strict=True):
             if len(flow.dims) != target.dim():
                 raise Untraceable(f"{name} gave an unexpected shape")
             if written:
@@ -136,13 +138,15 @@ class Recorder(TorchDispatchMode):
         root = self.flow(target).root
         if owner := self._owners.get(root):
             raise NotPerToken(f"its forward writes into {owner}")
-        for key, (other, known) in list(self._known.items()):
-            if known.root == root and other is not target:
-                if flow.summed != known.summed:
+        for key, (alias, alias_flow) in list(self._known.items()):
+            if alias_flow.root == root and alias is not target:
+                if flow.summed != alias_flow.summed:
                     raise NotPerToken("a sum over tokens is written beside them")
                 # The whole of the same memory holds the same, a part of it has no name.
-                whole = other.numel() == target.numel() and features(other, known.dims) == features(target, flow.dims)
-                self._known[key] = other, replace(known, expr=flow.expr if whole else self.expressions.unique())
+                whole = alias.numel() == target.numel() and features(alias, alias_flow.dims) == features(
+                    target, flow.dims
+                )
+                self._known[key] = alias, replace(alias_flow, expr=flow.expr if whole else self.expressions.unique())
         self._known[id(target)] = target, replace(flow, root=root)
 
 

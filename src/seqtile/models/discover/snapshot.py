@@ -32,7 +32,7 @@ _KIND = attrgetter("dtype", "requires_grad")
 
 def parts_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules and all their children, each once."""
-    return list(dict.fromkeys(part for module in modules for part in module.modules()))
+    return list(dict.fromkeys(submodule for module in modules for submodule in module.modules()))
 
 
 class Snapshot:
@@ -47,8 +47,8 @@ class Snapshot:
         self._values: list[Any] = []
         self._tensors: list[Any] = []
         self._sized: list[Any] = []
-        for part in self._parts:
-            attributes = part.__dict__
+        for module in self._parts:
+            attributes = module.__dict__
             names = [
                 name for name, value in attributes.items()
                 if not isinstance(value, Tensor) and not name.startswith(BOOKKEEPING)
@@ -93,19 +93,19 @@ class Snapshot:
 def description(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     """The same for modules that one proof serves; it holds no module and no tensor of theirs."""
     parts = parts_of(modules)
-    places = {id(part): place for place, part in enumerate(parts)}
+    indices = {id(module): index for index, module in enumerate(parts)}
     numbers: dict[int, int] = {}
 
     def kind_of(tensor: Tensor | None) -> Any:
         if tensor is None:
             return None
         tied = numbers.setdefault(id(tensor), len(numbers))
-        kind = None if type(tensor) in PLAIN else type(tensor)  # a plan's fake tensors are as good as real ones
-        return tied, kind, getattr(tensor, "ds_shape", tensor.shape), tensor.dtype, tensor.requires_grad
+        tensor_class = None if type(tensor) in PLAIN else type(tensor)  # a plan's fake tensors are as good as real ones
+        return tied, tensor_class, getattr(tensor, "ds_shape", tensor.shape), tensor.dtype, tensor.requires_grad
 
     described = []
-    for part in parts:
-        attributes = attributes_without_stand_ins(part)
+    for module in parts:
+        attributes = attributes_without_stand_ins(module)
         tensors = {**attributes[PARAMETERS], **attributes[BUFFERS]}
         tensors |= {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
         settings = {
@@ -113,9 +113,9 @@ def description(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
             and (name == "training" or name not in INTERNAL and not name.startswith(BOOKKEEPING))
         }  # fmt: skip
         described.append((
-            type(part), getattr(type(part), "forward", None),
+            type(module), getattr(type(module), "forward", None),
             tuple((name, kind_of(tensors[name])) for name in sorted(tensors)),
-            tuple((name, places.get(id(child))) for name, child in children_of(part).items()),
+            tuple((name, indices.get(id(child))) for name, child in children_of(module).items()),
             tuple((name, settings[name]) for name in sorted(settings)),
             # By their code: a closure of DeepSpeed's holds the model.
             tuple(getattr(hook, "__code__", type(hook)) for name in HOOKS for hook in attributes[name].values()),

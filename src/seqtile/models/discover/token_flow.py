@@ -44,7 +44,7 @@ class Flow:
     @property
     def axes(self) -> list[str]:
         """The token axes in its dimensions."""
-        return [one for dim in self.dims for one in dim if isinstance(one, str)]
+        return [atom for dim in self.dims for atom in dim if isinstance(atom, str)]
 
 
 class Expressions:
@@ -62,13 +62,13 @@ class Expressions:
         """An expression that equals no other."""
         return self.number("unique", next(_COUNTER))
 
-    def joined(self, name: str, parts: Iterable[Any]) -> int:
+    def joined(self, name: str, operands: Iterable[Any]) -> int:
         """Operands whose order does not matter, flows and plain numbers; nested ones are taken apart."""
         neutral, flat = ("number", 0.0 if name == "add" else 1.0), list[Any]()
-        for part in parts:
-            key = self.keys[part.expr] if isinstance(part, Flow) else ("number", float(part))
-            nested = key[1] if key[0] == name else ((part.expr,) if isinstance(part, Flow) else (key,))
-            flat += [one for one in nested if one != neutral]
+        for operand in operands:
+            key = self.keys[operand.expr] if isinstance(operand, Flow) else ("number", float(operand))
+            nested = key[1] if key[0] == name else ((operand.expr,) if isinstance(operand, Flow) else (key,))
+            flat += [entry for entry in nested if entry != neutral]
         flat.sort(key=repr)
         return flat[0] if len(flat) == 1 and isinstance(flat[0], int) else self.number(name, tuple(flat))
 
@@ -77,7 +77,7 @@ class Expressions:
         if key[0] == "to":  # a cast is the same before and after
             return self.number("to", self.permuted(key[1], order), key[2])
         if key[0] == "permute" and len(key[2]) == len(order):
-            expr, order = key[1], [key[2][place] for place in order]
+            expr, order = key[1], [key[2][index] for index in order]
         return expr if list(order) == sorted(order) else self.number("permute", expr, tuple(order))
 
 
@@ -113,7 +113,7 @@ class Call:
 
     def flows(self, *names: str) -> list[Flow]:
         """What is known of the tensors in these arguments, or in all."""
-        return [self.flow(one) for one in tensors_in(self.args[name] for name in names or self.args)]
+        return [self.flow(tensor) for tensor in tensors_in(self.args[name] for name in names or self.args)]
 
     def mixes(self, how: str) -> NotPerToken:
         return NotPerToken(f"{MIXED}: {self.name} {how}")
@@ -143,13 +143,13 @@ class Call:
 
     def expr(self, *besides: Any) -> int:
         """The operator and its arguments, dimensions counted among those without tokens, from the last."""
-        return self.expressions.number(self.name, *(self._key(*one) for one in self.args.items()), *besides)
+        return self.expressions.number(self.name, *(self._key(*argument) for argument in self.args.items()), *besides)
 
     def _key(self, name: str, value: Any) -> Hashable:
         if isinstance(value, Tensor):
             return ("expression", self.flow(value).expr)
         if isinstance(value, (list, tuple)):
-            return tuple(self._key(name, one) for one in value)
+            return tuple(self._key(name, entry) for entry in value)
         if name in ("dim", "dims") and isinstance(value, int):
             return ("dim", place_of(self.flow(self.first).dims, value))
         return (type(value), value)
@@ -163,9 +163,9 @@ class Call:
         flows = self.flows()
         if not any(flow.summed for flow in flows):
             return False
-        mine = self.flows(*(name for name in linear if name in self.args)) if linear else []
-        sums = [flow for flow in mine if flow.summed]
-        whole = len(sums) == len(mine) if all_of_them else len(sums) == 1
+        linear_flows = self.flows(*(name for name in linear if name in self.args)) if linear else []
+        sums = [flow for flow in linear_flows if flow.summed]
+        whole = len(sums) == len(linear_flows) if all_of_them else len(sums) == 1
         if not whole or len(sums) < sum(flow.summed for flow in flows) or any(f.axes for f in flows if not f.summed):
             raise self.mixes("of a sum over tokens and something else")
         return True

@@ -34,22 +34,22 @@ def pointwise(call: Call) -> list[Flow]:
     summed = call.is_sum(*operands, all_of_them=call.name in _ALL)
     if summed and not _is_linear(call):
         raise call.mixes("of a sum over tokens and something else")
-    one, other = (call.flow(v) if isinstance(v, Tensor) else v for v in (args.get("self"), args.get("other")))
+    left, right = (call.flow(v) if isinstance(v, Tensor) else v for v in (args.get("self"), args.get("other")))
     if call.name in ("add", "mul") and args.get("alpha", 1) == 1:
-        return [call.flow_of(call.out[0], number.joined(call.name, (one, other)), summed)]
-    if call.name == "div" and args.get("rounding_mode") is None and other == 1 and isinstance(one, Flow):
-        return [call.flow_of(call.out[0], one.expr, summed)]
+        return [call.flow_of(call.out[0], number.joined(call.name, (left, right)), summed)]
+    if call.name == "div" and args.get("rounding_mode") is None and right == 1 and isinstance(left, Flow):
+        return [call.flow_of(call.out[0], left.expr, summed)]
     if _always(call):
-        same = one.expr if call.name == "clamp" and isinstance(one, Flow) else number.number("always")
-        same = one.expr if call.name == "where" and isinstance(one, Flow) else same
+        same = left.expr if call.name == "clamp" and isinstance(left, Flow) else number.number("always")
+        same = left.expr if call.name == "where" and isinstance(left, Flow) else same
         return [call.flow_of(call.out[0], same, summed)]
-    return [call.flow_of(out, call.expr(place), summed) for place, out in enumerate(call.out)]
+    return [call.flow_of(out, call.expr(index), summed) for index, out in enumerate(call.out)]
 
 
 def _is_linear(call: Call) -> bool:
     """Whether the numbers among the arguments leave an operator linear in its operands: no constant, no rounding."""
     numbers = [call.args.get(name) for name in ("self", "other")]
-    constant = any(isinstance(one, (bool, int, float, complex)) and one != 0 for one in numbers)
+    constant = any(isinstance(value, (bool, int, float, complex)) and value != 0 for value in numbers)
     out = call.out[0]
     return not (
         (call.name in _ALL and constant) or call.args.get("rounding_mode") is not None
@@ -79,13 +79,11 @@ def _always(call: Call) -> bool:
 
 def same(call: Call) -> list[Flow]:
     """Copies and conversions: only a change of dtype is a computation."""
-    tensor, given = call.first, call.flow(call.first)
+    tensor, flow = call.first, call.flow(call.first)
     changed = tensor.dtype != call.out[0].dtype
-    if given.summed and not (call.out[0].is_floating_point() or call.out[0].is_complex()):
+    if flow.summed and not (call.out[0].is_floating_point() or call.out[0].is_complex()):
         raise call.mixes("rounds a sum over tokens")
-    return [
-        replace(given, expr=call.expressions.number("to", given.expr, call.out[0].dtype) if changed else given.expr)
-    ]
+    return [replace(flow, expr=call.expressions.number("to", flow.expr, call.out[0].dtype) if changed else flow.expr)]
 
 
 def literal(call: Call) -> list[Flow]:
@@ -105,23 +103,23 @@ def numbers_in(values: Tensor) -> Any:
         raise Untraceable(f"it makes a tensor of {values.numel():,} numbers that no one can compare")
     with disable_current_modes():  # they are real
         numbers = values.flatten().tolist()
-    if any(isinstance(one, (int, float)) and one == int(one) and holds_tokens(int(one)) for one in numbers
-           if not isinstance(one, float) or math.isfinite(one)):  # fmt: skip
+    finite = [number for number in numbers if isinstance(number, (int, float)) and math.isfinite(number)]
+    if any(number == int(number) and holds_tokens(int(number)) for number in finite):
         raise NotPerToken("its forward computes with the number of tokens")
     return numbers
 
 
 def reshaped(call: Call) -> list[Flow]:
     """Views of other sizes: every dimension of tokens must stay one, or be joined whole to its neighbours."""
-    tensor, out, given = call.first, call.out[0], call.flow(call.first)
+    tensor, out, flow = call.first, call.out[0], call.flow(call.first)
     if tensor.dtype != out.dtype:  # other numbers of the same bits
-        if given.summed:
+        if flow.summed:
             raise call.mixes("reads the bits of a sum over tokens")
         if tensor.shape != out.shape:
             raise NoRule(f"it uses {call.name} as another dtype, for which there is no rule")
-        return [replace(given, expr=call.expressions.number("bits", given.expr, out.dtype))]
+        return [replace(flow, expr=call.expressions.number("bits", flow.expr, out.dtype))]
     atoms = [
-        one for size, inside in zip(tensor.shape, given.dims, strict=True) for one in inside or (size,) if one != 1
+        atom for size, inside in zip(tensor.shape, flow.dims, strict=True) for atom in inside or (size,) if atom != 1
     ]
     dims: list[Atoms] = []
     for size in out.shape:
@@ -135,41 +133,45 @@ def reshaped(call: Call) -> list[Flow]:
                 taken, atoms[0], size = [*taken, size], room // size, 1
             else:
                 raise call.mixes("splits or scrambles them")
-        dims.append(tuple(taken) if any(isinstance(one, str) for one in taken) else ())
-    before, after = features(tensor, given.dims), features(out, dims)
-    expr = given.expr if before == after else call.expressions.number("reshape", given.expr, after)
-    return [replace(given, dims=tuple(dims), expr=expr)]
+        dims.append(tuple(taken) if any(isinstance(atom, str) for atom in taken) else ())
+    features_before, features_after = features(tensor, flow.dims), features(out, dims)
+    expr = (
+        flow.expr
+        if features_before == features_after
+        else call.expressions.number("reshape", flow.expr, features_after)
+    )
+    return [replace(flow, dims=tuple(dims), expr=expr)]
 
 
 def permuted(call: Call) -> list[Flow]:
     """Dimensions in another order."""
     tensor, count = call.first, call.first.dim()
-    given, order = call.flow(tensor), list(range(count))
+    flow, order = call.flow(tensor), list(range(count))
     if call.name == "permute":
         order = [dim % count for dim in call.args["dims"]]
     elif count > 1:
-        one, two = (call.args.get(name, dim) % count for name, dim in (("dim0", 0), ("dim1", 1)))
-        order[one], order[two] = order[two], order[one]
-    places = [dim for dim in range(count) if not given.dims[dim]]
-    moved = [places.index(dim) for dim in order if not given.dims[dim]]
-    lead = len(moved) - len(features(tensor, given.dims))  # dimensions of size 1 that the expression leaves out
+        first, second = (call.args.get(name, dim) % count for name, dim in (("dim0", 0), ("dim1", 1)))
+        order[first], order[second] = order[second], order[first]
+    places = [dim for dim in range(count) if not flow.dims[dim]]
+    moved = [places.index(dim) for dim in order if not flow.dims[dim]]
+    lead = len(moved) - len(features(tensor, flow.dims))  # dimensions of size 1 that the expression leaves out
     if moved[:lead] == list(range(lead)):
-        expr = call.expressions.permuted(given.expr, [place - lead for place in moved[lead:]])
+        expr = call.expressions.permuted(flow.expr, [index - lead for index in moved[lead:]])
     else:
-        expr = call.expressions.number("permute", given.expr, tuple(moved), "padded")
-    return [replace(given, dims=tuple(given.dims[dim] for dim in order), expr=expr)]
+        expr = call.expressions.number("permute", flow.expr, tuple(moved), "padded")
+    return [replace(flow, dims=tuple(flow.dims[dim] for dim in order), expr=expr)]
 
 
 def expanded(call: Call) -> list[Flow]:
     """Dimensions of size 1 repeated: never a sum over tokens along them."""
-    tensor, given = call.first, call.flow(call.first)
-    flow = call.flow_of(call.out[0], given.expr, given.summed)
-    if given.summed and len(flow.axes) > len(given.axes):
+    tensor, flow = call.first, call.flow(call.first)
+    wide_flow = call.flow_of(call.out[0], flow.expr, flow.summed)
+    if flow.summed and len(wide_flow.axes) > len(flow.axes):
         raise call.mixes("gives a sum over tokens to each of them")
-    after = features(call.out[0], flow.dims)
-    wider = features(tensor, given.dims) != after
-    expr = call.expressions.number("expand", given.expr, after) if wider else given.expr
-    return [replace(given, dims=flow.dims, expr=expr)]
+    after = features(call.out[0], wide_flow.dims)
+    wider = features(tensor, flow.dims) != after
+    expr = call.expressions.number("expand", flow.expr, after) if wider else flow.expr
+    return [replace(flow, dims=wide_flow.dims, expr=expr)]
 
 
 def cut(call: Call) -> list[Flow]:
@@ -211,7 +213,7 @@ def placed(call: Call) -> list[Flow]:
     plain = [
         value for name, value in call.args.items() if name not in ("dim", "input_sizes") and not tensors_in([value])
     ]
-    exprs = tuple(one.expr for one in call.flows())
+    exprs = tuple(operand.expr for operand in call.flows())
     return [replace(flow, expr=call.expressions.number(call.name, exprs, places, sizes, repr(plain)))]
 
 
@@ -220,7 +222,7 @@ def placed(call: Call) -> list[Flow]:
 
 def along(call: Call) -> list[Flow]:
     """Operators that read along dimensions, which must be without tokens; only a plain sum may go over them."""
-    tensor, args, given = call.first, call.args, call.flow(call.first)
+    tensor, args, flow = call.first, call.args, call.flow(call.first)
     if any(map(holds_tokens, args.get("shifts", ()))):
         raise NotPerToken(f"its forward computes with the number of tokens ({call.name})")
     count = tensor.dim()
@@ -228,16 +230,16 @@ def along(call: Call) -> list[Flow]:
     if "normalized_shape" in args:
         named = list(range(count - len(args["normalized_shape"]), count))
     over = {dim % max(count, 1) for dim in (named if isinstance(named, (list, tuple)) else [named])} if count else set()
-    whole = sorted(dim for dim in over if given.dims[dim])
+    whole = sorted(dim for dim in over if flow.dims[dim])
     if whole and call.name != "sum":
         raise call.mixes("is taken over them")
     linear = (
         ("self",) if call.name in ("sum", "mean", "cumsum", "flip") else tuple(n for n in args if n.startswith("grad"))
     )
     summed = call.is_sum(*linear) or bool(whole)
-    shape = features(tensor, given.dims) if whole else ()
+    shape = features(tensor, flow.dims) if whole else ()
     weights = "normalized_shape" in args and call.name.endswith("_backward")  # their gradients are sums over tokens
-    places = tuple(sorted(place_of(given.dims, dim) for dim in over - set(whole)))
+    places = tuple(sorted(place_of(flow.dims, dim) for dim in over - set(whole)))
     plain = replace(call, args={name: value for name, value in args.items() if name not in ("dim", "dims")})
     return [
         call.flow_of(out, plain.expr(places, bool(whole), number, shape), summed or (weights and number > 0))
@@ -257,8 +259,8 @@ def looked_up(call: Call) -> list[Flow]:
     table: Any
     table, gather = call.args.get("weight", call.args.get("self")), call.name in ("gather", "scatter", "scatter_add")
     indices = call.args["indices"] if call.name == "index" else [call.args["index" if gather else "indices"]]
-    used = [(dim, one) for dim, one in enumerate(indices) if one is not None]
-    given, flows = call.flow(table), call.flows()
+    used = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    table_flow, flows = call.flow(table), call.flows()
     if any(flow.summed for flow in flows) and not any(flow.axes for flow in flows):  # the gradient of a weight
         return [
             call.flow_of(call.out[0], call.expr(), call.is_sum("src" if call.name.startswith("scatter") else "self"))
@@ -266,11 +268,13 @@ def looked_up(call: Call) -> list[Flow]:
     if len(used) != 1 or any(flow.summed for flow in call.flows()):
         raise NoRule(f"it uses {call.name} with {len(used)} indices, for which there is no rule")
     dim, index = (call.args["dim"] if gather else used[0][0]), used[0][1]
-    if call.name.startswith("scatter") and any(set(flow.axes) - set(given.axes) for flow in call.flows()):
+    if call.name.startswith("scatter") and any(set(flow.axes) - set(table_flow.axes) for flow in call.flows()):
         raise call.mixes("adds them up")
-    if given.dims[dim] or (given.axes and (call.flow(index).dims != given.dims if gather else call.flow(index).axes)):
+    if table_flow.dims[dim] or (
+        table_flow.axes and (call.flow(index).dims != table_flow.dims if gather else call.flow(index).axes)
+    ):
         raise call.mixes("picks some of them")
-    return [call.flow_of(call.out[0], call.expr(place_of(given.dims, dim)))]
+    return [call.flow_of(call.out[0], call.expr(place_of(table_flow.dims, dim)))]
 
 
 # -- products --------------------------------------------------------------------------------------------------------
@@ -283,26 +287,28 @@ def product(call: Call) -> list[Flow]:
     """Matrix products: with weights per token, or the sum over tokens that is a gradient of a weight."""
     args, number = call.args, call.expressions
     left, right = (args[name] for name in _FACTORS[call.name])
-    one, two = call.flow(left), call.flow(right)
-    inner = one.dims[-1]
-    if inner != two.dims[-2 if right.dim() > 1 else -1]:
+    left_flow, right_flow = call.flow(left), call.flow(right)
+    inner = left_flow.dims[-1]
+    if inner != right_flow.dims[-2 if right.dim() > 1 else -1]:
         raise call.mixes("multiplies along them")
-    batch = set(Flow(one.dims[: left.dim() - 2], 0).axes)
-    if (set(one.axes) & set(two.axes)) - batch != set(Flow((inner,), 0).axes) or (inner and batch):
+    batch = set(Flow(left_flow.dims[: left.dim() - 2], 0).axes)
+    if (set(left_flow.axes) & set(right_flow.axes)) - batch != set(Flow((inner,), 0).axes) or (inner and batch):
         raise call.mixes("of every pair of them")
-    if (one.summed and (two.summed or two.axes)) or (two.summed and one.axes):
+    if (left_flow.summed and (right_flow.summed or right_flow.axes)) or (right_flow.summed and left_flow.axes):
         raise call.mixes("with a sum over tokens")
     flat = left.dim() <= 2 or (left.shape[0] == 1 and right.shape[0] == 1)
-    where = () if flat else (one.dims, two.dims)
-    summed = one.summed or two.summed or bool(inner)
+    where = () if flat else (left_flow.dims, right_flow.dims)
+    summed = left_flow.summed or right_flow.summed or bool(inner)
     if inner and left.dim() > 1 < right.dim():  # [K, tokens] @ [tokens, N]
-        order = sorted((one.expr, two.expr)) if flat else [one.expr, two.expr]
+        order = sorted((left_flow.expr, right_flow.expr)) if flat else [left_flow.expr, right_flow.expr]
         expr = number.number("outer", *order, *where)
-        expr = expr if order == [one.expr, two.expr] else number.permuted(expr, (1, 0))
-    elif flat and right.dim() > 1 and two.axes and not one.axes:  # [N, K] @ [K, tokens]: the other way round
-        expr = number.number("mm", two.expr, number.permuted(one.expr, (1, 0)))
+        expr = expr if order == [left_flow.expr, right_flow.expr] else number.permuted(expr, (1, 0))
+    elif (
+        flat and right.dim() > 1 and right_flow.axes and not left_flow.axes
+    ):  # [N, K] @ [K, tokens]: the other way round
+        expr = number.number("mm", right_flow.expr, number.permuted(left_flow.expr, (1, 0)))
     else:
-        expr = number.number("mm", one.expr, two.expr, *where)
+        expr = number.number("mm", left_flow.expr, right_flow.expr, *where)
     flow = call.flow_of(call.out[0], expr, summed)
     if "beta" not in args:
         return [flow]
@@ -323,7 +329,7 @@ def weight_normed(call: Call) -> list[Flow]:
 def convolved(call: Call) -> list[Flow]:
     """A convolution whose kernel has one element is a linear layer at every place."""
     args, weight = call.args, call.args["weight"]
-    plain = all(one == 1 for one in (*args["stride"], *weight.shape[2:])) and not any(args["padding"])
+    plain = all(size == 1 for size in (*args["stride"], *weight.shape[2:])) and not any(args["padding"])
     if (
         not plain
         or args["transposed"]
@@ -365,12 +371,12 @@ def counted_up(call: Call) -> list[Flow]:
 
 def dropped(call: Call) -> list[Flow]:
     """Dropout's masks: every token has numbers of its own."""
-    given = call.flow(call.first)
-    if set(given.axes) != call.axes:
+    flow = call.flow(call.first)
+    if set(flow.axes) != call.axes:
         raise NotPerToken("it draws random numbers that several tokens share, or that belong to none")
     if call.name == "bernoulli_":
-        shape = features(call.first, given.dims)
-        return [replace(given, expr=call.expressions.number("bernoulli", call.args.get("p"), shape))]
+        shape = features(call.first, flow.dims)
+        return [replace(flow, expr=call.expressions.number("bernoulli", call.args.get("p"), shape))]
     return [call.flow_of(out, call.expr(number)) for number, out in enumerate(call.out)]
 
 
@@ -463,7 +469,9 @@ def rule_for(func: Any, name: str) -> Rule | None:
     if name in RULES:
         return RULES[name]
     plain = getattr(torch.ops.aten, name.rstrip("_"), None)
-    tags = {tag for kind in (plain.overloads() if plain else ()) for tag in getattr(plain, kind).tags} | set(func.tags)
+    tags = {tag for overload in (plain.overloads() if plain else ()) for tag in getattr(plain, overload).tags} | set(
+        func.tags
+    )
     if torch.Tag.nondeterministic_seeded in tags:
         return drawn
     return pointwise if torch.Tag.pointwise in tags or name in _POINTWISE else RULES.get(name.rstrip("_"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import BUFFERS, MODULES, PARAMETERS, buffers_of, children_of, parameters_of
-from seqtile._shallow import bare_instance
+from seqtile._shallow import view_of
 from seqtile.engines.flat import is_flat_view
 from seqtile.models.discover.known_kernels import own_forward, twin_of
 from seqtile.models.discover.snapshot import INTERNAL
@@ -30,31 +30,31 @@ class Views:
         self._former: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def of(self, module: nn.Module, name: str) -> nn.Module:
-        known = self._views.get(id(module))
-        if known is not None:
-            return known
+        if id(module) in self._views:
+            return self._views[id(module)]
         plain = twin_of(module) or module
         self._plain.append(plain)  # weights are known by their ids
-        view: nn.Module = bare_instance(plain)
+        view: nn.Module = view_of(plain)
         self._views[id(module)] = view
-        own = view.__dict__
-        own.update(plain.__dict__)
-        own[PARAMETERS] = {key: self._fake(f"{name}.{key}", one) for key, one in parameters_of(plain).items()}
-        own[BUFFERS] = {key: self._fake(f"{name}.{key}", one) for key, one in buffers_of(plain).items()}
-        own[MODULES] = {
+        attributes = view.__dict__
+        attributes[PARAMETERS] = {
+            key: self._fake(f"{name}.{key}", tensor) for key, tensor in parameters_of(plain).items()
+        }
+        attributes[BUFFERS] = {key: self._fake(f"{name}.{key}", tensor) for key, tensor in buffers_of(plain).items()}
+        attributes[MODULES] = {
             key: self.of(child, f"{name}.{key}") if isinstance(child, nn.Module) else child
             for key, child in children_of(plain).items()
         }
         for key, value in plain.__dict__.items():
             if is_flat_view(value):
-                del own[key]
-                own[PARAMETERS][key] = self._fake(f"{name}.{key}", value)
+                del attributes[key]
+                attributes[PARAMETERS][key] = self._fake(f"{name}.{key}", value)
             elif isinstance(value, Tensor):
-                own[key] = self._fake(f"{name}.{key}", value)
+                attributes[key] = self._fake(f"{name}.{key}", value)
             elif type(value) in (list, dict, set) and key not in INTERNAL:
-                own[key] = value.copy()
-        _bind_methods(own, own_forward(plain), module, view)
-        self._former.append((view, {key: _copied(value) for key, value in own.items()}))
+                attributes[key] = value.copy()
+        _bind_methods(attributes, own_forward(plain), module, view)
+        self._former.append((view, {key: _copied(value) for key, value in attributes.items()}))
         return view
 
     def _fake(self, name: str, tensor: Tensor | None) -> Tensor | None:
@@ -73,9 +73,9 @@ class Views:
 
     def changed(self) -> str:
         """What a call changed in a module, or ""."""
-        for view, former in self._former:
+        for view, earlier in self._former:
             for name, value in view.__dict__.items():
-                if name not in former or _differs(former[name], value):
+                if name not in earlier or _differs(earlier[name], value):
                     return f"{type(view).__name__}.{name}"
         return ""
 
@@ -84,21 +84,21 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, (list, dict, set)) else value
 
 
-def _differs(one: Any, other: Any) -> bool:
-    if one is other:
+def _differs(earlier: Any, later: Any) -> bool:
+    if earlier is later:
         return False
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() != other.keys() or any(_differs(value, other[key]) for key, value in one.items())
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) != len(other) or any(map(_differs, one, other))
-    return isinstance(one, Tensor) or isinstance(other, Tensor) or one != other
+    if isinstance(earlier, dict) and isinstance(later, dict):
+        return earlier.keys() != later.keys() or any(_differs(value, later[key]) for key, value in earlier.items())
+    if isinstance(earlier, list) and isinstance(later, list):
+        return len(earlier) != len(later) or any(map(_differs, earlier, later))
+    return isinstance(earlier, Tensor) or isinstance(later, Tensor) or earlier != later
 
 
-def _bind_methods(own: dict[str, Any], forward: Any, module: nn.Module, view: nn.Module) -> None:
+def _bind_methods(attributes: dict[str, Any], forward: Any, module: nn.Module, view: nn.Module) -> None:
     """The instance's own methods that are bound to the module, forward or others, are bound to the view instead."""
-    own.pop("forward", None)
+    attributes.pop("forward", None)
     if forward is not None:
-        own["forward"] = forward
-    for name, value in own.items():
+        attributes["forward"] = forward
+    for name, value in attributes.items():
         if isinstance(value, types.MethodType) and value.__self__ is module:
-            own[name] = types.MethodType(value.__func__, view)
+            attributes[name] = types.MethodType(value.__func__, view)

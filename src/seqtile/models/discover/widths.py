@@ -29,8 +29,8 @@ def half_widths(module: nn.Module) -> tuple[int, int] | None:
     ):
         return None
     widths = [(child, linear_widths(child)) for child in module.children()]
-    linears = [found for _, found in widths if found is not None]
-    small = all(_is_small(child) for child, found in widths if found is None)
+    linears = [widths_of_child for _, widths_of_child in widths if widths_of_child is not None]
+    small = all(_is_small(child) for child, widths_of_child in widths if widths_of_child is None)
     return linears[0] if len(linears) == 1 and small else None
 
 
@@ -48,13 +48,13 @@ def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
             linears.append(widths)
         elif any(True for _ in child.parameters()) and not _is_small(child):
             return None
-    own = [whole_shape(weight) for weight in module.parameters(recurse=False)]
-    if any(len(shape) > 1 for shape in own) or len(linears) not in (2, 3):
+    shapes = [whole_shape(weight) for weight in module.parameters(recurse=False)]
+    if any(len(shape) > 1 for shape in shapes) or len(linears) not in (2, 3):
         return None
     for number in reversed(range(len(linears))):
-        down, before = linears[number], {*linears[:number], *linears[number + 1 :]}
-        double = len(linears) == 2 and number == 1 and before == {(down[1], 2 * down[0])}
-        if before == {down[::-1]} or double:
+        down, others = linears[number], {*linears[:number], *linears[number + 1 :]}
+        double = len(linears) == 2 and number == 1 and others == {(down[1], 2 * down[0])}
+        if others == {down[::-1]} or double:
             return down[1], down[0]
     return None
 

@@ -134,8 +134,8 @@ class DeferredLogits:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
-        asked = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
-        return self._of(self.hidden, asked[0]) if asked and self.written is None else self
+        dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+        return self._of(self.hidden, dtypes[0]) if dtypes and self.written is None else self
 
     def squeeze(self, dim: int) -> Any:
         """Without a leading dimension of one."""
@@ -162,7 +162,7 @@ class DeferredLogits:
             if func in (torch.mul, torch.div, torch.true_divide) and len(args) == 2:
                 return first * args[1] if func is torch.mul else first / args[1]
         why = getattr(func, "__name__", str(func))
-        real = [one.real(why) if isinstance(one, DeferredLogits) else one for one in args]
+        real = [value.real(why) if isinstance(value, DeferredLogits) else value for value in args]
         named = {k: v.real(why) if isinstance(v, DeferredLogits) else v for k, v in (kwargs or {}).items()}
         return func(*real, **named)
 
@@ -218,22 +218,24 @@ class DeferredLogProbs:
         first = index[..., 0]
         if index.shape[-1] == 1:
             return self.logits.scores(first).log_probs.unsqueeze(-1)
-        found = self.logits.scores(first, candidates=index).candidates
-        if found is None:  # the head runs as a module
+        candidates = self.logits.scores(first, candidates=index).candidates
+        if candidates is None:  # the head runs as a module
             return self.real("several tokens of each position").gather(dim, index)
-        return found
+        return candidates
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.gather, torch.take_along_dim) and args and isinstance(args[0], DeferredLogProbs):
-            rest = dict(zip(("dim", "index") if func is torch.gather else ("indices", "dim"), args[1:], strict=False))
-            rest |= kwargs
-            index = rest.pop("index", rest.pop("indices", None))
-            if rest.keys() == {"dim"} and index is not None:
-                return args[0].gather(rest["dim"], index)
+            call_arguments = dict(
+                zip(("dim", "index") if func is torch.gather else ("indices", "dim"), args[1:], strict=False)
+            )
+            call_arguments |= kwargs
+            index = call_arguments.pop("index", call_arguments.pop("indices", None))
+            if call_arguments.keys() == {"dim"} and index is not None:
+                return args[0].gather(call_arguments["dim"], index)
         why = getattr(func, "__name__", str(func))
-        real = [one.real(why) if isinstance(one, DeferredLogProbs) else one for one in args]
+        real = [value.real(why) if isinstance(value, DeferredLogProbs) else value for value in args]
         return func(*real, **{k: v.real(why) if isinstance(v, DeferredLogProbs) else v for k, v in kwargs.items()})
 
     def __getattr__(self, name: str) -> Any:

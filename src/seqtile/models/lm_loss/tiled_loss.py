@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,14 @@ from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import mark_leaf, unmark_leaf
 from seqtile.models.lm_loss.deferred_logits import DeferredHead, DeferredLogits, head_width
+from seqtile.models.lm_loss.trl_head import TrlHead
 from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
 from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective
 from seqtile.ops.lm_loss.module_head import module_cross_entropy, module_logprobs
 from seqtile.ops.lm_loss.token_logprobs import TokenScores, token_logprobs
 from seqtile.tiling import BlockShape, TileRule, head_sizes
 
-if TYPE_CHECKING:
-    from seqtile.models.lm_loss.trl_head import TrlHead
-
-_MARK = "_seqtile_loss"
+_LOSS_MARK = "_seqtile_loss"
 
 
 def check_kernel(head: nn.Module, impl: str) -> None:
@@ -46,9 +44,9 @@ def check_kernel(head: nn.Module, impl: str) -> None:
         UserError: ``impl`` would be ignored: the head runs as a module, in plain PyTorch.
     """
     if impl not in ("torch", "auto") and type(head).forward is not nn.Linear.forward:
-        kind = f"{type(head).__module__}.{type(head).__name__}"
+        head_class = f"{type(head).__module__}.{type(head).__name__}"
         raise UserError(
-            f"loss_impl={impl!r} takes the weight of a plain linear head, but the head is {kind} (an adapter, a "
+            f"loss_impl={impl!r} takes the weight of a plain linear head, but the head is {head_class} (an adapter, a "
             "quantised or another layer), which runs as a module; use loss_impl='torch' or 'auto'"
         )
 
@@ -81,8 +79,8 @@ def find_causal_lms(model: nn.Module) -> tuple[Named, Named]:
     return chosen, frozen
 
 
-def _calls_loss_function(kind: type) -> bool:
-    for base in kind.__mro__:
+def _calls_loss_function(model_class: type) -> bool:
+    for base in model_class.__mro__:
         forward = base.__dict__.get("forward")
         if forward is not None:
             try:
@@ -111,7 +109,7 @@ def install_loss(model: nn.Module, rule: TileRule, impl: str = "torch") -> str:
 
 def standing_losses(model: nn.Module) -> list[TiledLoss]:
     """The tiled losses of a model, also under another library's forward."""
-    return [module.__dict__[_MARK] for module in model.modules() if _MARK in module.__dict__]
+    return [module.__dict__[_LOSS_MARK] for module in model.modules() if _LOSS_MARK in module.__dict__]
 
 
 def remove_loss(model: nn.Module) -> None:
@@ -123,11 +121,9 @@ def remove_loss(model: nn.Module) -> None:
 class TiledLoss(ForwardStandIn, Watched):
     """Stands in for ``forward`` on the instance of a causal language model."""
 
-    changed = (*ForwardStandIn.changed, _MARK)
+    changed = (*ForwardStandIn.changed, _LOSS_MARK)
 
     def __init__(self, module: nn.Module, rule: TileRule, impl: str = "torch") -> None:
-        from seqtile.models.lm_loss.trl_head import TrlHead
-
         super().__init__(module)
         self.rule, self.impl, self.active, self.deferring = rule, impl, True, False
         self.trl = TrlHead.of(module.__dict__.get("forward"))
@@ -141,8 +137,6 @@ class TiledLoss(ForwardStandIn, Watched):
 
     def _trl_above(self) -> TrlHead | None:
         """TRL's head where it was put over this forward."""
-        from seqtile.models.lm_loss.trl_head import TrlHead
-
         forward = self.module.__dict__.get("forward")
         while forward is not None and forward is not self:
             if head := TrlHead.of(forward):
@@ -163,7 +157,7 @@ class TiledLoss(ForwardStandIn, Watched):
         """Put it on the model; unmarked, ``undo`` does not find it."""
         super().install()
         if marked:
-            self.module.__dict__[_MARK] = self
+            self.module.__dict__[_LOSS_MARK] = self
         self.listen()
         head = self.module.get_output_embeddings()
         if any(True for _ in head.children()):  # an adapter's parts run inside the tile loop
@@ -180,13 +174,13 @@ class TiledLoss(ForwardStandIn, Watched):
         self.unwatch()
         self._before_call.remove()
         unmark_leaf(self.module.get_output_embeddings())
-        own = self.module.__dict__
-        covered = own.get("forward") is not self
+        attributes = self.module.__dict__
+        covered = attributes.get("forward") is not self
         self.active = not covered
         for name in self.changed:
             if not (covered and name == "forward"):
-                own.pop(name, None)
-        own.update({name: value for name, value in self.before.items() if not (covered and name == "forward")})
+                attributes.pop(name, None)
+        attributes.update({name: value for name, value in self.before.items() if not (covered and name == "forward")})
 
     def without_effect(self) -> str:
         if self.calls or self.told - {self.idle}:  # what was told says why
@@ -227,14 +221,14 @@ class TiledLoss(ForwardStandIn, Watched):
         if labels is None and args:
             names = list(self.__signature__.parameters)
             labels = dict(zip(names, args, strict=False)).get("labels")
-        asked = not model.training if return_logits is None else return_logits
+        wants_logits = not model.training if return_logits is None else return_logits
         keep = kwargs.get("logits_to_keep", 0)
         deferred = self.deferring and labels is None
         if not self.active:
             return self.original(*args, **kwargs)
         if labels is None and not deferred:
             why = "the model was called without labels, as label_smoothing_factor and compute_loss_func have it"
-        elif not deferred and (asked or isinstance(keep, Tensor) or keep):
+        elif not deferred and (wants_logits or isinstance(keep, Tensor) or keep):
             why = "logits were asked for"
         elif why := self._why_not():
             self.warn(f"its loss runs untiled: {why}")
@@ -279,7 +273,7 @@ class TiledLoss(ForwardStandIn, Watched):
         model = self.module
         head = model.get_output_embeddings()
         parent, attribute = _place_of(model, head)
-        former = model.loss_function
+        model_loss = model.loss_function
 
         def make(hidden: Tensor, why: str) -> Tensor:
             self.warn(f"{type(model).__name__} needs its logits ({why}): the loss runs untiled")
@@ -287,14 +281,14 @@ class TiledLoss(ForwardStandIn, Watched):
 
         def loss(
             logits: Any, labels: Any, vocab_size: Any = None, num_items_in_batch: Any = None, ignore_index: int = -100,
-            shift_labels: Any = None, **rest: Any,
+            shift_labels: Any = None, **others: Any,
         ) -> Tensor:  # fmt: skip
             if isinstance(logits, DeferredLogits) and logits.written is not None:
                 logits = logits.written
             if not isinstance(logits, DeferredLogits):
-                return former(  # type: ignore[no-any-return]
+                return model_loss(  # type: ignore[no-any-return]
                     logits, labels, vocab_size, num_items_in_batch=num_items_in_batch, ignore_index=ignore_index,
-                    shift_labels=shift_labels, **rest,
+                    shift_labels=shift_labels, **others,
                 )  # fmt: skip
             targets = shift_labels
             if targets is None:  # position t predicts token t + 1; the last one predicts nothing
@@ -340,9 +334,9 @@ class TiledLoss(ForwardStandIn, Watched):
         # What leaves the head's module is a tuple of tensors: engines hang on them what gathers the weight again before
         # its backward, and look into nothing else. Copies, since FSDP2 warns of a module that returns views.
         def tensors(scores: TokenScores) -> tuple[Tensor, ...]:
-            found = {name: value for name, value in vars(scores).items() if value is not None}
-            names[:] = found
-            return tuple(value.clone() for value in found.values())
+            outputs = {name: value for name, value in vars(scores).items() if value is not None}
+            names[:] = outputs
+            return tuple(value.clone() for value in outputs.values())
 
         def plain(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
             return tensors(
@@ -356,33 +350,35 @@ class TiledLoss(ForwardStandIn, Watched):
             aim = Objective(scaling, ignore_index)
             return tensors(module_logprobs(call, rows, targets, weights, sizes, head_width(head), aim))
 
-        found = self.inside(head, hidden, plain, module)
-        return TokenScores(**dict(zip(names, found, strict=True)))
+        outputs = self.inside(head, hidden, plain, module)
+        return TokenScores(**dict(zip(names, outputs, strict=True)))
 
     def inside(self, head: nn.Module, hidden: Tensor, plain: Callable[..., Any], module: Callable[..., Any]) -> Any:
         """Call the head with another forward, so that hooks and engines around it act once for all tiles."""
         name = HOOKED_FORWARD if HOOKED_FORWARD in head.__dict__ else "forward"  # accelerate's hooks stay around it
         had = head.__dict__.get(name, _NOTHING)
-        own = type(head).forward.__get__(head) if had is _NOTHING else had
+        head_forward = type(head).forward.__get__(head) if had is _NOTHING else had
 
         def instead(rows: Tensor, *_: Any, **__: Any) -> Any:
-            if had is _NOTHING and type(head).forward is nn.Linear.forward and _is_plain(head):
-                return plain(rows, head.weight, head.bias)
-
-            if type(getattr(head, "weight", None)).__name__ == "DTensor":
+            weight: Any = getattr(head, "weight", None)
+            sharded, linear = type(weight).__name__ == "DTensor", type(head).forward is nn.Linear.forward
+            if had is _NOTHING and linear and not sharded and not hasattr(head, "parametrizations"):
+                if weight.is_floating_point():  # else it is packed
+                    return plain(rows, weight, head.bias)
+            if sharded:
                 raise UserError(
                     "the head's weight is a DTensor that nobody gathers before it runs, and whether its ranks have "
                     "the same tokens is not known; call seqtile.token_logprobs in your own forward, or leave loss out"
                 )
 
-            inner = ((part_name, part) for part_name, part in head.named_modules() if part_name)
+            inner = ((path, submodule) for path, submodule in head.named_modules() if path)
             refuse_gathering_inside(inner, block="the head", layer="")
 
             def weights() -> Mapping[str, Tensor]:
                 return {f"0.{name}": weight for name, weight in named_weights(head) if weight.requires_grad}
 
             def call(tile: Tensor, aliases: Mapping[str, Tensor]) -> Tensor:
-                return call_with_weights(ParameterSwap([head]), aliases, (own, tile))  # type: ignore[no-any-return]
+                return call_with_weights(ParameterSwap([head]), aliases, (head_forward, tile))  # type: ignore[no-any-return]
 
             return module(rows, call, weights, partial(self._sizes, rows, head))
 
@@ -411,9 +407,9 @@ class HeadOf:
 
     def scores(self, logits: DeferredLogits, targets: Tensor, temperature: float, **wanted: Any) -> TokenScores:
         scaling = logits.scaling
-        asked = LogitScaling(scaling.scale, scaling.softcap, scaling.temperature * temperature)
+        scaled = LogitScaling(scaling.scale, scaling.softcap, scaling.temperature * temperature)
         ignore_index = wanted.pop("ignore_index", -100)
-        return self.installed.score(self.head, logits.hidden, targets, asked, ignore_index, **wanted)
+        return self.installed.score(self.head, logits.hidden, targets, scaled, ignore_index, **wanted)
 
 
 @contextmanager
@@ -438,19 +434,19 @@ def deferred_logits(*models: nn.Module) -> Iterator[None]:
                 "seqtile.apply(model, loss='tiled') first"
             )
         installed += standing
-    before = [one.deferring for one in installed]
+    were_deferring = [loss.deferring for loss in installed]
     try:
-        for one in installed:
-            one.deferring = True
+        for loss in installed:
+            loss.deferring = True
         yield
     finally:
-        for one, former in zip(installed, before, strict=True):
-            one.deferring = former
+        for loss, was_deferring in zip(installed, were_deferring, strict=True):
+            loss.deferring = was_deferring
 
 
 _NOTHING: Any = object()
 
-_ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.", "accelerate.", "seqtile.")
+_ENGINE_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.", "accelerate.", "seqtile.")
 """Whose hooks on the head bring its weight and send it away, whatever the head returns."""
 
 
@@ -459,15 +455,9 @@ def _listener(head: nn.Module) -> str:
     for name in OUTPUT_HOOKS:
         for hook in getattr(head, name).values():
             function = getattr(hook, "func", hook)  # of a partial
-            if not str(getattr(function, "__module__", "")).startswith(_ENGINES):
+            if not str(getattr(function, "__module__", "")).startswith(_ENGINE_HOOKS):
                 return str(getattr(function, "__qualname__", type(function).__name__))
     return ""
-
-
-def _is_plain(head: Any) -> bool:
-    """Whether the head is its weight: a floating-point tensor of this rank's own, not parametrised."""
-    weight = head.weight
-    return type(weight).__name__ != "DTensor" and weight.is_floating_point() and not hasattr(head, "parametrizations")
 
 
 def _place_of(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:

@@ -9,7 +9,7 @@ that does not ask for TRL's head: a forward pre-hook on the model takes that arg
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +17,20 @@ from torch import Tensor
 from seqtile._compat import trl_head_settings
 from seqtile._errors import UserError
 from seqtile.ops.lm_loss.logits_tile import LogitScaling
+from seqtile.ops.lm_loss.token_logprobs import TokenScores
 
-if TYPE_CHECKING:
-    from seqtile.models.lm_loss.tiled_loss import TiledLoss
+
+class TiledHead(Protocol):
+    """The tiled loss of a model, which answers in TRL's place."""
+
+    @property
+    def module(self) -> Any: ...
+
+    def run(self, forward: Any, args: Any, kwargs: dict[str, Any], compute: Any) -> Any: ...
+
+    def score(
+        self, head: Any, hidden: Tensor, targets: Tensor, scaling: LogitScaling, ignore_index: int, **wanted: Any
+    ) -> TokenScores: ...
 
 
 @dataclass
@@ -46,24 +57,24 @@ class TrlHead:
             UserError: it is TRL's, but of a version that keeps its settings elsewhere.
         """
         try:
-            found = trl_head_settings(forward)
+            settings = trl_head_settings(forward)
         except KeyError as error:
             raise UserError(
                 f"this version of TRL keeps {error} of its fused head where seqtile does not find it; leave loss out "
                 "and let TRL compute the loss"
             ) from None
-        if found is None:
+        if settings is None:
             return None
         return cls(
-            found["original_forward"], found["temperature"], found["cast_lm_head_to_fp32"], tuple(found["outputs"])
-        )
+            settings["original_forward"], settings["temperature"], settings["cast_lm_head_to_fp32"],
+            tuple(settings["outputs"]),
+        )  # fmt: skip
 
-    def call(self, installed: TiledLoss, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(self, installed: TiledHead, args: Any, kwargs: dict[str, Any]) -> Any:
         """What TRL's own forward returns for ``fused_lm_head=True``."""
         from trl.trainer.utils import FusedCausalLMOutput
 
-        known = {"log_probs", "entropy", "is_top1", "log_sum_sq_probs", "mean_logits"}
-        if unknown := set(self.outputs) - known:
+        if unknown := {*self.outputs} - {"log_probs", "entropy", "is_top1", "log_sum_sq_probs", "mean_logits"}:
             raise UserError(f"TRL asks its head for {sorted(unknown)}, which the tiled head does not compute")
         shift = kwargs.get("shift_labels")
         labels = kwargs["labels"] if shift is None else shift
@@ -75,12 +86,12 @@ class TrlHead:
 
         def compute(head: Any, later: Any, targets: Tensor, count: Any, ignore_index: int) -> Tensor:
             scaling = later.scaling
-            asked = LogitScaling(scaling.scale, scaling.softcap, self.temperature)
+            asked_scaling = LogitScaling(scaling.scale, scaling.softcap, self.temperature)
             hidden = later.hidden.float() if self.in_fp32 else later.hidden
-            kind = hidden.device.type
-            with torch.autocast(kind, enabled=not self.in_fp32 and torch.is_autocast_enabled(kind)):
+            device_type = hidden.device.type
+            with torch.autocast(device_type, enabled=not self.in_fp32 and torch.is_autocast_enabled(device_type)):
                 scores = installed.score(
-                    head, hidden, targets, asked, ignore_index, entropy="entropy" in self.outputs,
+                    head, hidden, targets, asked_scaling, ignore_index, entropy="entropy" in self.outputs,
                     argmax="is_top1" in self.outputs, log_sum_squares="log_sum_sq_probs" in self.outputs,
                     mean_logit="mean_logits" in self.outputs,
                 )  # fmt: skip
@@ -93,12 +104,12 @@ class TrlHead:
         cut = slice(None) if shift is not None else slice(None, -1)
         scores, mask = scored["scores"], scored["mask"]
         top1 = None if scores.argmax is None else (scores.argmax == scored["targets"]) & mask
-        found = {
+        outputs = {
             "log_probs": scores.log_probs, "entropy": scores.entropy, "is_top1": top1, "label_mask": mask,
             "log_sum_sq_probs": scores.log_sum_squares, "mean_logits": scores.mean_logit,
         }  # fmt: skip
         return FusedCausalLMOutput(
             loss=output.loss, aux_loss=getattr(output, "aux_loss", None),
             # Copies: FSDP2 warns of a module that returns views.
-            **{name: None if value is None else value[..., cut].clone() for name, value in found.items()},
+            **{name: None if value is None else value[..., cut].clone() for name, value in outputs.items()},
         )  # fmt: skip
