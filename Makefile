@@ -12,7 +12,11 @@ VENV_AXOLOTL ?= .venv-axolotl
 VENV_MS_SWIFT ?= .venv-ms-swift
 TORCH ?= -r constraints/torch.txt
 ARGS ?=
+# Seconds of processor time: `make test-fast` leaves out the test functions that took longer (tests/times.txt).
+QUICK ?= 0.4
 PYTEST_ARGS ?=
+# Seconds of processor time: `make test-fast` leaves out the test functions that took longer (tests/times.txt).
+QUICK ?= 0.4
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 2))')
 
 # Tests of one process run side by side, a file in one worker; what starts several processes or takes many gigabytes has
@@ -40,7 +44,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test-gpu gpu gpu-ladder bench-cpu test test-all test-fast times test-highest test-lowest test-newest-torch test-frameworks coverage docs lint wheel clean distclean
+.PHONY: help setup demo test-gpu gpu gpu-ladder bench-cpu hub-kernel test test-all test-fast times test-highest test-lowest test-newest-torch test-frameworks coverage docs lint wheel clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,7 +69,7 @@ bench-cpu: $(VENV)/.ready  ## the CPU claim: interleaved pairs against untiled, 
 test: $(VENV)/.ready $(VENV_LOWEST)/.ready  ## all but the slow tests, 25 minutes on two cores; the quick core tests with the lowest versions too
 	$(call run_tests,$(VENV),$(SIDE_BY_SIDE) -m $(ONE_PROCESS) $(PYTEST_ARGS))
 	$(call run_tests,$(VENV),-m "(distributed or alone) and not slow" $(PYTEST_ARGS))
-	$(call run_tests,$(VENV_LOWEST),$(SIDE_BY_SIDE) $(CORE) --quick $(PYTEST_ARGS))
+	$(call run_tests,$(VENV_LOWEST),$(SIDE_BY_SIDE) $(CORE) --quick=$(QUICK) $(PYTEST_ARGS))
 
 test-all: test-highest test-lowest  ## every test, then the core tests with the lowest supported versions: what CI runs
 
@@ -91,22 +95,25 @@ coverage: $(VENV)/.ready  ## all but the slow tests of one process, and the line
 docs: $(VENV)/.ready  ## the documentation's site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict  # with --quiet, strict counts no warnings
 
-test-fast: $(VENV)/.ready  ## the quick tests, in about four minutes on two cores
-	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m $(ONE_PROCESS) --quick $(PYTEST_ARGS)
+test-fast: $(VENV)/.ready  ## the quick tests, in under two minutes on two cores; QUICK=1 takes longer ones too
+	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m $(ONE_PROCESS) --quick=$(QUICK) $(PYTEST_ARGS)
 
 # Twice: what several functions share counts for the first of them that runs.
-times: $(VENV)/.ready  ## measure the test functions and write tests/times.txt, the list of those that test-fast leaves out
+times: $(VENV)/.ready  ## measure the test functions and write tests/times.txt, by which test-fast leaves out long ones
 	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m $(ONE_PROCESS) --write-times $(PYTEST_ARGS)
-	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m $(ONE_PROCESS) --quick --write-times $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m $(ONE_PROCESS) --quick=$(QUICK) --write-times $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check src tests benchmarks examples $(wildcard docs/*.py docs/*/*.py)
+	$(VENV)/bin/ruff format --check src tests benchmarks examples hub_kernel $(wildcard docs/*.py docs/*/*.py)
 	$(VENV)/bin/mypy
 
 # Another Python has an environment of its own: make test-python-3.12, test-python-3.13 (or any other that is installed).
 test-python-%:  ## the quick tests with another Python, as in make test-python-3.12
 	$(MAKE) test-fast VENV=.venv-python-$* PYTHON=$(if $(filter python3,$(PYTHON)),python$*,$(PYTHON))
+
+hub-kernel: $(VENV)/.ready  ## dist/hub_kernel, the fused MLP as the Hub's `kernels` package loads it
+	$(VENV)/bin/python hub_kernel/make.py dist/hub_kernel
 
 wheel: $(VENV)/.ready  ## dist/seqtile-*.whl
 	$(VENV)/bin/python -m build --wheel

@@ -11,8 +11,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from cell import Cell, run_pairs
 from seqtile._errors import UserError
-from seqtile.bench.cell import Cell, run_pairs
 from seqtile.options import TilingOptions
 from suite import RESULTS, Row, Suite, show
 

@@ -21,16 +21,16 @@ import halves
 import ladder_step
 import machine
 import one_mlp
+from cell import SHAPES, Cell, run_cell, run_pairs
 from gpu_estimates import METHODS, record_layer
 from ladder_step import Attempt
 from seqtile._errors import UserError
-from seqtile.bench.cell import SHAPES, Cell, run_cell, run_pairs
-from seqtile.bench.technique_ladder import RUNGS
 from seqtile.planner.accelerators import Device
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.sharding_terms import CONTEXT
 from seqtile.planner.step_config import Lora
 from suite import GIB, RESULTS, Row, Suite, show
+from technique_ladder import RUNGS
 
 K = 1024
 PEERS = ("fused", "generic", "tile-checkpoint", "liger", "deepspeed")

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import seqtile
+from block import ResidualLayer
+from methods import install
 from seqtile._compat import schema_of, storage_key
-from seqtile.bench.block import ResidualLayer
-from seqtile.bench.methods import install
 from seqtile.counting import count_live_bytes
 from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.counting.watch import Watch, name_of

@@ -19,16 +19,16 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from cell import TIMED_OUT, run_child
+from environment import append_rows, stamp
 from ladder_step import JOB, Attempt, host_room
 from seqtile._errors import UserError
-from seqtile.bench.cell import TIMED_OUT, run_child
-from seqtile.bench.environment import append_rows, stamp
-from seqtile.bench.technique_ladder import RUNGS
 from seqtile.planner.accelerators import Device
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.step_config import Lora
 from seqtile.tiling import parse_bytes
 from suite import RESULTS, Row, read_rows
+from technique_ladder import RUNGS
 
 SMALLEST = 16
 """Tokens; a rung that does not hold them has no length."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from seqtile.bench.block import Workload, relative_error, repeated
-from seqtile.bench.cell import Cell
-from seqtile.bench.measure_block import start
+from block import Workload, relative_error, repeated
+from cell import Cell
+from measure_block import start
 
 JOB = f"{__file__}:measure_halves"
 
@@ -17,7 +17,7 @@ def measure_halves(arguments: dict[str, Any]) -> dict[str, Any]:
     """Run the block on all tokens, then on each half, cut into the same tiles.
 
     Args:
-        arguments: a row of :class:`seqtile.bench.cell.Cell`.
+        arguments: a row of :class:`cell.Cell`.
 
     Returns:
         ``elements`` of the input, ``output_equal`` and ``input_gradient_equal`` (every element the same),

@@ -30,9 +30,9 @@ import transformers
 from peft import get_peft_model
 
 import seqtile
+from environment import environment, stamp
 from pages import write_between
 from seqtile._errors import UserError
-from seqtile.bench.environment import environment, stamp
 from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.adapters import lora_config
 from seqtile.models.discover.decoder_layers import decoder_layers, states_of

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from seqtile._errors import UserError
 from seqtile.activation_checkpointing.keep_attention import kept_per_token
-from seqtile.bench.technique_ladder import GIB, requests
 from seqtile.counting import count_live_bytes
 from seqtile.devices import peak_bytes, reset_peak, synchronize
 from seqtile.models.discover.decoder_layers import decoder_layers
@@ -32,6 +31,7 @@ from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS
 from seqtile.planner.step_config import Lora, make_optimizer
 from seqtile.planner.tile_choice import head_tile
+from technique_ladder import GIB, requests
 
 WARM_UP = 256
 """Tokens of the step before the full-size ones."""
@@ -45,7 +45,7 @@ class Attempt:
 
     Attributes:
         model: as :func:`seqtile.planner.model_shapes.read_config` takes it.
-        rung: number of the rung in :data:`seqtile.bench.technique_ladder.RUNGS`.
+        rung: number of the rung in :data:`technique_ladder.RUNGS`.
         tokens: of the row.
         layers: decoder layers that run.
         lora: fields of :class:`seqtile.planner.step_config.Lora`, None for training every weight.

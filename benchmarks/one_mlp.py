@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import seqtile
-from seqtile.bench.block import ResidualLayer
-from seqtile.bench.cell import SHAPES
+from block import ResidualLayer
+from cell import SHAPES
 from seqtile.counting import count_live_bytes
 from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.devices import allocated_bytes, empty_cache, peak_bytes, reset_peak, synchronize

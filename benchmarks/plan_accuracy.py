@@ -38,8 +38,8 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig
 
+from environment import environment, stamp
 from pages import write_between
-from seqtile.bench.environment import environment, stamp
 from seqtile.options import WHOLE_LAYER, TilingOptions
 from seqtile.planner.extrapolate import predict
 from seqtile.planner.fake_step import build, compute_loss, make_batch, prepare_optimizer, update

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from environment import environment, stamp
 from pages import write_between
-from seqtile.bench.environment import environment, stamp
 from seqtile.options import changed
 from seqtile.planner.accelerators import GIB, find_device
 from seqtile.planner.memory_plan import Planner

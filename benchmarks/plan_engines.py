@@ -45,8 +45,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig
 
+from environment import environment, stamp
 from pages import write_between
-from seqtile.bench.environment import environment, stamp
 from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.options import TilingOptions
 from seqtile.planner import sharding_terms

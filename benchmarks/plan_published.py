@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from environment import environment, stamp
 from pages import write_between
-from seqtile.bench.environment import environment, stamp
 from seqtile.cli import main as seqtile
 from seqtile.planner import explain
 from seqtile.planner.sharding_terms import CONTEXT

@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from cell import TIMED_OUT, Worker
+from environment import append_rows, stamp
 from seqtile._errors import UserError
-from seqtile.bench.cell import TIMED_OUT, Worker
-from seqtile.bench.environment import append_rows, stamp
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30

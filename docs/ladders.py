@@ -1,4 +1,4 @@
-"""Write the tables of longest.md from rows of ``seqtile bench ladder``.
+"""Write the tables of longest.md from rows of ``benchmarks/technique_ladder.py``.
 
 ``python docs/ladders.py`` reads ``benchmarks/results/ladder-*.jsonl``; each table stands between two marks that name
 its file. ``tests/unit/test_pictures.py`` compares the page with what this makes.

@@ -176,7 +176,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device", default="cpu", metavar="TYPE",
         help="run the tests marked `device`, and no others, on this device: cuda, xpu, or tiledev (second_device.py)",
     )  # fmt: skip
-    parser.addoption("--quick", action="store_true", help="leave out the test functions that tests/times.txt lists")
+    parser.addoption(
+        "--quick", type=float, metavar="SECONDS",
+        help="leave out the test functions that took longer, in processor time, as tests/times.txt lists",
+    )  # fmt: skip
     parser.addoption("--write-passed", metavar="FILE", type=Path, help="write the names of the tests that pass")
     parser.addoption("--without-passed", metavar="FILE", type=Path, help="leave out the tests that FILE names")
     parser.addoption("--write-times", action="store_true", help="write tests/times.txt from this run")
@@ -187,9 +190,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if Path(__file__).parent / "distributed" in item.path.parents:
             item.add_marker(pytest.mark.distributed)
-    if config.getoption("--quick"):
-        long = processor_times.listed()
-        _leave_out(config, items, {item.nodeid for item in items if processor_times.function(item.nodeid) in long})
+    if (limit := config.getoption("--quick")) is not None:
+        seconds = processor_times.listed()
+        long = {item.nodeid for item in items if seconds.get(processor_times.function(item.nodeid), 0) > limit}
+        _leave_out(config, items, long)
     if passed := config.getoption("--without-passed"):
         _leave_out(config, items, set(passed.read_text(encoding="utf-8").splitlines()))
     if config.getoption("--device") != "cpu":

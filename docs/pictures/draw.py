@@ -1,8 +1,8 @@
 """`python docs/pictures/draw.py`: the pictures of README and docs, one SVG each, for light and dark pages.
 
-`memory.svg` is drawn from `memory.json`, which `measure.py` measures, `ladder.svg` from rows of `seqtile bench
-ladder` in `benchmarks/results`; the others are schematic. `tests/unit/test_pictures.py` compares the files with what
-this writes.
+`memory.svg` is drawn from `memory.json`, which `measure.py` measures, `ladder.svg` from rows of
+`benchmarks/technique_ladder.py` in `benchmarks/results`; the others are schematic. `tests/unit/test_pictures.py`
+compares the files with what this writes.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class MovedError(RuntimeError):
     """A private name of another library is gone, or means something else."""
 
 
-class _Moved:
+class Moved:
     """Stands for a name that could not be found: whatever is done with it raises."""
 
     def __init__(self, name: str) -> None:
@@ -74,7 +74,7 @@ def _find(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
-        return _Moved(name)
+        return Moved(name)
 
 
 def installed(library: str) -> str | None:
@@ -198,7 +198,7 @@ def sums_gradients_in_place(first: Tensor) -> bool:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/input_buffer.cpp. To be called below the mode's
     ``__torch_dispatch__``, the innermost one.
     """
-    if torch.is_grad_enabled() or isinstance(_tensor_use_count, _Moved) or isinstance(_storage_use_count, _Moved):
+    if torch.is_grad_enabled() or isinstance(_tensor_use_count, Moved) or isinstance(_storage_use_count, Moved):
         return False  # a new tensor, which is what a plan may count too much
     caller: types.FrameType | None = sys._getframe(1)
     while caller is not None and caller.f_code.co_name != "__torch_dispatch__":
@@ -409,7 +409,7 @@ _keeps_graph: Any = _find("torch._C._autograd._get_current_graph_task_keep_graph
 
 def keeps_graph() -> bool:
     """Whether the running backward was called with ``retain_graph=True``; True where PyTorch does not say."""
-    return isinstance(_keeps_graph, _Moved) or bool(_keeps_graph())
+    return isinstance(_keeps_graph, Moved) or bool(_keeps_graph())
 
 
 def early_stop() -> bool | None:

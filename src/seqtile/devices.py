@@ -46,10 +46,9 @@ def available_host_bytes() -> int:
 
     Pages that only cache files count as available, as in the kernel's own ``MemAvailable``.
     """
-    words = _read("/proc/meminfo").split()
-    if "MemAvailable:" not in words:
+    free = 1024 * _number_after("MemAvailable:", _read("/proc/meminfo"))
+    if not free:
         return 0
-    free = 1024 * int(words[words.index("MemAvailable:") + 1])
     return min([free, *(max(1, limit - used) for limit, used in _container_limits())])
 
 
@@ -63,9 +62,9 @@ def _container_limits() -> Iterator[tuple[int, int]]:
         if kinds and "memory" not in kinds.split(","):
             continue
         root, most, now, cache = _VERSION_1 if kinds else _VERSION_2
-        parts = [part for part in path.split("/") if part]
-        for depth in range(len(parts), -1, -1):
-            folder = "/".join([root, *parts[:depth]])
+        folders = [folder for folder in path.split("/") if folder]
+        for depth in range(len(folders), -1, -1):
+            folder = "/".join([root, *folders[:depth]])
             limit, used = _read(f"{folder}/{most}").strip(), _read(f"{folder}/{now}").strip()
             if limit.isdigit() and used.isdigit():  # "max" where there is no limit
                 yield int(limit), int(used) - _number_after(cache, _read(f"{folder}/memory.stat"))
@@ -77,8 +76,8 @@ _VERSION_1 = ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in
 
 
 def _number_after(name: str, text: str) -> int:
-    words = text.split()
-    return int(words[words.index(name) + 1]) if name in words else 0
+    fields = text.split()
+    return int(fields[fields.index(name) + 1]) if name in fields else 0
 
 
 def _read(path: str) -> str:
@@ -101,14 +100,14 @@ def accelerator() -> torch.device | None:
 
 def device_type() -> str:
     """``"cuda"``, ``"xpu"``, ...: the kind of the accelerator, ``"cpu"`` without one."""
-    here = accelerator()
-    return "cpu" if here is None else here.type
+    current = accelerator()
+    return "cpu" if current is None else current.type
 
 
 def is_accelerator(device: torch.device) -> bool:
     """Whether ``device`` is of the kind of this machine's accelerator."""
-    here = accelerator()
-    return here is not None and here.type == device.type
+    current = accelerator()
+    return current is not None and current.type == device.type
 
 
 def device_name(index: int | None = None) -> str:
@@ -119,19 +118,19 @@ def device_name(index: int | None = None) -> str:
     """
     import torch
 
-    here = accelerator()
-    if here is None:
+    current = accelerator()
+    if current is None:
         return f"CPU {platform.machine()}, {torch.get_num_threads()} threads of {cpu_cores()} cores"
-    module = torch.get_device_module(here)
-    return str(module.get_device_name(index)) if hasattr(module, "get_device_name") else here.type
+    module = torch.get_device_module(current)
+    return str(module.get_device_name(index)) if hasattr(module, "get_device_name") else current.type
 
 
 def compute_capability() -> tuple[int, int] | None:
     """The compute capability of the current CUDA device, such as (9, 0) for Hopper; None on any other kind."""
     import torch
 
-    here = accelerator()
-    if here is None or here.type != "cuda" or torch.version.cuda is None:  # ROCm has numbers of its own
+    current = accelerator()
+    if current is None or current.type != "cuda" or torch.version.cuda is None:  # ROCm has numbers of its own
         return None
     return torch.cuda.get_device_capability()
 
@@ -144,10 +143,10 @@ def total_device_bytes(index: int | None = None) -> int:
     """
     import torch
 
-    here = accelerator()
-    if here is None:
+    current = accelerator()
+    if current is None:
         return 0
-    module: Any = torch.get_device_module(here)
+    module: Any = torch.get_device_module(current)
     index = torch.accelerator.current_device_index() if index is None else index
     total = 0
     if hasattr(module, "get_device_properties"):

@@ -80,7 +80,7 @@ class TilingOptions:
 
     tile: int | str = option(
         "auto", "Tile rule: auto, tokens per tile, shards:N, arctic or memory:1GiB",
-        commands=(*WITH_FLAGS, "verify", "bench step"),
+        commands=(*WITH_FLAGS, "verify"),
     )  # fmt: skip
     only: Only | None = option(
         None, "Blocks to tile: names or patterns", commands=(), plan=False, file=str | list[str] | None
@@ -94,7 +94,7 @@ class TilingOptions:
     )  # fmt: skip
     path: str = option("auto", "Operator: auto, fused or generic", commands=(), recipe=False, plan=False, choices=PATHS)
     keep: float | str = option(
-        0.0, "Fraction of the tiles that keep gate and up, or memory:4GiB", commands=("plan", "probe", "bench mlp")
+        0.0, "Fraction of the tiles that keep gate and up, or memory:4GiB", commands=("plan", "probe")
     )
     loss: str | None = option(
         None, "Head and loss: tiled or full", commands=("plan", "probe"), recipe=False, choices=("tiled",),

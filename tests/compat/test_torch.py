@@ -23,7 +23,7 @@ def no_hook(*_: Any) -> None:
 
 
 def test_no_name_is_missing() -> None:
-    missing = [name for name, value in vars(_compat).items() if isinstance(value, _compat._Moved)]
+    missing = [name for name, value in vars(_compat).items() if isinstance(value, _compat.Moved)]
     assert missing == []
 
 
@@ -147,7 +147,7 @@ def test_the_pickle_in_an_archive(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", [name for name in _compat.PICKLED_NAMES if name.partition(".")[0] == "torch"])
 def test_names_that_checkpoints_ask_for(module: str) -> None:
     for name in _compat.PICKLED_NAMES[module]:
-        assert not isinstance(_compat._find(f"{module}:{name}"), _compat._Moved)
+        assert not isinstance(_compat._find(f"{module}:{name}"), _compat.Moved)
 
 
 def test_a_number_that_is_read_of_a_fake_tensor_is_named() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ pytestmark = [
 def test_gradients_equal_untiled_under_ddp(tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
     """The averaged gradients of two steps are those of an untiled model that sees every rank's rows."""
     python = str(Path(os.environ["SEQTILE_AXOLOTL"], "bin", "python"))
-    kernel = str(HERE.parents[1] / "hub_kernel")
+    import_module("make").write(tmp_path / "hub_kernel")
+    kernel = str(tmp_path / "hub_kernel")
     started = [
         subprocess.Popen(
             [python, str(HERE / "kernelize_ranks.py"), kernel, str(tmp_path / "store"), str(rank), str(ranks)],

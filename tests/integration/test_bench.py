@@ -1,4 +1,4 @@
-"""`seqtile bench` end to end on tiny shapes: every process starts, every file is written."""
+"""Benchmarks end to end on tiny shapes: every process starts, every file is written."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-import tiny_run
-from seqtile.bench.cell import Cell
-from seqtile.cli import main
+from cell import Cell
+from measure_block import measure_cell
 from seqtile.options import TilingOptions
 
 ROOT = Path(__file__).parents[2]
@@ -28,50 +27,6 @@ def written(directory: Path) -> list[dict[str, Any]]:
     assert all(row.keys() >= EVERY_ROW for row in rows)
     assert all(row["versions"]["torch"] for row in rows)
     return rows
-
-
-def test_one_mlp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--hidden", "32", "--intermediate", "88", "--tokens", "256", "--tiles", "shards:4", "--device", "cpu"]
-    assert (
-        main(["bench", "mlp", *arguments, "--checkpoint", "yes", "--methods", "untiled,fused", "--out", str(tmp_path)])
-        == 0
-    )
-    rows = {row["method"]: row for row in written(tmp_path)}
-    assert rows["untiled"]["units"] == rows["fused"]["units"] == 11
-    assert rows["fused"]["peak_allocated_bytes"] < rows["untiled"]["peak_allocated_bytes"]
-    assert rows["fused"]["gradient_error"] < 1e-6 and len(rows["fused"]["step_ms_all"]) == 5
-    assert [file.name.partition("-full")[2] for file in tmp_path.glob("*.png")] == ["-checkpoint.png"]
-    out = capsys.readouterr().out
-    assert "/ untiled" in out and "gradient error" in out
-    assert out.splitlines()[-1].startswith("fused (full, under a checkpoint, 256 tokens, tile shards:4)")
-
-
-def test_interleaved_pairs_are_all_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--hidden", "32", "--intermediate", "88", "--tokens", "256", "--tiles", "shards:4", "--device", "cpu"]
-    more = ["--checkpoint", "no", "--methods", "untiled,fused", "--pairs", "3", "--out", str(tmp_path)]
-    assert main(["bench", "mlp", *arguments, *more]) == 0
-    rows = {row["method"]: row for row in written(tmp_path)}
-    assert len(rows["fused"]["pairs_ms"]) == 3 and rows["fused"]["repeats"] == 3
-    line = next(line for line in capsys.readouterr().out.splitlines() if "median ratio" in line)
-    assert line.count("/") == 1 + 3 and f"median ratio {rows['fused']['ratio']:.3f}" in line
-
-
-@pytest.mark.slow
-def test_one_training_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny_run.save_model(tmp_path / "model")
-    out = tmp_path / "out"
-    arguments = ["--model", str(model), "--tokens", "512", "--tile", "shards:4", "--loss-tokens", "64"]
-    assert main(["bench", "step", *arguments, "--methods", "untiled,fused", "--out", str(out)]) == 0
-    untiled, fused = written(out)
-    assert "error" not in untiled and "fused" in fused["ran"]
-    assert fused["loss_first"] == pytest.approx(untiled["loss_first"], rel=1e-6)
-    assert fused["gradient_norm"] == pytest.approx(untiled["gradient_norm"], rel=1e-5)
-    # Seven optimiser steps apart: what a wrong gradient would change is far above fp32's rounding.
-    assert fused["loss_last"] == pytest.approx(untiled["loss_last"], rel=1e-5)
-    assert fused["loss_last"] < fused["loss_first"]
-    assert fused["peak_allocated_bytes"] < untiled["peak_allocated_bytes"]
-    assert (fused["engine"], fused["ranks"]) == ("one process", 1)
-    assert "loss after 7 steps differs by" in capsys.readouterr().out
 
 
 def test_the_gpu_suite_needs_an_accelerator() -> None:
@@ -171,8 +126,6 @@ def test_parts_that_come_too_late_are_said(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_the_allocator_is_read_on_an_accelerator() -> None:
     import torch
-
-    from seqtile.bench.measure_block import measure_cell
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     assert accelerator is not None

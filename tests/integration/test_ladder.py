@@ -1,4 +1,4 @@
-"""The ladder: by the plan from the command, and by real steps in the script that `make gpu-ladder` starts."""
+"""The ladder: by the plan, and by real steps in the script that `make gpu-ladder` starts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 from transformers import AutoConfig
 
 import gpu_ladder as script
+import technique_ladder
+from child import guarded
+from environment import environment
 from ladder_step import Attempt, measure_attempt, places
-from seqtile.bench import technique_ladder
-from seqtile.bench.child import guarded
-from seqtile.bench.environment import environment
-from seqtile.cli import main
 from seqtile.options import WHOLE_LAYER
 from seqtile.planner.accelerators import find_device
 from seqtile.planner.estimate import Bounds
@@ -38,33 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("ladder") / "model"
     AutoConfig.for_model("llama", **SIZES).save_pretrained(folder)
     return str(folder)
-
-
-def test_the_plot_marks_the_rungs_that_buy_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are shorter than the rung before and quicker at the same length."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
-    asked = {
-        "model": "m", "train": "full", "gpus": 1, "device": "d", "device_gib": 1.0, "host_gib_given": None,
-        "engine": "single", "sp_size": 1,
-    }  # fmt: skip
-    rungs = [("first", 1000, 10.0), ("longer", 3000, 10.0), ("quicker", 2000, 8.0), ("slower", 1500, 9.0)]
-    rows = [
-        {**asked, "rung": name, "max_length": tokens, "common": {"device_us_per_token": time}}
-        for name, tokens, time in rungs
-    ]
-    technique_ladder.plot_ladder([*rows, {**asked, "rung": "not here", "skipped": "why"}], tmp_path / "ladder.png")
-    [axes] = figures[0].axes
-    colours = {name: bar.get_facecolor() for (name, _, _), bar in zip(rungs, axes.patches, strict=True)}
-    assert colours["first"] == colours["longer"] == colours["slower"] != colours["quicker"]
-    assert [text.get_text() for text in axes.texts if "less time" in text.get_text()] == [
-        " 2K; 20% less time a token at the same length"
-    ]
-    legend = axes.get_legend()
-    assert legend is not None and [text.get_text() for text in legend.get_texts()] == ["length", "time, not length"]
-    technique_ladder.plot_ladder(rows[:2], tmp_path / "ladder.png")
-    assert figures[1].axes[0].get_legend() is None
 
 
 class Planned:
@@ -124,36 +95,27 @@ def test_each_rung_adds_one_thing_to_those_before(model: str, monkeypatch: pytes
     assert heads[-1].startswith("us/token at ") and cells[4][3].startswith("left out: needs an attention kernel")
 
 
-def test_the_command_prints_writes_and_draws(
+def test_the_script_prints_and_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: it comes with seqtile[train]")
     model = str(tmp_path / "model")  # of so few positions that no fake run is long
     sizes = {**SIZES, "max_position_embeddings": 1024, "vocab_size": 8192}
     AutoConfig.for_model("llama", **sizes).save_pretrained(model)
     monkeypatch.setattr(technique_ladder, "RUNGS", technique_ladder.RUNGS[:2])
-    arguments = ["bench", "ladder", "--model", model, "--device", "1GiB", "--lora", "r=4", "--out", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["seqtile", *arguments])
-    assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    full, tiled = found["rows"]
+    arguments = ["--model", model, "--device", "1GiB", "--lora", "r=4", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["technique_ladder.py", *arguments])
+    assert technique_ladder.main() == 0
+    [file] = tmp_path.glob("ladder-*.jsonl")
+    full, tiled = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert full["max_length"] == tiled["max_length"] == 1024 and full["limited_by"] == "positions"
     assert full["peak_device_gib"]["expected"] > tiled["peak_device_gib"]["expected"]
     assert tiled["common"]["tokens"] == 1024 and tiled["device_us_per_token"] is None
-    written = [json.loads(line) for line in Path(found["files"][0]).read_text(encoding="utf-8").splitlines()]
-    assert len(written) == 2 and all(row["versions"]["torch"] and row["date"] for row in written)
-    assert all(row["command"] == " ".join(["seqtile", *arguments]) and row["train"] == "lora r=4" for row in written)
-    assert Path(found["files"][1]).read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [(["--lora", "8", "--full"], "give one of them"), (["--efficiency", "40"], "expected a share above 0"),
-     (["--device", "h201"], "did you mean 'h200'"), (["--host-memory", "lots"], "expected a size")],
-)  # fmt: skip
-def test_a_ladder_that_cannot_be(words: list[str], said: str, model: str, capsys: Any) -> None:
-    assert main(["bench", "ladder", "--model", model, *words]) == 2
-    assert said in capsys.readouterr().err
+    assert full["command"] == " ".join(["python", "benchmarks/technique_ladder.py", *arguments])
+    assert full["versions"]["torch"] and full["date"] and full["train"] == "lora r=4"
+    assert "| + tiled loss | 1,024 |" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["technique_ladder.py", "--model", model, "--device", "h201"])
+    assert technique_ladder.main() == 2
+    assert "did you mean 'h200'" in capsys.readouterr().err
 
 
 def attempt_of(model: str, **changes: Any) -> Attempt:

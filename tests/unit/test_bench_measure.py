@@ -1,4 +1,4 @@
-"""What `seqtile bench` measures: units, bytes and errors of one block, against hand-worked numbers."""
+"""What a benchmark measures: units, bytes and errors of one block, against hand-worked numbers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import halves
-from seqtile.bench import measure_block
-from seqtile.bench.block import Upstream, Workload, relative_error, repeated
-from seqtile.bench.cell import Cell
-from seqtile.bench.measure_block import measure_cell, measure_costs, measure_error, measure_pairs, start
+import measure_block
+from block import Upstream, Workload, relative_error, repeated
+from cell import Cell
+from measure_block import measure_cell, measure_costs, measure_error, measure_pairs, start
 from seqtile.options import TilingOptions
 
 HIDDEN, INTERMEDIATE, TOKENS = 32, 88, 512

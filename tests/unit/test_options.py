@@ -90,13 +90,10 @@ def laddered(request):
         request = technique.on(request)
     return [request.options.dummy, tighter(request.options, can_offload=True).dummy]
 
-from seqtile.bench.cell import Cell
-from seqtile.bench.training_step import TrainingStep
+from cell import Cell
 
-cell, step = (record.row() for record in (
-    Cell(8, 16, 4, options=module.TilingOptions(dummy=5)), TrainingStep(".", 8, module.TilingOptions(dummy=5))
-))
-found["bench"] = [cell["dummy"], Cell.of(cell).options.dummy, step["dummy"], TrainingStep.of(step).options.dummy]
+cell = Cell(8, 16, 4, options=module.TilingOptions(dummy=5)).row()
+found["a benchmark"] = [cell["dummy"], Cell.of(cell).options.dummy]
 
 from seqtile.integrations import ms_swift
 
@@ -135,7 +132,7 @@ def test_a_new_option_is_one_line() -> None:
         "train --help": True, "plan --help": True, "probe --help": True, "verify --help": False,
         "recipe": [5, 5, 6], "apply": 5, "resumed": True, "a plan of the recipe": 5, "request": 7, "step": 7,
         "the recipe of a plan": 7, "train": 9,
-        "ladder": [7, 7], "bench": [5, 5, 5, 5], "ms-swift": 5, "axolotl": {"dummy": 5},
+        "ladder": [7, 7], "a benchmark": [5, 5], "ms-swift": 5, "axolotl": {"dummy": 5},
         "refused": "recipe key 'dummy': got 'many'; "
         "input should be a valid integer, unable to parse string as an integer",
     }  # fmt: skip

@@ -113,21 +113,3 @@ def test_its_commands_exist(page: Path) -> None:
 def test_a_module_that_is_not_installed_needs_its_folder(path: str) -> None:
     [words] = commands(f"Made by `{path}python -m combinations`.")
     assert (problem(words) == "") is ("tests" in path)
-
-
-NUMBER = re.compile(r"(?<=\|) *\**[-−]?\d[\d,. /]*(?: ?(?:[KMG]i?B|GB|m?s|µs|%|x))?\** *(?=\|)")
-SOURCE = re.compile(r"(?:^|`|\()(?:[A-Z_]+=\S+ )*(?:seqtile |python |make |tests/\w+/\w+\.py|grid\.)", re.M)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).with_suffix("").as_posix())
-def test_tables_of_numbers_say_what_counts_them(page: Path) -> None:
-    """The command or the test stands in the table's own section, or before the page's first one."""
-    before, *sections = re.split(r"^(?=## )", page.read_text(encoding="utf-8"), flags=re.M)
-    without = [
-        section.splitlines()[0]
-        for section in sections
-        if len(NUMBER.findall("".join(re.findall(r"^\|.*\n", section, re.M)))) > 3
-        and not SOURCE.search(section)
-        and not SOURCE.search(before)
-    ]
-    assert not without, without

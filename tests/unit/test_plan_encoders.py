@@ -157,7 +157,6 @@ def test_what_cannot_be_planned_is_one_sentence(
     ("command", "told"),
     [
         (["probe"], "seqtile probe measures steps of causal language models, and "),
-        (["bench", "ladder"], "seqtile bench ladder adds techniques to steps of causal language models, and "),
     ],
 )
 def test_other_commands_refuse_an_encoder(

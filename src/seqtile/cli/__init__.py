@@ -24,13 +24,12 @@ EXAMPLES = {
     "plan": ("--model llama-8b --device h100 --lora r=16 --explain", "planning.md"),
     "probe": ("--model llama-8b --max-length 32768 --lora r=16", "planning.md"),
     "verify": ("--model PATH --lora 16 --tokens 4096", "start.md"),
-    "bench": ("ladder --model llama-8b --device h200", "performance.md"),
     "doctor": ("--compat", "start.md"),
 }
 """An example of each command, and the page of the documentation that is about it, in the order of ``--help``."""
 
 COMMANDS = tuple(EXAMPLES)
-"""Each is a module ``seqtile.cli.NAME`` with a function ``command``, or with an ``app`` of several."""
+"""Each is a function ``command`` in a module ``seqtile.cli.NAME_command``."""
 
 OTHER_RANKS_WAIT = 5.0
 """Seconds that the other processes of a launch leave the first one to say what is wrong."""
@@ -54,10 +53,7 @@ def build_app() -> typer.Typer:
         module = import_module(f"seqtile.cli.{name}_command")
         example, page = EXAMPLES[name]
         epilog = f"Example: seqtile {name} {example}\n\nMore: docs/{page}, and docs/reference.md for every flag and key"
-        if hasattr(module, "app"):
-            app.add_typer(module.app, name=name, epilog=epilog)
-        else:
-            app.command(name, epilog=epilog)(module.command)
+        app.command(name, epilog=epilog)(module.command)
     return app
 
 

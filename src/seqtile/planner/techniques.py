@@ -1,8 +1,8 @@
 """The techniques that make longer sequences fit, in one list: what each sets, and what a step then holds no more.
 
 Everything that goes through them in an order takes them from here: ``--fit`` combines them by what they cost in time
-(:mod:`seqtile.planner.ladder`), ``seqtile plan`` proposes the next one (:mod:`seqtile.planner.explain`), and ``seqtile
-bench ladder`` adds one to those before (:data:`ABLATION`).
+(:mod:`seqtile.planner.ladder`), ``seqtile plan`` proposes the next one (:mod:`seqtile.planner.explain`), and
+``benchmarks/technique_ladder.py`` adds one to those before (:data:`ABLATION`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import seqtile
-from seqtile.bench.cell import OURS
+from cell import OURS
 from seqtile.models.apply import apply_options
 from seqtile.options import TilingOptions
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, parse_tile
@@ -35,7 +35,7 @@ def install(model: nn.Module, blocks: dict[str, nn.Module], method: str, ours: T
     Args:
         model: holds the blocks.
         blocks: MLP modules by qualified name.
-        method: one of :data:`seqtile.bench.cell.METHODS`.
+        method: one of :data:`cell.METHODS`.
         ours: the options of ours, where the method is ours.
         count: number of tiles for the others.
 
@@ -48,7 +48,9 @@ def install(model: nn.Module, blocks: dict[str, nn.Module], method: str, ours: T
     if method == "untiled":
         return "untiled"
     if ours is not None:
-        return _install_ours(model, list(blocks), ours)
+        report = apply_options(model, replace(ours, only=tuple(blocks)))
+        together = sorted({", ".join(block.together) for block in report.blocks if len(block.together) > 1})
+        return str(report) + "".join(f"; in one tile: {names}" for names in together)
     if (package := PACKAGES.get(method)) and find_spec(package) is None:
         raise NotInstalledError(f"not installed: {package}")
     build = {
@@ -87,12 +89,6 @@ def block_shape(mlp: nn.Module, hidden: int, intermediate: int, itemsize: int, d
         hidden, intermediate, itemsize, sum(weight.numel() for weight in trained),
         min((weight.element_size() for weight in trained), default=4), device_type, FUSED_WIDTHS,
     )  # fmt: skip
-
-
-def _install_ours(model: nn.Module, names: list[str], ours: TilingOptions) -> str:
-    report = apply_options(model, replace(ours, only=tuple(names)))
-    together = sorted({", ".join(block.together) for block in report.blocks if len(block.together) > 1})
-    return str(report) + "".join(f"; in one tile: {names}" for names in together)
 
 
 def _tile_checkpoint(block: nn.Module, count: int) -> Callable[[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""``python -m seqtile.bench.child JOB``: one measurement in this process; arguments on stdin, the result on stdout.
+"""``python benchmarks/child.py JOB``: one measurement in this process; arguments on stdin, the result on stdout.
 
 Without a JOB it takes one after another, ``{"job": ..., "arguments": ...}`` in a line each, until stdin ends.
 
@@ -45,8 +45,8 @@ def _serve(result_to: TextIO) -> None:
     from seqtile.devices import empty_cache
 
     for line in sys.stdin:
-        asked = json.loads(line)
-        result_to.write(json.dumps(guarded(find_job(asked["job"]), asked["arguments"])) + "\n")
+        request = json.loads(line)
+        result_to.write(json.dumps(guarded(find_job(request["job"]), request["arguments"])) + "\n")
         result_to.flush()
         # The next job finds what a new process would: memory, and no compiled code that counts against the limit of
         # variants, beyond which PyTorch runs eagerly.
@@ -59,36 +59,36 @@ def guarded(job: Callable[[dict[str, Any]], dict[str, Any]], arguments: dict[str
     """The job's result, or what stopped it."""
     import torch
 
+    from methods import NotInstalledError
     from seqtile._errors import UserError
-    from seqtile.bench.methods import NotInstalledError
 
     try:
         return job(arguments)
     except (NotInstalledError, UserError) as error:
         return {"error": str(error), "user_error": isinstance(error, UserError)}
     except Exception as error:  # noqa: BLE001  # whatever a peer raises is the result of its cell
-        said = " ".join(str(error).split())[:500]
+        message = " ".join(str(error).split())[:500]
         # The CPU's allocator raises a RuntimeError that has no class of its own.
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in said:
-            return {"error": "out of memory", "error_detail": said}
-        return {"error": f"{type(error).__name__}: {said}"}
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in message:
+            return {"error": "out of memory", "error_detail": message}
+        return {"error": f"{type(error).__name__}: {message}"}
 
 
 def find_job(job: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """The function of a job; a file is imported with its folder on the path, as if it were run."""
-    if (found := _jobs().get(job)) is not None:
-        return found
-    file, _, function = job.rpartition(":")
+    if (function := _jobs().get(job)) is not None:
+        return function
+    file, _, name = job.rpartition(":")
     if not file:
         raise ValueError(f"got the job {job!r}, expected one of {', '.join(_jobs())} or FILE.py:FUNCTION")
     sys.path.insert(0, str(Path(file).parent))
-    return getattr(import_module(Path(file).stem), function)  # type: ignore[no-any-return]
+    return getattr(import_module(Path(file).stem), name)  # type: ignore[no-any-return]
 
 
 def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
-    from seqtile.bench.cell import Cell
-    from seqtile.bench.environment import environment
-    from seqtile.bench.measure_block import measure_cell, measure_pairs
+    from cell import Cell
+    from environment import environment
+    from measure_block import measure_cell, measure_pairs
 
     def cell(arguments: dict[str, Any]) -> dict[str, Any]:
         return measure_cell(Cell.of(arguments))
@@ -96,12 +96,7 @@ def _jobs() -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
     def pairs(arguments: dict[str, Any]) -> dict[str, Any]:
         return {"rows": measure_pairs(Cell.of(arguments["cell"]), arguments["methods"], arguments["pairs"])}
 
-    def step(arguments: dict[str, Any]) -> dict[str, Any]:
-        from seqtile.bench.training_step import TrainingStep, measure_step
-
-        return measure_step(TrainingStep.of(arguments["step"]), arguments["method"])
-
-    return {"cell": cell, "pairs": pairs, "step": step, "environment": lambda _: environment()}
+    return {"cell": cell, "pairs": pairs, "environment": lambda _: environment()}
 
 
 if __name__ == "__main__":

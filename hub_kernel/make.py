@@ -1,4 +1,7 @@
-"""``python -m seqtile.integrations.hub_kernel FOLDER``: write the kernel as the ``kernels`` package loads it."""
+"""``python hub_kernel/make.py FOLDER``: write the Hub's kernel ``<org>/seqtile:TiledMLP`` as ``kernels`` loads it.
+
+``layers.py`` beside this file is the layer; with it goes what it needs of :mod:`seqtile.ops`, and nothing but torch.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,21 @@ from pathlib import Path
 import seqtile
 from seqtile._errors import UserError
 
-ROOT = "seqtile.integrations.hub_kernel.layers"
+LAYERS = "layers"
 VARIANT = Path("build") / "torch-universal"  # Python alone: one build for every device and version
 
 _SOURCE = Path(seqtile.__file__).parent
 
 
 def files() -> dict[Path, str]:
-    """Every file of the kernel, by its path in the folder: what :data:`ROOT` reaches, and no more."""
+    """Every file of the kernel, by its path in the folder: what :data:`LAYERS` reaches, and no more."""
     modules: dict[str, _Module] = {}
-    wanted = [(ROOT, name) for name in _Module(ROOT).tree_names()]
-    while wanted:
-        module, name = wanted.pop()
-        wanted += modules.setdefault(module, _Module(module)).keep(name)
-    written = {VARIANT / f"{_flat(name)}.py": module.text() for name, module in modules.items()}
-    written[VARIANT / "__init__.py"] = (
+    needed = [(LAYERS, name) for name in _Module(LAYERS).tree_names()]
+    while needed:
+        module, name = needed.pop()
+        needed += modules.setdefault(module, _Module(module)).keep(name)
+    contents = {VARIANT / f"{_flat(name)}.py": module.text() for name, module in modules.items()}
+    contents[VARIANT / "__init__.py"] = (
         '"""A tiled MLP for transformers: the same gradients in less memory. Made from seqtile; do not edit."""\n\n'
         "from . import layers\n\n"
         f'__version__ = "{seqtile.__version__}"\n__all__ = ["layers"]\n'
@@ -38,8 +41,8 @@ def files() -> dict[Path, str]:
         "python-depends": [],
         "backend": {"type": "cpu"},
     }
-    written[VARIANT / "metadata.json"] = json.dumps(metadata, indent=2) + "\n"
-    return written
+    contents[VARIANT / "metadata.json"] = json.dumps(metadata, indent=2) + "\n"
+    return contents
 
 
 def write(folder: Path) -> None:
@@ -48,10 +51,10 @@ def write(folder: Path) -> None:
     Raises:
         UserError: other files lie where the kernel goes.
     """
-    made = files()
-    if others := [path.name for path in (folder / VARIANT).glob("*.py") if path.relative_to(folder) not in made]:
+    contents = files()
+    if others := [path.name for path in (folder / VARIANT).glob("*.py") if path.relative_to(folder) not in contents]:
         raise UserError(f"{folder / VARIANT} holds {others[0]}, which the kernel does not: give an empty folder")
-    for path, text in made.items():
+    for path, text in contents.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
 
@@ -66,7 +69,7 @@ class _Module:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        path = _SOURCE / Path(*name.split(".")[1:])
+        path = Path(__file__).parent / name if name == LAYERS else _SOURCE / Path(*name.split(".")[1:])
         self._lines = path.with_suffix(".py").read_text(encoding="utf-8").splitlines()
         self._body = ast.parse("\n".join(self._lines)).body
         self._kept: set[int] = set()
@@ -86,29 +89,29 @@ class _Module:
 
     def keep(self, name: str) -> Iterator[tuple[str, str]]:
         """Keep what defines ``name``; yields what that needs of other modules of ours."""
-        wanted = [name]
-        while wanted:
-            one = wanted.pop()
-            if one in self._imports:
-                module, alias, _ = self._imports[one]
-                if one not in self._needed and module.startswith("seqtile."):
+        pending = [name]
+        while pending:
+            current = pending.pop()
+            if current in self._imports:
+                module, alias, _ = self._imports[current]
+                if current not in self._needed and module.startswith("seqtile."):
                     yield module, alias.name
-                self._needed.add(one)
+                self._needed.add(current)
             for number, statement in enumerate(self._body):
-                if number not in self._kept and one in _defined(statement):
+                if number not in self._kept and current in _defined(statement):
                     self._kept.add(number)
-                    wanted += {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+                    pending += {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
 
     def text(self) -> str:
         """The kept statements in their order, as they are written in the source."""
         docstring = ast.get_source_segment("\n".join(self._lines), self._body[0]) or ""
-        parts = [f"# Made from {self.name.replace('.', '/')}.py by `python -m {ROOT.rpartition('.')[0]}`; do not edit."]
+        parts = [f"# Made from {self.name.replace('.', '/')}.py by `python hub_kernel/make.py`; do not edit."]
         parts += [docstring, "", "from __future__ import annotations", "", *self._import_lines()]
         for number, statement in enumerate(self._body):
             if number not in self._kept:
                 continue
             decorators = getattr(statement, "decorator_list", [])
-            start = min([statement.lineno, *(one.lineno for one in decorators)])
+            start = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
             following = self._body[number + 1] if number + 1 < len(self._body) else None
             described = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
             end = (following if described and following else statement).end_lineno
@@ -148,7 +151,7 @@ def _defined(statement: ast.stmt) -> set[str]:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m seqtile.integrations.hub_kernel FOLDER")
+        sys.exit("usage: python hub_kernel/make.py FOLDER")
     try:
         write(Path(sys.argv[1]))
     except UserError as error:

@@ -21,25 +21,26 @@ def environment() -> dict[str, Any]:
     """Device and versions of this process."""
     import torch
 
-    here = accelerator()
+    device = accelerator()
     return {
         "device_name": device_name(),
-        "device_count": torch.accelerator.device_count() if here is not None else 0,
+        "device_count": torch.accelerator.device_count() if device is not None else 0,
         "device_type": device_type(),
         "device_bytes": total_device_bytes(),
-        "driver": _driver(here),
-        "versions": {name: found for name in PACKAGES if (found := package_version(name))},
+        # The toolkit that torch was built for, such as "12.8".
+        "driver": getattr(torch.version, device.type, None) if device is not None else None,
+        "versions": {name: version for name in PACKAGES if (version := package_version(name))},
         "python": platform.python_version(),
     }
 
 
-def stamp(found: dict[str, Any], command: Sequence[str] | None = None) -> dict[str, Any]:
+def stamp(machine: dict[str, Any], command: Sequence[str] | None = None) -> dict[str, Any]:
     """What every row of results starts with: date, command, device and versions."""
-    line = list(command) if command is not None else ["seqtile", *sys.argv[1:]]
+    line = list(command) if command is not None else ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
     now = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": " ".join(line)}
     # How busy the machine was: times are worth little where this is above the number of cores.
     busy = {"load_average": list(os.getloadavg())} if hasattr(os, "getloadavg") else {}
-    return {**now, **busy, **found}
+    return {**now, **busy, **machine}
 
 
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -55,12 +56,5 @@ def _strict(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _strict(one) for key, one in value.items()}
-    return [_strict(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
-def _driver(here: Any) -> str | None:
-    """The toolkit that torch was built for, such as ``"12.8"``; None on the CPU."""
-    import torch
-
-    return getattr(torch.version, here.type, None) if here is not None else None
+        return {key: _strict(entry) for key, entry in value.items()}
+    return [_strict(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -7,10 +7,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from seqtile.bench.block import PERIOD, Workload, reference_errors
-from seqtile.bench.cell import Cell
-from seqtile.bench.child import guarded
-from seqtile.bench.methods import block_shape, install, tile_count, uninstall
+from block import PERIOD, Workload, reference_errors
+from cell import Cell
+from child import guarded
+from methods import block_shape, install, tile_count, uninstall
 from seqtile.counting import count_live_bytes, count_products
 from seqtile.devices import (
     allocated_bytes,
@@ -36,10 +36,9 @@ def measure_cell(cell: Cell) -> dict[str, Any]:
         ``gradient_errors``, ``reference``.
     """
     workload = Workload(cell)
-    found = {**start(workload), **measure_costs(workload)}
+    costs = {**start(workload), **measure_costs(workload)}
     times = [timed_step(workload) for _ in range(cell.repeats)]
-    found.update(step_ms=statistics.median(times), step_ms_all=times)
-    return {**found, **measure_error(workload)}
+    return {**costs, "step_ms": statistics.median(times), "step_ms_all": times, **measure_error(workload)}
 
 
 def measure_pairs(cell: Cell, methods: list[str], pairs: int) -> list[dict[str, Any]]:
@@ -60,11 +59,11 @@ def measure_pairs(cell: Cell, methods: list[str], pairs: int) -> list[dict[str, 
     for number in range(pairs):
         for method in compared:
             order = ("untiled", method) if number % 2 == 0 else (method, "untiled")
-            taken = {}
-            for one in order:
-                _switch(workload, one)
-                taken[one] = timed_step(workload)
-            times[method].append((taken["untiled"], taken[method]))
+            step_ms = {}
+            for name in order:
+                _switch(workload, name)
+                step_ms[name] = timed_step(workload)
+            times[method].append((step_ms["untiled"], step_ms[method]))
     for row in rows[1:]:
         if measured := times[row["method"]]:
             ratios = [ours / untiled for untiled, ours in measured]
@@ -74,7 +73,11 @@ def measure_pairs(cell: Cell, methods: list[str], pairs: int) -> list[dict[str, 
     if untiled:
         rows[0].update(step_ms=statistics.median(untiled), step_ms_all=untiled)
     elif "error" in rows[0]:
-        _time_alone(workload, rows[1:], pairs)
+        for row in rows[1:]:
+            if "error" not in row:
+                _switch(workload, row["method"])
+                times_ms = [timed_step(workload) for _ in range(pairs)]
+                row.update(step_ms=statistics.median(times_ms), step_ms_all=times_ms)
     return rows
 
 
@@ -87,14 +90,6 @@ def _first(workload: Workload, method: str) -> dict[str, Any]:
     row = {"method": method, **guarded(job, {})}
     workload.clear()
     return row
-
-
-def _time_alone(workload: Workload, rows: list[dict[str, Any]], repeats: int) -> None:
-    for row in rows:
-        if "error" not in row:
-            _switch(workload, row["method"])
-            times = [timed_step(workload) for _ in range(repeats)]
-            row.update(step_ms=statistics.median(times), step_ms_all=times)
 
 
 def _switch(workload: Workload, method: str) -> dict[str, Any]:
@@ -129,14 +124,14 @@ def measure_costs(workload: Workload) -> dict[str, Any]:
     workload.clear()
     if is_accelerator(workload.device):
         workload.step()
-        found = _allocator_peak(workload)
+        peaks = _allocator_peak(workload)
         workload.clear()
         with count_products() as products:
             workload.step()
     else:
         with count_products() as products:
-            found = _counted_peak(workload)
-    return {**found, "units": products.flops / (2 * cell.tokens * cell.hidden * cell.intermediate)}
+            peaks = _counted_peak(workload)
+    return {**peaks, "units": products.flops / (2 * cell.tokens * cell.hidden * cell.intermediate)}
 
 
 def _counted_peak(workload: Workload) -> dict[str, Any]:
@@ -191,7 +186,10 @@ def measure_error(workload: Workload) -> dict[str, Any]:
     rows = min(cell.tokens, fits)
     errors = reference_errors(workload, rows)
     worst = max(errors, key=lambda name: errors[name])
-    whole = "untiled fp32" if rows == cell.tokens else f"untiled fp32 in slices of {rows:,} tokens"
+    reference = "untiled fp32" if rows == cell.tokens else f"untiled fp32 in slices of {rows:,} tokens"
     return {
-        "gradient_error": errors[worst], "gradient_error_worst": worst, "gradient_errors": errors, "reference": whole,
-    }  # fmt: skip
+        "gradient_error": errors[worst],
+        "gradient_error_worst": worst,
+        "gradient_errors": errors,
+        "reference": reference,
+    }

@@ -1,4 +1,4 @@
-"""``seqtile bench ladder``: what each technique buys in length and costs in time, one on top of the other, by the plan.
+"""``python benchmarks/technique_ladder.py``: what each technique buys in length and costs in time, by the plan.
 
 The rungs add one technique each (:data:`seqtile.planner.techniques.ABLATION`). The settings that a given length needs
 are chosen elsewhere, cheapest first (:mod:`seqtile.planner.ladder`).
@@ -6,17 +6,21 @@ are chosen elsewhere, cheapest first (:mod:`seqtile.planner.ladder`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from seqtile.bench.environment import append_rows
+from environment import append_rows, environment, stamp
+from seqtile._errors import UserError
 from seqtile.models.attention.headwise import runs_on_some_heads
 from seqtile.options import changed
 from seqtile.planner.memory_plan import Planner
-from seqtile.planner.request import Request, attention_cannot_be_saved
+from seqtile.planner.request import Request, attention_cannot_be_saved, refuse_encoder
 from seqtile.planner.techniques import ABLATION, BASELINE, LAYER_CHECKPOINTS, Technique
 
 GIB = 2**30
@@ -56,11 +60,11 @@ SETTINGS = ("tile", *dict.fromkeys(name for rung in RUNGS for name in rung.chang
 
 def requests(request: Request) -> list[tuple[AblationStep, Request]]:
     """Every rung with all that the rungs before it set, on the model, devices and engine of ``request``."""
-    found = []
+    rungs = []
     for rung in RUNGS:
         request = rung.technique.on(request)
-        found.append((rung, request))
-    return found
+        rungs.append((rung, request))
+    return rungs
 
 
 def run_ladder(
@@ -85,27 +89,31 @@ def run_ladder(
     rows: list[Row] = []
     planners: list[tuple[Row, Planner]] = []
     refused = attention_cannot_be_saved(request)
-    for rung, wanted in requests(request):
+    for rung, rung_request in requests(request):
         on_progress(f"{rung.name}: the longest sequence")
-        start = {"kind": "ladder", **stamp, **_asked(request), "rung": rung.name, "efficiency": efficiency}
-        start["settings"] = {name: getattr(wanted.options, name) for name in SETTINGS}
-        start["settings"]["engine_offload"] = wanted.engine_offload
+        start = {"kind": "ladder", **stamp, **_describe(request), "rung": rung.name, "efficiency": efficiency}
+        start["settings"] = {name: getattr(rung_request.options, name) for name in SETTINGS}
+        start["settings"]["engine_offload"] = rung_request.engine_offload
         like = planners[-1][1] if planners else None
         why = None
         if refused is not None:
-            wanted = changed(wanted, checkpoint="full")
+            rung_request = changed(rung_request, checkpoint="full")
             if rung.changes.get("checkpoint") == "attention-saved":
                 why = refused
             elif rung is RUNGS[-1]:
                 why = "it was never kept"
-        whole = _heads_run_whole(wanted, like) if wanted.options.heads is not None and like is not None else None
-        if whole is not None:
-            wanted = changed(wanted, heads=None)
-            why = whole if "heads" in rung.changes else why
+        reason = (
+            _heads_run_whole(rung_request, like)
+            if rung_request.options.heads is not None and like is not None
+            else None
+        )
+        if reason is not None:
+            rung_request = changed(rung_request, heads=None)
+            why = reason if "heads" in rung.changes else why
         if why is not None:
             rows.append({**start, "skipped": why})
             continue
-        planner = Planner(wanted, like=like)
+        planner = Planner(rung_request, like=like)
         longest, limit = planner.longest()
         row = {**start, "max_length": longest, "limited_by": limit, **_costs(planner, longest, efficiency)}
         if longest:
@@ -138,7 +146,7 @@ def _heads_run_whole(request: Request, planner: Planner) -> str | None:
     return None
 
 
-def _asked(request: Request) -> Row:
+def _describe(request: Request) -> Row:
     return {
         "model": request.model, "device": request.device.name, "device_gib": request.device.memory / GIB,
         "gpus": request.gpus, "engine": request.engine, "sp_size": request.sp_size, "attention": request.attention,
@@ -201,37 +209,61 @@ def footnote(rows: Sequence[Row]) -> str:
     )
 
 
-def time_bought(before: Row, row: Row) -> float:
-    """The part of a token's time that a rung saves at a length of both, if it costs length; 0 if it buys length."""
-    times = [one.get("common", {}).get("device_us_per_token") for one in (before, row)]
-    if None in times or row["max_length"] >= before["max_length"]:
-        return 0.0
-    return float(max(0.0, 1 - times[1] / times[0]))
+def main() -> int:
+    """Plan the ladder, print it as a table and write its rows; 2 where something is asked for that cannot be."""
+    options = argparse.ArgumentParser(description="What each technique buys, by the plan.", allow_abbrev=False)
+    options.add_argument("--model", required=True, help="as for `seqtile plan`: a shape such as llama-8b, a directory")
+    options.add_argument("--device", default="h200", help="h200, h100, ... or its memory, 141GiB")
+    options.add_argument("--host-memory", help="host memory of the node, 128GiB")
+    options.add_argument("--gpus", type=int, default=1, help="devices of the node")
+    options.add_argument("--engine", default="single", help="single, ddp, fsdp2 or zero3")
+    options.add_argument("--sp-size", type=int, default=1, help="ranks that share one sequence")
+    options.add_argument("--lora", help="train adapters: a rank, or r=16")
+    options.add_argument("--offload", default="", help="on the host from the first rung on: optimizer, weights")
+    options.add_argument("--efficiency", type=float, default=0.4, help="share of the speed on paper that times assume")
+    options.add_argument("--out", type=Path, default=Path("runs/bench"))
+    arguments = options.parse_args()
+    try:
+        rows = plan_ladder(arguments)
+    except UserError as error:
+        print(f"technique_ladder.py: {error}", file=sys.stderr)
+        return 2
+    heads, cells = table(rows)
+    print(f"{title(rows)}\n\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for line in cells:
+        print(f"| {' | '.join(line)} |")
+    print(f"\n{footnote(rows)}")
+    return 0
 
 
-def plot_ladder(rows: Iterable[Row], path: Path) -> None:
-    """Draw the longest sequence of every rung, with the time of a token beside; rungs that buy time are marked."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+def plan_ladder(arguments: argparse.Namespace) -> list[Row]:
+    """The rows, which are written too."""
+    from seqtile.cli.plan_command import host_bytes, read_adapters, refuse_unreachable
+    from seqtile.planner.accelerators import find_device
+    from seqtile.planner.model_shapes import read_config
+    from seqtile.planner.names import SCANS, check_names, split_offload
 
-    shown = [row for row in rows if "skipped" not in row]
-    figure = Figure(figsize=(9.0, 0.45 * len(shown) + 1.4), layout="constrained")
-    axes = figure.subplots()
-    lengths = [row["max_length"] / 1000 for row in shown]
-    bought = [0.0, *(time_bought(*pair) for pair in pairwise(shown))]
-    colours = ["#edae49" if share else "#d1495b" for share in bought]
-    axes.barh([row["rung"] for row in shown], lengths, color=colours, height=0.62)
-    for place, row in enumerate(shown):
-        label = f" {row['max_length'] / 1000:,.0f}K" + (f", {_time(row)} us/token" if _time(row) else "")
-        if bought[place]:
-            label += f"; {bought[place]:.0%} less time a token at the same length"
-        axes.text(lengths[place], place, label, va="center", fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max([*lengths, 1.0]))
-    axes.set_xlabel("longest sequence, thousands of tokens")
-    axes.set_title(title(shown), fontsize=9)
-    if any(bought):
-        patches = [Patch(color="#d1495b", label="length"), Patch(color="#edae49", label="time, not length")]
-        axes.legend(handles=patches, title="it buys", fontsize=8, title_fontsize=8, loc="upper right")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    on_host, engine_offload = split_offload(arguments.offload)
+    check_names(
+        engine=arguments.engine, attention=Request.attention, precision=Request.precision, optimizer=Request.optimizer,
+        engine_offload=engine_offload, gpus=arguments.gpus, sp_size=arguments.sp_size, batch=1, accumulation=1, nodes=1,
+        scans=SCANS[0],
+    )  # fmt: skip
+    refuse_unreachable(arguments.model)
+    request = Request(
+        model=arguments.model, config=read_config(arguments.model), device=find_device(arguments.device),
+        gpus=arguments.gpus, host_memory=host_bytes(arguments.host_memory), engine=arguments.engine,
+        sp_size=arguments.sp_size, lora=read_adapters(full=False, lora=arguments.lora), engine_offload=engine_offload,
+        options=replace(Request.options, offload=on_host),
+    )  # fmt: skip
+    refuse_encoder(request.config, arguments.model, "technique_ladder.py adds techniques to steps of")
+    now = stamp(environment())
+    file = arguments.out / f"ladder-{datetime.now(UTC):%Y%m%d-%H%M%S}.jsonl"
+    rows = run_ladder(request, arguments.efficiency, now, file, lambda text: print(text, file=sys.stderr))
+    print(f"written  {file}", file=sys.stderr)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

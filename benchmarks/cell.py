@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from seqtile._errors import UserError
@@ -35,6 +36,7 @@ SHOWN = ("tile", "keep", "blocks")
 SET_HERE = ("only", "path", "loss", "loss_tile", "loss_impl", "checkpoint", "offload")
 """Options that a benchmark sets itself, or that what it measures does not heed."""
 
+CHILD = str(Path(__file__).with_name("child.py"))
 TRAIN = ("full", "frozen", "lora")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LORA_RANK = 16
@@ -151,33 +153,33 @@ def run_pairs(
     """Measure ``methods`` against untiled in interleaved pairs, all in one process.
 
     Returns:
-        One row per method, untiled first; see :func:`seqtile.bench.measure_block.measure_pairs`.
+        One row per method, untiled first; see :func:`measure_block.measure_pairs`.
     """
     arguments = {"cell": cell.row(), "methods": list(methods), "pairs": pairs}
-    found = (run or run_child)("pairs", arguments, timeout_s=timeout_s)
-    if "error" in found:
-        return [{**cell.changed(method=method, keep=0.0).row(), **found} for method in ("untiled", *methods)]
+    result = (run or run_child)("pairs", arguments, timeout_s=timeout_s)
+    if "error" in result:
+        return [{**cell.changed(method=method, keep=0.0).row(), **result} for method in ("untiled", *methods)]
     keeps = {"fused": cell.options.keep}
-    rows = found["rows"]
+    rows = result["rows"]
     return [{**cell.row(), **row, "keep": keeps.get(row["method"], 0.0), "repeats": pairs} for row in rows]
 
 
 def run_child(job: str, arguments: dict[str, Any], *, timeout_s: float = 3600.0) -> dict[str, Any]:
-    """Run ``seqtile.bench.child`` on one job, which it describes; the last line of output, or ``{"error": ...}``."""
+    """Run ``child.py`` on one job, which it describes; the last line of output, or ``{"error": ...}``."""
     with Child(job, arguments) as child:
         return child.result(timeout_s)
 
 
 class Child:
-    """A process of ``seqtile.bench.child``; its arguments and its output are files, so no pipe fills up."""
+    """A process of ``child.py``; its arguments and its output are files, so no pipe fills up."""
 
     def __init__(self, job: str, arguments: dict[str, Any], variables: dict[str, str] | None = None) -> None:
         self._out, self._err = (tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2))
-        with tempfile.TemporaryFile("w+", encoding="utf-8") as given:
-            json.dump(arguments, given)
-            given.seek(0)
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as stdin:
+            json.dump(arguments, stdin)
+            stdin.seek(0)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "seqtile.bench.child", job], stdin=given, stdout=self._out, stderr=self._err,
+                [sys.executable, CHILD, job], stdin=stdin, stdout=self._out, stderr=self._err,
                 env={**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", **(variables or {})},
             )  # fmt: skip
 
@@ -205,7 +207,7 @@ class Child:
 
 
 class Worker:
-    """One process of ``seqtile.bench.child`` for many jobs, of which each would import torch for ten seconds.
+    """One process of ``child.py`` for many jobs, of which each would import torch for ten seconds.
 
     After a job that failed, took too long or ended the process, the next one gets a new process.
     """
@@ -219,7 +221,7 @@ class Worker:
         if self._process is None:
             self._err = tempfile.TemporaryFile("w+", encoding="utf-8")
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "seqtile.bench.child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                [sys.executable, CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=self._err, text=True, env={**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1"},
             )  # fmt: skip
         process = self._process
@@ -261,5 +263,5 @@ def _why(code: int, err: str) -> str:
         name = signal.Signals(-code).name
         memory = " (the system ran out of memory?)" if name == "SIGKILL" else ""
         return f"ended by {name}{memory}"
-    said = [line for line in err.splitlines() if line.strip()]
-    return said[-1].strip() if said else f"ended with exit code {code}"
+    lines = [line for line in err.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else f"ended with exit code {code}"

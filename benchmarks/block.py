@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqtile.bench.cell import LORA_RANK, Cell
+from cell import LORA_RANK, Cell
 
 PERIOD = 1024
 """Rows after which the upstream gradient repeats: it is made when the backward starts, by one copy."""
@@ -41,9 +41,9 @@ class RMSNorm(nn.Module):
         self.weight, self.epsilon = nn.Parameter(torch.ones(hidden, **where)), 1e-6
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
-        return self.weight * (wide * scale).to(hidden_states.dtype)
+        x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return self.weight * (x * scale).to(hidden_states.dtype)
 
 
 class ResidualLayer(nn.Module):
@@ -139,8 +139,8 @@ class Workload:
     def trained(self) -> Iterator[tuple[str, Tensor]]:
         """The input and every weight that should get a gradient."""
         yield "input", self.x
-        part = self.layer if self.cell.checkpoint else self.mlp
-        for name, weight in part.named_parameters():
+        module = self.layer if self.cell.checkpoint else self.mlp
+        for name, weight in module.named_parameters():
             if weight.requires_grad:
                 yield name, weight
 
@@ -210,19 +210,19 @@ class Reference:
         if cell.train == "lora":
             add_adapters(layer, LORA_RANK)
         layer.load_state_dict(workload.layer.state_dict())
-        part: nn.Module = layer if cell.checkpoint else layer.mlp
+        module: nn.Module = layer if cell.checkpoint else layer.mlp
         allowed = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
         for start in range(0, cell.tokens, rows):
             x = workload.x.detach()[0, start : start + rows].float().requires_grad_()
             # Slices start at multiples of the period, so the upstream gradient of each starts with its first row.
-            part(x).backward(repeated(workload.pattern.float(), len(x)))
+            module(x).backward(repeated(workload.pattern.float(), len(x)))
             assert x.grad is not None
             if len(x) == cell.tokens:
                 self._whole = x.grad
             yield start, x.grad
         torch.set_float32_matmul_precision(allowed)
-        self.gradients = {name: weight.grad for name, weight in part.named_parameters()}
+        self.gradients = {name: weight.grad for name, weight in module.named_parameters()}
 
 
 def relative_error(got: Tensor | None, expected: Tensor | None) -> float:

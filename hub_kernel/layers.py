@@ -69,10 +69,10 @@ def tiled_forward(module: nn.Module, x: Tensor) -> Tensor:
     layout = _layout_of(module)
     first = tuple(_projection(module, name) for name in layout.first)
     down = _projection(module, layout.down)
-    tensors = [tensor for part in (*first, down) for tensor in part.tensors()]
-    own: Callable[..., Tensor] = type(module).forward
+    tensors = [tensor for projection in (*first, down) for tensor in projection.tensors()]
+    untiled: Callable[..., Tensor] = type(module).forward
     if not Autocast.of(x).enabled and any(tensor.dtype != x.dtype for tensor in tensors):
-        return own(module, x)  # raises as it always does
+        return untiled(module, x)  # raises as it always does
     matrix = down.weight
     assert isinstance(matrix, Tensor)
     hidden, width = matrix.shape
@@ -82,7 +82,7 @@ def tiled_forward(module: nn.Module, x: Tensor) -> Tensor:
     )
     sizes = TileRule("auto").tile_sizes(x.shape[:-1].numel(), shape)
     if not sizes:
-        return own(module, x)
+        return untiled(module, x)
     weights = FusedWeights(first, down, layout.activation, gated=layout.gated, up_first=layout.up_first)
     return fused_mlp(x, weights, sizes)
 
@@ -92,7 +92,7 @@ def _projection(module: nn.Module, name: str) -> Projection:
     linear = module.get_submodule(name)
     if type(linear) is not nn.Linear:
         raise _refusal(module, f"its {name} is a {type(linear).__name__}, expected a plain Linear")
-    if "forward" in vars(linear) or any(vars(linear)[kind] for kind in HOOKS):
+    if "forward" in vars(linear) or any(vars(linear)[hooks] for hooks in HOOKS):
         raise _refusal(module, f"its {name} has hooks or a forward of its own, which would not run")
     for tensor in (linear.weight, linear.bias):
         if tensor is not None and type(tensor) not in (Tensor, nn.Parameter):
@@ -112,18 +112,18 @@ _layouts: WeakKeyDictionary[nn.Module, tuple[Any, Layout]] = WeakKeyDictionary()
 
 def _layout_of(module: nn.Module) -> Layout:
     """The layout of this module, traced again when it, or a module in it, has changed."""
-    state = tuple((name, type(part), _read_by_forward(part)) for name, part in module.named_modules())
-    known = _layouts.get(module)
-    if known is None or known[0] != state:
-        known = _layouts[module] = state, _Reader(module).layout()
-    return known[1]
+    state = tuple((name, type(child), _read_by_forward(child)) for name, child in module.named_modules())
+    cached = _layouts.get(module)
+    if cached is None or cached[0] != state:
+        cached = _layouts[module] = state, _Reader(module).layout()
+    return cached[1]
 
 
-def _read_by_forward(part: nn.Module) -> tuple[Any, ...]:
+def _read_by_forward(module: nn.Module) -> tuple[Any, ...]:
     """What a forward may decide by: numbers, words and functions on the module, and how many hooks it has."""
-    own = vars(part)
-    plain = [(key, one) for key, one in own.items() if callable(one) or type(one) in (bool, int, float, str)]
-    return *plain, *(len(own[kind]) for kind in HOOKS)
+    state = vars(module)
+    plain = [(key, value) for key, value in state.items() if callable(value) or type(value) in (bool, int, float, str)]
+    return *plain, *(len(state[hooks]) for hooks in HOOKS)
 
 
 class _LinearsAreLeaves(fx.Tracer):
@@ -138,7 +138,7 @@ class _Reader:
         self._module = module
         try:
             self._graph = _LinearsAreLeaves().trace(module)
-        except Exception as error:  # noqa: BLE001 - whatever foreign code raises when it is given a proxy
+        except Exception as error:  # whatever foreign code raises when it is given a proxy
             raise _refusal(module, f"its forward cannot be traced ({type(error).__name__}: {error})") from error
         self._seen: set[fx.Node] = set()
 
@@ -165,8 +165,8 @@ class _Reader:
             self._seen.discard(hidden)
             activation, node = self._activation(hidden)
             layout = Layout((self._of(node, inputs[0]),), down, activation, gated=False)
-        if rest := [node for node in self._graph.nodes if node not in self._seen]:
-            raise self._other(f"it also computes {rest[0].format_node() or rest[0]}")
+        if unread := [node for node in self._graph.nodes if node not in self._seen]:
+            raise self._other(f"it also computes {unread[0].format_node() or unread[0]}")
         if len({*layout.first, layout.down}) < len(layout.first) + 1:
             raise self._other("it calls a linear layer twice")
         return layout
@@ -202,7 +202,9 @@ class _Reader:
         if node.op == "call_function" and len(node.args) == 1:
             for activation in ACTIVATIONS:
                 for _, spelling in activation.spellings:
-                    plain, fixed = (spelling.func, spelling.keywords) if isinstance(spelling, partial) else (spelling, {})
+                    plain, fixed = (
+                        (spelling.func, spelling.keywords) if isinstance(spelling, partial) else (spelling, {})
+                    )
                     if node.target is plain and keywords == fixed:
                         return activation, node.args[0]
             if node.target is torch.square and not keywords:
@@ -217,10 +219,10 @@ class _Reader:
         halves = [self._half(node) for node in (gate, up)]
         if halves == [None, None]:
             return (self._of(gate, source), self._of(up, source)), False
-        one, other = halves
-        if one is None or other is None or one[0] is not other[0] or {one[1], other[1]} != {0, 1}:
+        gate_half, up_half = halves
+        if gate_half is None or up_half is None or gate_half[0] is not up_half[0] or gate_half[1] == up_half[1]:
             raise self._other("gate and up are not the two halves of one layer")
-        return (self._of(one[0].args[0], source),), one[1] == 1
+        return (self._of(gate_half[0].args[0], source),), gate_half[1] == 1
 
     def _half(self, node: Any) -> tuple[fx.Node, int] | None:
         """The ``chunk`` that a node takes a half of, and which."""
@@ -234,4 +236,3 @@ class _Reader:
             return None
         self._seen |= {node, parts}
         return parts, 1 if index == 1 else 0
-

@@ -1,0 +1,27 @@
+"""The ``seqtile`` command, also as ``python -m seqtile``."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+FROM_TRAIN = ("typer", "pydantic", "yaml", "rich", "psutil", "accelerate", "trl", "datasets", "peft")
+"""What a command imports and a plain install does not bring."""
+
+
+def console() -> NoReturn:
+    """Run the command; where a package is missing that comes with the extra, one sentence instead of a traceback."""
+    try:
+        from seqtile.cli import console as run
+
+        run()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in FROM_TRAIN:
+            raise
+        sys.stderr.write(f"seqtile: {package} is not installed: pip install 'seqtile[train]' brings it\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    console()
