@@ -301,7 +301,6 @@ PICKLED_KINDS = {"numpy.dtypes": r"\w+DType", "torch": r"\w+Storage|bool|u?int\d
 if TYPE_CHECKING:
     from torch._C import DispatchKey as DispatchKey
     from torch._ops import OpOverload as OpOverload
-    from torch._ops import OpOverloadPacket as OpOverloadPacket
     from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -315,7 +314,6 @@ if TYPE_CHECKING:
 else:
     DispatchKey = _find("torch._C.DispatchKey")
     OpOverload = _find("torch._ops.OpOverload")
-    OpOverloadPacket = _find("torch._ops.OpOverloadPacket")
     DataDependentOutputException = _find("torch._subclasses.fake_tensor.DataDependentOutputException")
     FakeTensor = _find("torch._subclasses.fake_tensor.FakeTensor")
     FakeTensorMode = _find("torch._subclasses.fake_tensor.FakeTensorMode")
@@ -334,15 +332,11 @@ disable_torch_function_subclass: Callable[[], Any] = _find("torch._C.DisableTorc
 has_kernel: Callable[[str, Any], bool] = _find("torch._C._dispatch_has_kernel_for_dispatch_key")
 _dispatch_mode: Callable[[Any], Any] = _find("torch._C._get_dispatch_mode")
 _FAKE = _find("torch._C._TorchDispatchModeKey.FAKE")
-_make_subclass: Callable[..., Any] = _find("torch.Tensor._make_subclass")
-without_dispatch: Callable[[], Any] = _find("torch._C._DisableTorchDispatch")
-"""A context inside which operators reach their kernels past every mode and subclass."""
-
-shapes_only: Callable[[Any], Any] = _find("torch._subclasses.fake_tensor.in_kernel_invocation_manager")
 
 GROUPED_MM: Any = _find("torch.ops.aten._grouped_mm.default")
-TO_COPY: Any = _find("torch.ops.aten._to_copy.default")
-UNSAFE_VIEW: Any = _find("torch.ops.aten._unsafe_view.default")
+FUSED_UPDATES = [_find("torch.ops.aten._fused_adamw_"), _find("torch.ops.aten._fused_sgd_")]
+"""Operators by which optimisers update all weights at once, in place."""
+
 READ_NUMBER: Any = _find("torch.ops.aten._local_scalar_dense.default")
 ALL_TRUE = "_is_all_true"
 """The operator by which PyTorch's distributions check their arguments."""
@@ -385,13 +379,6 @@ ATTENTION_BACKENDS = {
 def schema_of(operator: Any) -> Any:
     """Name, arguments and returns of an operator's overload."""
     return operator._schema
-
-
-def fake_on(meta: Tensor, like: Any) -> Any:
-    """``FakeTensor(mode, meta, device)`` of the mode and device of the fake ``like``, in a quarter of the time."""
-    made = _make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=like.fake_device)
-    vars(made).update(vars(like))
-    return made
 
 
 def active_fake_mode() -> Any:

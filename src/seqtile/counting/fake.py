@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import (
+    FUSED_UPDATES,
     GROUPED_MM,
     DataDependentOutputException,
     FakeTensor,
@@ -71,11 +72,7 @@ def make_fake(model: nn.Module) -> None:
 _BELOW = "_seqtile_is_below"
 _LIFT = torch.ops.aten.lift_fresh.default
 
-_UPDATES = frozenset(
-    getattr(packet, overload)
-    for packet in (torch.ops.aten._fused_adamw_, torch.ops.aten._fused_sgd_)
-    for overload in packet.overloads()
-)
+_UPDATES = frozenset(getattr(packet, overload) for packet in FUSED_UPDATES for overload in packet.overloads())
 """Updates of all weights at once, in place. They have no fake rule: the fake mode would run them on real zeros."""
 
 
