@@ -9,12 +9,12 @@ FROM_TRAIN = ("typer", "pydantic", "yaml", "rich", "psutil", "accelerate", "trl"
 """What a command imports and a plain install does not bring."""
 
 
-def console() -> NoReturn:
+def main() -> NoReturn:
     """Run the command; where a package is missing that comes with the extra, one sentence instead of a traceback."""
     try:
-        from seqtile.cli import console as run
+        from seqtile.cli import console
 
-        run()
+        console()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in FROM_TRAIN:
@@ -24,4 +24,4 @@ def console() -> NoReturn:
 
 
 if __name__ == "__main__":
-    console()
+    main()
