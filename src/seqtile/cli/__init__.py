@@ -46,7 +46,10 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # whose tables cut long flags and defaults off at 80 columns
         # Other trainers write --max_length; both spellings name the same option.
-        context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _dashes},
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "token_normalize_func": lambda name: name.replace("_", "-"),
+        },
     )
     app.callback()(_root)
     for name in COMMANDS:
@@ -135,12 +138,8 @@ def _rank() -> str:
     return f"rank {process_rank()}: "
 
 
-def _dashes(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(show: bool) -> None:
+    if show:
         print(f"seqtile {__version__}")
         raise typer.Exit
 

@@ -51,10 +51,12 @@ def command(
     from seqtile import __version__
     from seqtile.engines.build_locks import stale_locks, told
 
+    host_bytes = total_host_bytes()
+    host_memory = f"{host_bytes / GIB:.1f} GiB memory" if host_bytes else "memory unknown"
     rows = [
         ("seqtile", __version__),
         ("python", f"{platform.python_version()} ({sys.executable})"),
-        ("system", f"{platform.system()} {platform.machine()}, {cpu_cores()} CPU cores, {_host_memory()}"),
+        ("system", f"{platform.system()} {platform.machine()}, {cpu_cores()} CPU cores, {host_memory}"),
     ]
     rows += [(name, package_version(name) or f"missing: pip install {name}") for name in CORE]
     for extra, names in EXTRAS.items():
@@ -147,11 +149,6 @@ def _show_axolotl(file: Path) -> None:
     if wrong:
         raise typer.Exit(1)
     print(f"{file}: the plugin is listed, and what stands under seqtile: is right")
-
-
-def _host_memory() -> str:
-    total = total_host_bytes()
-    return f"{total / GIB:.1f} GiB memory" if total else "memory unknown"
 
 
 def _devices() -> list[str]:
