@@ -48,7 +48,7 @@ def install(model: nn.Module, blocks: dict[str, nn.Module], method: str, ours: T
     if method == "untiled":
         return "untiled"
     if ours is not None:
-        report = apply_options(model, replace(ours, only=tuple(blocks)))
+        report = apply_options(model, replace(ours, only=tuple(blocks), trust=("*",)))
         together = sorted({", ".join(block.together) for block in report.blocks if len(block.together) > 1})
         return str(report) + "".join(f"; in one tile: {names}" for names in together)
     if (package := PACKAGES.get(method)) and find_spec(package) is None:

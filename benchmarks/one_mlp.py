@@ -44,7 +44,7 @@ def measure_one_mlp(arguments: dict[str, Any]) -> dict[str, Any]:
     del layer.norm
     mlp: Any = layer.mlp
     if arguments["tile"]:
-        seqtile.apply(layer, only=["mlp"], tile=arguments["tile"])
+        seqtile.apply(layer, only=["mlp"], trust="*", tile=arguments["tile"])
     weights = sum(weight.nbytes for weight in mlp.parameters())
     with fake_tensors() if fake else nullcontext(), as_on_an_accelerator() if fake else nullcontext():
         if fake:

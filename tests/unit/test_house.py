@@ -29,6 +29,7 @@ ORDER = """
     _effects
     tiling
     options
+    rules
     ops
     engines activation_checkpointing
     models

@@ -90,6 +90,7 @@ def laddered(request):
         request = technique.on(request)
     return [request.options.dummy, tighter(request.options, can_offload=True).dummy]
 
+sys.path += [sys.argv[3], str(Path(sys.argv[3]).with_name("benchmarks"))]
 from cell import Cell
 
 cell = Cell(8, 16, 4, options=module.TilingOptions(dummy=5)).row()
@@ -100,7 +101,6 @@ from seqtile.integrations import ms_swift
 rest = ["--seqtile", '{"dummy": 5}']
 found["ms-swift"] = ms_swift.settings(SimpleNamespace(callbacks=[]), rest, None)["dummy"]
 
-sys.path.insert(0, sys.argv[3])
 import axolotl_standin, pytest
 
 axolotl_standin.install(pytest.MonkeyPatch())
