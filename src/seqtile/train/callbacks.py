@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.train.ranks import is_wrapped_by, largest_on_any
+from seqtile.train.ranks import check_engine, largest_on_any
 from seqtile.train.recipe import Recipe
 from seqtile.train.signals import StoppedAtOnce, handle_signals, new_request, stop_signals
 from seqtile.verification import check_gradients
@@ -103,12 +103,4 @@ class CheckModel(TrainerCallback):
         self._trainer, self._recipe = trainer, recipe
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Raises:
-        UserError: the model is not wrapped as the engine wraps it.
-        """
-        engine, wrapped = self._recipe.engine, self._trainer.model_wrapped
-        if engine != "single" and not is_wrapped_by(engine, wrapped):
-            raise UserError(
-                f"asked for engine {engine!r}, but the model that would be trained is a plain "
-                f"{type(wrapped).__name__}; nothing was trained: this is not an engine that seqtile set up"
-            )
+        check_engine(self._trainer, self._recipe)

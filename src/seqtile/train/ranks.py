@@ -1,8 +1,8 @@
 """One process among several: which one it is, whether it really trains with the others, and what all agree on.
 
 A launch that fails to distribute does not fail: every process trains alone, or under another engine than the one asked
-for, and the losses look well. So what was asked for is compared with what is there, twice: when the trainer has been
-built, and when the engine has taken the model over.
+for, and the losses look well. So what was asked for is compared with what is there when the engine has taken the model
+over.
 """
 
 from __future__ import annotations
@@ -98,35 +98,38 @@ def prepare_on_cpu(recipe: Recipe) -> None:
         deepspeed.init_distributed(state.backend)
 
 
-def check_engine(accelerator: Any, recipe: Recipe) -> None:
-    """Refuse to train under another engine, or with fewer processes, than ``recipe`` says.
-
-    Args:
-        accelerator: the trainer's ``accelerate.Accelerator``.
-        recipe: with ``nproc`` filled in.
+def check_engine(trainer: Any, recipe: Recipe) -> None:
+    """Refuse to train a model that another engine has taken over, or with other processes, than ``recipe`` says.
 
     Raises:
         UserError: with what was asked for and what is there.
     """
-    reported = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    got = {
-        "NO": "single",
-        "FSDP": "fsdp2" if getattr(accelerator, "is_fsdp2", False) else "fsdp1",
-        "DEEPSPEED": f"zero{getattr(plugin, 'zero_stage', '?')}",
-    }.get(reported, "ddp" if reported.startswith("MULTI_") else reported)
-    # One launched process is plain to accelerate under every engine but DeepSpeed.
-    processes = accelerator.num_processes
-    if got != recipe.engine or processes != (recipe.nproc or 1):
+    engine, processes = _engine_of(trainer.model_wrapped), trainer.accelerator.num_processes
+    if (engine, processes) != (recipe.engine, recipe.nproc or 1):
         raise UserError(
-            f"asked for engine {recipe.engine!r} in {_count(recipe.nproc or 1)}, but accelerate set up "
-            f"{got!r} ({reported}) in {_count(processes)}; nothing was trained: start it with seqtile train --engine "
-            f"{recipe.engine}, or with accelerate launch and the configuration of that engine"
+            f"asked for engine {recipe.engine!r} in {recipe.nproc or 1} processes, but accelerate set up {engine!r} (a "
+            f"{type(trainer.model_wrapped).__name__}) in {processes}; nothing was trained: start it with seqtile train "
+            f"--engine {recipe.engine}, or with accelerate launch and the configuration of that engine"
         )
     for name in ("sp_size", "cp_size"):
-        split = getattr(getattr(accelerator, "parallelism_config", None), name, 1)
+        split = getattr(getattr(trainer.accelerator, "parallelism_config", None), name, 1)
         if split != getattr(recipe, name):
             raise UserError(f"asked for {name} {getattr(recipe, name)}, but accelerate splits sequences over {split}")
+
+
+def _engine_of(model: Any) -> str:
+    """The engine that has taken ``model`` over, seen on the model itself."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    stage = getattr(model, "zero_optimization_stage", None)
+    if stage is not None:
+        return f"zero{stage()}"
+    in_units = isinstance(model, FSDPModule)
+    if in_units and all(isinstance(weight, DTensor) for weight in model.parameters()):
+        return "fsdp2"
+    return "ddp" if isinstance(model, DistributedDataParallel) else "single"
 
 
 def agree(recipe: Recipe, data: Data, start: Path | None) -> None:
@@ -208,26 +211,6 @@ def hub_revision(recipe: Recipe) -> str | None:
         config = cached_file(recipe.model, "config.json", revision=recipe.model_kwargs.get("revision"))
         return None if config is None else Path(config).parent.name
     return None
-
-
-def _count(processes: int) -> str:
-    return f"{processes} process" + ("es" if processes > 1 else "")
-
-
-def is_wrapped_by(engine: str, model: Any) -> bool:
-    """Whether ``engine`` has taken ``model`` over; ZeRO's stage is read from DeepSpeed itself."""
-    if engine in ("zero2", "zero3"):
-        stage = getattr(model, "zero_optimization_stage", None)
-        return stage is not None and stage() == int(engine[-1])
-    if engine == "fsdp2":
-        from torch.distributed.fsdp import FSDPModule
-        from torch.distributed.tensor import DTensor
-
-        sharded = isinstance(model, FSDPModule)
-        return sharded and all(isinstance(p, DTensor) for p in model.parameters())
-    from torch.nn.parallel import DistributedDataParallel
-
-    return isinstance(model, DistributedDataParallel)
 
 
 def largest_on_any(value: int, device: torch.device) -> int:

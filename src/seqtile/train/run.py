@@ -183,7 +183,6 @@ def _attempt(
     """
     from seqtile.train.metrics import Silent
     from seqtile.train.out_of_memory import is_out_of_memory
-    from seqtile.train.ranks import check_engine
     from seqtile.train.resume import check_same_run, describe_run
     from seqtile.train.retry import OutOfMemory
     from seqtile.train.run_directory import check_output, clear_output, nothing_saved, read_mark
@@ -196,7 +195,6 @@ def _attempt(
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(f"out of memory while the model was loaded: {str(error).splitlines()[0]}") from None
-    check_engine(trainer.accelerator, recipe)
     trainer.run = describe_run(recipe, trainer)
     mark = read_mark(start) if start is not None and not retries else None
     trainer.run["retries"] = list(retries) if mark is None else mark.run.get("retries", [])
