@@ -43,12 +43,6 @@ IN_TRAINING, IN_FINAL = 6, 3
 """Kills of one run: before its last step is saved, and after."""
 
 HANG_SECONDS = 300.0
-ZERO3 = {
-    "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-}  # fmt: skip
-"""What ``accelerate launch`` tells the processes of the shipped configuration."""
 
 Plan = tuple[int, str, int, float]
 """Rank, phase, step (0: the final save) and moment, in seconds from the beginning of the phase."""
@@ -274,18 +268,20 @@ def _rank(
     if ranks > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
-    if values["engine"] == "zero3":
-        os.environ |= ZERO3
     import hashlib
 
     from safetensors.torch import load_file
 
+    from seqtile.train.launch import engine_environment
     from seqtile.train.ranks import leave
     from seqtile.train.recipe import build_recipe
     from seqtile.train.run import train
 
+    recipe, _ = build_recipe(values, {})
+    os.environ |= engine_environment(recipe)
+
     _watch(folder / f"{rank}.log", plan if plan is not None and plan[0] == rank else None)
-    outcome = train(build_recipe(values, {})[0], **how)
+    outcome = train(recipe, **how)
     if rank == 0:
         digest = hashlib.sha256(json.dumps(outcome.losses).encode())
         for name, weight in sorted(load_file(outcome.output / "model.safetensors").items()):
