@@ -113,7 +113,12 @@ def command(
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     elif wait_nodes:
         raise UserError(f"got --wait-nodes {wait_nodes:g} of one node, which waits for none; drop it")
-    given = {
+    trainer_flags = {
+        "warmup_steps": warmup_steps,
+        "lr_scheduler_type": lr_scheduler_type,
+        "report_to": None if report_to is None else report_to.split(","),
+    }
+    settings = {
         "model": model,
         "dataset": dataset,
         "eval_dataset": eval_dataset,
@@ -131,17 +136,13 @@ def command(
         "fit": fit if fit_memory is None else f"memory:{fit_memory}",
         "on_oom": on_oom,
         "batch_size": batch_size,
-        "packing": None if packing is None else _packing(packing),
+        "packing": {"true": True, "false": False}.get(packing.lower(), packing) if packing else None,
         "epochs": epochs,
         "steps": steps,
         "gradient_accumulation": grad_accumulation,
         "learning_rate": learning_rate,
         "save_steps": save_steps,
-        "trainer": _trainer_flags(
-            warmup_steps=warmup_steps,
-            lr_scheduler_type=lr_scheduler_type,
-            report_to=None if report_to is None else report_to.split(","),
-        ),
+        "trainer": {name: value for name, value in trainer_flags.items() if value is not None} or None,
         "seed": seed,
         "compare": compare,
         "trust_remote_code": trust_remote_code,
@@ -150,7 +151,7 @@ def command(
         "tiled_mlp_num_shards": tiled_mlp_num_shards,
         "tiled_mlp_use_original_mlp": tiled_mlp_use_original_mlp,
     }
-    flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    flags: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
     values = recipes.read_recipe(recipe) if recipe else {}
     if resume and overwrite:
         raise UserError("--resume continues a run and --overwrite replaces it; give one of the two")
@@ -223,16 +224,6 @@ def run(recipe: Any, **how: Any) -> None:
         raise typer.Exit(exit_code(outcome.stopped_by))
     if is_first():
         show.print_outcome(outcome)
-
-
-def _packing(word: str) -> Any:
-    """The recipe's value of a word of ``--packing``."""
-    return {"true": True, "false": False}.get(word.lower(), word)
-
-
-def _trainer_flags(**values: Any) -> dict[str, Any] | None:
-    """Flags that are arguments of the trainer, which a recipe has in its section ``trainer``."""
-    return {name: value for name, value in values.items() if value is not None} or None
 
 
 def quiet() -> None:

@@ -19,9 +19,8 @@ from seqtile.cli.train_command import WORKER
 
 if TYPE_CHECKING:
     from seqtile.train.recipe import Recipe
-    from seqtile.verification import Difference, VerifyResult
+    from seqtile.verification import VerifyResult
 
-GIB = 2**30
 SAME_PEAK = 0.99
 DIFFERS = 1
 NO_ANSWER = 70  # EX_SOFTWARE of sysexits.h: a script must not take a crash for "gradients differ"
@@ -53,7 +52,7 @@ def command(
     """
     from seqtile.train.recipe import parse_lora
 
-    given = {
+    settings = {
         "model": model,
         "engine": engine,
         "nproc": nproc,
@@ -72,7 +71,7 @@ def command(
         check_model(model)
     from seqtile.train.verify_model import check, check_recipe
 
-    recipe = check_recipe({key: value for key, value in given.items() if value is not None})
+    recipe = check_recipe({key: value for key, value in settings.items() if value is not None})
     only_errors()
     try:
         result = check(recipe, WORKER)
@@ -96,12 +95,16 @@ def as_object(recipe: Recipe, result: VerifyResult) -> dict[str, Any]:
     """The result for ``--json``; what is no finite number is null."""
     from seqtile.devices import package_version
 
-    untiled, tiled = result.untiled, result.tiled
-    found: dict[str, Any] = {
+    untiled, tiled, worst = result.untiled, result.tiled, result.worst
+    report: dict[str, Any] = {
         "verdict": "same" if result.ok else "differ",
-        "worst": _plain(result.worst),
+        "worst": {
+            "name": worst.name, "difference": worst.l2, "untiled_error": worst.untiled_error,
+            "tiled_error": worst.tiled_error, "of_allowed": worst.score, "problem": worst.problem,
+            "dropout": worst.dropout,
+        },
         "units": {"untiled": untiled.units, "tiled": tiled.units},
-        "peak_gib": {"untiled": untiled.peak_bytes / GIB, "tiled": tiled.peak_bytes / GIB},
+        "peak_gib": {"untiled": untiled.peak_bytes / 2**30, "tiled": tiled.peak_bytes / 2**30},
         "tiled": {"blocks": result.blocks, "tile": recipe.options.tile, "most_tiles": result.ran.tiles},
         "groups": {
             name: {
@@ -112,7 +115,7 @@ def as_object(recipe: Recipe, result: VerifyResult) -> dict[str, Any]:
         },
         "with_dropout": {
             "compared": len(result.with_dropout),
-            "difference": max((one.l2 for one in result.with_dropout), default=None),
+            "difference": max((difference.l2 for difference in result.with_dropout), default=None),
         },
         "loss": {"untiled": untiled.loss, "tiled": tiled.loss},
         "seconds": {"untiled": untiled.seconds, "tiled": tiled.seconds},
@@ -124,20 +127,13 @@ def as_object(recipe: Recipe, result: VerifyResult) -> dict[str, Any]:
         "notes": list(result.notes),
         "versions": {name: package_version(name) for name in ("seqtile", "torch", "transformers")},
     }  # fmt: skip
-    finite: dict[str, Any] = _finite(found)
+    finite: dict[str, Any] = _nulls_for_infinite(report)
     return finite
 
 
-def _plain(one: Difference) -> dict[str, Any]:
-    return {
-        "name": one.name, "difference": one.l2, "untiled_error": one.untiled_error, "tiled_error": one.tiled_error,
-        "of_allowed": one.score, "problem": one.problem, "dropout": one.dropout,
-    }  # fmt: skip
-
-
-def _finite(value: Any) -> Any:
+def _nulls_for_infinite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _nulls_for_infinite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -156,11 +152,11 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
     for name in ("number", "difference", "untiled error", "tiled error", "of allowed"):
         table.add_column(name.replace(" ", "\n"), justify="right")
     for name, group in result.groups.items():
-        errors = [_number(error) for error in (group.untiled_error, group.tiled_error)]
-        table.add_row(name, str(group.parameters), _number(group.l2), *errors, f"{group.score:.2f}")
+        errors = [_scientific(error) for error in (group.untiled_error, group.tiled_error)]
+        table.add_row(name, str(group.parameters), _scientific(group.l2), *errors, f"{group.score:.2f}")
     if result.with_dropout:
-        most = max(result.with_dropout, key=lambda one: one.score)
-        row = (str(len(result.with_dropout)), _number(most.l2), "-", "-", f"{most.score:.2f}")
+        most = max(result.with_dropout, key=lambda difference: difference.score)
+        row = (str(len(result.with_dropout)), _scientific(most.l2), "-", "-", f"{most.score:.2f}")
         table.add_row("all, dropout on", *row)
     needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     console.width = max(console.width, needed)  # else the last column is what a narrow terminal lacks
@@ -173,7 +169,7 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
     costs.add_column("untiled", justify="right")
     costs.add_column("tiled", justify="right")
     costs.add_row("loss", f"{untiled.loss:.6f}", f"{tiled.loss:.6f}")
-    costs.add_row("GEMM FLOPs / (2 N D F) per MLP", *(_number(run.units, ".2f") for run in (untiled, tiled)))
+    costs.add_row("GEMM FLOPs / (2 N D F) per MLP", *(_scientific(run.units, ".2f") for run in (untiled, tiled)))
     costs.add_row("peak memory of the step", size(untiled.peak_bytes), size(tiled.peak_bytes))
     costs.add_row("seconds, counting included", f"{untiled.seconds:.2f}", f"{tiled.seconds:.2f}")
     console.print(costs)
@@ -194,7 +190,7 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
     console.print(f"verdict: {verdict}", style="bold green" if result.ok else "bold red", soft_wrap=True, markup=False)
 
 
-def _number(value: float | None, form: str = ".1e") -> str:
+def _scientific(value: float | None, form: str = ".1e") -> str:
     return "-" if value is None else format(value, form)
 
 
@@ -202,7 +198,7 @@ def only_errors() -> None:
     """Our own messages on stderr; of the libraries below only errors."""
     log_to_stderr()
     warnings.filterwarnings("ignore", category=FutureWarning)
-    from transformers.utils import logging as theirs
+    from transformers.utils import logging as transformers_logging
 
-    theirs.set_verbosity_error()
-    theirs.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()

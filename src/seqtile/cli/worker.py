@@ -43,7 +43,8 @@ def main(folder: Path) -> int:
 
         write_whole(folder / STOPPED_FILE, str(stopped.exit_code))
     except BaseException as error:  # noqa: BLE001 (the command in front prints it)
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # the agent ends all when one has failed
+        for number in numbers:  # the agent ends all when one has failed
+            signal.signal(number, signal.SIG_IGN)
         if retry := getattr(error, "retry", None):
             from seqtile.train.launch import RETRY_FILE
 

@@ -162,24 +162,24 @@ def largest_tensors(error: BaseException, model: Any, optimizer: Any, whereabout
     labels: dict[int, tuple[str, str]] = {}
     parameters = {id(weight): name for name, weight in plain.named_parameters()}
     for name, weight in [*plain.named_parameters(), *plain.named_buffers()]:
-        _label(labels, weight, "weights", name)
-        _label(labels, weight.grad if weight.is_leaf else None, "gradients", f"gradient of {name}")
+        _add_label(labels, weight, "weights", name)
+        _add_label(labels, weight.grad if weight.is_leaf else None, "gradients", f"gradient of {name}")
     for weight, states in getattr(getattr(optimizer, "optimizer", optimizer), "state", {}).items():
         for value in states.values() if isinstance(states, dict) else ():
             what = f"optimiser state of {parameters[id(weight)]}" if id(weight) in parameters else "optimiser state"
-            _label(labels, value, "optimiser state", what)
+            _add_label(labels, value, "optimiser state", what)
     for name, ref in whereabouts.outputs.items() if whereabouts is not None else ():
-        _label(labels, ref(), "activations", f"output of {name}")
+        _add_label(labels, ref(), "activations", f"output of {name}")
     for frame in reversed([*_frames(error)]):
         owner = frame.f_locals.get("self")
         scope = names.get(id(owner), frame.f_code.co_name if "/seqtile/ops/" in frame.f_code.co_filename else "")
         for variable, value in frame.f_locals.items() if scope else ():
-            _label(labels, value, "activations", f"{variable} in {scope}")
+            _add_label(labels, value, "activations", f"{variable} in {scope}")
     groups: Counter[tuple[str, tuple[int, ...], torch.dtype]] = Counter()
     examples: dict[Any, str] = {}
     counts: Counter[Any] = Counter()
     totals: Counter[str] = Counter()
-    for key, nbytes, tensor in _reachable(_device(plain)):
+    for key, nbytes, tensor in _reachable(_device_type(plain)):
         category, name = labels.get(key, ("activations", "a saved or temporary tensor"))
         group = (re.sub(r"\.\d+(?=\.|$)", ".*", name), tuple(tensor.shape), tensor.dtype)
         groups[group] += nbytes
@@ -191,11 +191,14 @@ def largest_tensors(error: BaseException, model: Any, optimizer: Any, whereabout
         count = counts[group]
         many = f"{count} x {group[0]}" if count > 1 else examples[group]
         dtype = str(group[2]).removeprefix("torch.")
-        lines.append(f"{_size(nbytes):>12}  {many}, {' x '.join(map(str, group[1])) or 'a number'} {dtype}")
-    return [*lines, "in all: " + ", ".join(f"{category} {_size(nbytes)}" for category, nbytes in totals.most_common())]
+        lines.append(f"{_gib(nbytes):>12}  {many}, {' x '.join(map(str, group[1])) or 'a number'} {dtype}")
+    return [
+        *lines,
+        "in all: " + ", ".join(f"{category} {_gib(nbytes)}" for category, nbytes in totals.most_common()),
+    ]
 
 
-def _label(labels: dict[int, tuple[str, str]], value: Any, category: str, name: str) -> None:
+def _add_label(labels: dict[int, tuple[str, str]], value: Any, category: str, name: str) -> None:
     if isinstance(value, Tensor):
         storage = _storage(value)
         if storage is not None:
@@ -229,23 +232,23 @@ def _reachable(device_type: str) -> Iterator[tuple[int, int, Tensor]]:
     return ((key, nbytes, tensor) for key, (nbytes, tensor) in largest.items())
 
 
-def _device(model: nn.Module) -> str:
+def _device_type(model: nn.Module) -> str:
     return next((weight.device.type for weight in model.parameters()), "cpu")
 
 
-def _size(nbytes: int) -> str:
+def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
 
 
 def device_memory(model: nn.Module) -> tuple[str, int]:
     """What the device has, in words, and its free bytes (0 where it does not say)."""
-    device_type = _device(model)
+    device_type = _device_type(model)
     if device_type == "cpu":
         free = available_host_bytes()
-        return f"this host has {_size(free)} free", free
+        return f"this host has {_gib(free)} free", free
     free, total = device_bytes(torch.device(device_type))
     if not total:
         return "", 0
     allocated, reserved = allocated_bytes(), reserved_bytes()
-    usage = f"{_size(allocated)} in tensors, {_size(reserved - allocated)} cached by the allocator, {_size(free)} free"
-    return f"the device has {_size(total)}: {usage}", free
+    usage = f"{_gib(allocated)} in tensors, {_gib(reserved - allocated)} cached by the allocator, {_gib(free)} free"
+    return f"the device has {_gib(total)}: {usage}", free

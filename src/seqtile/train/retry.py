@@ -59,7 +59,7 @@ def next_retry(recipe: Recipe, location: Place, done: int) -> dict[str, Any] | N
     """What to go on with: where it failed and the recipe's keys that change; None where nothing smaller is left."""
     if recipe.on_oom != "retry" or not location.phase or done >= MOST_RETRIES:
         return None
-    failed = current = _settings(recipe, location)
+    failed = current = _failed_settings(recipe, location)
     while (after := tighter(current, can_offload=can_offload())) is not None:
         keys = updates_of(after, recipe)
         now_set = recipe.model_dump()
@@ -70,7 +70,7 @@ def next_retry(recipe: Recipe, location: Place, done: int) -> dict[str, Any] | N
     return None
 
 
-def _settings(recipe: Recipe, location: Place) -> Any:
+def _failed_settings(recipe: Recipe, location: Place) -> Any:
     """What the failed micro-batch ran with, as numbers."""
     tokens = location.tokens or recipe.max_length * recipe.batch_size
     settings = settings_of(recipe, location.tile or tokens)
@@ -247,7 +247,7 @@ def _by_plan(recipe: Recipe, location: Place) -> list[str]:
     try:
         request = request_of(recipe, nodes=launched_nodes())
         estimate = Planner(request, recipe.max_length).estimate(tokens)
-        settings = _settings(recipe, location)
+        settings = _failed_settings(recipe, location)
         avoided = would_avoid(request, settings, tokens, max(1, location.asked), can_offload=can_offload())
     except (UserError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
         return [f"what the plan says is not known: {(str(error).splitlines() or [type(error).__name__])[0]}"]
