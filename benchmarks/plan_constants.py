@@ -14,8 +14,9 @@ from pathlib import Path
 
 from environment import environment, stamp
 from pages import write_between
+from seqtile.devices import GIB
 from seqtile.options import changed
-from seqtile.planner.accelerators import GIB, find_device
+from seqtile.planner.accelerators import find_device
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.model_shapes import read_config
 from seqtile.planner.request import Request

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+GIB, MIB = 2**30, 2**20
+
 # ---- host ----
 
 

@@ -15,8 +15,9 @@ from transformers import AutoConfig
 import tiny_run
 from seqtile._errors import UserError
 from seqtile.cli import main
+from seqtile.devices import GIB
 from seqtile.options import changed
-from seqtile.planner.accelerators import GIB, Device
+from seqtile.planner.accelerators import Device
 from seqtile.planner.explain import proposals
 from seqtile.planner.fake_step import count_generator_states, fake_step, real_step
 from seqtile.planner.flops import count_work

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from seqtile.devices import accelerator, cpu_cores, device_name, package_version, total_device_bytes, total_host_bytes
+from seqtile.devices import (
+    GIB,
+    accelerator,
+    cpu_cores,
+    device_name,
+    package_version,
+    total_device_bytes,
+    total_host_bytes,
+)
 
 if TYPE_CHECKING:
     from seqtile.cli.doctor_checks import FeatureResult
@@ -21,7 +29,6 @@ EXTRAS = {
     "liger": ("liger_kernel",),
 }
 AXOLOTL_PLUGIN = "seqtile.integrations.axolotl.SeqtilePlugin"
-GIB = 2**30
 
 
 def command(

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from seqtile.devices import GIB
 from seqtile.options import to_flag
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.explain import NextSetting, explain, not_modelled, recipe, recipe_lacks
@@ -21,8 +22,6 @@ from seqtile.planner.memory_plan import SPLITS, Planner
 from seqtile.planner.model_shapes import NAMED, beyond_positions
 from seqtile.planner.request import Request
 from seqtile.planner.traffic import bytes_between_nodes, bytes_inside_a_node
-
-GIB = 2**30
 
 
 def show_plan(

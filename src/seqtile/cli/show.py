@@ -18,13 +18,13 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from seqtile.devices import GIB, MIB
+
 if TYPE_CHECKING:
     from seqtile.train.compare_untiled import Comparison
     from seqtile.train.recipe import Recipe
     from seqtile.train.run import Outcome
 
-MIB = 2**20
-GIB = 2**30
 SHOWN_STEPS = 30
 
 

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.devices import empty_cache, peak_bytes, peak_resident_bytes, reset_peak
+from seqtile.devices import GIB, empty_cache, peak_bytes, peak_resident_bytes, reset_peak
 from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.models.apply import apply, carries, tiled_names
 from seqtile.models.discover.decoder_layers import states_of
@@ -23,7 +23,6 @@ from seqtile.rules import Combination, check_combination
 
 logger = first_rank_logger(__name__)
 
-GIB = 2**30
 TRAINING, OPTIMIZER, EVALUATION = "forward_backward", "optimizer", "evaluation"
 
 

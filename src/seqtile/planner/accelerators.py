@@ -6,10 +6,8 @@ import difflib
 from dataclasses import dataclass
 
 from seqtile._errors import UserError
-from seqtile.devices import accelerator, available_host_bytes, compute_capability, device_name, total_device_bytes
+from seqtile.devices import GIB, accelerator, available_host_bytes, compute_capability, device_name, total_device_bytes
 from seqtile.tiling import parse_bytes
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from seqtile._errors import RunError
+from seqtile.devices import GIB
 from seqtile.models.attention.headwise import runs_on_some_heads
 from seqtile.models.carried_state.state_layers import can_carry
 from seqtile.options import DEFAULTS, TilingOptions, changed
@@ -26,8 +27,6 @@ from seqtile.planner.techniques import (
     MINIMAL_MEMORY,
     Technique,
 )
-
-GIB = 2**30
 
 SMALLEST_TILE = 128
 """Tokens; tiles are whole multiples of as many, and smaller ones have products that no device is fast at."""

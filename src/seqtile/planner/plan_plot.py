@@ -7,13 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from seqtile._errors import UserError
+from seqtile.devices import GIB
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KEPT_TILES, OPTIMIZER, WEIGHTS
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.phases import TOWER
 from seqtile.planner.sharding_terms import BUFFERS, CONTEXT
 
-GIB = 2**30
 COLOURS = {
     WEIGHTS: "#30638e", GRADIENTS: "#4f8fc0", OPTIMIZER: "#87b5d9", BUFFERS: "#b79ab5", CONTEXT: "#bbbbbb",
     CHECKPOINTS: "#edae49", KEPT: "#f3cf8b", KEPT_TILES: "#a3c9ad", "attention working set": "#d1495b",

@@ -10,11 +10,10 @@ from typing import Any, Protocol
 
 from transformers import TrainerCallback
 
-from seqtile.devices import accelerator, peak_bytes, peak_resident_bytes
+from seqtile.devices import GIB, accelerator, peak_bytes, peak_resident_bytes
 from seqtile.train.atomic_files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
-GIB = 2**30
 KEPT = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy", "entropy", "eval_loss", "eval_mean_token_accuracy")
 """What is taken from the trainer's log as it is."""
 

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seqtile.devices import device_name, package_version
+from seqtile.devices import MIB, device_name, package_version
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, Phase
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from seqtile.train.compare_untiled import Comparison, Side
     from seqtile.train.run import Outcome
 
-MIB = 2**20
 PACKAGES = ("seqtile", "torch", "transformers", "trl", "accelerate", "peft")
 COLOURS = {BLOCK: "#d1495b", BLOCK_AND_NORMS: "#d1495b", ATTENTION: "#30638e", HEAD: "#edae49", REST: "#9aa5ab"}
 DPI = 120
