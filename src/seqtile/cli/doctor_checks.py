@@ -69,7 +69,7 @@ def run_features(device: torch.device) -> Iterator[FeatureResult]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compiler, and of transformers on its own names
             try:
-                yield _run(name, feature.options, _prepared(name, copy.deepcopy(plain)), ids)
+                yield _run_feature(name, feature.options, _prepared(name, copy.deepcopy(plain)), ids)
             except Exception as error:  # noqa: BLE001 - whatever a machine lacks, the other features still run
                 first_line = next(iter(str(error).strip().splitlines()), "")
                 yield FeatureResult(name, f"failed: {type(error).__name__}: {first_line[:200]}")
@@ -100,14 +100,14 @@ def _prepared(name: str, model: Any) -> Any:
     return model
 
 
-def _run(name: str, options: dict[str, Any], model: Any, ids: Tensor) -> FeatureResult:
+def _run_feature(name: str, options: dict[str, Any], model: Any, ids: Tensor) -> FeatureResult:
     wide_dtype = torch.float64 if model.dtype == torch.float32 else torch.float32
-    expected = _step(copy.deepcopy(model), ids)[0]
-    truth = _step(copy.deepcopy(model).to(wide_dtype), ids)[0]
+    expected = _step_gradients(copy.deepcopy(model), ids)[0]
+    truth = _step_gradients(copy.deepcopy(model).to(wide_dtype), ids)[0]
     report = seqtile.apply(model, **options)
     if name == "compiled block":
         model.model.layers[0].mlp.compile()
-    gradients, bytes_on_host = _step(model, ids)
+    gradients, bytes_on_host = _step_gradients(model, ids)
     effect = {
         "offload": f"{bytes_on_host / 1024:,.0f} KiB on the host" if bytes_on_host else "",
         "compiled block": "an MLP in tiles, compiled" if report.tiled == LAYERS else "",
@@ -125,7 +125,7 @@ def _run(name: str, options: dict[str, Any], model: Any, ids: Tensor) -> Feature
     return FeatureResult(name, "", effect)
 
 
-def _step(model: Any, ids: Tensor) -> tuple[dict[str, Tensor], int]:
+def _step_gradients(model: Any, ids: Tensor) -> tuple[dict[str, Tensor], int]:
     """The gradients by name, without the compiler's prefix, and the bytes on the host before the backward."""
     loss = model(input_ids=ids, labels=ids).loss
     hosts = [checkpointing.host for checkpointing in standing_checkpointing(model)]

@@ -68,7 +68,7 @@ def command(
     rows += [(name, package_version(name) or f"missing: pip install {name}") for name in CORE]
     for extra, names in EXTRAS.items():
         rows += [(name, package_version(name) or f"not installed, for {extra}: pip install {name}") for name in names]
-    rows += [("device", device) for device in _devices()]
+    rows += [("device", device) for device in _device_lines()]
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
@@ -158,7 +158,7 @@ def _show_axolotl(file: Path) -> None:
     print(f"{file}: the plugin is listed, and what stands under seqtile: is right")
 
 
-def _devices() -> list[str]:
+def _device_lines() -> list[str]:
     """One line per accelerator, or one that says there is none."""
     import torch
 
