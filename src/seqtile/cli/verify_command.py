@@ -16,7 +16,6 @@ from seqtile._errors import RunError, UserError
 from seqtile._log import log_to_stderr
 from seqtile.cli.option_flags import takes_options
 from seqtile.cli.train_command import WORKER
-from seqtile.devices import GIB
 
 if TYPE_CHECKING:
     from seqtile.train.recipe import Recipe
