@@ -1,8 +1,7 @@
-"""Recipes made to break something: each is one sentence, quickly, and nothing is run."""
+"""Wrong values in a recipe: each is one sentence, and nothing is run."""
 
 from __future__ import annotations
 
-import random
 import re
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -10,18 +9,13 @@ from typing import Any, get_type_hints
 import pytest
 
 from seqtile import UserError
-from seqtile.train.recipe import LoraRecipe, Recipe, build_recipe, read_recipe, recipe_keys, resolve, save_recipe
+from seqtile.train.recipe import Recipe, build_recipe, read_recipe, resolve
 from seqtile.train.trainer_fields import (
     NEEDS_ARGUMENTS,
     NEEDS_EVALUATION,
     OPTIMIZER_PACKAGES,
     read_fields,
     typed_values,
-)
-
-# Nine lines that stand for 2 * 9**8 values.
-BOMB = "a: &a [x, x]\n" + "".join(
-    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -34,25 +28,14 @@ def read(tmp_path: Path, text: str) -> Recipe:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (BOMB, "repeats another value"),
-        ("trainer: &t {a: 1}\nlora: *t", "repeats another value"),
-        ("<<: {steps: 3}\nsteps: 4", "repeats other keys"),
-        ("steps: !!int 3", "it has a tag"),
-        ("!!python/name:os.system x", "it has a tag"),
-        ("only: !!set {a, b}", "it has a tag"),
+        ("!!python/name:os.system x", "not plain YAML"),
         ("'steps': 3\nsteps: 4", "given twice"),
         ("trainer: {a: 1, a: 1}", "given twice"),
-        ("? [1]\n: 2", "not plain YAML"),
         ("steps: 3\n---\nsteps: 4", "not plain YAML"),
         ("steps: \x01", "not plain YAML"),
-        ("steps: " + "[" * 20_000, "nested too deep"),
-        ("steps: " + "9" * 5000, "holds a value that cannot be read"),
-        ("model: 2020-13-45", "holds a value that cannot be read"),
+        ("model: 2020-13-45", "not plain YAML"),
         ("model: 2020-01-02", "recipe key 'model': got datetime.date"),
-        ("# " + "x" * 2**20, "is larger than 1,048,576 bytes"),
-        ("steps: 99999999999999999999", "which is too large"),
-        ("tile: 99999999999999999999", "which is too large"),
-        ("seed: 4294967296", "which is too large"),
+        ("seed: 4294967296", "'seed'"),
         ("steps: -1", "'steps': got -1"),
         ("batch_size: -1", "'batch_size'"),
         ("max_length: 1e30", "'max_length'"),
@@ -68,15 +51,7 @@ def read(tmp_path: Path, text: str) -> Recipe:
         ("lora: [16]", "'lora'"),
         ("trainer: 5", "'trainer'"),
         ("trainer: {1: 2}", "trainer.1"),
-        ("model: ''", "control characters"),
-        ("output: ' '", "control characters"),
-        ('model: "a\\0b"', "control characters"),
-        ('output: "a\\nb"', "control characters"),
-        ("output: " + "x" * 300, "too long"),
-        ("output: " + "x/" * 3000, "too long"),
-        ("output: ~nosuchuser/x", "no such user"),
-        ("steps: " + "x" * 100_000, "too long"),
-        ("x" * 900 + ": 3", "known keys"),
+        ("model: ''", "is empty"),
         ("model_kwargs: {trust_remote_code: true}", "use 'trust_remote_code' instead"),
         ("model_kwargs: {torch_dtype: float16}", "use 'dtype' instead"),
     ],
@@ -88,51 +63,6 @@ def test_refused_in_one_short_sentence(tmp_path: Path, text: str, words: str):
     sentence = str(caught.value)
     assert words in sentence
     assert "\n" not in sentence and len(sentence) < 700
-
-
-def test_a_device_is_not_read_to_its_end():
-    if not Path("/dev/zero").exists():
-        pytest.skip("this system has no /dev/zero")
-    with pytest.raises(UserError, match="is larger than"):
-        read_recipe("/dev/zero")
-
-
-ODD: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**64, -(2**64), 0.5, -0.5, 1e308, "", " ", "x", "1e-3", "-1", "\0", "a" * 500,
-    "../../x", "~root", "shards:0", "memory:1EiB", [], [1], ["a"], {}, {"a": 1}, {"r": 2}, (), b"x", {1: 2},
-]  # fmt: skip
-
-
-def test_any_value_of_any_key_is_accepted_or_refused_and_what_is_accepted_can_be_saved(tmp_path: Path):
-    accepted = 0
-    keys = [*recipe_keys(), *(f"lora.{key}" for key in LoraRecipe.model_fields), "tiled_mlp_num_shards",
-            "use_tiled_mlp", "tiled_mlp_use_original_mlp"]  # fmt: skip
-    for key in keys:
-        for value in ODD:
-            values = {"lora": {key[5:]: value}} if key.startswith("lora.") else {key: value}
-            try:
-                recipe = resolve(build_recipe({"model": "m", "dataset": "d", **values}, {})[0])
-            except UserError as error:
-                assert "\n" not in str(error) and len(str(error)) < 700
-                continue
-            accepted += 1
-            save_recipe(recipe, tmp_path / "recipe.yaml")
-            again = build_recipe(read_recipe(tmp_path / "recipe.yaml"), {})[0]
-            assert again == recipe, (key, value)
-    assert accepted > 100  # None for every optional key alone is as many
-
-
-def test_garbled_recipes(tmp_path: Path):
-    good = "model: m\ndataset: d\nlora: {r: 4, dropout: 0.1}\ntile: shards:3\ntrainer:\n  a: 0.1\nonly: ['*']\n"
-    draw = random.Random(0)
-    for _ in range(300):
-        text = list(good)
-        for _ in range(draw.randint(1, 6)):
-            text[draw.randrange(len(text))] = draw.choice("{}[]:,&*!|>'\"%@`#?-\n\t \\\u00e9x9")
-        try:
-            read(tmp_path, "".join(text))
-        except UserError as error:
-            assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize(
