@@ -12,32 +12,10 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import numpy
 import torch
-import triton.language as tl
 from torch import Tensor, nn
-from triton.runtime import interpreter
 
-
-def interpret() -> None:
-    """Teach the interpreter what the compiler knows: numbers arrive as fp32 scalars, and libdevice's functions."""
-    import liger_kernel.ops.geglu
-    import liger_kernel.ops.layer_norm
-    import liger_kernel.ops.rms_norm
-
-    convert = interpreter._implicit_cvt
-
-    def with_floats(argument: Any) -> Any:
-        if isinstance(argument, float):
-            handle = interpreter.TensorHandle(numpy.array([argument], dtype=numpy.float32), tl.float32)
-            return tl.tensor(handle, tl.float32)
-        return convert(argument)
-
-    interpreter._implicit_cvt = with_floats
-    liger_kernel.ops.geglu.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1
-    for module in (liger_kernel.ops.rms_norm, liger_kernel.ops.layer_norm):
-        module.rsqrt = lambda x: tl.rsqrt(x)
-
+import triton_interpreter
 
 HIDDEN, INNER, ROWS = 24, 40, 6
 
@@ -181,7 +159,6 @@ def tiled_by_liger() -> list[list[str]]:
 
 
 def main() -> None:
-    interpret()
     found: dict[str, Any] = {"errors": {}}
     for name, module in (mlps() | norms()).items():
         for dtype in (torch.float32, torch.float16):  # NumPy, which the interpreter is made of, has no bfloat16
@@ -201,4 +178,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with triton_interpreter.liger_kernels():
+        main()

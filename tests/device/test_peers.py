@@ -44,31 +44,21 @@ def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) ->
     return model
 
 
-def bitsandbytes_4_bit() -> nn.Module:
+def bitsandbytes(bits: int) -> nn.Module:
     bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
     def quantised(linear: nn.Linear) -> nn.Module:
-        layer = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16,
-                                  quant_type="nf4", device="cpu")  # fmt: skip
-        layer.weight = bnb.nn.Params4bit(linear.weight.data.cpu(), requires_grad=False, quant_type="nf4", module=layer)
+        weight, sizes = linear.weight.data.cpu(), (linear.in_features, linear.out_features)
+        if bits == 4:
+            layer = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="cpu")
+            layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=layer)
+        else:
+            layer = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, device="cpu")
+            layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
         return layer
 
     model = replace_linears(llama(), quantised)
-    model.is_loaded_in_4bit = True
-    return with_adapters(model)
-
-
-def bitsandbytes_8_bit() -> nn.Module:
-    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-
-    def quantised(linear: nn.Linear) -> nn.Module:
-        layer = bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False,
-                                    device="cpu")  # fmt: skip
-        layer.weight = bnb.nn.Int8Params(linear.weight.data.cpu(), requires_grad=False, has_fp16_weights=False)
-        return layer
-
-    model = replace_linears(llama(), quantised)
-    model.is_loaded_in_8bit = True
+    setattr(model, f"is_loaded_in_{bits}bit", True)
     return with_adapters(model)
 
 
@@ -90,13 +80,9 @@ def liger() -> nn.Module:
     return model
 
 
-def liger_with_adapters() -> nn.Module:
-    return with_adapters(liger())
-
-
-PEERS = {"PEFT": lambda: with_adapters(llama()), "bitsandbytes, 4 bit": bitsandbytes_4_bit,
-         "bitsandbytes, 8 bit": bitsandbytes_8_bit, "torchao, int8": torchao_int8, "Liger": liger,
-         "Liger and PEFT": liger_with_adapters}  # fmt: skip
+PEERS = {"PEFT": lambda: with_adapters(llama()), "bitsandbytes, 4 bit": lambda: bitsandbytes(4),
+         "bitsandbytes, 8 bit": lambda: bitsandbytes(8), "torchao, int8": torchao_int8, "Liger": liger,
+         "Liger and PEFT": lambda: with_adapters(liger())}  # fmt: skip
 
 
 def dense(model: nn.Module) -> nn.Module:
