@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 
 from seqtile._errors import USER_ERROR, UserError
 from seqtile.cli import main
@@ -133,6 +132,9 @@ class Rank:
         self.folder, self.gathered = folder, list[Any]()
         self.values = {"engine": "ddp", "nproc": 2, "output": str(folder / "out"), "dataset": "d", "model": "demo"}
         self.start: Path | None = None
+        self.datasets = pytest.importorskip(
+            "datasets", reason="datasets is not installed: it comes with seqtile[train]"
+        )
         self.rows = ["a", "b"]
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setattr(torch.distributed, "all_gather_object", self.gather)
@@ -146,7 +148,7 @@ class Rank:
         """Whether this rank saves by itself, if its settings are the first one's."""
         self.set_local_rank(local_rank)
         arguments = SimpleNamespace(save_on_each_node=False)
-        data = SimpleNamespace(rows=Dataset.from_dict({"text": self.rows}), arguments=arguments)
+        data = SimpleNamespace(rows=self.datasets.Dataset.from_dict({"text": self.rows}), arguments=arguments)
         agree(build_recipe({**self.values, **changes}, {})[0], data, self.start)  # type: ignore[arg-type]
         return arguments.save_on_each_node
 
@@ -160,7 +162,6 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
 def test_ranks_that_would_train_otherwise_are_refused(
     what: str, rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("xxhash", reason="xxhash is not installed: it comes with seqtile[train]")
     (tmp_path / "model.safetensors").write_bytes(b"a" * 100_000)
     if what == "weights":
         rank.values["model"] = str(tmp_path)
