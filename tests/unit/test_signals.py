@@ -111,7 +111,11 @@ def run_stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, *ends: str) -> 
         (("RuntimeError: [gloo] closed by peer", "UserError: rank 1 refuses"), UserError, "^rank 1 refuses$"),
         (("hang", "RuntimeError: planted"), RunError, "rank 1 failed first:\nTraceback of rank 1"),
         (("hang", "killed"), RunError, "rank 1 ended by SIGKILL and said nothing.*--resume goes on"),
-        (("hang", "DistBackendError: closed"), RunError, "rank 1 lost its connection to a process of another node"),
+        (
+            ("StoppedAtOnce: ", "DistBackendError: closed"),
+            RunError,
+            "rank 1 lost its connection to a process of another",
+        ),
     ],
 )
 def test_the_failure_that_came_first_is_the_one_that_is_raised(

@@ -290,29 +290,37 @@ def run_ranks(
 
 
 def _first_failure(failures: Mapping[int, ProcessFailure], asked: int | None, output: Path) -> BaseException:
-    """What to raise for the process that failed first: others fail when the connection to it breaks."""
+    """What to raise for the process that failed first.
 
+    Others fail when the connection to it breaks, or are ended by the agent, in the same second.
+    """
     from seqtile.train.run_directory import newest_whole
 
     def message_of(failure: ProcessFailure) -> str:
         message: Any = failure.message
         return str(message["message"] if isinstance(message, dict) else message)
 
-    def follows(failure: ProcessFailure) -> bool:
-        message = message_of(failure)
-        lost = "gloo" in message or message.startswith("Dist")
-        return lost or message.startswith("StoppedAtOnce") or failure.exitcode == -signal.SIGTERM
+    def was_ended(failure: ProcessFailure) -> bool:
+        return message_of(failure).startswith("StoppedAtOnce") or failure.exitcode == -signal.SIGTERM
 
-    rank = min(failures, key=lambda rank: (follows(failures[rank]), failures[rank].timestamp, rank))
+    def lost_another(failure: ProcessFailure) -> bool:
+        message = message_of(failure)
+        return message.startswith("Dist") or "gloo" in message or "NCCL" in message
+
+    def order(rank: int) -> tuple[bool, bool, int, int]:
+        failure = failures[rank]
+        return was_ended(failure), lost_another(failure), failure.timestamp, rank
+
+    rank = min(failures, key=order)
     failure = failures[rank]
     name, _, sentence = message_of(failure).partition(": ")
     if name == "UserError":
         return UserError(sentence)
     if name in ("RunError", "OutOfMemory"):
         return RunError(sentence)
-    if follows(failure):
-        if asked is not None or name == "StoppedAtOnce":
-            return StoppedAtOnce(asked or signal.SIGTERM)
+    if was_ended(failure) or (asked is not None and lost_another(failure)):
+        return StoppedAtOnce(asked or signal.SIGTERM)
+    if lost_another(failure):
         checkpoint, _ = newest_whole(output)
         saved = f"the last whole checkpoint is {checkpoint}" if checkpoint else "no checkpoint was saved"
         return RunError(
