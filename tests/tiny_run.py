@@ -42,7 +42,7 @@ def save_model(directory: Path, **config: Any) -> Path:
     return directory
 
 
-def save_llava(directory: Path) -> Path:
+def save_llava(directory: Path, chat_template: str | None = None) -> Path:
     """Write a LLaVA of two decoder layers over a CLIP tower of two, for pictures of 28 x 28, with its processor."""
     import torch
     import transformers
@@ -63,7 +63,7 @@ def save_llava(directory: Path) -> Path:
     pictures = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     transformers.LlavaProcessor(
         pictures, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        chat_template=tokenizer.chat_template,
+        chat_template=chat_template or tokenizer.chat_template,
     ).save_pretrained(directory)  # fmt: skip
     return directory
 

@@ -149,40 +149,11 @@ def test_evaluate(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert got == pytest.approx(float(torch.tensor(total / count).exp()))
 
 
-def save_vision_language_model(directory: Path) -> None:
-    """A tiny LLaVA with its processor: pictures of 8 by 8 pixels, four patches each."""
-    from transformers import (
-        CLIPImageProcessor,
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
-        PreTrainedTokenizerFast,
-    )
-
-    vocabulary = tiny_run.save_tokenizer(directory)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
-    picture = CLIPVisionConfig(image_size=8, patch_size=4, **sizes)
-    text = LlamaConfig(vocab_size=vocabulary + 1, bos_token_id=None, eos_token_id=0, pad_token_id=0, **sizes)
-    config = LlavaConfig(vision_config=picture, text_config=text, image_token_index=vocabulary, image_seq_length=4)
-    torch.manual_seed(0)
-    LlavaForConditionalGeneration(config).save_pretrained(directory)
-    template = "{% for m in messages %}{% for c in m['content'] %}{{ '<image>' if c['type'] == 'image' else c['text'] }}{% endfor %}{% endfor %}"  # noqa: E501
-    LlavaProcessor(
-        image_processor=CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
-        tokenizer=tokenizer, patch_size=4, vision_feature_select_strategy="default", chat_template=template,
-        image_token="<image>", num_additional_image_tokens=1,
-    ).save_pretrained(directory)  # fmt: skip
-
-
 def test_vision_language(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from PIL import Image
 
-    (tmp_path / "model").mkdir()
-    save_vision_language_model(tmp_path / "model")
+    template = "{% for m in messages %}{% for c in m['content'] %}{{ '<image>' if c['type'] == 'image' else c['text'] }}{% endfor %}{% endfor %}"  # noqa: E501
+    tiny_run.save_llava(tmp_path / "model", template)
     Image.new("RGB", (9, 8), (200, 30, 30)).save(tmp_path / "red.png")
     rows = [{"image": str(tmp_path / "red.png"), "question": "what colour?", "answer": "red, all of it."}]
     dataset = tiny_run.write_jsonl(tmp_path / "pictures.jsonl", rows)

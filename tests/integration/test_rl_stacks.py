@@ -133,9 +133,6 @@ def test_the_scaling_of_deferred_logits() -> None:
         expected = scaling.on(hidden @ weight.t()).log_softmax(-1)
         index = torch.randint(0, 7, (5, 3))
         torch.testing.assert_close(made.log_softmax(-1).gather(-1, index), expected.gather(-1, index))
-        torch.testing.assert_close(
-            torch.gather(made.log_softmax(-1), -1, index[:, :1]), expected.gather(-1, index[:, :1])
-        )
         torch.testing.assert_close(made[1:3].log_softmax(dim=-1).exp().sum(-1), torch.ones(2))
         torch.testing.assert_close(made.real("a test").log_softmax(-1), expected)
 
@@ -154,25 +151,17 @@ def test_several_tokens_of_each_position_under_an_adapter_on_the_head() -> None:
         torch.testing.assert_close(model(ids).logits.log_softmax(-1).gather(-1, index), expected)
 
 
-def test_refusals() -> None:
+def test_what_would_be_computed_wrongly_is_refused() -> None:
     hidden, weight, labels = torch.randn(5, 4), torch.randn(7, 4), torch.zeros(5, dtype=torch.long)
-    with pytest.raises(ValueError, match="reduction='mean': expected 'none'"):
-        verl.linear_cross_entropy(hidden, weight, labels, 1.0, "mean")
-    with pytest.raises(ValueError, match=r"got real logits of shape \(5, 7\)"):
-        slime.calculate_log_probs_and_entropy(hidden @ weight.t(), labels, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rollout_top_p"):
         deferred = logits_of(HeadInput(hidden, weight))
         slime.calculate_log_probs_and_entropy(deferred, labels, None, log_prob_keep_mask=torch.ones(5, 7))
     for logits in (hidden @ weight.t(), logits_of(HeadInput(hidden, weight))):
-        with pytest.raises(ValueError, match="temperature=0.0: expected a number above 0"):
-            openrlhf.log_probs_from_logits(logits, labels, 0.0)
         with pytest.raises(ValueError, match="expected one per token"):
             openrlhf.log_probs_from_logits(logits, labels[:3])
         with pytest.raises(ValueError, match="labels from 7 to 7, expected 0 to 6"):
             openrlhf.log_probs_from_logits(logits, labels + 7)
         assert not openrlhf.log_probs_from_logits(logits, labels - 100).any()  # none of them counts
-    with pytest.raises(ValueError, match="expected labels and temperatures"):
-        prime_rl.FusedOutputLinear(4, 7, 8)(hidden.view(1, 5, 4))
     deferred = logits_of(HeadInput(hidden, weight))
     deferred[0] = 0.0
     with pytest.raises(RuntimeError, match="were written to"):
