@@ -17,7 +17,7 @@ from grid.launch import Result, run_cases
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     folder: Path = tmp_path_factory.mktemp("faults")
     names = [f"faults:{case.name}" for case in CASES]
-    return run_cases(names, folder, case_seconds=30, max_failures=len(CASES))
+    return run_cases(names, folder, case_seconds=10, max_failures=len(CASES))
 
 
 @pytest.mark.timeout(1800)
@@ -27,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         ("raises", "rank 1 failed first:\nTraceback (most recent call last):"),
         ("raises", "RuntimeError: planted"),
         ("dies", "end of the log of rank 1, which said nothing"),
-        ("hangs", "no rank finished anything for 30 s"),
+        ("hangs", "no rank finished anything for 10 s"),
         ("hangs", "faults.py"),  # the stack of the rank that hangs
     ],
 )

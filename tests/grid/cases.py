@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,8 +127,8 @@ class Case:
                 logits = model(input_ids=ids).logits
                 assert isinstance(logits, Tensor) != tiled
                 log_p = (logits[:, :-1] / TEMPERATURE).log_softmax(-1)
-                found = torch.gather(log_p, -1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
-            return -(found * (1.0 + torch.arange(found.shape[1]) % 3)).mean()
+                scores = torch.gather(log_p, -1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+            return -(scores * (1.0 + torch.arange(scores.shape[1]) % 3)).mean()
         if self.scored:
             scores = model(input_ids=ids, labels=labels, fused_lm_head=True)
             weight = 1.0 + torch.arange(scores.log_probs.shape[1]) % 3  # each token has an upstream gradient of its own
@@ -139,44 +139,91 @@ class Case:
 
 
 SDPA = {"attn_implementation": "sdpa"}
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
-HEADS = "head-wise attention"
-"""Row of the table."""
 SAVED = {"heads": 1, "checkpoint": "attention-saved"}
-HYBRID = "hybrid models"
-"""Row of the table."""
+GENERIC: dict[str, Any] = {"path": "generic"}
+RECOMPUTED: dict[str, Any] = {"checkpoint": "non-reentrant"}
 
+# Rows of the table.
+HEADS, STATES, HYBRID = "head-wise attention", "layers with a state", "hybrid models"
+CHECKPOINT, REENTRANT = "activation checkpointing", "reentrant checkpointing"
+ACCUMULATION, LOW_PRECISION = "accumulation, clipping", "mixed precision"
+LOSS, SCORES, DEFERRED = "tiled loss", "token scores (TRL)", "deferred logits"
 
-def hybrids(**more: Any) -> list[Case]:
-    """Models with a layer that carries a state and one with attention, everything in tiles; ``more`` for the engine."""
-    words: dict[str, Any] = {"checkpoint": "non-reentrant", "tiled_loss": True, "steps": 2, **more}
-    saved = {"config": SDPA, "more": SAVED}
-    return [
-        Case("qwen3.5", HYBRID, "qwen3_5_text", **saved, **words),
-        Case("qwen3.5-lora", HYBRID, "qwen3_5_text", adapters=("in_proj_qkv", "q_proj", "gate_proj"), **words),
-        Case("bamba", HYBRID, "bamba", **saved, **words),
-        Case("lfm2", HYBRID, "lfm2", **saved, **words),
-    ]
-
-
-STATES = "layers with a state"
-"""Row of the table."""
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+HEAD_AND_QUERY = ("lm_head", "q_proj")
+_HYBRID: dict[str, Any] = {**RECOMPUTED, "tiled_loss": True, "steps": 2}
+_STATE: dict[str, Any] = {"more": {"state": 4}, "steps": 2}
 SHORT_CONVOLUTION: dict[str, Any] = {
-    "architecture": "lfm2", "config": {"layer_types": ["conv", "full_attention"]}, "more": {"state": 4}, "steps": 2,
+    **_STATE, "architecture": "lfm2", "config": {"layer_types": ["conv", "full_attention"]}
 }  # fmt: skip
-GATED_DELTANET: dict[str, Any] = {
-    "architecture": "qwen3_5_text", "more": {"state": 4}, "steps": 2, "dtype": torch.float32,
+_GATED_DELTANET: dict[str, Any] = {
+    **_STATE, "architecture": "qwen3_5_text", "dtype": torch.float32,  # its kernel computes in fp32
     "config": {
         "layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     },
 }  # fmt: skip
-"""Whose kernel computes in fp32."""
-MAMBA_2: dict[str, Any] = {
-    "architecture": "bamba", "more": {"state": 4}, "steps": 2, "dtype": torch.float32,
-    "config": {"mamba_chunk_size": 8},
+_MAMBA_2: dict[str, Any] = {
+    **_STATE, "architecture": "bamba", "dtype": torch.float32, "config": {"mamba_chunk_size": 8}  # as its scan
 }  # fmt: skip
-"""Whose scan computes in fp32."""
+
+_USUAL = [
+    Case("plain", "plain", steps=3),
+    Case("generic", "plain", steps=3, **GENERIC),
+    Case("checkpoint", CHECKPOINT, **RECOMPUTED, steps=2),
+    Case("checkpoint-generic", CHECKPOINT, **RECOMPUTED, steps=2, **GENERIC),
+    Case("reentrant", REENTRANT, checkpoint="reentrant"),
+    Case("reentrant-generic", REENTRANT, checkpoint="reentrant", **GENERIC),
+    Case("accumulate", ACCUMULATION, micro_steps=3, clip=0.1, steps=2),
+    Case("accumulate-generic", ACCUMULATION, micro_steps=3, clip=0.1, steps=2, **RECOMPUTED, **GENERIC),
+    Case("one-token", "one rank with a single token", lengths=(9, 1), grow=0),
+    Case("one-token-generic", "one rank with a single token", lengths=(1, 9), grow=0, **GENERIC),
+    Case("no-token", "one rank without data", lengths=(9, 0), grow=0),
+    Case("no-token-generic", "one rank without data", lengths=(0, 9), grow=0, **GENERIC),
+    Case("untiled-rank", "one rank untiled", tiles=(3, "auto"), steps=2),
+    Case("untiled-rank-generic", "one rank untiled", tiles=("auto", 3), **RECOMPUTED, **GENERIC),
+    Case("lora", "LoRA", adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
+    Case("lora-generic", "LoRA", adapters=("gate_proj", "up_proj"), **RECOMPUTED, **GENERIC),
+    Case("lora-no-input-gradient", "LoRA", adapters=("up_proj", "down_proj"), input_gradients=False, steps=2),
+    Case("gemma2", "norms around the MLP", "gemma2", **RECOMPUTED),
+    Case("rows", "rest of the layer", blocks=REST, **RECOMPUTED, steps=2),
+    Case("rows-lora", "rest of the layer", blocks=REST, adapters=("q_proj", "o_proj"), input_gradients=False),
+    Case("opt", "linear layers in the decoder layer", "opt"),
+    Case("mixtral", "experts", "mixtral", steps=2),
+    Case("heads", HEADS, more={"heads": 1}, micro_steps=2, steps=2),
+    Case("heads-saved", HEADS, config=SDPA, **RECOMPUTED, more=SAVED, steps=2),
+    Case("heads-lora", HEADS, config=SDPA, **RECOMPUTED, more=SAVED, adapters=ATTENTION),
+    Case("states", STATES, **SHORT_CONVOLUTION, micro_steps=2, lengths=(2, 13)),
+    Case("states-checkpoint", STATES, **_GATED_DELTANET, **RECOMPUTED),
+    Case("states-mamba2", STATES, **_MAMBA_2, **RECOMPUTED),
+    Case("tiled-loss", LOSS, tiled_loss=True, steps=2),
+    Case("tiled-loss-checkpoint", LOSS, tiled_loss=True, **RECOMPUTED, micro_steps=2),
+    Case("tiled-loss-lora", "tiled loss + LoRA", tiled_loss=True, adapters=HEAD_AND_QUERY),
+    Case("tiled-loss-idle", LOSS, tiled_loss=True, trained=(0.3, 0.0), steps=2),
+    Case("deferred", DEFERRED, tiled_loss=True, deferred=True, steps=2),
+    # A layer that carries a state and one with attention, everything in tiles.
+    Case("qwen3.5", HYBRID, "qwen3_5_text", config=SDPA, more=SAVED, **_HYBRID),
+    Case("qwen3.5-lora", HYBRID, "qwen3_5_text", adapters=("in_proj_qkv", "q_proj", "gate_proj"), **_HYBRID),
+    Case("bamba", HYBRID, "bamba", config=SDPA, more=SAVED, **_HYBRID),
+    Case("lfm2", HYBRID, "lfm2", config=SDPA, more=SAVED, **_HYBRID),
+]  # fmt: skip
+
+
+def usual_cases(options: dict[str, Any], prefix: str = "", **by_name: dict[str, Any] | None) -> list[Case]:
+    """The cases that every engine runs.
+
+    Args:
+        options: the engine's own, of all cases.
+        prefix: of the names.
+        by_name: further fields of a case (its name with underscores), or None for one that this engine does not run.
+    """
+    changes = {name.replace("_", "-"): fields for name, fields in by_name.items()}
+    assert changes.keys() <= {case.name for case in _USUAL}
+    return [
+        replace(case, **{"options": options, **(changes.get(case.name) or {}), "name": prefix + case.name})
+        for case in _USUAL
+        if changes.get(case.name, {}) is not None
+    ]
 
 
 @dataclass
@@ -201,8 +248,8 @@ def _scored_from_logits(model: nn.Module) -> Callable[..., Any]:
     def call(input_ids: Tensor, labels: Tensor, fused_lm_head: bool) -> Any:
         log_p = (model(input_ids=input_ids).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
         valid = labels[:, 1:] != -100
-        found = log_p.gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return SimpleNamespace(log_probs=found * valid, entropy=-(log_p.exp() * log_p).sum(-1) * valid)
+        scores = log_p.gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return SimpleNamespace(log_probs=scores * valid, entropy=-(log_p.exp() * log_p).sum(-1) * valid)
 
     return call
 
@@ -268,15 +315,15 @@ def _assert_one_trajectory(case: Any, got: Trained, expected: Trained) -> None:
     far is allowed, for eight times as many sums that are cut elsewhere (tiles, ranks, shards), and 4 roundings of the
     loss itself, which the trainer puts together from the ranks'.
     """
-    other = train_alone(case, loss=case.loss_in_another_order)
-    ours, theirs, again = (torch.tensor(run.losses, dtype=torch.float64) for run in (got, expected, other))
+    reordered = train_alone(case, loss=case.loss_in_another_order)
+    ours, theirs, again = (torch.tensor(run.losses, dtype=torch.float64) for run in (got, expected, reordered))
     assert theirs[-1] < 0.7 * theirs[0], f"nothing was learnt: {theirs}"
     allowed = 8 * (again - theirs).abs().cummax(0).values + 4 * torch.finfo(torch.float32).eps * theirs
     print(
         f"trajectory: differs by {(ours - theirs).abs().max():.2g}, another order by {(again - theirs).abs().max():.2g}"
     )
     assert ((ours - theirs).abs() <= allowed).all(), f"losses differ by {ours - theirs}, allowed {allowed}"
-    flat = [torch.cat([run.weights[name].flatten() for name in expected.weights]) for run in (got, expected, other)]
+    flat = [torch.cat([run.weights[name].flatten() for name in expected.weights]) for run in (got, expected, reordered)]
     error, bound = (flat[0] - flat[1]).norm(), 8 * (flat[2] - flat[1]).norm()
     print(f"weights: {error:.2g}, allowed {bound:.2g}")
     assert error <= bound, f"weights differ by {error:.3g}, allowed {bound:.3g}"
@@ -308,6 +355,6 @@ def _assert_no_worse(ours: Trained, theirs: Trained, truth: Trained) -> None:
         return flat.abs().max().item(), flat.norm().item() / math.sqrt(flat.numel()), scale
 
     assert errors(theirs)[0] > 1e-5 * errors(ours)[2], "nothing was computed in low precision"
-    for mine, twin in zip(errors(ours)[:2], errors(theirs)[:2], strict=True):
+    for error, twin in zip(errors(ours)[:2], errors(theirs)[:2], strict=True):
         bound = 2 * twin + 1e-5 * errors(ours)[2]
-        assert mine <= bound, f"error {mine:.3g} against {twin:.3g} of the untiled run in the same precision"
+        assert error <= bound, f"error {error:.3g} against {twin:.3g} of the untiled run in the same precision"

@@ -17,21 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from grid.cases import SDPA, WORLD, Case, Trained, named
-from grid.sequence import LENGTH, Rows, Shared
-
-_PADDING = ((24, 9), (6, 5))  # of the second batch, the second rank holds nothing but padding
-_AS_MANY = ((24, 9), (9, 24))  # the trainer weights tokens, the reference batches: the same if they are as many
+from grid.sequence import LENGTH, Rows, Shared, usual_rows
 
 CASES = [
-    Rows("plain", "plain", config=SDPA, steps=2),
-    Rows(
-        "checkpoint-generic", "activation checkpointing + accumulation, clipping", config=SDPA,
-        checkpoint="non-reentrant", path="generic", steps=2, micro_steps=2, clip=0.1, filled=_AS_MANY,
-    ),
-    Rows("tiled-loss", "tiled loss", config=SDPA, steps=2, tiled_loss=True, filled=_PADDING),
+    *usual_rows({}),
     Rows("heads", "head-wise attention asked for: left whole", config=SDPA, steps=2, more={"heads": 1}),
-    Rows("padding", "a rank with nothing but padding", config=SDPA, steps=2, filled=_PADDING),
-]  # fmt: skip
+]
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -68,15 +59,17 @@ def _ring(attention: Callable[..., Any], operator: Any, results: int) -> Callabl
     """The handler of ``operator``: its arguments by name, as local tensors, to the ring."""
     names = [argument.name for argument in operator._schema.arguments]
 
-    def handler(_: Any, args: tuple[Any, ...], words: dict[str, Any]) -> tuple[DTensor, ...]:
-        given = {**dict(zip(names, args, strict=False)), **words}
-        mesh = given["query"].device_mesh
-        given = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in given.items()}
-        given.pop("attn_mask", None)
-        if "grad_out" in given:
-            given["grad_out_name"] = "grad_out"
-        found = attention(mesh.get_group(), _SEQUENCE, operator, **given)[:results]
-        return tuple(DTensor.from_local(value, mesh, [Shard(_SEQUENCE)], run_check=False) for value in found)
+    def handler(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        mesh = arguments["query"].device_mesh
+        arguments = {
+            name: value.to_local() if isinstance(value, DTensor) else value for name, value in arguments.items()
+        }
+        arguments.pop("attn_mask", None)
+        if "grad_out" in arguments:
+            arguments["grad_out_name"] = "grad_out"
+        results_of_ring = attention(mesh.get_group(), _SEQUENCE, operator, **arguments)[:results]
+        return tuple(DTensor.from_local(value, mesh, [Shard(_SEQUENCE)], run_check=False) for value in results_of_ring)
 
     return handler
 
@@ -88,9 +81,9 @@ def _let_accelerate_shard_on_the_cpu() -> None:
 
     plain = AcceleratorState.__init__
 
-    def init(self: Any, *args: Any, **words: Any) -> None:
-        plain(self, *args, **words)
-        plugin = inspect.signature(plain).bind(self, *args, **words).arguments.get("fsdp_plugin")
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        plugin = inspect.signature(plain).bind(self, *args, **kwargs).arguments.get("fsdp_plugin")
         if plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.FSDP
             self.fsdp_plugin = plugin
@@ -117,9 +110,9 @@ class Context(Shared):
         assert accelerator.torch_device_mesh["cp"].size() == WORLD
         for name, p in trainer.model.named_parameters():
             assert isinstance(p, DTensor) and p.placements == (Shard(0),) and p.device_mesh.size() == WORLD, name
-            held = torch.tensor([p.to_local().numel()])
-            dist.all_reduce(held)
-            assert held == p.numel(), name
+            numel = torch.tensor([p.to_local().numel()])
+            dist.all_reduce(numel)
+            assert numel == p.numel(), name
 
     @classmethod
     @contextmanager

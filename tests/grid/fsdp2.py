@@ -14,130 +14,70 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from grid.cases import (
-    ALL,
-    GATED_DELTANET,
+    ATTENTION,
+    DEFERRED,
+    GENERIC,
+    HEAD_AND_QUERY,
     HEADS,
-    MAMBA_2,
-    REST,
+    LOSS,
+    LOW_PRECISION,
+    RECOMPUTED,
     SAVED,
+    SCORES,
     SDPA,
-    SHORT_CONVOLUTION,
-    STATES,
     WORLD,
     Case,
-    hybrids,
     named,
+    usual_cases,
 )  # fmt: skip
 from grid.training import Parallel
 
 LAYER, BLOCK, LINEAR, ROOT = ({"unit": unit} for unit in ("layer", "block", "linear", "root"))
+HEAD, GATHERED = {**LAYER, "head": True}, {**LAYER, "reshard": False}
+LATE = "apply after wrapping"
 WRAP_THE_BLOCK = r"gate_proj.*fully_shard.*model\.layers\.0"
+MIXED: dict[str, Any] = {"technique": LOW_PRECISION, "dtype": torch.float32, "low_precision": True}
+SCORED: dict[str, Any] = {"technique": SCORES, "tiled_loss": True, "scored": True, "dtype": torch.float32}
 
 CASES = [
-    Case("layer", "plain", options=LAYER, steps=2),
-    Case("layer-generic", "plain", options=LAYER, steps=2, path="generic"),
-    Case("layer-checkpoint", "activation checkpointing", options=LAYER, checkpoint="non-reentrant"),
+    *usual_cases(LAYER, lora_no_input_gradient=RECOMPUTED),
+    Case("heads-block", HEADS, options=BLOCK, more={"heads": 1}, **RECOMPUTED),
+    Case("heads-qwen3-lora", HEADS, "qwen3", options=LAYER, config=SDPA, more={"heads": 1}, adapters=ATTENTION),
     Case(
-        "layer-checkpoint-generic", "activation checkpointing", options=LAYER, checkpoint="non-reentrant",
-        path="generic",
-    ),
-    Case("layer-reentrant", "reentrant checkpointing", options=LAYER, checkpoint="reentrant"),
-    Case(
-        "layer-reentrant-generic", "reentrant checkpointing", options=LAYER, checkpoint="reentrant",
-        path="generic",
-    ),
-    Case("heads", HEADS, options=LAYER, more={"heads": 1}, steps=2),
-    Case("heads-saved", HEADS, options=LAYER, config=SDPA, checkpoint="non-reentrant", more=SAVED),
-    Case("heads-block", HEADS, options=BLOCK, more={"heads": 1}, checkpoint="non-reentrant"),
-    Case("heads-qwen3-lora", HEADS, "qwen3", options=LAYER, config=SDPA, more={"heads": 1}, adapters=ALL),
-    Case("states", STATES, **SHORT_CONVOLUTION, options=LAYER),
-    Case("states-checkpoint", STATES, **GATED_DELTANET, options=LAYER, checkpoint="non-reentrant"),
-    Case("states-mamba2", STATES, **MAMBA_2, options=LAYER, checkpoint="non-reentrant"),
-    Case(
-        "heads-mixed", HEADS, options={**LAYER, "mixed": True}, dtype=torch.float32, low_precision=True, config=SDPA,
-        checkpoint="non-reentrant", more=SAVED,
+        "heads-mixed", options={**LAYER, "mixed": True}, config=SDPA, **RECOMPUTED, more=SAVED,
+        **{**MIXED, "technique": HEADS},
     ),
     Case("block", "per block", options=BLOCK, steps=2),
-    Case("block-generic", "per block", options=BLOCK, checkpoint="non-reentrant", path="generic"),
+    Case("block-generic", "per block", options=BLOCK, **RECOMPUTED, **GENERIC),
     Case("root", "whole model in one unit", options=ROOT),
     Case("linear", "per linear layer", options=LINEAR, refused=WRAP_THE_BLOCK),
-    Case("linear-generic", "per linear layer", options=LINEAR, path="generic", refused=WRAP_THE_BLOCK),
+    Case("linear-generic", "per linear layer", options=LINEAR, **GENERIC, refused=WRAP_THE_BLOCK),
     Case("linear-opt", "per linear layer", "opt", options=LINEAR, refused=r"fc1.*fully_shard.*layers\.0"),
-    Case("keep-gathered", "weights kept gathered", options={**LAYER, "reshard": False}),
-    Case(
-        "keep-gathered-generic", "weights kept gathered", options={**LAYER, "reshard": False}, path="generic",
-        checkpoint="non-reentrant",
-    ),
-    Case("reshard-generic", "plain", options={**LAYER, "reshard": True}, path="generic", checkpoint="non-reentrant"),
-    Case("mixed", "mixed precision", options={**LAYER, "mixed": True}, dtype=torch.float32, low_precision=True),
-    Case(
-        "mixed-generic", "mixed precision", options={**LAYER, "mixed": True}, dtype=torch.float32, low_precision=True,
-        path="generic", checkpoint="non-reentrant",
-    ),
+    Case("keep-gathered", "weights kept gathered", options=GATHERED),
+    Case("keep-gathered-generic", "weights kept gathered", options=GATHERED, **RECOMPUTED, **GENERIC),
+    Case("reshard-generic", "plain", options={**LAYER, "reshard": True}, **RECOMPUTED, **GENERIC),
+    Case("mixed", options={**LAYER, "mixed": True}, **MIXED),
+    Case("mixed-generic", options={**LAYER, "mixed": True}, **MIXED, **RECOMPUTED, **GENERIC),
+    Case("mixed-offload-gathered", options={**GATHERED, "mixed": True, "offload": True}, **MIXED, **RECOMPUTED),
     Case("offload", "offload to the host", options={**LAYER, "offload": True}),
-    Case("offload-generic", "offload to the host", options={**LAYER, "offload": True}, path="generic"),
+    Case("offload-generic", "offload to the host", options={**LAYER, "offload": True}, **GENERIC),
     Case(
         "offload-block-gathered", "offload to the host", options={**BLOCK, "offload": True, "reshard": False},
-        micro_steps=2, clip=0.1, path="generic", checkpoint="non-reentrant",
+        micro_steps=2, clip=0.1, **RECOMPUTED, **GENERIC,
     ),
-    Case(
-        "mixed-offload-gathered", "mixed precision", dtype=torch.float32, low_precision=True,
-        options={**LAYER, "mixed": True, "offload": True, "reshard": False}, checkpoint="non-reentrant",
-    ),
-    Case("accumulate", "accumulation, clipping", options=LAYER, micro_steps=3, clip=0.1),
-    Case(
-        "accumulate-generic", "accumulation, clipping", options=LAYER, micro_steps=3, clip=0.1,
-        path="generic", checkpoint="non-reentrant",
-    ),
-    Case("one-token", "one rank with a single token", options=LAYER, lengths=(9, 1), grow=0),
-    Case("one-token-generic", "one rank with a single token", options=LAYER, lengths=(1, 9), grow=0, path="generic"),
-    Case("no-token", "one rank without data", options=LAYER, lengths=(9, 0), grow=0),
-    Case("no-token-generic", "one rank without data", options=LAYER, lengths=(9, 0), grow=0, path="generic"),
-    Case("untiled-rank", "one rank untiled", options=LAYER, tiles=("auto", 3)),
-    Case("lora", "LoRA", options=LAYER, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
-    Case("lora-generic", "LoRA", options=LAYER, adapters=("gate_proj", "up_proj"), path="generic"),
-    Case(
-        "lora-no-input-gradient", "LoRA", options=LAYER, adapters=("up_proj", "down_proj"), input_gradients=False,
-        checkpoint="non-reentrant",
-    ),
-    Case("gemma2", "norms around the MLP", "gemma2", options=LAYER, checkpoint="non-reentrant"),
     Case("gemma2-block", "norms around the MLP", "gemma2", options=BLOCK),
-    Case("rows", "rest of the layer", blocks=REST, options=LAYER, checkpoint="non-reentrant"),
-    Case("rows-lora", "rest of the layer", blocks=REST, options=LAYER, adapters=("q_proj", "o_proj")),
-    Case("opt", "linear layers in the decoder layer", "opt", options=LAYER),
-    Case("mixtral", "experts", "mixtral", options=LAYER),
-    Case("apply-late", "apply after wrapping", options={**LAYER, "apply": "wrapped"}),
-    Case("apply-late-linear", "apply after wrapping", options={**LINEAR, "apply": "wrapped"}, refused=WRAP_THE_BLOCK),
-    Case("tiled-loss", "tiled loss", tiled_loss=True, options=LAYER, steps=2),
-    Case("tiled-loss-head", "tiled loss", tiled_loss=True, options={**LAYER, "head": True}),
+    Case("apply-late", LATE, options={**LAYER, "apply": "wrapped"}),
+    Case("apply-late-linear", LATE, options={**LINEAR, "apply": "wrapped"}, refused=WRAP_THE_BLOCK),
+    Case("tiled-loss-head", LOSS, tiled_loss=True, options=HEAD),
     Case(
-        "tiled-loss-tied", "tiled loss", "qwen3", {"tie_word_embeddings": True}, tiled_loss=True, options=LAYER,
-        checkpoint="non-reentrant",
+        "tiled-loss-tied", LOSS, "qwen3", {"tie_word_embeddings": True}, tiled_loss=True, options=LAYER, **RECOMPUTED
     ),
-    Case(
-        "tiled-loss-lora", "tiled loss + LoRA", tiled_loss=True, options=LAYER,
-        adapters=("lm_head", "q_proj"),
-    ),
-    Case("scores", "token scores (TRL)", tiled_loss=True, scored=True, options=LAYER, dtype=torch.float32),
-    Case(
-        "scores-head", "token scores (TRL)", tiled_loss=True, scored=True, options={**LAYER, "head": True},
-        dtype=torch.float32, steps=2,
-    ),
-    Case(
-        "scores-head-lora", "token scores (TRL)", tiled_loss=True, scored=True, options={**LAYER, "head": True},
-        dtype=torch.float32, adapters=("lm_head", "q_proj"),
-    ),
-    *hybrids(options=LAYER),
-    Case(
-        "tiled-loss-idle", "tiled loss", tiled_loss=True, trained=(0.3, 0.0), options={**LAYER, "head": True},
-        steps=2,
-    ),
-    Case(
-        "scores-idle", "token scores (TRL)", tiled_loss=True, scored=True, trained=(0.3, 0.0),
-        options={**LAYER, "head": True}, dtype=torch.float32, steps=2,
-    ),
-    Case("deferred", "deferred logits", tiled_loss=True, deferred=True, options=LAYER, steps=2),
-    Case("deferred-head", "deferred logits", tiled_loss=True, deferred=True, options={**LAYER, "head": True}, steps=2),
+    Case("tiled-loss-idle-head", LOSS, tiled_loss=True, trained=(0.3, 0.0), options=HEAD, steps=2),
+    Case("scores", options=LAYER, **SCORED),
+    Case("scores-head", options=HEAD, **SCORED, steps=2),
+    Case("scores-head-lora", options=HEAD, **SCORED, adapters=HEAD_AND_QUERY),
+    Case("scores-idle", options=HEAD, **SCORED, trained=(0.3, 0.0), steps=2),
+    Case("deferred-head", DEFERRED, tiled_loss=True, deferred=True, options=HEAD, steps=2),
 ]  # fmt: skip
 
 
@@ -149,13 +89,13 @@ def start() -> None:
 class Fsdp2(Parallel):
     def wrap(self, rank: int) -> None:
         options, mesh = self.case.options, init_device_mesh("cpu", (WORLD,))
-        words: dict[str, Any] = {"mesh": mesh}
+        settings: dict[str, Any] = {"mesh": mesh}
         if "reshard" in options:
-            words["reshard_after_forward"] = options["reshard"]
+            settings["reshard_after_forward"] = options["reshard"]
         if options.get("mixed"):
-            words["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if options.get("offload"):
-            words["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         numel = {name: p.numel() for name, p in self.model.named_parameters()}
         layers = [m for m in self.model.modules() if type(m).__name__.endswith("DecoderLayer")]
         assert layers
@@ -168,15 +108,15 @@ class Fsdp2(Parallel):
         if options.get("head"):
             units = [*units, self.model.lm_head]
         for unit in units:
-            fully_shard(unit, **words)
-        fully_shard(self.model, **words)
+            fully_shard(unit, **settings)
+        fully_shard(self.model, **settings)
 
         assert sum(isinstance(m, FSDPModule) for m in self.model.modules()) == len(units) + 1
         for name, p in self.model.named_parameters():
             assert isinstance(p, DTensor) and p.placements == (Shard(0),) and p.device_mesh.size() == WORLD, name
-            held = torch.tensor([p.to_local().numel()])
-            dist.all_reduce(held)
-            assert held == numel[name], name
+            numel_of_ranks = torch.tensor([p.to_local().numel()])
+            dist.all_reduce(numel_of_ranks)
+            assert numel_of_ranks == numel[name], name
 
     def sync(self, last: bool) -> AbstractContextManager[Any]:
         self.model.set_requires_gradient_sync(last)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grid.cases import RATE, WORLD, Case, Trained, tile
+from grid.cases import GENERIC, LOSS, RATE, RECOMPUTED, SDPA, WORLD, Case, Trained, tile
 from grid.training import Parallel
 from zoo import VOCABULARY, tokens
 
@@ -35,13 +35,13 @@ class Rows(Case):
     learnable: bool = False
 
     def rows(self, number: int) -> list[dict[str, Tensor]]:
-        ids, found = tokens(2, LENGTH, seed=number), []
+        ids, rows = tokens(2, LENGTH, seed=number), []
         if self.learnable:
             ids = 3 + (ids[:, :1] + 5 * torch.arange(LENGTH)) % (VOCABULARY - 3)
         for row, filled in zip(ids, self.filled[number % len(self.filled)], strict=True):
             labels = row.masked_fill(torch.arange(LENGTH) >= filled, -100)
-            found.append({"input_ids": row, "labels": labels, "position_ids": torch.arange(LENGTH)})
-        return found
+            rows.append({"input_ids": row, "labels": labels, "position_ids": torch.arange(LENGTH)})
+        return rows
 
     def loss(self, model: Any, rank: int, number: int) -> Tensor:
         """Of the whole batch, whatever the rank: the mean over ranks is the loss of one process."""
@@ -54,6 +54,24 @@ class Rows(Case):
         count = sum((row["labels"][1:] >= 0).sum() for row in rows)
         apart = [{name: value[None] for name, value in row.items()} for row in rows]
         return torch.stack([model(**row, num_items_in_batch=count).loss for row in apart]).sum()
+
+
+PADDED = ((24, 9), (6, 5))
+"""Tokens of the rows: of the second batch, the second rank holds nothing but padding."""
+
+
+def usual_rows(options: dict[str, Any]) -> list[Case]:
+    """The cases that every way of sharing rows runs, with the engine's own ``options``."""
+    return [
+        Rows("plain", "plain", config=SDPA, options=options, steps=2),
+        Rows(
+            "checkpoint-generic", "activation checkpointing + accumulation, clipping", config=SDPA, options=options,
+            **RECOMPUTED, **GENERIC, steps=2, micro_steps=2, clip=0.1,
+            filled=((24, 9), (9, 24)),  # the trainer weights tokens, the reference batches: the same if as many
+        ),
+        Rows("tiled-loss", LOSS, config=SDPA, options=options, steps=2, tiled_loss=True, filled=PADDED),
+        Rows("padding", "a rank with nothing but padding", config=SDPA, options=options, steps=2, filled=PADDED),
+    ]  # fmt: skip
 
 
 class Shared(Parallel):
@@ -91,11 +109,11 @@ class Shared(Parallel):
         seen = Trained([], {})
 
         class Watched(Trainer):
-            def training_step(self, *args: Any, **words: Any) -> Tensor:
+            def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
                 if not seen.gradients:
                     cls.check(self)
                 with cls.watching(self, seen):
-                    return super().training_step(*args, **words)
+                    return super().training_step(*args, **kwargs)
 
         model = case.model()
         if tiled:

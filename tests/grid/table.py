@@ -32,60 +32,7 @@ ENGINES = {
 }
 TITLES = {"context parallel": "Context parallel over FSDP2", "Ulysses": "Ulysses over ZeRO-3"}
 
-HEAD = """# Engines
-
-For those who train on several devices: which technique was run under DDP, FSDP, ZeRO and sequence parallelism, and
-what to look out for.
-
-Every line was run by `PYTHONPATH=tests:src python -m grid.table`, which wrote this page: two gloo processes on the CPU,
-with batches of different lengths and tile counts on the ranks. "Equal" means that gradients and the weights after each
-optimiser step equal an untiled single process's; in low precision, that they are no further from it than the untiled
-run under the same engine. Each case asserts the kind of engine, the world size and where the shards are. `make test`
-runs the same cases.
-
-Call `seqtile.apply(model)` before the engine takes the model over. DDP, `fully_shard` and ZeRO-1 and 2 also work when
-it comes later; FSDP1 and ZeRO-3 are refused then. Under ZeRO-3 the tiled decoder layers (or MLPs) are marked as leaf
-modules; call `apply` on every rank. An engine that would gather weights inside a tile, such as FSDP around each linear
-layer, is refused with the name of the module to wrap.
-
-With LoRA under ZeRO-3, TRL's trainer makes activation checkpoints reentrant, because DeepSpeed before 0.19.4 takes
-frozen weights away during a recompute. From 0.19.4 on `seqtile train --engine zero3 --lora` makes them non-reentrant
-again. With an older one each block is computed once more than under the other engines, and its report says so. Layers
-that share keys and values (Gemma 3n, Gemma 4) lose a part of their gradient under reentrant checkpoints, tiled or not:
-there they are refused.
-
-Under ZeRO-1 and 2 a batch that `tile="auto"` would leave untiled runs as one tile: ZeRO-2 sums the ranks' gradients in
-the order in which they arrive, which must be the same where one rank's batch is tiled and another's is not.
-
-## Sequence parallelism
-
-Both ranks hold a part of every row, so a tile is a slice of what the rank holds. Through Transformers' `Trainer` and
-accelerate's `ParallelismConfig`, loss, gradients and steps equal one process with whole rows, also with padding that is
-uneven over the ranks and with a rank that holds nothing but padding.
-
-- Ulysses (`sp_backend="deepspeed"`): over ZeRO-3. Over ZeRO-2, and without seqtile too, its gradients are `sp_size`
-  times too large (DeepSpeed 0.19.8, accelerate 1.15.0): Adam hides it, clipping and SGD do not. A test sees that it
-  is still so, and `seqtile train` refuses it.
-- Context parallel (`cp_size`, `seqtile train --cp-size`): over FSDP2. accelerate and PyTorch offer it on accelerators
-  only; the test adds the CPU's attention to PyTorch's ring, and is skipped, with the reason, where PyTorch has changed
-  that private part.
-
-## Packed documents
-
-Tiles do not look at documents: a block works on one token at a time, and the boundaries (`position_ids` that start
-again, `cu_seq_lens`) reach the attention as they are. `tests/numerics/test_packing.py` changes one packed document
-and sees that another's logits and gradients stay, tiled and untiled, with eager, SDPA and (logits only) FlexAttention;
-flash attention needs a CUDA device. What mixes documents *without* seqtile, in transformers 5.0 to 5.23:
-
-- OPT, Falcon and gpt-oss, with eager and SDPA: their masks are made without `position_ids`. `seqtile train` asks the
-  model before it packs, and refuses.
-- `attention_mask` beside `position_ids` (a mask of ones too), and `use_cache=True`: the boundaries are not looked for.
-  TRL passes no mask when it packs, and `use_cache=False`; do so in a loop of your own.
-- `cu_seq_lens` without `position_ids`, except with flash attention.
-- Ulysses drops the mask, and with flash attention crashes on `cu_seq_lens` (DeepSpeed 0.19.8). `seqtile train` refuses
-  to pack with `sp_size` above 1.
-- packing "wrapped" joins documents to one text on purpose.
-"""
+BEGIN, END = "<!-- cases: written by python -m grid.table -->", "<!-- cases: end -->"
 
 
 def engine_of(engine: str, case: Case) -> str:
@@ -104,13 +51,15 @@ def all_cases() -> Iterator[tuple[str, Case]]:
 
 
 def page(run: str) -> str:
-    """docs/engines.md.
+    """docs/engines.md, with today's cases between the marks.
 
     Args:
         run: when and with which versions the cases ran.
     """
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     lines = [
-        HEAD,
+        before + BEGIN,
+        "",
         "## Technique by engine",
         "",
         "The number of cases that were run; a blank was not.",
@@ -133,7 +82,7 @@ def page(run: str) -> str:
             paths += [path] if path not in paths else []
         for (technique, result), (models, paths) in rows.items():
             lines.append(f"| {technique} | {', '.join(models)} | {', '.join(sorted(paths))} | {result} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", END + rest.partition(END)[2]])
 
 
 def matrix() -> str:
@@ -141,9 +90,9 @@ def matrix() -> str:
     cells: dict[str, dict[str, dict[str, int]]] = {}
     for engine, case in all_cases():
         for technique in case.technique.split(" + "):
-            words = cells.setdefault(technique, {}).setdefault(engine_of(engine, case), {})
+            counts = cells.setdefault(technique, {}).setdefault(engine_of(engine, case), {})
             word = "wrong upstream" if case.upstream else "refused" if case.refused else "works"
-            words[word] = words.get(word, 0) + 1
+            counts[word] = counts.get(word, 0) + 1
     lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for technique, engines in cells.items():
         row = [", ".join(f"{word} ({n})" for word, n in engines.get(column, {}).items()) for column in COLUMNS]
@@ -160,15 +109,16 @@ def what_ran(seconds: float) -> str:
 
 def main() -> int:
     seconds, passed = 0.0, True
-    for engines in LAUNCHES.values():
+    for launched in LAUNCHES.values():
+        engines = [engine for engine in launched if engine in ENGINES]
         names = [f"{engine}:{case.name}" for engine, case in all_cases() if engine in engines]
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             results = run_cases(names, Path(folder))
         seconds += time.monotonic() - start
         for engine in engines:
-            mine = [result for name, result in results.items() if name.startswith(f"{engine}:")]
-            print(f"{engine}: {len(mine)} cases in {sum(result.seconds for result in mine):.0f} s", flush=True)
+            ended = [result for name, result in results.items() if name.startswith(f"{engine}:")]
+            print(f"{engine}: {len(ended)} cases in {sum(result.seconds for result in ended):.0f} s", flush=True)
         for name, result in results.items():
             if result.problem:
                 passed = False

@@ -86,9 +86,9 @@ class Parallel:
                 parallel.step(last)
         for loss in standing_losses(model):
             assert not loss.told, loss.told  # it ran untiled, and equal
-        carriers = [one for one in installed_forwards(model) if isinstance(one, StateForward)]
+        carriers = [carrier for carrier in installed_forwards(model) if isinstance(carrier, StateForward)]
         assert bool(carriers) == (tiled and "state" in case.more)
-        assert not any(one.told for one in carriers), [one.told for one in carriers]
+        assert not any(carrier.told for carrier in carriers), [carrier.told for carrier in carriers]
         weights = parallel.weights()
         parallel.close()
         return Trained(history, weights)

@@ -13,33 +13,18 @@ import torch
 from torch import Tensor
 
 from grid import zero12
-from grid.cases import HEADS, SAVED, SDPA, WORLD, Case, Trained, named, train_alone
-from grid.sequence import LENGTH, Rows, Shared
+from grid.cases import HEADS, RECOMPUTED, SAVED, SDPA, WORLD, Case, Trained, named, train_alone
+from grid.sequence import LENGTH, PADDED, Rows, Shared, usual_rows
 from grid.zero3 import STINGY
 
-_PADDING = ((24, 9), (12, 7))  # of the second batch, the second rank holds nothing but padding
-
+EIGHT_HEADS = {**SDPA, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
 CASES = [
-    Rows("plain", "plain", config=SDPA, options=STINGY, steps=2),
+    *usual_rows(STINGY),
+    Rows("heads", HEADS, config=EIGHT_HEADS, options=STINGY, steps=2, more={"heads": 1}, filled=PADDED),
+    Rows("heads-saved", HEADS, config=EIGHT_HEADS, options=STINGY, steps=2, **RECOMPUTED, more=SAVED),
     Rows(
-        "checkpoint-generic", "activation checkpointing + accumulation, clipping", config=SDPA, options=STINGY,
-        checkpoint="non-reentrant", path="generic", steps=2, micro_steps=2, clip=0.1, filled=((24, 9), (9, 24)),
-    ),
-    Rows("padding", "a rank with nothing but padding", config=SDPA, options=STINGY, steps=2, filled=_PADDING),
-    Rows(
-        "heads", HEADS, config={**SDPA, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4},
-        options=STINGY, steps=2, more={"heads": 1}, filled=_PADDING,
-    ),
-    Rows(
-        "heads-saved", HEADS, config={**SDPA, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4},
-        options=STINGY, steps=2, checkpoint="non-reentrant", more=SAVED,
-    ),
-    Rows("tiled-loss", "tiled loss", config=SDPA, options=STINGY, steps=2, tiled_loss=True, filled=_PADDING),
-    Rows(
-        "tiled-loss-50", "tiled loss + attention saved, inputs on the host",
-        config={**SDPA, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}, options=STINGY, steps=50,
-        clip=0.3, tiled_loss=True, checkpoint="non-reentrant", learnable=True,
-        more={"checkpoint": "attention-saved", "offload": True, "heads": 1},
+        "tiled-loss-50", "tiled loss + attention saved, inputs on the host", config=EIGHT_HEADS, options=STINGY,
+        steps=50, clip=0.3, tiled_loss=True, **RECOMPUTED, learnable=True, more={**SAVED, "offload": True},
     ),
     Rows(
         "zero2", "over ZeRO-2", config=SDPA, options={"stage": 2},
@@ -90,12 +75,12 @@ class Ulysses(Shared):
 
         engine = trainer.model_wrapped
 
-        def step(*args: Any, **words: Any) -> None:
+        def step(*args: Any, **kwargs: Any) -> None:
             seen.gradients.append({name: safe_get_full_grad(p).clone() for name, p in named(trainer.model).items()})
-            type(engine).step(engine, *args, **words)
+            type(engine).step(engine, *args, **kwargs)
 
-        def forward(module: Any, args: Any, words: Any) -> None:
-            assert words["input_ids"].shape == (2, LENGTH // WORLD)
+        def forward(module: Any, args: Any, kwargs: Any) -> None:
+            assert kwargs["input_ids"].shape == (2, LENGTH // WORLD)
 
         hook = trainer.model.register_forward_pre_hook(forward, with_kwargs=True)
         engine.step = step

@@ -1,14 +1,10 @@
-"""Two ranks that verify a tiny model under every engine named, right and with a tile lost: a line of JSON for each."""
+"""``verify`` under an engine: right is right on both ranks, and a lost tile is named."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import warnings
-from datetime import timedelta
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,51 +12,63 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import zoo
-from seqtile.verification import across_ranks as engines
+from grid.cases import WORLD
+from seqtile.verification import across_ranks
 
 MLP = "model.layers.1.mlp"
 TILE = 16
-apply = engines.apply
+apply = across_ranks.apply
 
 
-def lose_a_tile(model: nn.Module, **words: Any) -> Any:
+@dataclass(frozen=True)
+class Verified:
+    """``compared``: parameters and the loss, or with adapters those with dropout."""
+
+    name: str
+    engine: str
+    compared: int = 0
+    adapters: bool = False
+
+
+def verified(engine: str) -> list[Verified]:
+    return [
+        Verified(f"{engine}-full", engine, 21 + 1),
+        Verified(f"{engine}-lora", engine, 12 + 1, adapters=True),
+        Verified(f"{engine}-lost", engine),
+    ]
+
+
+CASES = [*verified("ddp"), *verified("fsdp2")]
+
+
+def lose_a_tile(model: nn.Module, **settings: Any) -> Any:
     """``apply``, and one block passes no gradient through its last tile."""
-    report = apply(model, **words)
+    report = apply(model, **settings)
     (block,) = (module for name, module in model.named_modules() if name.endswith(MLP))
     block.register_forward_hook(lambda _, __, y: torch.cat([y[:, :-TILE], y[:, -TILE:].detach()], 1))
     return report
 
 
-def model_of(kind: str) -> nn.Module:
-    model: Any = zoo.causal_lm("llama")
-    if kind == "lora":
-        words: dict[str, Any] = {"target_modules": ["q_proj", "gate_proj", "down_proj"], "lora_dropout": 0.3}
-        model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **words))
-    return model
-
-
-def batch_of(rank: int) -> dict[str, Tensor]:
-    return {"input_ids": zoo.tokens(1, 60, seed=rank)}
-
-
-def main(names: list[str], file: Path) -> None:
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
-    with file.open("w", encoding="utf-8") as lines:
-        for name in names:
-            if name.startswith("zero"):
-                import deepspeed
-
-                deepspeed.init_distributed("gloo")
-            for kind in ("full", "lora", "lost"):
-                engines.apply = lose_a_tile if kind == "lost" else apply
-                torch.manual_seed(0)
-                result = engines.verify_under(name, model_of(kind), batch_of(dist.get_rank()), tile=TILE)
-                found = {"engine": name, "kind": kind, "text": str(result), **result.to_dict()}
-                lines.write(json.dumps(found) + "\n")
-    dist.barrier()
-
-
-if __name__ == "__main__":
-    main(sys.argv[2:], Path(sys.argv[1] + os.environ["RANK"]))
-    os._exit(0)  # threads of an engine must not hold the process back
+class ENGINE:
+    @staticmethod
+    def run(case: Verified, rank: int) -> None:
+        torch.manual_seed(0)
+        model: Any = zoo.causal_lm("llama")
+        if case.adapters:
+            settings: dict[str, Any] = {"target_modules": ["q_proj", "gate_proj", "down_proj"], "lora_dropout": 0.3}
+            model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **settings))
+        batch: dict[str, Tensor] = {"input_ids": zoo.tokens(1, 60, seed=rank)}
+        with patch.object(across_ranks, "apply", apply if case.compared else lose_a_tile):
+            verdict = across_ranks.verify_under(case.engine, model, batch, tile=TILE)
+        result = verdict.to_dict()
+        both: list[Any] = [None] * WORLD
+        dist.all_gather_object(both, {name: result[name] for name in ("parameters", "with_dropout")})
+        assert both[0] == both[1]
+        assert result["blocks"] == 2 and result["ran"]["cut"] and result["reference"] == "float64"
+        # The engine itself gives the mean over the ranks.
+        assert max(parameter["untiled_error"] for parameter in result["parameters"]) < 1e-5
+        assert result["ok"] == bool(case.compared), str(verdict)
+        if case.compared:
+            assert len(result["with_dropout" if case.adapters else "parameters"]) == case.compared
+        else:
+            assert result["worst"]["name"].startswith(MLP), str(verdict)

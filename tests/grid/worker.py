@@ -55,7 +55,7 @@ def main(rank: int, port: int, folder: str, names: list[str]) -> int:
             start, problem = time.time(), ""
             lines.write(json.dumps({"begins": name, "time": start}) + "\n")
             try:
-                module.ENGINE.run(next(found for found in module.CASES if found.name == case), rank)
+                module.ENGINE.run(next(listed for listed in module.CASES if listed.name == case), rank)
             except BaseException:  # noqa: BLE001  # whatever it is, the parent shows it
                 problem = traceback.format_exc()
             lines.write(json.dumps({"case": name, "problem": problem, "start": start, "time": time.time()}) + "\n")

@@ -10,67 +10,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grid.cases import HEADS, RATE, REST, SAVED, SDPA, SHORT_CONVOLUTION, STATES, WORLD, Case, named
+from grid.cases import GENERIC, LOW_PRECISION, MLP, RATE, RECOMPUTED, WORLD, Case, named, usual_cases
 from grid.training import Parallel
 
 ONE, TWO = ({"stage": stage} for stage in (1, 2))
-_MLP = ("gate_proj", "up_proj", "down_proj")
 OFFLOAD = {"device": "cpu", "pin_memory": False}
+BF16: dict[str, Any] = {"low_precision": True}
 
 _CASES = [
-    Case("zero1", "plain", options=ONE, steps=2),
-    Case("zero1-generic", "plain", options=ONE, path="generic"),
-    Case("zero1-checkpoint", "activation checkpointing", options=ONE, checkpoint="non-reentrant"),
-    Case(
-        "zero1-checkpoint-generic", "activation checkpointing", options=ONE, checkpoint="non-reentrant", path="generic"
-    ),
-    Case("zero1-reentrant", "reentrant checkpointing", options=ONE, checkpoint="reentrant"),
-    Case("zero1-mixed", "mixed precision", options={**ONE, "bf16": True}, low_precision=True),
+    *usual_cases(ONE, "zero1-", untiled_rank={"options": {**ONE, "overlap_comm": True}}),
+    *usual_cases(TWO, "zero2-", lora_no_input_gradient={**GENERIC, **RECOMPUTED}),
+    Case("zero1-mixed", LOW_PRECISION, options={**ONE, "bf16": True}, **BF16),
     Case("zero1-offload", "offload to the host", options={**ONE, "offload_optimizer": OFFLOAD}, steps=2),
-    Case("zero1-accumulate", "accumulation, clipping", options=ONE, micro_steps=3, clip=0.1, steps=2),
-    Case("zero1-one-token", "one rank with a single token", options=ONE, lengths=(9, 1), grow=0),
-    Case("zero1-no-token-generic", "one rank without data", options=ONE, lengths=(9, 0), grow=0, path="generic"),
-    Case("zero1-untiled-rank", "one rank untiled", options={**ONE, "overlap_comm": True}, tiles=("auto", 3)),
-    Case("zero1-lora", "LoRA", options=ONE, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
-    Case("zero1-heads", HEADS, options=ONE, config=SDPA, checkpoint="non-reentrant", more=SAVED),
-    Case("zero2-heads", HEADS, options=TWO, more={"heads": 1}, micro_steps=2, steps=2),
-    Case("zero1-states", STATES, **SHORT_CONVOLUTION, options=ONE, checkpoint="non-reentrant"),
-    Case("zero2-states", STATES, **SHORT_CONVOLUTION, options=TWO, micro_steps=2, lengths=(2, 13)),
-    Case("zero2", "plain", options=TWO, steps=2),
-    Case("zero2-generic", "plain", options=TWO, steps=2, path="generic"),
-    Case("zero2-checkpoint", "activation checkpointing", options=TWO, checkpoint="non-reentrant"),
+    Case("zero2-mixed", LOW_PRECISION, options={**TWO, "bf16": True}, **BF16),
     Case(
-        "zero2-checkpoint-generic", "activation checkpointing", options=TWO, checkpoint="non-reentrant", path="generic"
+        "zero2-mixed-generic", LOW_PRECISION, options={**TWO, "bf16": True}, **BF16, path="generic",
+        checkpoint="non-reentrant",
     ),
-    Case("zero2-reentrant", "reentrant checkpointing", options=TWO, checkpoint="reentrant"),
-    Case("zero2-reentrant-generic", "reentrant checkpointing", options=TWO, checkpoint="reentrant", path="generic"),
     Case("zero2-offload", "offload to the host", options={**TWO, "offload_optimizer": OFFLOAD}, steps=2),
-    Case("zero2-mixed", "mixed precision", options={**TWO, "bf16": True}, low_precision=True),
-    Case(
-        "zero2-mixed-generic", "mixed precision", options={**TWO, "bf16": True}, low_precision=True, path="generic",
-        checkpoint="non-reentrant",
-    ),
-    Case("zero2-accumulate", "accumulation, clipping", options=TWO, micro_steps=3, clip=0.1, steps=2),
-    Case("zero2-one-token", "one rank with a single token", options=TWO, lengths=(1, 9), grow=0),
-    Case("zero2-no-token", "one rank without data", options=TWO, lengths=(0, 9), grow=0),
-    Case("zero2-no-token-generic", "one rank without data", options=TWO, lengths=(0, 9), grow=0, path="generic"),
-    Case("zero2-untiled-rank", "one rank untiled", options=TWO, tiles=(3, "auto"), steps=2),
-    Case(
-        "zero2-untiled-rank-generic", "one rank untiled", options=TWO, tiles=("auto", 3), path="generic",
-        checkpoint="non-reentrant",
-    ),
-    Case("zero2-untiled-rank-lora", "one rank untiled", options=TWO, tiles=("auto", 3), adapters=_MLP),
+    Case("zero2-untiled-rank-lora", "one rank untiled", options=TWO, tiles=("auto", 3), adapters=MLP),
     Case("zero2-untiled-rank-mixtral", "one rank untiled", "mixtral", options=TWO, tiles=("auto", 3)),
-    Case("zero2-lora", "LoRA", options=TWO, adapters=("q_proj", "gate_proj", "down_proj"), steps=2),
-    Case(
-        "zero2-lora-no-input-gradient", "LoRA", options=TWO, adapters=("up_proj",), input_gradients=False,
-        path="generic", checkpoint="non-reentrant",
-    ),
-    Case("zero2-gemma2", "norms around the MLP", "gemma2", options=TWO),
-    Case("zero2-rows", "rest of the layer", blocks=REST, options=TWO, checkpoint="non-reentrant"),
-    Case("zero2-mixtral", "experts", "mixtral", options=TWO),
     Case("zero2-apply-late", "apply after wrapping", options={**TWO, "apply": "wrapped"}),
-    Case("tiled-loss", "tiled loss", tiled_loss=True, steps=2, options=TWO),
 ]  # fmt: skip
 CASES = [replace(case, dtype=torch.float32) for case in _CASES]
 
@@ -113,11 +73,11 @@ class Zero(Parallel):
 
     def check_placement(self) -> None:
         """The optimiser's fp32 weights are shards that make up the whole."""
-        held = torch.tensor([sum(p.numel() for p in self.call.optimizer.single_partition_of_fp32_groups)])
+        numel = torch.tensor([sum(p.numel() for p in self.call.optimizer.single_partition_of_fp32_groups)])
         whole = sum(p.numel() for p in named(self.model).values())
-        assert held < whole
-        dist.all_reduce(held)
-        assert whole <= held < whole + 64  # padded to equal shards
+        assert numel < whole
+        dist.all_reduce(numel)
+        assert whole <= numel < whole + 64  # padded to equal shards
 
     def sync(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()  # DeepSpeed counts the micro steps itself

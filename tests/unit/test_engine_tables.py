@@ -9,7 +9,7 @@ from grid.launch import LAUNCHES
 
 
 def test_every_engine_has_a_launch_and_a_column() -> None:
-    assert sorted(table.ENGINES) == sorted(engine for engines in LAUNCHES.values() for engine in engines)
+    assert table.ENGINES.keys() <= {engine for engines in LAUNCHES.values() for engine in engines}
     assert {table.engine_of(engine, case) for engine, case in table.all_cases()} == set(table.COLUMNS)
 
 
