@@ -179,7 +179,7 @@ def _check_trainer(trainer: Trainer | None, model: nn.Module, options: TilingOpt
     """Raise if what the trainer was asked for cannot run with the tiling, or with sequences that ranks share."""
     parallelism = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
     sp_size, cp_size = getattr(parallelism, "sp_size", 1), getattr(parallelism, "cp_size", 1)
-    arguments = vars(getattr(trainer, "args", object()))
+    arguments = getattr(getattr(trainer, "args", None), "__dict__", {})
     packing = arguments.get("packing") and arguments.get("packing_strategy", True)
     check_combination(Combination(options, sp_size=sp_size, cp_size=cp_size, trainer=arguments, packing=packing))
     for setting, size in (("sp_size", sp_size), ("cp_size", cp_size)):
