@@ -28,7 +28,7 @@ from seqtile.models.discover.layer_parts import (
     plain_children,
 )
 from seqtile.models.discover.proof import Mode, Proof, autocast_dtype, for_training, prove
-from seqtile.models.discover.widths import experts_widths, half_widths, linear_widths, mlp_widths
+from seqtile.models.discover.widths import experts_widths, half_widths, linear_widths, mlp_widths, widths_of_children
 
 LOOKED_FOR = (
     "a module with two or three linear layers D -> F and F -> D (gate, up, down; fused gate_up, down; fc1, fc2), "
@@ -273,11 +273,7 @@ def _called_in_a_row(name: str, module: nn.Module, traces: LayerTraces) -> Candi
     if len(children_of(module)) < 2 or linear_widths(module) is not None:  # a linear layer with an adapter in it
         return None
     for kind, look, widths_of in (("inline", inline, linear_widths), ("pair", pair, half_widths)):
-        widths = {
-            child: child_widths
-            for child, submodule in module.named_children()
-            if (child_widths := widths_of(submodule)) is not None
-        }
+        widths = widths_of_children(module, widths_of)
         two = looks_inline(widths)
         if two is None:
             continue
@@ -292,11 +288,7 @@ def _called_in_a_row(name: str, module: nn.Module, traces: LayerTraces) -> Candi
 
 def _vouched(name: str, module: nn.Module) -> Candidate | None:
     """A block of more linear layers than an MLP has, such as one with adapters by hand, whose caller vouches for it."""
-    widths = {
-        child: child_widths
-        for child, submodule in module.named_children()
-        if (child_widths := linear_widths(submodule)) is not None
-    }
+    widths = widths_of_children(module)
     two = looks_inline(widths)
     if two is None or any(looks_like_attention(inner, submodule) for inner, submodule in module.named_modules()):
         return None
@@ -308,12 +300,9 @@ def _unread(name: str, module: nn.Module) -> str:
     """Why a layer with linear layers like an MLP's is none; "" where nothing resembles one."""
     if not children_of(module):
         matrices = _matrices(module)
-        oblong = [
-            shape
-            for shape in matrices
-            if shape[0] != shape[1] and (matrices.count(shape) > 1 or shape[::-1] in matrices)
-        ]
-        if not oblong or looks_like_attention(name, module) or linear_widths(module) is not None:
+        paired = [shape for shape in matrices if matrices.count(shape) > 1 or shape[::-1] in matrices]
+        is_mlp = any(rows != columns for rows, columns in paired)
+        if not is_mlp or looks_like_attention(name, module) or linear_widths(module) is not None:
             return ""
         return "its matrices are parameters of its own, not linear layers; tile_module tiles it"
     if len(children_of(module)) < 2 or type(module).forward in (nn.Module.forward, nn.Sequential.forward):
@@ -321,7 +310,7 @@ def _unread(name: str, module: nn.Module) -> str:
     if looks_like_attention(name, module) or linear_widths(module) is not None:  # an adapter's two are inside
         return ""
     for widths_of in (linear_widths, half_widths):
-        if two := looks_inline({child: widths_of(submodule) for child, submodule in module.named_children()}):
+        if two := looks_inline(widths_of_children(module, widths_of)):
             return f"its forward does not call {two[0]} and {two[1]} plainly one after another"
     return ""
 

@@ -183,13 +183,17 @@ def _candidates(parts: Mapping[str, Any], hidden: int, graph: Graph) -> Iterator
     if hooked:
         yield f"{hooked[0]} has hooks"
         return
-    firsts = list[tuple[str, list[str], bool]]()  # (down, the others, whether gate and up are one), by their widths
+    layouts = list[tuple[str, tuple[str, ...], bool, bool]]()  # (down, first, gated, up_first) that the widths allow
     for down, (inner, out) in reversed(linears.items()):
-        firsts_of = [name for name in linears if name != down]
-        for double in (False, True)[: 3 - len(firsts_of)]:
-            if out == hidden and all(linears[name] == (hidden, 2 * inner if double else inner) for name in firsts_of):
-                firsts.append((down, firsts_of, double))
-    if not firsts:
+        names = tuple(name for name in linears if name != down)
+        widths = {linears[name] for name in names}
+        if out != hidden:
+            continue
+        if widths == {(hidden, inner)}:
+            layouts += [(down, order, len(names) == 2, False) for order in dict.fromkeys((names, names[::-1]))]
+        if widths == {(hidden, 2 * inner)} and len(names) == 1:
+            layouts += [(down, names, True, up_first) for up_first in (False, True)]
+    if not layouts:
         yield "its linear layers are not D -> F and F -> D"
         return
     drops = [name for name, value in parts.items() if type(value) is nn.Dropout and value.p > 0]
@@ -203,15 +207,5 @@ def _candidates(parts: Mapping[str, Any], hidden: int, graph: Graph) -> Iterator
     choices += [(None, name, None) for name in functions]
     for activation, function, form in choices:
         for drop in ["", *drops]:
-            for down, firsts_of, double in firsts:
-                for first, gated, up_first in _orders(firsts_of, double):
-                    yield Formula(first, down, activation, function, gated, up_first, drop, form)
-
-
-def _orders(firsts: list[str], double: bool) -> list[tuple[tuple[str, ...], bool, bool]]:
-    """(first projections, gated, up_first) that the widths allow."""
-    if len(firsts) == 2:
-        return [((firsts[0], firsts[1]), True, False), ((firsts[1], firsts[0]), True, False)]
-    if double:
-        return [((firsts[0],), True, False), ((firsts[0],), True, True)]
-    return [((firsts[0],), False, False)]
+            for down, first, gated, up_first in layouts:
+                yield Formula(first, down, activation, function, gated, up_first, drop, form)

@@ -404,12 +404,11 @@ def _followed(layer: nn.Module, steps: LayerSteps, last: LayerCall, neighbours: 
     return replace(neighbours, after=after.name) if _is_norm_call(layer, steps, after) else neighbours
 
 
-def looks_inline(widths: Mapping[str, tuple[int, int] | None]) -> tuple[str, str] | None:
+def looks_inline(widths: Mapping[str, tuple[int, int]]) -> tuple[str, str] | None:
     """Two linear layers ``D -> F`` and ``F -> D`` among the children of a layer, which may be an MLP."""
-    linear = {name: width for name, width in widths.items() if width is not None}
-    for first, (width, inner) in linear.items():
-        for second, turned in linear.items():
-            if turned == (inner, width) and width < inner:
+    for first, (hidden, inner) in widths.items():
+        for second, turned in widths.items():
+            if turned == (inner, hidden) and hidden < inner:
                 return first, second
     return None
 

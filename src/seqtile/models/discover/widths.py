@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from seqtile._compat import children_of
 from seqtile.engines.zero3 import whole_shape
 
 
@@ -20,18 +19,20 @@ def linear_widths(module: Any) -> tuple[int, int] | None:
     return None
 
 
+def widths_of_children(
+    module: nn.Module, widths_of: Callable[[nn.Module], tuple[int, int] | None] = linear_widths
+) -> dict[str, tuple[int, int]]:
+    """The widths of the children that have some, by name."""
+    return {name: widths for name, child in module.named_children() if (widths := widths_of(child)) is not None}
+
+
 def half_widths(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of half an MLP: a module with one linear layer, and norms, dropouts and an activation beside it."""
-    if (
-        not children_of(module)
-        or linear_widths(module) is not None
-        or any(True for _ in module.parameters(recurse=False))
-    ):
+    if linear_widths(module) is not None or any(True for _ in module.parameters(recurse=False)):
         return None
-    widths = [(child, linear_widths(child)) for child in module.children()]
-    linears = [widths_of_child for _, widths_of_child in widths if widths_of_child is not None]
-    small = all(_is_small(child) for child, widths_of_child in widths if widths_of_child is None)
-    return linears[0] if len(linears) == 1 and small else None
+    linears = widths_of_children(module)
+    others = [child for name, child in module.named_children() if name not in linears]
+    return next(iter(linears.values())) if len(linears) == 1 and all(map(_is_small, others)) else None
 
 
 def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
