@@ -310,7 +310,7 @@ def test_a_reentrant_checkpoint_is_exact_and_the_report_says_what_it_costs() -> 
 
 
 def test_torch_compile_gives_the_same_numbers() -> None:
-    model, ids = causal_lm("gemma2"), tokens()
+    model, ids = causal_lm("gemma2", num_hidden_layers=1), tokens()
     _, expected = gradients(model, ids)
     seqtile.apply(model, tile=5)
     compiled = torch.compile(model, backend="aot_eager")
@@ -337,9 +337,9 @@ def test_torch_compile_of_a_tiled_mlp_in_one_graph() -> None:
 @pytest.mark.parametrize(("path", "tile"), [("generic", 20), ("fused", "shards:3")])
 def test_torch_compile_takes_every_length_beside_another_model(path: str, tile: int | str) -> None:
     """From the second length on the compiler knows the length as a symbol; another model was compiled before."""
-    other = causal_lm("llama")
+    other = causal_lm("llama", num_hidden_layers=1)
     torch.compile(other, backend="eager")(input_ids=tokens(length=7))
-    model = causal_lm("llama", torch.float64)
+    model = causal_lm("llama", torch.float64, num_hidden_layers=1)
     batches = [tokens(length=length) for length in (13, 16, 23, 40)]
     expected = [gradients(model, ids)[1] for ids in batches]
     seqtile.apply(model, tile=tile, path=path, blocks="mlp")

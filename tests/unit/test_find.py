@@ -200,12 +200,6 @@ def test_the_same_module_without_mixing_is_found() -> None:
     assert found[0].why == "by its trace, forward and backward"
 
 
-def test_attention_is_never_taken_for_an_mlp() -> None:
-    for architecture in ARCHITECTURES:
-        found, _ = find_blocks(causal_lm(architecture))
-        assert not any("attn" in block.name or "attention" in block.name for block in found)
-
-
 def test_the_probe_leaves_no_trace() -> None:
     model = causal_lm("gpt2", resid_pdrop=0.5)
     modes = [module.training for module in model.modules()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -270,16 +269,6 @@ def test_equal_blocks_share_one_proof(monkeypatch: pytest.MonkeyPatch) -> None:
         judge(Gated(GATED["plain"][0]))
     judge(Gated(GATED["times two"][0]))
     assert len(made) == 2
-
-
-def test_no_process_group_is_made_or_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed as dist
-
-    for name in ("init_process_group", "new_group", "all_gather", "all_reduce", "broadcast"):
-        monkeypatch.setattr(dist, name, lambda *a, **k: pytest.fail("a collective"))
-    before = {name for name in sys.modules if name.startswith("torch.testing")}
-    assert judge(Gated(GATED["plain"][0])).why_not == "" and not dist.is_initialized()
-    assert {name for name in sys.modules if name.startswith("torch.testing")} == before
 
 
 def _no_gradients(self: Any, *arguments: Any) -> Any:
