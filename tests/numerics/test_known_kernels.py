@@ -54,7 +54,7 @@ def test_ligers_twins_on_values(liger: dict[str, Any]) -> None:
 
 
 def test_ligers_blocks_run_by_the_fused_operator(liger: dict[str, Any]) -> None:
-    assert len(liger["effects"]) == 10
+    assert len(liger["effects"]) == 9
     for name, seen in liger["effects"].items():
         path = "generic" if "scaled" in name else "fused"  # no formula of the operator has multipliers
         assert (seen["paths"], seen["blocks"], seen["cut"]) == ([path], 2, 2), f"{name}: {seen}"
