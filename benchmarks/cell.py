@@ -11,12 +11,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from seqtile._errors import UserError
-from seqtile.options import DEFAULTS, TilingOptions, as_row, changed, from_row
+from seqtile.options import DEFAULTS, TilingOptions, changed
 
 SHAPES = {
     "llama-8b": (4096, 14336),
@@ -101,12 +101,21 @@ class Cell:
 
     def row(self) -> dict[str, Any]:
         """Its fields and options as a row of results has them."""
-        return as_row(self, SHOWN)
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "options"}
+        options = {name: getattr(self.options, name) for name in DEFAULTS}
+        changed_or_shown = {
+            name: value
+            for name, value in options.items()
+            if name in SHOWN or (value != DEFAULTS[name] and name not in own)
+        }
+        return own | changed_or_shown
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Cell:
         """The cell that a row is of."""
-        return from_row(cls, row)
+        own = {field.name for field in fields(cls)} - {"options"}
+        options = {name: row[name] for name in DEFAULTS if name in row and name not in own}
+        return cls(options=TilingOptions(**options), **{name: row[name] for name in own if name in row})
 
     def __str__(self) -> str:
         around = "under a checkpoint" if self.checkpoint else "alone"

@@ -44,7 +44,7 @@ class Declaration:
         recipe: whether it is a key of a recipe.
         plan: whether a plan heeds it.
         choices: the words that are its only values; empty if there are others.
-        words: what a flag takes in place of ``choices``, and the value that each word stands for.
+        flag_values: what a flag takes in place of ``choices``, and the value that each word stands for.
         metavar: of the flag.
         least: smallest number.
         flag: type of the flag where it is narrower than text.
@@ -56,7 +56,7 @@ class Declaration:
     recipe: bool = True
     plan: bool = True
     choices: tuple[str, ...] = ()
-    words: Mapping[str, Any] | None = None
+    flag_values: Mapping[str, Any] | None = None
     metavar: str | None = None
     least: int | None = None
     flag: type | None = None
@@ -90,7 +90,7 @@ class TilingOptions:
     )
     blocks: str = option(
         "auto", f"What runs in tiles: auto, mlp, mlp+norm or {WHOLE_LAYER}", commands=("plan",), choices=BLOCKS,
-        words={word: word for word in BLOCKS if word != "none"},
+        flag_values={word: word for word in BLOCKS if word != "none"},
     )  # fmt: skip
     path: str = option("auto", "Operator: auto, fused or generic", commands=(), recipe=False, plan=False, choices=PATHS)
     keep: float | str = option(
@@ -98,7 +98,7 @@ class TilingOptions:
     )
     loss: str | None = option(
         None, "Head and loss: tiled or full", commands=("plan", "probe"), recipe=False, choices=("tiled",),
-        words={"tiled": "tiled", "full": None},
+        flag_values={"tiled": "tiled", "full": None},
     )  # fmt: skip
     loss_tile: int | str = option(
         "auto", "Tokens per tile of the head", commands=("plan", "probe"), metavar="N", least=1, flag=int
@@ -107,7 +107,7 @@ class TilingOptions:
     checkpoint: str | None = option(
         None, "Activation checkpoints: layer (full), attention-saved or none", commands=("plan", "probe"),
         choices=CHECKPOINT_POLICIES,
-        words={"auto": "auto", "layer": "full", "full": "full", "attention-saved": "attention-saved", "none": None},
+        flag_values={"auto": "auto", "layer": "full", **{word: word for word in CHECKPOINT_POLICIES}, "none": None},
     )  # fmt: skip
     offload: bool | str = option(False, "Checkpoints wait in host memory", commands=())
     heads: int | str | None = option(
@@ -212,10 +212,10 @@ def _fields() -> tuple[Field[Any], ...]:
     return fields(TilingOptions)
 
 
-WRITTEN: dict[str, Declaration] = {one.name: one.metadata["written"] for one in _fields()}
+WRITTEN: dict[str, Declaration] = {option.name: option.metadata["written"] for option in _fields()}
 """How each option is given."""
 
-DEFAULTS: dict[str, Any] = {one.name: one.default for one in _fields()}
+DEFAULTS: dict[str, Any] = {option.name: option.default for option in _fields()}
 """The value of each option that is not given."""
 
 OF_BLOCKS = ("tile", "only", "trust", "path", "keep")
@@ -258,45 +258,21 @@ def from_flag(name: str, text: Any) -> Any:
     Raises:
         UserError: a word that is none of the flag's.
     """
-    words = WRITTEN[name].words
-    if words is None:
+    flag_values = WRITTEN[name].flag_values
+    if flag_values is None:
         if float in get_args(get_type_hints(TilingOptions)[name]):
             with suppress(ValueError):
                 return float(text)
         return text
-    if text not in words:
-        raise UserError(f"{name} {text!r} is not known here; use one of {', '.join(words)}")
-    return words[text]
+    if text not in flag_values:
+        raise UserError(f"{name} {text!r} is not known here; use one of {', '.join(flag_values)}")
+    return flag_values[text]
 
 
 def to_flag(name: str, value: Any) -> Any:
     """The word of a flag that stands for ``value``; the value itself where the flag has no words of its own."""
-    words = WRITTEN[name].words or {}
-    return next((word for word, meant in words.items() if meant == value), value)
-
-
-def as_row(record: Any, shown: Iterable[str]) -> dict[str, Any]:
-    """A frozen record that holds ``options`` as one flat row of results; :func:`from_row` reads it again.
-
-    Args:
-        record: a dataclass with a field ``options``.
-        shown: options that every row has; of the others, those that are not at their defaults.
-    """
-    record_fields = {entry.name: getattr(record, entry.name) for entry in fields(record) if entry.name != "options"}
-    options = {name: getattr(record.options, name) for name in DEFAULTS}
-    return record_fields | {
-        name: value
-        for name, value in options.items()
-        if name in shown or (value != DEFAULTS[name] and name not in record_fields)
-    }
-
-
-def from_row(kind: type[Record], row: Mapping[str, Any]) -> Record:
-    """The record of ``kind`` whose :func:`as_row` is in ``row``, among other things or alone."""
-    own = {one.name for one in fields(kind)} - {"options"}  # type: ignore[arg-type]
-    options = {name: row[name] for name in DEFAULTS if name in row and name not in own}
-    values = {name: row[name] for name in own if name in row}
-    return kind(options=TilingOptions(**options), **values)  # type: ignore[call-arg]
+    flag_values = WRITTEN[name].flag_values or {}
+    return next((word for word, meant in flag_values.items() if meant == value), value)
 
 
 Record = TypeVar("Record")

@@ -186,12 +186,12 @@ def _candidates(parts: Mapping[str, Any], hidden: int, graph: Graph) -> Iterator
     layouts = list[tuple[str, tuple[str, ...], bool, bool]]()  # (down, first, gated, up_first) that the widths allow
     for down, (inner, out) in reversed(linears.items()):
         names = tuple(name for name in linears if name != down)
-        widths = {linears[name] for name in names}
+        first_widths = {linears[name] for name in names}
         if out != hidden:
             continue
-        if widths == {(hidden, inner)}:
+        if first_widths == {(hidden, inner)}:
             layouts += [(down, order, len(names) == 2, False) for order in dict.fromkeys((names, names[::-1]))]
-        if widths == {(hidden, 2 * inner)} and len(names) == 1:
+        if first_widths == {(hidden, 2 * inner)} and len(names) == 1:
             layouts += [(down, names, True, up_first) for up_first in (False, True)]
     if not layouts:
         yield "its linear layers are not D -> F and F -> D"
