@@ -20,65 +20,67 @@ PLACE = "options"
 def takes_options(
     command: str,
     *,
-    shown: bool = True,
+    show_default: bool = True,
     defaults: Mapping[str, str] | None = None,
-    more: Mapping[str, str] | None = None,
+    suffixes: Mapping[str, str] | None = None,
 ) -> Callable[[Command], Command]:
     """Give a command the flags of its options; its parameter ``options`` gets what was given, by name.
 
     Args:
         command: as :class:`seqtile.options.Declaration` names it.
-        shown: whether a flag that is not given has its default; else it is left out of ``options``.
+        show_default: whether a flag that is not given has its default; else it is left out of ``options``.
         defaults: words that are the command's own defaults.
-        more: what the help of a flag says beside the option's.
+        suffixes: what the help of a flag says beside the option's.
     """
 
     def decorate(function: Command) -> Command:
         flags = {
-            name: _parameter(name, shown, (defaults or {}).get(name), (more or {}).get(name, ""))
+            name: _parameter(name, show_default, (defaults or {}).get(name), (suffixes or {}).get(name, ""))
             for name, how in WRITTEN.items()
             if command in how.commands
         }
 
-        def wrapper(**words: Any) -> None:
-            given = {name: words.pop(name) for name in flags}
-            function(**words, **{PLACE: {name: value for name, value in given.items() if value is not None}})
+        def wrapper(**kwargs: Any) -> None:
+            options = {name: kwargs.pop(name) for name in flags}
+            function(**kwargs, **{PLACE: {name: value for name, value in options.items() if value is not None}})
 
         hints = get_type_hints(function)
         parameters: list[inspect.Parameter] = []
-        for one in inspect.signature(function).parameters.values():
-            parameters += flags.values() if one.name == PLACE else [one.replace(annotation=hints[one.name])]
+        for parameter in inspect.signature(function).parameters.values():
+            parameters += (
+                flags.values() if parameter.name == PLACE else [parameter.replace(annotation=hints[parameter.name])]
+            )
         wrapper.__doc__, wrapper.__name__, wrapper.__module__ = function.__doc__, function.__name__, function.__module__
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {one.name: one.annotation for one in parameters}
+        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return wrapper
 
     return decorate
 
 
-def _parameter(name: str, shown: bool, default: Any, more: str) -> inspect.Parameter:
+def _parameter(name: str, show_default: bool, default: Any, suffix: str) -> inspect.Parameter:
     how = WRITTEN[name]
     if default is None:
         default = to_flag(name, DEFAULTS[name])
-    kind, number = flag_type(name), isinstance(default, int | float) and flag_type(name) is str
-    if not shown:
-        more = f"{more} (default {default})" if default is not None else more
+    flag_kind, number = flag_type(name), isinstance(default, int | float) and flag_type(name) is str
+    if not show_default:
+        suffix = f"{suffix} (default {default})" if default is not None else suffix
         default = None
     elif number:
         default = f"{default:g}"
     elif how.flag is not None and not isinstance(default, how.flag):
         default = None  # a word, which a flag of another type stands for by being left out
-    option = typer.Option(default, help=f"{how.help}{more}.", metavar=how.metavar, min=how.least)
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=option, annotation=kind)
+    option = typer.Option(default, help=f"{how.help}{suffix}.", metavar=how.metavar, min=how.least)
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=option, annotation=flag_kind)
 
 
-def options_of(given: Mapping[str, Any]) -> TilingOptions:
+def options_of(flags: Mapping[str, Any]) -> TilingOptions:
     """The record that a command's flags ask for; ``--tile none`` leaves the blocks untiled.
 
     Raises:
         UserError: a value is none of its flag's.
     """
-    values = {name: from_flag(name, value) for name, value in given.items()}
+    values = {name: from_flag(name, value) for name, value in flags.items()}
     if values.get("tile") == "none":
         if values.get("blocks", "auto") != "auto":
             raise UserError(

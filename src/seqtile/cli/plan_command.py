@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @takes_options(
     "plan",
     defaults={"loss": "tiled", "checkpoint": "auto"},
-    more={"tile": ", or none", "checkpoint": "; auto: what fits", "loss": "; grpo: a step of GRPO, tiled"},
+    suffixes={"tile": ", or none", "checkpoint": "; auto: what fits", "loss": "; grpo: a step of GRPO, tiled"},
 )
 def command(
     model: str = typer.Option(..., help="config.json, model directory, Hub id, or a shape: llama-8b, qwen3-8b, ..."),

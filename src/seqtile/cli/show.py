@@ -46,7 +46,7 @@ class Progress:
         self._stage = ""
         self._status: Status | None = None
         columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"),
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[summary]}"),
             TimeRemainingColumn(),
         )  # fmt: skip
         # What is printed goes above the bar, but never from a pipe of its own to the terminal.
@@ -54,7 +54,7 @@ class Progress:
             *columns, console=self.console, transient=True, disable=not self._live,
             redirect_stdout=sys.stdout.isatty(),
         )  # fmt: skip
-        self._task = self._bar.add_task("training", total=None, told="")
+        self._task = self._bar.add_task("training", total=None, summary="")
 
     def __enter__(self) -> Progress:
         return self
@@ -94,10 +94,10 @@ class Progress:
         if not self._enabled:
             return
         step, steps = values["step"], values["steps"]
-        told = described(values)
-        self._bar.update(self._task, completed=step, told="  ".join(told[:1]))
+        parts = described(values)
+        self._bar.update(self._task, completed=step, summary="  ".join(parts[:1]))
         if "loss" not in values or step in (1, steps) or step % max(1, steps // SHOWN_STEPS) == 0:
-            print("  ".join([f"step {step:>{len(str(steps))}}/{steps}", *told]), flush=True)
+            print("  ".join([f"step {step:>{len(str(steps))}}/{steps}", *parts]), flush=True)
 
     def end(self) -> None:
         """Take the bar away."""
@@ -116,10 +116,10 @@ def described(values: dict[str, Any]) -> list[str]:
         "grad_norm": "grad norm {:.3g}", "tokens_per_s": "{:,.0f} tokens/s",
         "peak_allocated_gib": "peak {:.2f} GiB", "peak_resident_gib": "host peak {:.2f} GiB",
     }  # fmt: skip
-    told = [form.format(values[name]) for name, form in forms.items() if name in values]
+    parts = [form.format(values[name]) for name, form in forms.items() if name in values]
     if "loss" in values and values.get("seconds_left"):
-        told.append(f"{timedelta(seconds=round(values['seconds_left']))} left")
-    return told
+        parts.append(f"{timedelta(seconds=round(values['seconds_left']))} left")
+    return parts
 
 
 @contextmanager
@@ -138,15 +138,15 @@ def folded_bars(progress: Progress) -> Iterator[None]:
     def close(bar: Any) -> None:
         bar.disable = True
 
-    former = {name: tqdm.__dict__.get(name) for name in ("display", "close")}
+    own_methods = {name: tqdm.__dict__.get(name) for name in ("display", "close")}
     tqdm.display, tqdm.close = display, close  # tqdm means the first for front ends of one's own
-    former_hook = set_hook(lambda _, args, kwargs: tqdm(*args, **kwargs))
+    previous_hook = set_hook(lambda _, args, kwargs: tqdm(*args, **kwargs))
     (enable_progress_bars if progress.console.is_interactive else disable_progress_bars)()
     try:
         yield
     finally:
-        set_hook(former_hook)
-        for name, method in former.items():
+        set_hook(previous_hook)
+        for name, method in own_methods.items():
             delattr(tqdm, name) if method is None else setattr(tqdm, name, method)
 
 

@@ -18,7 +18,7 @@ WORKER = "seqtile.cli.worker"
 """The module that each process of an engine runs."""
 
 
-@takes_options("train", shown=False)
+@takes_options("train", show_default=False)
 def command(
     model: str = typer.Option(None, help="Model directory or Hub id. Without model and dataset: the embedded demo."),
     dataset: str = typer.Option(None, help="JSONL, CSV, Parquet or text file, a directory of them, or a Hub id."),

@@ -26,7 +26,7 @@ DIFFERS = 1
 NO_ANSWER = 70  # EX_SOFTWARE of sysexits.h: a script must not take a crash for "gradients differ"
 
 
-@takes_options("verify", shown=False, defaults={"tile": "shards:8"})
+@takes_options("verify", show_default=False, defaults={"tile": "shards:8"})
 def command(
     model: str = typer.Option(
         ..., help="Model directory, Hub id, or a config.json (also a directory without weights): random weights."

@@ -84,17 +84,17 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
         import seqtile
 
         cfg["tiled_mlp"] = self._taken
-        given = apply_arguments(cfg)
-        if not given and self._taken is False:
+        kwargs = apply_arguments(cfg)
+        if not kwargs and self._taken is False:
             LOG.info("seqtile: tiled_mlp: false, nothing was changed")
             return
-        if own := next((type(m).__name__ for m in model.modules() if is_tiled_by_axolotl(m)), ""):
+        if tiled_class := next((type(m).__name__ for m in model.modules() if is_tiled_by_axolotl(m)), ""):
             raise UserError(
-                f"axolotl's own tiled MLP runs {own} already, and this plugin could not keep it off; take tiled_mlp "
-                "out of the configuration and give seqtile.tile"
+                f"axolotl's own tiled MLP runs {tiled_class} already, and this plugin could not keep it off; take "
+                "tiled_mlp out of the configuration and give seqtile.tile"
             )
         self._check_last()
-        report = seqtile.apply(model, **given)
+        report = seqtile.apply(model, **kwargs)
         LOG.info("seqtile: %s", report)
         for left in report.left:
             LOG.info("seqtile left %s (%s) alone: %s", left.name, left.class_name, left.why)

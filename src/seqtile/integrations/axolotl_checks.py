@@ -35,8 +35,8 @@ class SeqtileSettings(_SettingKeys):  # type: ignore[valid-type,misc]
     @classmethod
     def check_keys(cls, data: Any) -> Any:
         """Name the keys that there are."""
-        if isinstance(data, Mapping) and (said := unknown_keys(data)):
-            raise UserError(f"seqtile: {said}")
+        if isinstance(data, Mapping) and (sentence := unknown_keys(data)):
+            raise UserError(f"seqtile: {sentence}")
         return data
 
 
@@ -92,22 +92,22 @@ def apply_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: two keys that contradict each other.
     """
-    given = {key: value for key, value in (cfg.get("seqtile") or {}).items() if value is not None}
-    tiled, blocks = cfg.get("tiled_mlp"), given.get("blocks")
+    kwargs = {key: value for key, value in (cfg.get("seqtile") or {}).items() if value is not None}
+    tiled, blocks = cfg.get("tiled_mlp"), kwargs.get("blocks")
     if tiled is not None and blocks is not None and tiled == (blocks == "none"):
         raise UserError(f"tiled_mlp: {tiled} and seqtile.blocks: {blocks} contradict each other; leave one of them out")
     if tiled is False:
-        return {**given, "blocks": "none"} if given else {}
+        return {**kwargs, "blocks": "none"} if kwargs else {}
     if (shards := cfg.get("tiled_mlp_num_shards")) is not None:
-        if "tile" in given:
+        if "tile" in kwargs:
             raise UserError(
-                f"tiled_mlp_num_shards: {shards} and seqtile.tile: {given['tile']} both say how long a tile is; "
+                f"tiled_mlp_num_shards: {shards} and seqtile.tile: {kwargs['tile']} both say how long a tile is; "
                 "give one of them"
             )
-        given["tile"] = f"shards:{shards}"
-    if cfg.get("tiled_mlp_use_original_mlp") is False and given.setdefault("path", "fused") != "fused":
+        kwargs["tile"] = f"shards:{shards}"
+    if cfg.get("tiled_mlp_use_original_mlp") is False and kwargs.setdefault("path", "fused") != "fused":
         raise UserError(
-            f"tiled_mlp_use_original_mlp: false asks for seqtile's own operator, seqtile.path: {given['path']} for "
+            f"tiled_mlp_use_original_mlp: false asks for seqtile's own operator, seqtile.path: {kwargs['path']} for "
             "another; leave one of them out"
         )
-    return given
+    return kwargs

@@ -214,7 +214,7 @@ class _Peaks:
     """The most bytes in use in each part of a step, since they were last taken."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.found = device, dict[str, int]()
+        self.device, self.peaks = device, dict[str, int]()
         self.counted = device.type != "cpu"
         try:
             self.end_of("")
@@ -228,12 +228,12 @@ class _Peaks:
         peak = peak_bytes(self.device)
         reset_peak(self.device)
         if phase:
-            self.found[phase] = max(peak, self.found.get(phase, 0))
+            self.peaks[phase] = max(peak, self.peaks.get(phase, 0))
 
     def take(self) -> dict[str, float]:
         """For a log, in GiB; forgets them."""
-        found, self.found = self.found, {}
+        peaks, self.peaks = self.peaks, {}
         if self.device.type == "cpu":
             resident = peak_resident_bytes()
             return {"seqtile/peak_resident_gib": round(resident / GIB, 4)} if resident else {}
-        return {f"seqtile/{phase}_peak_allocated_gib": round(peak / GIB, 4) for phase, peak in found.items()}
+        return {f"seqtile/{phase}_peak_allocated_gib": round(peak / GIB, 4) for phase, peak in peaks.items()}

@@ -55,19 +55,19 @@ def register() -> None:
     from swift.callbacks import callbacks_map  # type: ignore[import-not-found]
 
     arguments = _local(SWIFT_IMPORTS_PLUGINS, "self")
-    rest = _local("parse_args_into_dataclasses", "remaining_args")
+    remaining = _local("parse_args_into_dataclasses", "remaining_args")
     variable = os.environ.get(VARIABLE)
-    given: dict[str, Any] = {"tile": variable or f"shards:{SHARDS}"}
+    kwargs: dict[str, Any] = {"tile": variable or f"shards:{SHARDS}"}
     if hasattr(arguments, "callbacks"):  # else inference, whose checkpoint names the plugin, or a dataloader's process
-        wanted = settings(arguments, rest if rest is not None else [], variable)
-        if wanted is None:
+        requested = settings(arguments, remaining if remaining is not None else [], variable)
+        if requested is None:
             _log("the seqtile plugin is loaded and tiles nothing: add --use_tiled_mlp true")
         elif type(arguments).__module__.startswith("swift.megatron"):
             raise UserError("megatron builds models of its own, which seqtile does not tile: use swift sft")
         elif NAME not in arguments.callbacks:
             arguments.callbacks.append(NAME)
-        given = wanted or given
-    callbacks_map[NAME] = partial(make_callback, **given)
+        kwargs = requested or kwargs
+    callbacks_map[NAME] = partial(make_callback, **kwargs)
 
 
 def _local(function: str, name: str) -> Any:
@@ -80,13 +80,13 @@ def _local(function: str, name: str) -> Any:
     return None
 
 
-def settings(arguments: Any, rest: list[str], variable: str | None) -> dict[str, Any] | None:
+def settings(arguments: Any, remaining: list[str], variable: str | None) -> dict[str, Any] | None:
     """The arguments of :func:`seqtile.apply` that a run asks for, None if it asks for no tiles.
 
     Args:
         arguments: ms-swift's arguments; where they have ``use_tiled_mlp`` themselves, it is read and switched off, so
             that only one of the two tilings runs.
-        rest: the part of the command line that ms-swift does not know; our flags are taken out of it.
+        remaining: the part of the command line that ms-swift does not know; our flags are taken out of it.
         variable: the value of ``SEQTILE_TILE``.
 
     Raises:
@@ -96,39 +96,39 @@ def settings(arguments: Any, rest: list[str], variable: str | None) -> dict[str,
     parser.add_argument("--use_tiled_mlp", nargs="?", const="true")
     parser.add_argument("--tiled_mlp_num_shards")
     parser.add_argument(FLAG)
-    ours, rest[:] = parser.parse_known_args(rest)
-    use = _truth(ours.use_tiled_mlp)
-    shards = ours.tiled_mlp_num_shards
-    given = _given(ours.seqtile)
+    flags, remaining[:] = parser.parse_known_args(remaining)
+    use = _truth(flags.use_tiled_mlp)
+    shards = flags.tiled_mlp_num_shards
+    kwargs = _given(flags.seqtile)
     if hasattr(arguments, "use_tiled_mlp"):
         use = True if arguments.use_tiled_mlp else use
         shards = getattr(arguments, "tiled_mlp_num_shards", None) or shards
         arguments.use_tiled_mlp = False
     named = NAME in arguments.callbacks
     if use is False:
-        if named or variable or given:
-            other = f"--callbacks {NAME}" if named else f"{VARIABLE}={variable}" if variable else FLAG
-            raise UserError(f"--use_tiled_mlp false and {other} contradict each other: leave one of them out")
+        if named or variable or kwargs:
+            switch = f"--callbacks {NAME}" if named else f"{VARIABLE}={variable}" if variable else FLAG
+            raise UserError(f"--use_tiled_mlp false and {switch} contradict each other: leave one of them out")
         return None
     sizes = {
         f"--tiled_mlp_num_shards {shards}": shards is not None,
         f"{VARIABLE}={variable}": variable,
-        f"{FLAG} with tile": "tile" in given,
+        f"{FLAG} with tile": "tile" in kwargs,
     }
     if len(both := [name for name, is_given in sizes.items() if is_given]) > 1:
         raise UserError(f"{' and '.join(both)} both size the tiles: give one")
-    if not (use or named or variable or given):
+    if not (use or named or variable or kwargs):
         if shards is not None:
             raise UserError(f"--tiled_mlp_num_shards {shards} has no effect by itself: add --use_tiled_mlp true")
         return None
-    given.setdefault("tile", variable or f"shards:{SHARDS if shards is None else shards}")
+    kwargs.setdefault("tile", variable or f"shards:{SHARDS if shards is None else shards}")
     try:
-        TilingOptions(tile=given["tile"])
+        TilingOptions(tile=kwargs["tile"])
     except UserError as error:
         if shards is None:
             raise UserError(f"{VARIABLE}={variable}: {error}") from None
         raise UserError(f"--tiled_mlp_num_shards {shards}: expected a number of tiles, 1 or more") from None
-    return given
+    return kwargs
 
 
 def _given(text: str | None) -> dict[str, Any]:
@@ -140,21 +140,21 @@ def _given(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        given = json.loads(text)
+        kwargs = json.loads(text)
     except ValueError:
-        given = None
-    if not isinstance(given, dict) or not given:
+        kwargs = None
+    if not isinstance(kwargs, dict) or not kwargs:
         raise UserError(f"{FLAG} {text}: expected arguments of seqtile.apply in JSON, as in {FLAG} '{{\"keep\": 0.5}}'")
     try:
-        if sentence := unknown_keys(given):
+        if sentence := unknown_keys(kwargs):
             raise UserError(sentence)
-        options = TilingOptions(**given)
+        options = TilingOptions(**kwargs)
         check_combination(Combination(options, framework="ms-swift"))
     except UserError as error:
         raise UserError(f"{FLAG}: {error}") from None
     if not options.tiled:
         raise UserError(f"{FLAG}: blocks: none tiles nothing; leave {FLAG} out")
-    return given
+    return kwargs
 
 
 def _truth(word: str | None) -> bool | None:
@@ -165,12 +165,12 @@ def _truth(word: str | None) -> bool | None:
     return word.lower() in _YES
 
 
-def make_callback(args: Any, trainer: Any, **given: Any) -> TilingCallback:
+def make_callback(args: Any, trainer: Any, **kwargs: Any) -> TilingCallback:
     """The callback as ms-swift makes its own, from the training arguments and the trainer that is being built.
 
     Args:
         args, trainer: of ms-swift.
-        **given: arguments of :func:`seqtile.apply`.
+        **kwargs: arguments of :func:`seqtile.apply`.
     """
     from seqtile.integrations.callback import TilingCallback
     from seqtile.ops import tile_checkpoint
@@ -178,7 +178,7 @@ def make_callback(args: Any, trainer: Any, **given: Any) -> TilingCallback:
     # Its trainer replaces torch's checkpoint by one that is reentrant whatever it is asked for, in the whole process.
     if tile_checkpoint.checkpoint is not (checkpoint_before_swift() or tile_checkpoint.checkpoint):  # type: ignore[attr-defined]
         raise UserError("ms-swift has trained in this process before seqtile was loaded: start a new Python process")
-    return TilingCallback(**given)
+    return TilingCallback(**kwargs)
 
 
 def _log(text: str) -> None:

@@ -39,19 +39,19 @@ def tile_trainer(trainer: Any, *, loss_tile: int | str = "auto") -> list[str]:
         UserError: the trainer has no model with a tiled loss, or asks for logits in a way that is not known here.
     """
     names = ("model", "ref_model", "teacher_model")
-    found = {name: getattr(trainer, name, None) for name in names}
-    models = {name: model for name, model in found.items() if isinstance(model, nn.Module)}
+    attributes = {name: getattr(trainer, name, None) for name in names}
+    models = {name: model for name, model in attributes.items() if isinstance(model, nn.Module)}
     if not models:
         raise UserError(f"{type(trainer).__name__} has no model that could be tiled; expected a built TRL trainer")
     done = []
     for name, model in models.items():
         done.append(f"{name}: {apply(model, blocks='none', loss='tiled', loss_tile=loss_tile).loss}")
-    kinds = {kind.__name__ for kind in type(trainer).__mro__}
+    class_names = {base.__name__ for base in type(trainer).__mro__}
     deferring = list(models.values())
-    if "OnlineDPOTrainer" in kinds:
+    if "OnlineDPOTrainer" in class_names:
         setattr(trainer, ONLINE_DPO_FORWARD, _inside(deferring, getattr(trainer, ONLINE_DPO_FORWARD)))
         done.append("log-probabilities from deferred logits")
-    if "GKDTrainer" in kinds:
+    if "GKDTrainer" in class_names:
         trainer.generalized_jsd_loss = generalized_jsd_loss
         trainer.compute_loss = _train_inside(deferring, trainer.compute_loss)
         done.append("divergence from the two heads")
@@ -99,10 +99,10 @@ def generalized_jsd_loss(
 
     def of_student(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         def of_teacher(rows: Tensor, its_weight: Tensor, its_bias: Tensor | None) -> Tensor:
-            known = HeadInput(rows, its_weight, its_bias, teacher.scaling)
+            its_head = HeadInput(rows, its_weight, its_bias, teacher.scaling)
             return linear_divergence(
-                hidden, weight, targets, known, beta=beta, bias=bias, scaling=student.scaling, temperature=temperature,
-                reduction="sum", tile=_head_of(student).installed.rule,
+                hidden, weight, targets, its_head, beta=beta, bias=bias, scaling=student.scaling,
+                temperature=temperature, reduction="sum", tile=_head_of(student).installed.rule,
             )  # fmt: skip
 
         return _plain_inside(teacher, of_teacher)

@@ -59,11 +59,11 @@ def patch_tiled_mlp(
     tile, named = _read(patch_options_str, model)
     if named and modules is not None:
         raise UserError(f"patch_options_str={patch_options_str!r} and modules= both name modules: give one of them")
-    wanted = named if modules is None else list(modules)
-    if not wanted and modules is None:
+    targets = named if modules is None else list(modules)
+    if not targets and modules is None:
         apply(model, tile=tile)
         return model
-    chosen = _named(model, wanted, one_is_enough=bool(named))
+    chosen = _named(model, targets, one_is_enough=bool(named))
     for name in chosen:
         taken = inspect.signature(type(model.get_submodule(name)).forward).parameters
         if mixing := sorted(_OF_ATTENTION & taken.keys()):
@@ -71,19 +71,21 @@ def patch_tiled_mlp(
 
     def is_named(name: str, _: nn.Module) -> bool:
         """To name a module is to vouch for its code."""
-        return any(f"{name}.".startswith(f"{other}.") for other in chosen)
+        return any(f"{name}.".startswith(f"{target}.") for target in chosen)
 
     blocks = {block.name for block in find_blocks(model, everything=True, trusted=is_named)[0]}
     inside = [name for name in chosen if any(name != b and f"{name}.".startswith(f"{b}.") for b in blocks)]
-    own = [name for name in chosen if name not in blocks and name not in inside]
-    for name in own:
-        if held := next((block for block in sorted(blocks) if not name or block.startswith(f"{name}.")), None):
-            raise UserError(f"modules= names {name or 'the whole model'}, which is more than an MLP: name {held}")
-    with ExitStack() as former:  # a module that is refused leaves the others as they were
-        for name in own:
-            if not any(other != name and name.startswith(f"{other}.") for other in own):
+    non_blocks = [name for name in chosen if name not in blocks and name not in inside]
+    for name in non_blocks:
+        if inner_block := next((block for block in sorted(blocks) if not name or block.startswith(f"{name}.")), None):
+            raise UserError(
+                f"modules= names {name or 'the whole model'}, which is more than an MLP: name {inner_block}"
+            )
+    with ExitStack() as undo_on_error:  # a module that is refused leaves the others as they were
+        for name in non_blocks:
+            if not any(outer != name and name.startswith(f"{outer}.") for outer in non_blocks):
                 module = model.get_submodule(name)
-                former.enter_context(replacing(module, modules_too=True))
+                undo_on_error.enter_context(replacing(module, modules_too=True))
                 tile_module(module, tile=tile)
         if chosen_blocks := [name for name in chosen if name in blocks]:
             apply(model, tile=tile, only=chosen_blocks, trust=chosen_blocks)
@@ -112,12 +114,12 @@ def patch_mlp(
     Raises:
         UserError: two of them are given, a value is wrong, or the module mixes tokens.
     """
-    given = [name for name, on in (
+    sizes = [name for name, on in (
         ("target_arctic=True", target_arctic is True), (f"target_gb={target_gb!r}", target_gb is not None),
         (f"num_shards={num_shards!r}", num_shards is not None),
     ) if on]  # fmt: skip
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} each size the tiles: give one of them")
+    if len(sizes) > 1:
+        raise UserError(f"{' and '.join(sizes)} each size the tiles: give one of them")
     if num_shards is not None:
         if isinstance(num_shards, bool) or not isinstance(num_shards, int) or num_shards < 1:
             raise UserError(f"num_shards={num_shards!r}: expected a number of tiles, 1 or more")
@@ -147,8 +149,11 @@ def _read(option: str, model: nn.Module) -> tuple[str, list[str]]:
     if word in ("arctic", "1") and (not values or len(values) == 2 and values[0] in ("", "1")):
         return "arctic", named
     if word == "target" and len(values) <= 2:
-        given = bool(values and values[0])
-        return f"memory:{_bytes(f'patch_options_str={option!r}', values[0]) if given else _half_of_free(model)}", named
+        has_size = bool(values and values[0])
+        return (
+            f"memory:{_bytes(f'patch_options_str={option!r}', values[0]) if has_size else _half_of_free(model)}",
+            named,
+        )
     raise UserError(f"patch_options_str={option!r}: expected {_OPTIONS}")
 
 
@@ -171,7 +176,7 @@ def _half_of_free(model: nn.Module) -> int:
     return free // 2
 
 
-def _named(model: nn.Module, wanted: Sequence[str | nn.Module], one_is_enough: bool) -> list[str]:
+def _named(model: nn.Module, targets: Sequence[str | nn.Module], one_is_enough: bool) -> list[str]:
     """Qualified names of what is wanted.
 
     Raises:
@@ -179,15 +184,17 @@ def _named(model: nn.Module, wanted: Sequence[str | nn.Module], one_is_enough: b
     """
     names = [name for name, _ in model.named_modules()]
     chosen: list[str] = []
-    for one in wanted:
-        if isinstance(one, nn.Module):
-            hits = [name for name, module in model.named_modules() if module is one]
-        elif "*" in one or "?" in one:
-            hits = [name for name in names if fnmatchcase(name.lower(), one.lower())]
+    for target in targets:
+        if isinstance(target, nn.Module):
+            hits = [name for name, module in model.named_modules() if module is target]
+        elif "*" in target or "?" in target:
+            hits = [name for name in names if fnmatchcase(name.lower(), target.lower())]
         else:
-            hits = [name for name in names if name and name.lower().endswith(one.lower())]
-        if not hits and (not one_is_enough or (not chosen and one is wanted[-1])):
-            what = f"a {type(one).__name__} that is not in the model" if isinstance(one, nn.Module) else repr(one)
+            hits = [name for name in names if name and name.lower().endswith(target.lower())]
+        if not hits and (not one_is_enough or (not chosen and target is targets[-1])):
+            what = (
+                f"a {type(target).__name__} that is not in the model" if isinstance(target, nn.Module) else repr(target)
+            )
             some = ", ".join(names[1:6])
             raise UserError(f"modules= holds {what}, which matches no module; its names look like {some}")
         chosen += [name for name in hits if name not in chosen]

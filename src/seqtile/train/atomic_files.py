@@ -12,12 +12,12 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         OSError: the directory cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with part.open("w", encoding="utf-8") as file:
+        with partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(partial, path)
     finally:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)

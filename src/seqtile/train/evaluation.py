@@ -60,15 +60,15 @@ class Evaluated:
         with context:
             yield batch
 
-    def add(self, loss: torch.Tensor, part: dict[str, Any]) -> None:
+    def add(self, loss: torch.Tensor, shard: dict[str, Any]) -> None:
         """Count the mean loss of what this rank ran.
 
         Cost: three numbers per rank are gathered.
         """
         size = self._ring * self._ulysses
-        tokens = (part["shift_labels"] != IGNORED).sum() if size > 1 else torch.ones_like(loss)
-        mine = torch.stack([loss * tokens, tokens, torch.full_like(loss, self._count)]).float()
-        every = self._accelerator.gather(mine[None]).cpu().double().view(-1, size, 3)
+        tokens = (shard["shift_labels"] != IGNORED).sum() if size > 1 else torch.ones_like(loss)
+        own_sums = torch.stack([loss * tokens, tokens, torch.full_like(loss, self._count)]).float()
+        every = self._accelerator.gather(own_sums[None]).cpu().double().view(-1, size, 3)
         batches, rows = every[..., :2].sum(dim=1), every[:, 0, 2]  # ranks that share rows follow each other
         self._sums += torch.stack([(batches[:, 0] / batches[:, 1].clamp(min=1) * rows).sum(), rows.sum()])
         self._batches += 1
@@ -79,10 +79,10 @@ class Evaluated:
 
     def _rows_that_count(self) -> int:
         """How many rows of the next batch are not from the beginning again."""
-        number, part = divmod(self._batches, self._ulysses)
+        number, offset = divmod(self._batches, self._ulysses)
         # Under Ulysses a group runs the batch that its first rank was dealt, then its second's, and so on.
         process = int(self._accelerator.process_index) // self._ring
-        process += part - process % self._ulysses
+        process += offset - process % self._ulysses
         together = int(self._loader.total_batch_size)
         size = together // (int(self._accelerator.num_processes) // self._ring)
         return min(max(len(self.rows) - number * together - process * size, 0), size)

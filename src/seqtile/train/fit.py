@@ -53,35 +53,37 @@ def fit(recipe: Recipe, nodes: int = 1) -> Fitted:
     memory = parse_bytes(recipe.fit[len("memory:") :]) if isinstance(recipe.fit, str) else None
     request = request_of(recipe, memory, nodes)
     settings = settings_of(recipe)
-    given = {name: getattr(settings, name) for name in CHOSEN if getattr(recipe.options, name) != DEFAULTS[name]}
+    fixed = {name: getattr(settings, name) for name in CHOSEN if getattr(recipe.options, name) != DEFAULTS[name]}
     if not recipe.activation_checkpointing:
-        given["checkpoint"] = None
+        fixed["checkpoint"] = None
     if not recipe.tiled_mlp:
-        given |= {name: getattr(settings, name) for name in ("tile", "keep", "blocks")}
-    found = choose_rung(request, recipe.max_length, given, can_offload=can_offload())
-    high, expected = found.estimate.device.high / 2**30, found.estimate.device.expected / 2**30
+        fixed |= {name: getattr(settings, name) for name in ("tile", "keep", "blocks")}
+    rung = choose_rung(request, recipe.max_length, fixed, can_offload=can_offload())
+    high, expected = rung.estimate.device.high / 2**30, rung.estimate.device.expected / 2**30
     count = f"{request.gpus} x " if request.gpus > 1 else ""
     why = [
         f"fit: rows of {recipe.max_length:,} tokens on {count}{request.device.name} with "
         f"{request.device.memory / 2**30:,.2f} GiB: {expected:,.2f} GiB expected, {high:,.2f} GiB at most, at the peak "
-        f"in the {found.estimate.peak_at}"
+        f"in the {rung.estimate.peak_at}"
     ]
-    if not found.sure:
+    if not rung.sure:
         why.append("fit: the high estimate does not fit; --on-oom retry goes on with smaller tiles if it comes true")
-    if found.estimate.square or (request.attention == "sdpa" and recipe.packing):
+    if rung.estimate.square or (request.attention == "sdpa" and recipe.packing):
         why.append("fit: sdpa attention builds a [tokens, tokens] mask for packed rows, which is not in the plan")
-    updates = updates_of(found.settings, recipe)
+    updates = updates_of(rung.settings, recipe)
     if updates.get("offload"):
-        updates["offload"] = offload_of(found.planner, found.estimate)
+        updates["offload"] = offload_of(rung.planner, rung.estimate)
     chosen = recipe.changed(**updates, fit=False)
     options = chosen.options
-    shown = {
+    chosen_values = {
         "tile": options.tile if options.tiled else "none", "loss_tile": chosen.loss_tile or "the trainer's",
-        "checkpoint": found.settings.checkpoint or "none", "offload": str(options.offload).lower(),
+        "checkpoint": rung.settings.checkpoint or "none", "offload": str(options.offload).lower(),
         "keep": options.keep, "blocks": keys_of(options)["blocks"], "heads": options.heads or "all",
         "state": options.state or "whole",
     }  # fmt: skip
-    why += [f"fit: {name} {shown[name]}: {found.reasons[name]}" for name in shown if name in found.reasons]
+    why += [
+        f"fit: {name} {chosen_values[name]}: {rung.reasons[name]}" for name in chosen_values if name in rung.reasons
+    ]
     return Fitted(chosen, tuple(why))
 
 
@@ -129,7 +131,7 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
     )  # fmt: skip
 
 
-def find_memory(recipe: Recipe, given: int | None = None, nodes: int = 1) -> Device:
+def find_memory(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Device:
     """The device that each process trains on: the smallest accelerator, or each process's part of the free host memory.
 
     Raises:
@@ -139,14 +141,16 @@ def find_memory(recipe: Recipe, given: int | None = None, nodes: int = 1) -> Dev
 
     from seqtile.planner.accelerators import Device
 
-    if given is not None:
-        return Device("the memory given", given, None, "as given")
+    if memory is not None:
+        return Device("the memory given", memory, None, "as given")
     if not torch.accelerator.is_available():
         free = available_host_bytes() * nodes // (recipe.nproc or 1)
         if not free:
             raise UserError("this system does not say how much memory is free; give it: --fit-memory 16GiB")
         return Device("this host", free, None, "free memory of the host, divided by the processes on it")
-    memory, name = min((total_device_bytes(one), device_name(one)) for one in range(torch.accelerator.device_count()))
+    memory, name = min(
+        (total_device_bytes(index), device_name(index)) for index in range(torch.accelerator.device_count())
+    )
     if not memory:
         raise UserError(f"{name} does not say how much memory it has; give it: --fit-memory 80GiB")
     return Device(name, memory, None, "the driver")
@@ -173,16 +177,16 @@ def settings_of(recipe: Recipe, tile: int | None = None) -> TilingOptions:
 
 def updates_of(settings: TilingOptions, recipe: Recipe) -> dict[str, Any]:
     """The keys of ``recipe`` that ``settings`` change."""
-    found: dict[str, Any] = {"activation_checkpointing": settings.checkpoint is not None}
-    found |= {"heads": settings.heads, "state": settings.state}
-    found["checkpoint"] = "attention-saved" if settings.checkpoint == "attention-saved" else None
-    found["loss_tile"] = settings.loss_tile
+    updates: dict[str, Any] = {"activation_checkpointing": settings.checkpoint is not None}
+    updates |= {"heads": settings.heads, "state": settings.state}
+    updates["checkpoint"] = "attention-saved" if settings.checkpoint == "attention-saved" else None
+    updates["loss_tile"] = settings.loss_tile
     if recipe.tiled_mlp:
-        found["tile"] = settings.tile if settings.tile != "auto" else recipe.options.tile
-        found |= {"keep": settings.keep, "blocks": settings.blocks}
+        updates["tile"] = settings.tile if settings.tile != "auto" else recipe.options.tile
+        updates |= {"keep": settings.keep, "blocks": settings.blocks}
     if settings.offload != bool(recipe.options.offload):
-        found["offload"] = settings.offload
-    return found
+        updates["offload"] = settings.offload
+    return updates
 
 
 def _adapters(lora: LoraRecipe) -> Lora:

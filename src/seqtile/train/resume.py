@@ -68,14 +68,14 @@ def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> 
             "code, then give --trust-remote-code again"
         )
     started = saved.model_dump(mode="json")
-    given = {key: value for key, value in {**file_values, **flag_values}.items() if value is not None}
-    changes_tiles = any("tile" in key for key in given)
+    changes = {key: value for key, value in {**file_values, **flag_values}.items() if value is not None}
+    changes_tiles = any("tile" in key for key in changes)
     base = {key: value for key, value in started.items() if not (changes_tiles and key in ("tile", "tiled_mlp"))}
-    recipe, notes = build_recipe(base, given)
+    recipe, notes = build_recipe(base, changes)
     if recipe.fit:
         recipe = recipe.model_copy(update={"fit": False})
         notes.append("fit chooses for a new run; --resume goes on with the settings that this one has")
-    recipe = _on_other_processes(recipe, saved, given)
+    recipe = _on_other_processes(recipe, saved, changes)
     may_change = (*MAY_CHANGE, *PROCESSES) if _moved(recipe, saved) else MAY_CHANGE
     for key, value in resolve(recipe).model_dump(mode="json").items():
         if key not in may_change and value != started[key]:
@@ -91,7 +91,7 @@ def _moved(recipe: Recipe, saved: Recipe) -> bool:
     return recipe.engine == saved.engine and (recipe.nproc, recipe.cp_size) != (saved.nproc, saved.cp_size)
 
 
-def _on_other_processes(recipe: Recipe, saved: Recipe, given: dict[str, Any]) -> Recipe:
+def _on_other_processes(recipe: Recipe, saved: Recipe, changes: dict[str, Any]) -> Recipe:
     """A resumed run's recipe, with as many micro-batches as make a step of the rows that it had.
 
     Transformers finds the place in the data by the number of steps, so that with other rows a step some would be left
@@ -121,7 +121,7 @@ def _on_other_processes(recipe: Recipe, saved: Recipe, given: dict[str, Any]) ->
                 "drop it to continue that run"
             )
     rows, at_once = saved.rows_of_a_step, recipe.changed(gradient_accumulation=1).rows_of_a_step
-    if "gradient_accumulation" not in given and at_once and rows % at_once == 0:
+    if "gradient_accumulation" not in changes and at_once and rows % at_once == 0:
         recipe = recipe.changed(gradient_accumulation=rows // at_once)
     if recipe.rows_of_a_step != rows:
         advice = (
@@ -181,35 +181,35 @@ def check_same_run(
         )
     if mark is None:
         return notes
-    before, name = mark.run, checkpoint.name
+    marked, name = mark.run, checkpoint.name
     end = "--resume continues a run only as it was; start a new one with another --output"
     if mark.processes != trainer.args.world_size:
         writers = f"{name} was written by {mark.processes} processes and this run has {trainer.args.world_size}"
         # DDP's checkpoints hold everything for every rank, and PyTorch deals FSDP2's shards out again.
         if not (recipe.engine == "ddp" or (recipe.engine == "fsdp2" and (checkpoint / FSDP_SHARDS).is_dir())):
             raise UserError(f"{writers}; {end}")
-        if before.get("rows_of_a_step") != run["rows_of_a_step"]:
+        if marked.get("rows_of_a_step") != run["rows_of_a_step"]:
             raise UserError(
-                f"{writers}, and a step had {before.get('rows_of_a_step', 'an unknown number of')} rows and would have "
+                f"{writers}, and a step had {marked.get('rows_of_a_step', 'an unknown number of')} rows and would have "
                 f"{run['rows_of_a_step']}; {end}"
             )
         notes.append(
             f"{writers}: a step has the same {run['rows_of_a_step']} rows; the processes' random numbers (dropout) are "
             "others, and so are the rows that fill up the last step of an epoch"
         )
-    if before.get("data") not in (None, run["data"]):
+    if marked.get("data") not in (None, run["data"]):
         raise UserError(f"dataset {recipe.dataset!r} no longer holds the rows that {name} was trained on; {end}")
-    if None not in (before.get("frozen"), run["frozen"]) and before["frozen"] != run["frozen"]:
+    if None not in (marked.get("frozen"), run["frozen"]) and marked["frozen"] != run["frozen"]:
         raise UserError(f"model {recipe.model!r} no longer has the frozen weights that {name} was trained over; {end}")
     changed = [
         f"{package} {old} is now {run['versions'].get(package)}"
-        for package, old in before.get("versions", {}).items()
+        for package, old in marked.get("versions", {}).items()
         if old != run["versions"].get(package)
     ]
     if changed:
         notes.append(f"{', '.join(changed)} since {name}: the same run up to what changed between these versions")
     drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in trainer.model.modules())
-    if before.get("tiling") not in (None, run["tiling"]) and tiling is not None and drops:
+    if marked.get("tiling") not in (None, run["tiling"]) and tiling is not None and drops:
         notes.append("other tiles draw other dropout masks inside the blocks: the same distribution, not the same run")
     return notes
 

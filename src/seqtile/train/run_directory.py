@@ -146,10 +146,10 @@ def why_not_whole(folder: Path, *, digests: bool = True) -> str:
 
     with ThreadPoolExecutor(_readers()) as pool:
         paths = [folder / name for name in mark.files] if digests else []
-        for path, found in zip(paths, pool.map(digest_or_none, paths), strict=True):
+        for path, digest in zip(paths, pool.map(digest_or_none, paths), strict=True):
             name = path.relative_to(folder).as_posix()
-            if found != mark.files[name][1]:
-                return f"{name} {'cannot be read' if found is None else 'is not what was written'}"
+            if digest != mark.files[name][1]:
+                return f"{name} {'cannot be read' if digest is None else 'is not what was written'}"
     return ""
 
 
@@ -388,8 +388,8 @@ class _Inert(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         from seqtile._compat import PICKLED_KINDS, PICKLED_NAMES
 
-        kind = PICKLED_KINDS.get(module)
-        if name not in PICKLED_NAMES.get(module, ()) and not (kind and re.fullmatch(kind, name)):
+        pattern = PICKLED_KINDS.get(module)
+        if name not in PICKLED_NAMES.get(module, ()) and not (pattern and re.fullmatch(pattern, name)):
             raise _NotListed(f"{module}.{name}"[:120])
         return _Nothing
 
@@ -520,13 +520,13 @@ def check_output(recipe: Recipe, output: Path, *, overwrite: bool) -> None:
     Raises:
         UserError: not writable, holds something already, or is the model or the dataset itself.
     """
-    place = output.resolve()
+    target = output.resolve()
     for name in (recipe.model, recipe.dataset):
         source = Path(name).expanduser()
-        if name != DEMO and source.exists() and place in (source.resolve(), *source.resolve().parents):
+        if name != DEMO and source.exists() and target in (source.resolve(), *source.resolve().parents):
             raise UserError(f"output {str(output)!r} holds {name!r}, which this run reads; give another --output")
     dataset = Path(recipe.dataset).expanduser()
-    if recipe.dataset != DEMO and dataset.is_dir() and dataset.resolve() in place.parents:
+    if recipe.dataset != DEMO and dataset.is_dir() and dataset.resolve() in target.parents:
         raise UserError(
             f"output {str(output)!r} lies inside the dataset {recipe.dataset!r}, and the next run would train on it; "
             "give another --output"
@@ -542,7 +542,7 @@ def check_output(recipe: Recipe, output: Path, *, overwrite: bool) -> None:
         written = None
         with suppress(UserError):
             written = read_recipe(output / RECIPE_FILE).get("output")
-        if not isinstance(written, str) or Path(written).name != place.name:
+        if not isinstance(written, str) or Path(written).name != target.name:
             holds = f"a {RECIPE_FILE} of another run" if has_recipe else f"no {RECIPE_FILE} of a run"
             raise UserError(
                 f"output {str(output)!r} holds {holds}, and --overwrite would delete the files beside it; "
