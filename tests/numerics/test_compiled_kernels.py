@@ -5,9 +5,7 @@ On the CPU, which runs eagerly otherwise, with the compiler's own backends.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
@@ -24,6 +21,7 @@ from transformers import AutoConfig
 import seqtile
 import zoo
 from numerics._blocks import HIDDEN, random, shards
+from numerics._compiled import BACKENDS, compiling, graphs
 from numerics._fused import Fused, GatedMLP, GateUpMLP, PlainMLP, assert_fused_is_untiled
 from seqtile.cli import main
 from seqtile.counting import count_live_bytes, count_products
@@ -35,24 +33,13 @@ KINDS: dict[str, Callable[..., nn.Module]] = {"gated": GatedMLP, "gate_up": Gate
 ACTIVATIONS = (F.silu, F.gelu, F.relu)
 
 
-@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.fixture(params=BACKENDS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[pointwise.Compiled]:
     """What accelerators get, on the CPU."""
-    with warnings.catch_warnings():  # the compiler's own imports warn, which would be an error in a kernel's first call
-        warnings.simplefilter("ignore")
-        torch.compile(lambda x: x + 1, backend=request.param)(torch.zeros(2))
-    torch.compiler.reset()
-    counters.clear()
     ours = pointwise.Compiled()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
     monkeypatch.setattr(mlp_tile, "pointwise_on", lambda device: ours)
-    yield ours
-    torch.compiler.reset()
-
-
-def graphs() -> int:
-    """Compiled so far."""
-    return counters["stats"]["unique_graphs"]
+    with compiling(request.param, monkeypatch):
+        yield ours
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:

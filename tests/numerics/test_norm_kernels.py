@@ -5,21 +5,19 @@ On the CPU, which runs the module's own operators otherwise, with the compiler's
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING
 
 import seqtile
 import zoo
 from numerics._blocks import random
+from numerics._compiled import BACKENDS, compiling, graphs
 from numerics._errors import assert_no_worse, in_float64
 from numerics._fused import GatedMLP
 from seqtile.counting import count_live_bytes
@@ -35,23 +33,13 @@ D = 48
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.fixture(params=BACKENDS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[norms.NormKernels]:
     """What accelerators get, on the CPU."""
-    with warnings.catch_warnings():  # the compiler's own imports warn, which would be an error in a kernel's first call
-        warnings.simplefilter("ignore")
-        torch.compile(lambda x: x + 1, backend=request.param)(torch.zeros(2))
-    torch.compiler.reset()
-    counters.clear()
     ours = norms.NormKernels()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
     monkeypatch.setitem(norms.BY_DEVICE, "cpu", ours)
-    yield ours
-    torch.compiler.reset()
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
+    with compiling(request.param, monkeypatch):
+        yield ours
 
 
 class Written(nn.Module):
