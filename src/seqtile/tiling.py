@@ -418,9 +418,9 @@ def state_tiles(tokens: int, batch: int, tile: int | str, documents: Sequence[in
     for length in documents or (tokens,):
         if sizes:
             begins.add(len(sizes))
-        whole, rest = divmod(length, tile)
-        mine = [tile] * whole + [rest] * (rest > 0)
-        if len(mine) > 1 and mine[-1] == 1:  # a tile has two tokens at least, so the one before keeps one
-            mine[-2:] = [tile + 1] if tile == 2 else [tile - 1, 2]
-        sizes += mine
+        whole, remainder = divmod(length, tile)
+        cut = [tile] * whole + [remainder] * (remainder > 0)
+        if len(cut) > 1 and cut[-1] == 1:  # a tile has two tokens at least, so the one before keeps one
+            cut[-2:] = [tile + 1] if tile == 2 else [tile - 1, 2]
+        sizes += cut
     return StateTiles(tuple(sizes), frozenset(begins))

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from numerics._blocks import random
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.lm_loss import cross_entropy
 from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
+from seqtile.ops.lm_loss.head_nodes import LossPlan
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens
 from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling
 
@@ -88,8 +88,8 @@ def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def last_tile_dropped(monkeypatch: MonkeyPatch) -> None:
     """The last tile is never computed."""
-    parts = cross_entropy.LossPlan.parts
-    monkeypatch.setattr(cross_entropy.LossPlan, "parts", lambda self: iter(list(parts(self))[:-1]))
+    parts = LossPlan.parts
+    monkeypatch.setattr(LossPlan, "parts", lambda self: iter(list(parts(self))[:-1]))
 
 
 def upstream_ignored(monkeypatch: MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from seqtile.ops.norm import BY_DEVICE, COMPILED
-from seqtile.ops.normed_linears import Norm, NormKind, sums_for
-from seqtile.ops.rng import Autocast, RowWise
+from seqtile.ops.normed_linears import Norm, sums_for
+from seqtile.ops.rng import Autocast, NormKind, RowWise
 from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 from seqtile.tiling import tile_ranges
 
@@ -50,7 +50,7 @@ def fused_norm(x: Tensor, norm: RowWise, dtype: torch.dtype, sizes: Sequence[int
     refuse_trace()
     whole = BY_DEVICE.get(x.device.type, COMPILED) is not None
     plan = _NormPlan(
-        (norm.function, len(norm.weights), norm.formula), dtype, (x.shape[:-1].numel(),) if whole else tuple(sizes),
+        norm.kind(), dtype, (x.shape[:-1].numel(),) if whole else tuple(sizes),
         Autocast.of(x),
     )  # fmt: skip
     return _FusedNorm.apply(plan, x, *norm.weights)  # type: ignore[no-any-return, no-untyped-call]
@@ -81,12 +81,18 @@ class _FusedNorm(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         sums = sums_for(weights, needs)
         norm = Norm(plan.autocast, plan.norm, zip(weights, sums, strict=True))
-        rows, upstream = (one.reshape(-1, one.shape[-1]).contiguous() for one in (x, dy))  # [N, D] each
+        rows, upstream = (tensor.reshape(-1, tensor.shape[-1]).contiguous() for tensor in (x, dy))  # [N, D] each
         dx = torch.empty(rows.shape, dtype=x.dtype, device=x.device) if needs_x else None
         for start, size in tile_ranges(plan.sizes):
             out = None if dx is None else dx.narrow(0, start, size)
-            mine = rows.narrow(0, start, size)  # [t, D]
-            found = norm.gradient(mine, upstream.narrow(0, start, size), needs_rows=needs_x, out=out)
-            if out is not None and found is not None and found is not out:
-                out.copy_(found)
-        return None, None if dx is None else dx.view(x.shape), *(None if one is None else one.result() for one in sums)
+            tile = rows.narrow(0, start, size)  # [t, D]
+            gradient = norm.gradient(tile, upstream.narrow(0, start, size), needs_rows=needs_x, out=out)
+            if out is not None and gradient is not None and gradient is not out:
+                out.copy_(gradient)
+        return (
+            None,
+            None if dx is None else dx.view(x.shape),
+            *(None if total is None else total.result() for total in sums),
+        )
+        of_weights = (None if total is None else total.result() for total in sums)
+        return None, None if dx is None else dx.view(x.shape), *of_weights

@@ -28,11 +28,11 @@ _accelerator_meant = False
 def as_on_an_accelerator() -> Iterator[None]:
     """Inside, fake tensors on the CPU are summed as on a device whose products add into fp32: to plan its memory."""
     global _accelerator_meant
-    before, _accelerator_meant = _accelerator_meant, True
+    outside, _accelerator_meant = _accelerator_meant, True
     try:
         yield
     finally:
-        _accelerator_meant = before
+        _accelerator_meant = outside
 
 
 def tokens_at_once(left: Tensor, right: Tensor) -> int:
@@ -87,10 +87,10 @@ class Sum:
             slow where the CPU has AMX (both measured). ``torch.set_float32_matmul_precision("medium")`` lets AMX do the
             latter at the speed of a bf16 product, and loses nothing here, since these operands are bf16 numbers.
         """
-        wide = torch.float32 if self._low else self._dtype
+        sum_dtype = torch.float32 if self._low else self._dtype
         adds = _accelerator_meant and left.dtype in LOW or products_sum_in_fp32(left.device.type, left.dtype)
-        into_sum = adds and wide == torch.float32
-        if left.dtype != wide and not into_sum and left.device.type != "cpu":
+        into_sum = adds and sum_dtype == torch.float32
+        if left.dtype != sum_dtype and not into_sum and left.device.type != "cpu":
             if self._low and self._gradient is None and left.dtype == self._dtype:
                 self._gradient = self._empty(self._dtype)
             product = torch.mm(left, right, out=self._gradient) if self._gradient is not None else torch.mm(left, right)
@@ -98,17 +98,19 @@ class Sum:
             return
         beta = 1  # 0: what is in the sum is not read
         if self._total is None:
-            self._total, beta = self._empty(wide), 0
-        if left.dtype == wide:
+            self._total, beta = self._empty(sum_dtype), 0
+        if left.dtype == sum_dtype:
             torch.addmm(self._total, left, right, beta=beta, out=self._total)
         elif into_sum:
-            torch.addmm(self._total, left, right, beta=beta, out_dtype=wide, out=self._total)
+            torch.addmm(self._total, left, right, beta=beta, out_dtype=sum_dtype, out=self._total)
         else:
             step = tokens_at_once(left, right)
             for start in range(0, max(1, right.shape[0]), step):
                 piece = slice(start, start + step)
                 # [M, step] @ [step, N]; no names, which would keep one piece while the next one is made
-                torch.addmm(self._total, left[:, piece].to(wide), right[piece].to(wide), beta=beta, out=self._total)
+                torch.addmm(
+                    self._total, left[:, piece].to(sum_dtype), right[piece].to(sum_dtype), beta=beta, out=self._total
+                )
                 beta = 1
 
     def total(self) -> Tensor:
@@ -117,12 +119,12 @@ class Sum:
             self._total = self._empty(torch.float32 if self._low else self._dtype).zero_()
         return self._total
 
-    def add(self, part: Tensor) -> None:
+    def add(self, addend: Tensor) -> None:
         """Add ``part``."""
         if self._total is None:
-            self._total = part.to(torch.float32 if self._low else self._dtype, copy=True)
+            self._total = addend.to(torch.float32 if self._low else self._dtype, copy=True)
         else:
-            self._total.add_(part)
+            self._total.add_(addend)
 
     def result(self) -> Tensor:
         """The gradient in the tensor's dtype; zero if nothing was added. The sum is used up."""

@@ -106,9 +106,9 @@ def only_compiled() -> None:
 
 def _compile(kernel: Kernel, number: int) -> Kernel:
     """The compiled kernel; its code object, by which the compiler counts variants and remembers skips, is its own."""
-    own = cast(FunctionType, kernel)
-    code = own.__code__.replace(co_name=f"{own.__name__}_{number}")
-    copy = FunctionType(code, own.__globals__, code.co_name, own.__defaults__, own.__closure__)
+    function = cast(FunctionType, kernel)
+    code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
+    copy = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     return torch.compile(copy, dynamic=True, fullgraph=True)
 
 

@@ -68,12 +68,12 @@ class Projection:
 
     def tensors(self) -> list[Tensor]:
         """The tensors, in the order in which :class:`Layer` takes them back."""
-        found = [self.weight] if isinstance(self.weight, Tensor) else []
+        tensors = [self.weight] if isinstance(self.weight, Tensor) else []
         if self.bias is not None:
-            found.append(self.bias)
+            tensors.append(self.bias)
         if self.adapter is not None:
-            found += [self.adapter.down, self.adapter.up]
-        return found
+            tensors += [self.adapter.down, self.adapter.up]
+        return tensors
 
     def kind(self) -> Kind:
         """All but the tensors."""
@@ -177,12 +177,12 @@ class Layer:
 
     def reading(self, cut: Callable[[Tensor, int], Tensor]) -> Layer:
         """The part of it that reads some features of its input, ``cut(tensor, dimension)``."""
-        part = copy.copy(self)
-        part._matrix = cut(self.matrix, 1)  # noqa: SLF001 - a copy of its own class
-        part.inputs = part.matrix.shape[1]
+        narrowed = copy.copy(self)
+        narrowed._matrix = cut(self.matrix, 1)  # noqa: SLF001 - a copy of its own class
+        narrowed.inputs = narrowed.matrix.shape[1]
         if self.down is not None:
-            part.down = cut(self.down, 1)
-        return part
+            narrowed.down = cut(self.down, 1)
+        return narrowed
 
     def draw(self, rows: int) -> Tensor | None:
         """The adapter's dropout mask for one tile, ``[t, in]``, a byte each; draws from the global generator."""
@@ -200,22 +200,22 @@ class Layer:
             torch.addmm(self.bias, x, matrix.t(), out=out)
         if self.down is None:
             return
-        for xs, place, kept in self.pieces(x, out, mask):
-            assert xs is not None and place is not None
+        for xs, out_rows, kept in self.pieces(x, out, mask):
+            assert xs is not None and out_rows is not None
             low = torch.mm(self._dropped(xs, kept), self.down.t())  # [t, in] @ [in, rank]
             if self.narrow:
-                torch.addmm(place, low, self.up.t(), alpha=self.scaling, out=place)  # [t, rank] @ [rank, out]
+                torch.addmm(out_rows, low, self.up.t(), alpha=self.scaling, out=out_rows)  # [t, rank] @ [rank, out]
             else:
-                place.add_(torch.mm(low, self.up.t()), alpha=self.scaling)
+                out_rows.add_(torch.mm(low, self.up.t()), alpha=self.scaling)
 
     def low_rank_gradient(self, dy: Tensor) -> Tensor | None:
         """Gradient of the adapter's ``[t, rank]`` tensor, from that of the output ``[t, out]``; None without one."""
         if self.down is None:
             return None
         result = dy.new_empty(dy.shape[0], self.up.shape[1], dtype=self.low_dtype)
-        for dys, place in self.pieces(dy, result):
-            assert dys is not None and place is not None
-            torch.mm(dys.to(self.low_dtype), self.up, out=place).mul_(self.scaling)  # [t, out] @ [out, rank]
+        for dys, out_rows in self.pieces(dy, result):
+            assert dys is not None and out_rows is not None
+            torch.mm(dys.to(self.low_dtype), self.up, out=out_rows).mul_(self.scaling)  # [t, out] @ [out, rank]
         return result
 
     def add_gradients(
@@ -261,17 +261,17 @@ class Layer:
         if self.narrow and mask is None:
             torch.addmm(out, low, self.down, out=out)
             return
-        for lows, place, kept in self.pieces(low, out, mask):
-            assert lows is not None and place is not None
-            part = torch.mm(lows, self.down)  # [t, rank] @ [rank, in]
-            place.add_(part if kept is None else part.mul_(kept))
+        for lows, out_rows, kept in self.pieces(low, out, mask):
+            assert lows is not None and out_rows is not None
+            low_rank = torch.mm(lows, self.down)  # [t, rank] @ [rank, in]
+            out_rows.add_(low_rank if kept is None else low_rank.mul_(kept))
 
     def _dropped(self, x: Tensor, mask: Tensor | None, *, overwrite: bool = False) -> Tensor:
         """The adapter's input, in its dtype."""
-        wide = x.to(self.low_dtype)
+        cast = x.to(self.low_dtype)
         if mask is None:
-            return wide
-        return wide.mul_(mask) if overwrite or wide is not x else wide * mask
+            return cast
+        return cast.mul_(mask) if overwrite or cast is not x else cast * mask
 
     def pieces(self, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
         """The rows at once; in pieces where the adapter is wider than the rest, so that no wide tile is made."""

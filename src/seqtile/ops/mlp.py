@@ -17,7 +17,7 @@ activation recomputation, arXiv 2205.05198.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,12 +29,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seqtile.ops.linear import Kind, Packed, Projection, plain_projection
-from seqtile.ops.mlp_tile import Pass
-from seqtile.ops.normed_linears import NormKind, sums_for
+from seqtile.ops.mlp_tile import MlpPlan, Pass
+from seqtile.ops.normed_linears import sums_for
 from seqtile.ops.pointwise import Activation
 from seqtile.ops.rng import Autocast, RandomState, RowWise
 from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
-from seqtile.tiling import tile_ranges
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,9 @@ class FusedWeights:
     def split(self) -> tuple[list[Tensor], list[Kind]]:
         """Every tensor, in the order in which a pass takes them back, and the kinds of ``first`` and ``down``."""
         tensors, kinds = [], []
-        for part in (*self.first, self.down):
-            tensors += part.tensors()
-            kinds.append(part.kind())
+        for projection in (*self.first, self.down):
+            tensors += projection.tensors()
+            kinds.append(projection.kind())
         for norm in (self.before, self.after):
             tensors += norm.weights if norm is not None else ()
         return tensors, kinds
@@ -75,47 +74,8 @@ class FusedWeights:
     @cached_property
     def packed_numel(self) -> int:
         """Elements of the quantised weights, once they are dense."""
-        weights = [part.weight for part in (*self.first, self.down)]
+        weights = [projection.weight for projection in (*self.first, self.down)]
         return sum(math.prod(weight.shape) for weight in weights if isinstance(weight, Packed))
-
-
-@dataclass(frozen=True)
-class MlpPlan:
-    """All of one call but its tensors; the autograd node holds it.
-
-    Attributes:
-        first: kinds of the projections before the activation.
-        down: kind of the down projection.
-        activation: the activation.
-        gated: whether it is multiplied by ``up``.
-        up_first: order of the halves of a fused gate_up.
-        before: function, number of weights and formula of the norm before, or None.
-        after: the same of the norm after.
-        dropout: probability of the dropout after ``down``.
-        sizes: tokens of each tile.
-        keep: number of tiles, from the first, whose gate and up are kept.
-        holds_dense: quantised weights are made dense once per pass, not at every product.
-        autocast: autocast state of the forward.
-        random: generator state at the start of the forward, or None when nothing is random.
-    """
-
-    first: tuple[Kind, ...]
-    down: Kind
-    activation: Activation
-    gated: bool
-    up_first: bool
-    before: NormKind | None
-    after: NormKind | None
-    dropout: float
-    sizes: tuple[int, ...]
-    keep: int
-    holds_dense: bool
-    autocast: Autocast
-    random: RandomState | None
-
-    def tiles(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """The number of each tile, and its first token and tokens; a plan of memory has only some of them run."""
-        return enumerate(tile_ranges(self.sizes))
 
 
 _requires_grad = attrgetter("requires_grad")
@@ -192,14 +152,10 @@ def fused_mlp(
 def _plan(
     x: Tensor, mlp: FusedWeights, kinds: Sequence[Kind], sizes: tuple[int, ...], keep: int, holds_dense: bool,
 ) -> MlpPlan:  # fmt: skip
-    drops = mlp.dropout > 0
-    for kind in kinds:
-        drops |= kind.has_adapter and kind.dropout > 0
-    before, after = mlp.before, mlp.after
+    drops = mlp.dropout > 0 or any(kind.has_adapter and kind.dropout > 0 for kind in kinds)
     return MlpPlan(
         tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first,
-        None if before is None else (before.function, len(before.weights), before.formula),
-        None if after is None else (after.function, len(after.weights), after.formula), mlp.dropout, sizes, keep,
+        mlp.before and mlp.before.kind(), mlp.after and mlp.after.kind(), mlp.dropout, sizes, keep,
         holds_dense, Autocast.of(x), RandomState(x.device) if drops else None,
     )  # fmt: skip
 
@@ -279,7 +235,7 @@ class _Fused(torch.autograd.Function):
 def plain_mlp(x: Tensor, mlp: FusedWeights) -> Tensor:
     """The twin of :func:`fused_mlp`: the whole block in plain operators, for autograd to differentiate."""
     n = x if mlp.before is None else mlp.before.function(x, mlp.before.weights)
-    values = [plain_projection(n, part) for part in mlp.first]  # [..., F] each, or one [..., 2 F]
+    values = [plain_projection(n, projection) for projection in mlp.first]  # [..., F] each, or one [..., 2 F]
     if mlp.gated and len(values) == 1:
         values = list(values[0].chunk(2, dim=-1))[:: -1 if mlp.up_first else 1]
     hidden = mlp.activation.function(values[0])  # [..., F]

@@ -5,19 +5,58 @@ Shapes: ``t`` tokens of the tile, ``D`` features of the block's input and output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.linear import Layer
+from seqtile.ops.linear import Kind, Layer
 from seqtile.ops.normed_linears import Norm, NormedLinears
-from seqtile.ops.pointwise import pointwise_on
+from seqtile.ops.pointwise import Activation, pointwise_on
+from seqtile.ops.rng import Autocast, NormKind, RandomState
+from seqtile.tiling import tile_ranges
 
-if TYPE_CHECKING:
-    from seqtile.ops.mlp import MlpPlan
+
+@dataclass(frozen=True)
+class MlpPlan:
+    """All of one call but its tensors; the autograd node holds it.
+
+    Attributes:
+        first: kinds of the projections before the activation.
+        down: kind of the down projection.
+        activation: the activation.
+        gated: whether it is multiplied by ``up``.
+        up_first: order of the halves of a fused gate_up.
+        before: function, number of weights and formula of the norm before, or None.
+        after: the same of the norm after.
+        dropout: probability of the dropout after ``down``.
+        sizes: tokens of each tile.
+        keep: number of tiles, from the first, whose gate and up are kept.
+        holds_dense: quantised weights are made dense once per pass, not at every product.
+        autocast: autocast state of the forward.
+        random: generator state at the start of the forward, or None when nothing is random.
+    """
+
+    first: tuple[Kind, ...]
+    down: Kind
+    activation: Activation
+    gated: bool
+    up_first: bool
+    before: NormKind | None
+    after: NormKind | None
+    dropout: float
+    sizes: tuple[int, ...]
+    keep: int
+    holds_dense: bool
+    autocast: Autocast
+    random: RandomState | None
+
+    def tiles(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """The number of each tile, and its first token and tokens; a plan of memory has only some of them run."""
+        return enumerate(tile_ranges(self.sizes))
 
 
 class Pass:
@@ -145,8 +184,8 @@ class Pass:
             return values[0], None
         if len(values) == 2:
             return values[0], values[1]
-        one, other = values[0].chunk(2, dim=-1)  # [t, 2 F] -> two views [t, F]
-        return (other, one) if self.plan.up_first else (one, other)
+        first_half, second_half = values[0].chunk(2, dim=-1)  # [t, 2 F] -> two views [t, F]
+        return (second_half, first_half) if self.plan.up_first else (first_half, second_half)
 
     def _output_gradient(
         self, dy: Tensor, drop: Tensor | None, masks: Sequence[Tensor | None], spare: Callable[[int], Tensor],

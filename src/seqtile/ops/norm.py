@@ -133,11 +133,11 @@ class NormKernels:
     def _ran(self, build: Callable[[NormFormula, int], Kernel], norm: NormFormula, buffers: Sequence[Any]) -> bool:
         kinds = []
         bases = []
-        for one in buffers:
-            if one is not None and (not one.is_contiguous() or one.dtype.itemsize > 4):
+        for buffer in buffers:
+            if buffer is not None and (not buffer.is_contiguous() or buffer.dtype.itemsize > 4):
                 return False
-            kinds.append(None if one is None else one.dtype)
-            bases.append(None if one is None else one.data)
+            kinds.append(None if buffer is None else buffer.dtype)
+            bases.append(None if buffer is None else buffer.data)
         width = buffers[0].shape[-1]
         variant = build, norm, width, *kinds
         return self._kernels.ran(variant, lambda: build(norm, width), bases)

@@ -6,7 +6,7 @@ trains: the one loop that both operators run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import torch
@@ -15,11 +15,8 @@ from torch import Tensor
 from seqtile.ops.grad_accumulator import LOW, Sum
 from seqtile.ops.kernels import pieces
 from seqtile.ops.linear import Kind, Layer
-from seqtile.ops.norm import BY_DEVICE, COMPILED, NormFormula
-from seqtile.ops.rng import Autocast
-
-NormKind = tuple[Callable[..., Tensor], int, NormFormula | None]
-"""A row-wise function, the number of its weights and its formula, if known: an autograd node may hold it."""
+from seqtile.ops.norm import BY_DEVICE, COMPILED
+from seqtile.ops.rng import Autocast, NormKind
 
 
 def sums_for(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Sum | None]:
@@ -32,15 +29,15 @@ class Norm:
 
     Args:
         autocast: autocast state of the forward, in which it runs.
-        kind: the function, how many weights it has, and its formula.
+        norm: the function, how many weights it has, and its formula.
         pairs: gives the weights, each with the sum of its gradient or None.
     """
 
-    def __init__(self, autocast: Autocast, kind: NormKind, pairs: Iterator[tuple[Tensor, Sum | None]]) -> None:
-        self._autocast, self._function, self._formula = autocast, kind[0], kind[2]
+    def __init__(self, autocast: Autocast, norm: NormKind, pairs: Iterator[tuple[Tensor, Sum | None]]) -> None:
+        self._autocast, self._function, self._formula = autocast, norm[0], norm[2]
         self._weights: list[Tensor] = []
         self._sums: list[Sum | None] = []
-        for weight, total in islice(pairs, kind[1]):
+        for weight, total in islice(pairs, norm[1]):
             self._weights.append(weight.detach())
             self._sums.append(total)
         self.trains = any(self._sums)
@@ -57,8 +54,8 @@ class Norm:
             if out is None:
                 result = self._function(rows, self._weights)
                 return result if dtype is None else result.to(dtype)
-            for xs, place in pieces(rows, out):
-                place.copy_(self._function(xs, self._weights))
+            for xs, out_rows in pieces(rows, out):
+                out_rows.copy_(self._function(xs, self._weights))
             return out
 
     def gradient(self, rows: Tensor, dy: Tensor, *, needs_rows: bool, out: Tensor | None = None) -> Tensor | None:
@@ -79,29 +76,29 @@ class Norm:
         dx = (torch.empty_like(rows) if out is None else out) if needs_rows else None
         totals = [None if total is None else total.total() for total in self._sums]
         if not kernels.backward(self._formula, rows, dy, self._weights, dx, totals):
-            for xs, dys, place in pieces(rows, dy, rows if dx is None else dx):
-                found = self._plain_gradient(xs, dys, needs_rows)
-                if found is not None:
-                    place.copy_(found)
+            for xs, dys, dx_rows in pieces(rows, dy, rows if dx is None else dx):
+                gradient = self._plain_gradient(xs, dys, needs_rows)
+                if gradient is not None:
+                    dx_rows.copy_(gradient)
         return dx
 
     def _plain_gradient(self, rows: Tensor, dy: Tensor, needs_rows: bool) -> Tensor | None:
-        wide = self.trains and any(weight.dtype in LOW for weight in self._weights) and not self._autocast.enabled
+        in_fp32 = self.trains and any(weight.dtype in LOW for weight in self._weights) and not self._autocast.enabled
         with torch.enable_grad(), self._autocast.on():
-            leaf = (rows.float() if wide else rows.detach()).requires_grad_(needs_rows)
+            leaf = (rows.float() if in_fp32 else rows.detach()).requires_grad_(needs_rows)
             weights = [
-                (weight.float() if wide else weight.detach()).requires_grad_(total is not None)
+                (weight.float() if in_fp32 else weight.detach()).requires_grad_(total is not None)
                 for weight, total in zip(self._weights, self._sums, strict=True)
             ]
-            wanted = [tensor for tensor in (leaf, *weights) if tensor.requires_grad]
-            if not wanted:
+            differentiated = [tensor for tensor in (leaf, *weights) if tensor.requires_grad]
+            if not differentiated:
                 return None
             result = self._function(leaf, weights)
-            found: Iterator[Tensor] = iter(torch.autograd.grad(result, wanted, dy.to(result.dtype)))
-        gradient = next(found) if needs_rows else None
+            gradients: Iterator[Tensor] = iter(torch.autograd.grad(result, differentiated, dy.to(result.dtype)))
+        gradient = next(gradients) if needs_rows else None
         for total in self._sums:
             if total is not None:
-                total.add(next(found))
+                total.add(next(gradients))
         return gradient
 
 
@@ -127,8 +124,8 @@ class NormedLinears:
         self.layers: list[Layer] = []
         self.norm: Norm | None = None
         self.trains = self._draws = False
-        for kind in layers:
-            layer = Layer(kind, pairs, autocast, holds_dense)
+        for layer_kind in layers:
+            layer = Layer(layer_kind, pairs, autocast, holds_dense)
             self.layers.append(layer)
             self.trains |= layer.trains
             self._draws |= layer.draws
@@ -169,6 +166,6 @@ class NormedLinears:
             layer.input_gradient(dy, dn, low, mask, add=number > 0)
         if direct:
             return
-        found = dn if self.norm is None else self.norm.gradient(x, dn, needs_rows=dx is not None, out=dx)
-        if dx is not None and found is not None and found is not dx:
-            dx.copy_(found)
+        gradient = dn if self.norm is None else self.norm.gradient(x, dn, needs_rows=dx is not None, out=dx)
+        if dx is not None and gradient is not None and gradient is not dx:
+            dx.copy_(gradient)

@@ -38,8 +38,8 @@ def run_in_plain_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int]
 def _run_joined(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
     """Tile after tile, joined by ``cat``."""
     rows = cuts.rows(tensors)  # [N, D_i] each
-    parts = [run(cuts.tiles(rows, index), {}) for index, _ in cuts.numbered()]
-    flat = [tree_flatten(part) for part in parts]
+    results = [run(cuts.tiles(rows, index), {}) for index, _ in cuts.numbered()]
+    flat = [tree_flatten(result) for result in results]
     joined = []
     for number, first in enumerate(flat[0][0]):
         if not isinstance(first, Tensor):

@@ -13,6 +13,9 @@ from torch import Tensor
 from seqtile._compat import disable_current_modes, keeps_generator
 from seqtile.ops.norm import NormFormula
 
+NormKind = tuple[Callable[..., Tensor], int, NormFormula | None]
+"""A row-wise function, the number of its weights and its formula, if known: an autograd node may hold it."""
+
 
 @dataclass(frozen=True)
 class RowWise:
@@ -27,6 +30,10 @@ class RowWise:
     function: Callable[[Tensor, Sequence[Tensor]], Tensor]
     weights: tuple[Tensor, ...] = ()
     formula: NormFormula | None = None
+
+    def kind(self) -> NormKind:
+        """All but the tensors."""
+        return self.function, len(self.weights), self.formula
 
 
 class RandomState:
@@ -64,20 +71,20 @@ class RandomState:
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Draw the forward's numbers again; afterwards the stream goes on as if nothing had been drawn."""
-        before = self._get()
+        current = self._get()
         self._set(self._state)
         try:
             yield
         finally:
-            self._set(before)
+            self._set(current)
 
 
 class TileStates:
     """The generator's state at every tile, for devices whose state PyTorch's checkpoint does not keep."""
 
     def __init__(self, device: torch.device) -> None:
-        here = torch.accelerator.current_accelerator()
-        ours = here is not None and here.type == device.type
+        accelerator = torch.accelerator.current_accelerator()
+        ours = accelerator is not None and accelerator.type == device.type
         self._device = device
         self._keeps = ours and not keeps_generator(device)
         self._states: dict[int, RandomState] = {}
@@ -106,11 +113,11 @@ class Autocast:
     @classmethod
     def of(cls, x: Tensor) -> Autocast:
         """The state for the device and dtype of ``x``."""
-        kind = x.device.type
-        if not torch.amp.is_autocast_available(kind):
-            return cls(kind, False, x.dtype)
-        enabled = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-        return cls(kind, enabled, torch.get_autocast_dtype(kind) if enabled else x.dtype)
+        device_type = x.device.type
+        if not torch.amp.is_autocast_available(device_type):
+            return cls(device_type, False, x.dtype)
+        enabled = torch.is_autocast_enabled(device_type) and x.dtype != torch.float64
+        return cls(device_type, enabled, torch.get_autocast_dtype(device_type) if enabled else x.dtype)
 
     def off(self) -> AbstractContextManager[Any]:
         """Products run in the dtype of their operands, whatever the caller's state."""

@@ -184,20 +184,20 @@ def _run_with_gradient(
     def run_tile(index: int, _: Tensor, *state: Tensor) -> Any:
         computed = source.computed()
         tiles = source.tiles(index)
-        found = {**(same.check(weights()) if source.recomputes else weights()), **computed}
-        own = [found[name].detach() for name in names]
-        wanted = [number for number, needs in enumerate(source.needs_gradient) if needs]
-        entered = _Enter.apply(source.token, gradients, index, wanted, names, *(tiles[n] for n in wanted), *own)  # type: ignore[no-untyped-call]
-        for number, tile in zip(wanted, entered[: len(wanted)], strict=True):
+        live = {**(same.check(weights()) if source.recomputes else weights()), **computed}
+        detached = [live[name].detach() for name in names]
+        numbers = [number for number, needs in enumerate(source.needs_gradient) if needs]
+        entered = _Enter.apply(source.token, gradients, index, numbers, names, *(tiles[n] for n in numbers), *detached)  # type: ignore[no-untyped-call]
+        for number, tile in zip(numbers, entered[: len(numbers)], strict=True):
             tiles[number] = tile
-        aliases = dict(zip(names, entered[len(wanted) :], strict=True))
+        aliases = dict(zip(names, entered[len(numbers) :], strict=True))
         for name, alias in aliases.items():
-            if isinstance(found[name], nn.Parameter):
+            if isinstance(live[name], nn.Parameter):
                 call_parameter(alias)
         with random.of(index), SumsOfLinears(aliases, gradients.sum_of):
             result = run(tiles, {**computed, **aliases}, state)
         if not source.recomputes:
-            same.settle(found)
+            same.settle(live)
         return result
 
     state: State = ()
@@ -205,12 +205,12 @@ def _run_with_gradient(
         for index, _ in cuts.numbered():
             # The identity hooks hide the tile's own bookkeeping from a checkpoint around the layer, which would
             # otherwise have to recompute every tile but the last to get it back. The anchor carries the device.
-            given = () if index in begins else state
+            entering = () if index in begins else state
             with saved_tensors_hooks(_same, _same), _stopping_early():
-                result, state = checkpoint(run_tile, index, anchor, *given, use_reentrant=False, early_stop=True)
+                result, state = checkpoint(run_tile, index, anchor, *entering, use_reentrant=False, early_stop=True)
             leaves = output.write(index, result)
             source.token = _Put.apply(gradients, source, index, source.token, *leaves)  # type: ignore[no-untyped-call]
-            del result, leaves, given
+            del result, leaves, entering
         del state
     finally:
         last = source.end_forward()
@@ -394,15 +394,15 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *found: Tensor | None) -> Any:
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
         inputs = len(ctx.inputs)
-        for number, gradient in zip(ctx.inputs, found[:inputs], strict=True):
+        for number, gradient in zip(ctx.inputs, upstream[:inputs], strict=True):
             if gradient is not None:
                 ctx.gradients.write_input(number, ctx.index, gradient)
-        for name, gradient in zip(ctx.names, found[inputs:], strict=True):
+        for name, gradient in zip(ctx.names, upstream[inputs:], strict=True):
             if gradient is not None:
                 ctx.gradients.add_weight(name, gradient)
-        return (None,) * (5 + len(found))
+        return (None,) * (5 + len(upstream))
 
 
 class _Put(torch.autograd.Function):

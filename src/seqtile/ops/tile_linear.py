@@ -61,8 +61,8 @@ def _arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any
 
 def _is_plain(*tensors: Any) -> bool:
     """Whether these are ordinary tensors of one dtype; a subclass has products of its own."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    return {type(tensor) for tensor in given} <= {Tensor, torch.nn.Parameter} and len({t.dtype for t in given}) == 1
+    present = [tensor for tensor in tensors if tensor is not None]
+    return {type(tensor) for tensor in present} <= {Tensor, torch.nn.Parameter} and len({t.dtype for t in present}) == 1
 
 
 class _SaveOperands(torch.autograd.Function):

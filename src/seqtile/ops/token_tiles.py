@@ -95,9 +95,9 @@ class Cuts:
         """One tile's slice."""
         return whole.narrow(0, *self.ranges[index])
 
-    def empty_for(self, part: Tensor) -> Tensor:
+    def empty_for(self, tile: Tensor) -> Tensor:
         """A whole tensor for such slices."""
-        return part.new_empty(self.leading.numel(), *part.shape[1:])
+        return tile.new_empty(self.leading.numel(), *tile.shape[1:])
 
     def as_rows(self, output: Tensor, index: int) -> Tensor:
         """One tile's output as ``[t, ...]``."""
@@ -156,8 +156,8 @@ class SequenceCuts(Cuts):
     def part(self, whole: Tensor, index: int) -> Tensor:
         return whole.narrow(1, *self.ranges[index])
 
-    def empty_for(self, part: Tensor) -> Tensor:
-        return part.new_empty(part.shape[0], self.leading[1], *part.shape[2:])
+    def empty_for(self, tile: Tensor) -> Tensor:
+        return tile.new_empty(tile.shape[0], self.leading[1], *tile.shape[2:])
 
     def as_rows(self, output: Tensor, index: int) -> Tensor:
         if output.dim() < 2 or output.shape[1] != self.sizes[index]:
@@ -201,6 +201,6 @@ class Outputs:
         """The output as the function returns it, around the joined tensors."""
         tensors = iter(joined)
         leaves = [
-            next(tensors) if is_tensor else rest for is_tensor, rest in zip(self._is_tensor, self._rest, strict=True)
+            next(tensors) if is_tensor else leaf for is_tensor, leaf in zip(self._is_tensor, self._rest, strict=True)
         ]
         return tree_unflatten(leaves, self._spec)

@@ -31,9 +31,9 @@ from seqtile.ops.attention.head_groups import HeadGroupsPlan as HeadWiseCall
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.linear import Layer
-from seqtile.ops.lm_loss.cross_entropy import LossPlan as HeadCall
+from seqtile.ops.lm_loss.head_nodes import LossPlan as HeadCall
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS, HeadRows
-from seqtile.ops.mlp import MlpPlan as MlpCall
+from seqtile.ops.mlp_tile import MlpPlan as MlpCall
 from seqtile.ops.mlp_tile import Pass as MlpPass
 from seqtile.ops.token_tiles import Cuts
 from seqtile.options import TilingOptions

@@ -102,8 +102,8 @@ class Zero(Engine):
     def gradient(self, weight: Any) -> Tensor | None:
         from deepspeed.utils import safe_get_full_grad
 
-        found = safe_get_full_grad(weight)
-        return None if found is None else found.detach().clone()
+        gradient = safe_get_full_grad(weight)
+        return None if gradient is None else gradient.detach().clone()
 
     def close(self) -> None:
         self.call.destroy()
@@ -213,8 +213,8 @@ def _mean_over_ranks(truth: dict[str, Tensor | None] | None) -> dict[str, Tensor
     result: dict[str, Tensor | None] = {}
     for name, gradient in truth.items():
         shape = next((rank[name] for rank in everyone if rank[name] is not None), None)
-        mine = torch.zeros(shape, dtype=torch.float64) if gradient is None and shape is not None else gradient
-        result[name] = None if mine is None else _mean(mine)
+        own_gradient = torch.zeros(shape, dtype=torch.float64) if gradient is None and shape is not None else gradient
+        result[name] = None if own_gradient is None else _mean(own_gradient)
     return result
 
 

@@ -135,11 +135,11 @@ def judged(
         for name in {**untiled.gradients, **tiled.gradients}
         for dtype in (dtypes.get(name, torch.float32),)
     ]
-    errors = [one.untiled_error for one in differences if one.untiled_error is not None]
+    errors = [each.untiled_error for each in differences if each.untiled_error is not None]
     if errors and median(errors) > 0.1:
         notes.append(f"the untiled run is itself {median(errors):.0%} off the truth, so much is allowed the tiled one")
     dropped = _with_dropout(dropping, differences, dtypes, notes)
-    worst = max((*differences, *(one for one in dropped if severity(one) > 1)), key=severity)
+    worst = max((*differences, *(each for each in dropped if severity(each) > 1)), key=severity)
     return VerifyResult(
         ok=severity(worst) <= 1 and (tiled.ran.cut > 0 or not tiled.ran.blocks),
         worst=worst,
@@ -194,11 +194,11 @@ def _with_dropout(
         notes.append(f"{places} was off: with it on, plain tiles draw other masks, so there is nothing to compare with")
         return []
     notes.append(f"{places} was off in these runs; with it on, the tiles were compared with plain ones, mask for mask")
-    known = {one.name: one.untiled_error or 0.0 for one in without}
+    untiled_errors = {each.name: each.untiled_error or 0.0 for each in without}
     return [
         difference(
             name, plain.gradients.get(name), tiled.gradients.get(name), None, dtypes.get(name, torch.float32),
-            more=(1 + TIMES) * known.get(name, 0.0), dropout=True,
+            more=(1 + TIMES) * untiled_errors.get(name, 0.0), dropout=True,
         )
         for name in {**plain.gradients, **tiled.gradients}
     ]  # fmt: skip

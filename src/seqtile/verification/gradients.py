@@ -51,11 +51,11 @@ def check_gradients(model: nn.Module) -> list[str]:
     # FSDP1 with use_orig_params leaves an empty parameter, without a gradient, on ranks that hold no part of it.
     without = [n for n, weight in weights.items() if weight.requires_grad and weight.grad is None and weight.numel()]
     if without:
-        more = f" and {len(without) - NAMED} more" if len(without) > NAMED else ""
+        others = f" and {len(without) - NAMED} more" if len(without) > NAMED else ""
         logger.warning(
             "%d of the parameters inside tiled blocks train and have no gradient: %s%s; right for experts that "
             "no token reached, otherwise they do not train: see whether their adapter is active",
-            len(without), ", ".join(without[:NAMED]), more,
+            len(without), ", ".join(without[:NAMED]), others,
         )  # fmt: skip
     return without
 
@@ -65,7 +65,7 @@ def _weights_in_tiles(model: nn.Module) -> Iterator[Tensor]:
         installed = module.__dict__.get("forward")
         if isinstance(installed, TiledLayer):
             members = [getattr(module, name) for name in installed.names]
-            yield from (p for part in members if isinstance(part, nn.Module) for p in part.parameters())
+            yield from (p for member in members if isinstance(member, nn.Module) for p in member.parameters())
         elif isinstance(installed, Installed):
             yield from module.parameters()
 

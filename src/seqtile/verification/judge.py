@@ -65,24 +65,24 @@ def difference(
     return Difference(name, l2, maximum, untiled_error, tiled_error, score)
 
 
-def severity(one: Difference) -> float:
+def severity(difference: Difference) -> float:
     """What the worst is the worst by."""
-    return math.inf if one.problem else one.score
+    return math.inf if difference.problem else difference.score
 
 
 def groups(differences: Sequence[Difference]) -> dict[str, Group]:
     """The worst of each kind of parameter, in the order in which the kinds appear."""
     members: dict[str, list[Difference]] = {}
-    for one in differences:
-        members.setdefault(group_of(one.name), []).append(one)
+    for difference in differences:
+        members.setdefault(group_of(difference.name), []).append(difference)
     return {
         name: Group(
             parameters=len(group),
-            l2=max(one.l2 for one in group),
-            maximum=max(one.maximum for one in group),
-            untiled_error=_worst([one.untiled_error for one in group]),
-            tiled_error=_worst([one.tiled_error for one in group]),
-            score=max(severity(one) for one in group),
+            l2=max(each.l2 for each in group),
+            maximum=max(each.maximum for each in group),
+            untiled_error=_worst([each.untiled_error for each in group]),
+            tiled_error=_worst([each.tiled_error for each in group]),
+            score=max(severity(each) for each in group),
         )
         for name, group in members.items()
     }
@@ -90,13 +90,13 @@ def groups(differences: Sequence[Difference]) -> dict[str, Group]:
 
 def group_of(name: str) -> str:
     """``mlp.gate_proj`` for ``model.layers.3.mlp.gate_proj.weight``."""
-    parts = [part for part in name.split(".") if part not in ("weight", "default")]
-    numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+    names = [step for step in name.split(".") if step not in ("weight", "default")]
+    numbers = [position for position, step in enumerate(names) if step.isdigit()]
     if numbers:
-        parts = [part for part in parts[numbers[0] + 1 :] if not part.isdigit()]
+        names = [step for step in names[numbers[0] + 1 :] if not step.isdigit()]
     elif not name.startswith("batch."):
-        parts = parts[-1:]
-    return ".".join(parts) or name
+        names = names[-1:]
+    return ".".join(names) or name
 
 
 def _broken(name: str, problem: str, dropout: bool) -> Difference:
@@ -114,10 +114,10 @@ def _max(x: Tensor) -> float:
 _NORMS = (_l2, _max)
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else (math.inf if part else 0.0)
+def _ratio(size: float, whole: float) -> float:
+    return size / whole if whole else (math.inf if size else 0.0)
 
 
 def _worst(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return max(numbers) if numbers else None

@@ -71,15 +71,15 @@ class Measured:
         self.ran = what_ran(model)
         self.loss = float(loss.detach())
         self.drew_random_numbers = any(
-            not before.equal(after) for before, after in zip(random_state, _random_state(device), strict=True)
+            not start.equal(end) for start, end in zip(random_state, _random_state(device), strict=True)
         )
         leaves = {f"batch.{name}": tensor for name, tensor in _tensors(inputs)}
         weights = dict(model.named_parameters()) if engine is None else {}
-        found = {name: leaf.grad for name, leaf in {**weights, **leaves}.items() if leaf.requires_grad}
+        gradients = {name: leaf.grad for name, leaf in {**weights, **leaves}.items() if leaf.requires_grad}
         if engine is not None:
-            found |= engine.gradients()
+            gradients |= engine.gradients()
         self.gradients: dict[str, Tensor | None] = {
-            name: None if gradient is None else gradient.detach().cpu() for name, gradient in found.items()
+            name: None if gradient is None else gradient.detach().cpu() for name, gradient in gradients.items()
         }
         self.gradients["loss"] = loss.detach().double().cpu()
         self.tokens = max((leaf.shape[:2].numel() for leaf in leaves.values() if leaf.dim() > 1), default=1)
@@ -154,10 +154,10 @@ def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _loss_of(model: nn.Module, batch: Any) -> Tensor:
     if isinstance(batch, Mapping):
-        words = dict(batch)
-        if "input_ids" in words:
-            words.setdefault("labels", words["input_ids"])
-        output = model(**words)
+        batch_kwargs = dict(batch)
+        if "input_ids" in batch_kwargs:
+            batch_kwargs.setdefault("labels", batch_kwargs["input_ids"])
+        output = model(**batch_kwargs)
     else:
         output = model(batch) if isinstance(batch, Tensor) else model(*batch)
     return _scalar(getattr(output, "loss", output), type(model).__name__)

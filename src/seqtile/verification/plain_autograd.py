@@ -19,14 +19,14 @@ from seqtile.ops.plain_tiles import Run, run_in_plain_tiles
 def without_recompute(model: nn.Module) -> Iterator[None]:
     """Let every tiled block keep all its intermediates; tiles, their order and their random numbers stay the same."""
     forwards = [module.__dict__.get("forward") for module in model.modules()]
-    tiled = [one for one in forwards if isinstance(one, Installed)]
-    for one in tiled:
-        one.plainly = _run_plainly
+    tiled = [forward for forward in forwards if isinstance(forward, Installed)]
+    for forward in tiled:
+        forward.plainly = _run_plainly
     try:
         yield
     finally:
-        for one in tiled:
-            one.plainly = None
+        for forward in tiled:
+            forward.plainly = None
 
 
 def _run_plainly(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], fused: bool) -> Any:

@@ -107,7 +107,7 @@ class VerifyResult(PrintsAsSentence):
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers, strings, lists and dicts, for JSON."""
         lists = {"parameters": self.parameters, "with_dropout": self.with_dropout}
-        differences = {name: [asdict(one) for one in several] for name, several in lists.items()}
+        differences = {name: [asdict(each) for each in several] for name, several in lists.items()}
         return {**asdict(self), **differences, "notes": list(self.notes)}
 
     @property
@@ -120,7 +120,7 @@ class VerifyResult(PrintsAsSentence):
         if not self.ok and worst.score <= 1 and not worst.problem:
             verdict = "NOT VERIFIED"
         elif self.ok:
-            verdict = f"same gradients (largest relative difference {max(one.l2 for one in self.parameters):.1e})"
+            verdict = f"same gradients (largest relative difference {max(each.l2 for each in self.parameters):.1e})"
         else:
             verdict = f"GRADIENTS DIFFER: {worst.name}: {worst.what()}"
         units = "" if a.units is None or b.units is None else f"units per block {a.units:g} -> {b.units:g}, "

@@ -51,8 +51,8 @@ def kept(model: nn.Module, seed: int) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+                for buffer, value_before in buffers:
+                    buffer.copy_(value_before)
             for weight, gradient in gradients:
                 weight.grad = gradient
             for module, training in modes:
@@ -67,8 +67,10 @@ def without_tiling(model: nn.Module) -> Iterator[Standing]:
     standing: Standing = [(module, dict(module.__dict__)) for module in tiled]
     hooks = [dict(forward_pre_hooks_of(module)) for module in tiled]
     for loss in losses:
-        own = loss.module.__dict__
-        standing.append((loss.module, {name: own[name] for name in loss.changed if name in own}))
+        instance_attributes = loss.module.__dict__
+        standing.append(
+            (loss.module, {name: instance_attributes[name] for name in loss.changed if name in instance_attributes})
+        )
     undo(model)
     try:
         yield standing
@@ -90,16 +92,16 @@ def without_dropout(model: nn.Module, *, off: bool = True) -> Iterator[int]:
 
     Yields how many there were; with ``off=False`` they are only counted.
     """
-    found = []
+    places = []
     for module in model.modules():
         is_dropout = "drop" in type(module).__name__.lower()
         for name, value in vars(module).items():
             if isinstance(value, float) and value > 0 and ("drop" in name or (is_dropout and name == "p")):
-                found.append((module, name, value))
-    for module, name, _ in found if off else ():
+                places.append((module, name, value))
+    for module, name, _ in places if off else ():
         setattr(module, name, 0.0)
     try:
-        yield len(found)
+        yield len(places)
     finally:
-        for module, name, value in found:
+        for module, name, value in places:
             setattr(module, name, value)

@@ -49,10 +49,10 @@ class _Plain:
     group: Any
     tile: int | str
 
-    def scores(self, logits: DeferredLogits, targets: Tensor, temperature: float, **wanted: Any) -> TokenScores:
+    def scores(self, logits: DeferredLogits, targets: Tensor, temperature: float, **options: Any) -> TokenScores:
         return token_logprobs(
             logits.hidden, self.source.weight, targets, bias=self.source.bias, scaling=logits.scaling,
-            temperature=temperature, tile=self.tile, vocabulary_group=self.group, **wanted,
+            temperature=temperature, tile=self.tile, vocabulary_group=self.group, **options,
         )  # fmt: skip
 
 
@@ -76,8 +76,8 @@ def scores_of(
         )
     KeptTokens.of(targets.reshape(-1).to(logits.device), IGNORED, logits.shape[-1])  # refuses targets outside
     kept = targets != IGNORED
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    log_p = wide.log_softmax(-1)
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    log_p = scaled.log_softmax(-1)
     log_probs = log_p.gather(-1, torch.where(kept, targets, 0).long().unsqueeze(-1)).squeeze(-1)
     entropies = torch.where(kept, -(log_p.exp() * log_p).sum(-1), 0) if entropy else None
     return TokenScores(torch.where(kept, log_probs, 0), entropies)
@@ -86,6 +86,6 @@ def scores_of(
 def entropy_of(logits: Tensor | DeferredLogits) -> Tensor:
     """Entropy of each position, ``[...]``, whatever the target."""
     targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-    found = scores_of(logits, targets, entropy=True).entropy
-    assert found is not None
-    return found
+    entropies = scores_of(logits, targets, entropy=True).entropy
+    assert entropies is not None
+    return entropies

@@ -33,8 +33,8 @@ class FusedOutputLinear(nn.Linear):
         """
         if labels is None or temperature is None:
             raise ValueError("expected labels and temperatures, one per token, got None")
-        found = token_logprobs(
+        scores = token_logprobs(
             hidden_states, self.weight, labels, temperature=temperature, entropy=True, tile=self.chunk_size
         )
-        assert found.entropy is not None
-        return {"logprobs": found.log_probs, "entropy": found.entropy}
+        assert scores.entropy is not None
+        return {"logprobs": scores.log_probs, "entropy": scores.entropy}

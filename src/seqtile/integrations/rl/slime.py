@@ -33,8 +33,8 @@ def calculate_log_probs_and_entropy(
         )
     if log_prob_keep_mask is not None:
         raise ValueError("log_prob_keep_mask has one entry per token and vocabulary entry; use rollout_top_p=1.0")
-    found = scores_of(logits, tokens, entropy=with_entropy)
-    entropy = found.entropy
+    scores = scores_of(logits, tokens, entropy=with_entropy)
+    entropy = scores.entropy
     if entropy is not None and not with_entropy_grad:
         entropy = entropy.detach()
-    return found.log_probs.unsqueeze(-1), entropy
+    return scores.log_probs.unsqueeze(-1), entropy

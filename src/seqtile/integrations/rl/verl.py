@@ -27,12 +27,12 @@ def linear_cross_entropy(
     """
     if reduction.lower() != "none":
         raise ValueError(f"reduction={reduction!r}: expected 'none', one log-probability per token")
-    found = token_logprobs(
+    scores = token_logprobs(
         hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature=temperature, entropy=True,
         vocabulary_group=dist_process_group,
     )  # fmt: skip
-    assert found.entropy is not None
-    return found.log_probs, found.entropy
+    assert scores.entropy is not None
+    return scores.log_probs, scores.entropy
 
 
 class FusedLinearForPPO(nn.Module):
@@ -49,8 +49,8 @@ class FusedLinearForPPO(nn.Module):
     def forward(
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        found = token_logprobs(
+        scores = token_logprobs(
             hidden_states, vocab_weights, input_ids, temperature=temperature, entropy=True, tile=self.chunk_size
         )
-        assert found.entropy is not None
-        return found.log_probs, found.entropy
+        assert scores.entropy is not None
+        return scores.log_probs, scores.entropy

@@ -70,8 +70,8 @@ def slower_than_possible(operators: Collection[str], capability: tuple[int, int]
     way_out = recommended(capability)
     if not way_out:
         return ""
-    names = sorted({backend_of(one) for one in operators})
-    ranks = [rank for name in names for known, rank in FASTER.items() if name.startswith(known)]
+    names = sorted({backend_of(operator) for operator in operators})
+    ranks = [rank for name in names for prefix, rank in FASTER.items() if name.startswith(prefix)]
     major = 0 if capability is None else capability[0]
     best = 3 if flash3 and major == 9 else 2 if major in CUDNN_FIRST else 1
     if names and min(ranks, default=best) >= best:
@@ -83,7 +83,7 @@ def slower_than_possible(operators: Collection[str], capability: tuple[int, int]
 def attention_sentences(operators: Collection[str]) -> list[str]:
     """What ran on this machine, and what would be faster, in sentences."""
     slower = slower_than_possible(operators, compute_capability(), flash3=find_spec("flash_attn_interface") is not None)
-    ran = ", ".join(sorted({backend_of(one) for one in operators})) or "plain products"
+    ran = ", ".join(sorted({backend_of(operator) for operator in operators})) or "plain products"
     return [slower or f"attention ran on {ran}"]
 
 
@@ -149,8 +149,8 @@ def rotary_sentences(model: nn.Module) -> list[str]:
         return []
     homes = {type(module).__module__ for module in model.modules()}
     functions = [getattr(sys.modules.get(home), "apply_rotary_pos_emb", None) for home in sorted(homes)]
-    in_python = [one for one in functions if str(getattr(one, "__module__", "")).startswith("transformers.")]
-    return [_ROTARY] if in_python else []
+    packages = [str(getattr(function, "__module__", "")).partition(".")[0] for function in functions]
+    return [_ROTARY] if "transformers" in packages else []
 
 
 _ROTARY = (
@@ -169,7 +169,7 @@ def has_long_mask(values: Collection[Any]) -> bool:
     return False
 
 
-def without_wrong_kernel(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
+def without_wrong_kernel(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function``, in which SDPA takes another kernel than the memory-efficient one.
 
     Raises:
@@ -179,11 +179,11 @@ def without_wrong_kernel(function: Callable[..., Any], *args: Any, **words: Any)
 
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
         try:
-            return function(*args, **words)
+            return function(*args, **kwargs)
         except RuntimeError as error:
             if "No available kernel" not in str(error):
                 raise
             bound = getattr(function, "keywords", {})
-            masks = [value for value in (*args, *words.values(), *bound.values()) if isinstance(value, Tensor)]
+            masks = [value for value in (*args, *kwargs.values(), *bound.values()) if isinstance(value, Tensor)]
             tokens = max(mask.shape[-1] for mask in masks if mask.dim() == 4)
             raise UserError(_REFUSED % tokens) from error

@@ -32,8 +32,8 @@ from seqtile.ops.attention.group_core import REFUSED, Done, Groups, HeadGroup
 from seqtile.ops.attention.kernel_calls import kept_now
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.linear import Kind, Layer, Projection
-from seqtile.ops.normed_linears import Norm, NormedLinears, NormKind, sums_for
-from seqtile.ops.rng import Autocast, RandomState, RowWise
+from seqtile.ops.normed_linears import Norm, NormedLinears, sums_for
+from seqtile.ops.rng import Autocast, NormKind, RandomState, RowWise
 from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 from seqtile.tiling import tile_ranges
 
@@ -110,12 +110,11 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
     tensors = attention.tensors()
     kinds = []
     drops = False
-    for part in (*attention.first, attention.out):
-        kind = part.kind()
+    for projection in (*attention.first, attention.out):
+        kind = projection.kind()
         drops |= kind.has_adapter and kind.dropout > 0
         kinds.append(kind)
-    before = attention.before
-    norm = None if before is None else (before.function, len(before.weights), before.formula)
+    norm = attention.before and attention.before.kind()
     plan = HeadGroupsPlan(
         tuple(kinds[:-1]), kinds[-1], norm, len(attention.between), groups, tuple(sizes), groups.autocast,
         RandomState(x.device) if drops else None,

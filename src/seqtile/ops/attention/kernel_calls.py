@@ -124,10 +124,10 @@ def replayed(recorded: Recorded, tensors: Sequence[Tensor], output: Tensor) -> I
         yield
 
 
-def _placed(place: OutputAlias, output: Tensor) -> Tensor:
+def _placed(alias: OutputAlias, output: Tensor) -> Tensor:
     with torch.no_grad():
         copy = output.clone(memory_format=torch.contiguous_format)
-        return copy.as_strided(place.shape, place.stride, copy.storage_offset() + place.offset)
+        return copy.as_strided(alias.shape, alias.stride, copy.storage_offset() + alias.offset)
 
 
 class _Recording(LettingCompile):
@@ -223,9 +223,9 @@ def kept_now() -> Kept | None:
 @contextmanager
 def keeping(kept: Kept, *, replaying: bool) -> Iterator[None]:
     """Inside, ``kept`` is where attention outputs go, or come from when ``replaying``."""
-    before = kept_now()
+    outer = kept_now()
     _running.kept, kept.replaying = kept, replaying
     try:
         yield
     finally:
-        _running.kept = before
+        _running.kept = outer

@@ -1,6 +1,6 @@
 """Divergence between a student's and a teacher's next-token distributions, over tiles of the tokens that count.
 
-The nodes are those of :mod:`seqtile.ops.lm_loss.cross_entropy` with two heads in the place of one: a scalar leaves its
+The nodes are those of :mod:`seqtile.ops.lm_loss.head_nodes` with two heads in the place of one: a scalar leaves its
 gradients behind in the forward, a number per token computes both products again in the backward. The plain twin is
 ``F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)``.
 
@@ -19,16 +19,8 @@ from torch import Tensor
 
 from seqtile._errors import expect_number, expect_tensors
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.lm_loss.cross_entropy import (
-    REDUCTIONS,
-    REFUSED,
-    HeadCall,
-    LossPlan,
-    add_gradients,
-    check_num_items,
-    expect_head,
-    hand_out,
-)  # fmt: skip
+from seqtile.ops.lm_loss.cross_entropy import REDUCTIONS, check_num_items
+from seqtile.ops.lm_loss.head_nodes import REFUSED, HeadCall, LossPlan, add_gradients, expect_head, hand_out
 from seqtile.ops.lm_loss.kept_tokens import Condition, KeptTokens, empty_gradient, read_rows
 from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective
 from seqtile.ops.lm_loss.token_logprobs import HeadInput, check_candidates, check_head_input
@@ -134,22 +126,22 @@ def linear_divergence(
         )
     call = HeadCall(hidden, weight, bias, labels, Objective(scaling, ignore_index), rule)
     aim = Objective(teacher.scaling, ignore_index)
-    other = HeadCall(teacher.hidden, teacher.weight, teacher.bias, labels, aim, rule, call.kept)
-    pair, constants = _Pair(call.plan, other.plan, beta, temperature), _tensors(other)
-    given = _tensors(call)
+    teacher_call = HeadCall(teacher.hidden, teacher.weight, teacher.bias, labels, aim, rule, call.kept)
+    pair, constants = _Pair(call.plan, teacher_call.plan, beta, temperature), _tensors(teacher_call)
+    student_tensors = _tensors(call)
     each: Tensor
-    trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given)
+    trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in student_tensors)
     if reduction == "none" or not trains:
         if trains:
-            token = SaveAhead.apply(*given, *constants, call.kept.index, call.kept.targets)  # type: ignore[no-untyped-call]
-            each = _DivergencePerToken.apply(pair, token.grad_fn, token, call.kept, constants, *given)  # type: ignore[no-untyped-call]
+            token = SaveAhead.apply(*student_tensors, *constants, call.kept.index, call.kept.targets)  # type: ignore[no-untyped-call]
+            each = _DivergencePerToken.apply(pair, token.grad_fn, token, call.kept, constants, *student_tensors)  # type: ignore[no-untyped-call]
         else:
-            each = call.kept.spread(pair.divergences(call.kept, given, constants))
+            each = call.kept.spread(pair.divergences(call.kept, student_tensors, constants))
         if reduction == "none":
             return each.view(labels.shape)
         return each.sum() / divided_by(reduction, num_items, len(call.kept), each)
     divisor = divided_by(reduction, num_items, len(call.kept), hidden)
-    return _DivergenceTotal.apply(pair, call.kept, divisor, constants, *given)  # type: ignore[no-any-return, no-untyped-call]
+    return _DivergenceTotal.apply(pair, call.kept, divisor, constants, *student_tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _tensors(call: HeadCall) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -174,7 +166,7 @@ def _check_top_k(teacher: TeacherTopK, hidden: Tensor, weight: Tensor, labels: T
             f"the teacher's log_probs are {log_probs.dtype} of shape {tuple(log_probs.shape)}, expected floating-point "
             f"numbers of that of its tokens, {tuple(tokens.shape)}"
         )
-    given = log_probs.detach().reshape(-1, log_probs.shape[-1]).to(hidden.device)
+    values = log_probs.detach().reshape(-1, log_probs.shape[-1]).to(hidden.device)
     ordered = conditions[0].values.sort(-1).values
     return [
         *conditions,
@@ -183,7 +175,7 @@ def _check_top_k(teacher: TeacherTopK, hidden: Tensor, weight: Tensor, labels: T
             "the teacher's tokens {value} of one position: expected different ones",
         ),
         Condition(
-            (given <= 0).all(-1) & (given.float().logsumexp(-1) < _ROUNDING), given,
+            (values <= 0).all(-1) & (values.float().logsumexp(-1) < _ROUNDING), values,
             "the teacher's log_probs {value} of one position: expected logarithms of probabilities, at most 1 in sum",
         ),
     ]  # fmt: skip
@@ -195,9 +187,9 @@ _ROUNDING = 0.1
 
 def _of_top_k(student: Tensor, teacher: TeacherTopK, valid: Tensor, beta: float) -> Tensor:
     """Divergence of ``k + 1`` classes, ``[...]``, from the student's log-probabilities ``[..., k]``."""
-    given = teacher.log_probs.detach().to(student.device, student.dtype)
+    log_probs = teacher.log_probs.detach().to(student.device, student.dtype)
     aside = -math.log(2 * student.shape[-1])  # any distribution, for tokens that do not count
-    log_s, log_t = (_with_rest(torch.where(valid.unsqueeze(-1), each, aside)) for each in (student, given))
+    log_s, log_t = (_with_rest(torch.where(valid.unsqueeze(-1), each, aside)) for each in (student, log_probs))
     t = log_t.exp()
     if beta == 0.0:
         return torch.where(t == 0, 0, t * (log_t - log_s)).sum(-1)
@@ -223,41 +215,41 @@ class _Pair:
     beta: float
     temperature: float
 
-    def passes(self, given: Sequence[Any], constants: Sequence[Any]) -> tuple[HeadPass, HeadPass]:
+    def passes(self, student_tensors: Sequence[Any], constants: Sequence[Any]) -> tuple[HeadPass, HeadPass]:
         tile = max(self.student.sizes, default=0)
         student, teacher = (
             HeadPass(plan.objective, weight, bias, plan.dtype, tile)
-            for plan, (_, weight, bias) in ((self.student, given), (self.teacher, constants))
+            for plan, (_, weight, bias) in ((self.student, student_tensors), (self.teacher, constants))
         )
         return student, teacher
 
-    def divergences(self, kept: KeptTokens, given: Sequence[Any], constants: Sequence[Any]) -> Tensor:
+    def divergences(self, kept: KeptTokens, student_tensors: Sequence[Any], constants: Sequence[Any]) -> Tensor:
         """Of each token that counts."""
         with torch.no_grad(), self.student.casts.off():
-            passes = self.passes(given, constants)
-            found: Tensor = given[0].new_empty(len(kept), dtype=passes[0].wide)
-            for part in self.student.parts():
+            passes = self.passes(student_tensors, constants)
+            divergences: Tensor = student_tensors[0].new_empty(len(kept), dtype=passes[0].wide)
+            for tile in self.student.parts():
                 y, y_teacher = (  # [t, V] each
-                    work.product(read_rows(x[0], kept.index, part))
-                    for work, x in zip(passes, (given, constants), strict=True)
+                    work.product(read_rows(x[0], kept.index, tile))
+                    for work, x in zip(passes, (student_tensors, constants), strict=True)
                 )
-                self.of_rows(*passes, y, y_teacher, found[part])
-        return found
+                self.of_rows(*passes, y, y_teacher, divergences[tile])
+        return divergences
 
     def of_rows(
-        self, student: HeadPass, teacher: HeadPass, y: Tensor, y_teacher: Tensor, found: Tensor,
+        self, student: HeadPass, teacher: HeadPass, y: Tensor, y_teacher: Tensor, divergences: Tensor,
         factor: Tensor | None = None, gradient: bool = False,
     ) -> None:  # fmt: skip
         """Write each row's divergence; with ``gradient``, write that over ``y``, times ``factor`` (None: 1)."""
         beta = self.beta
-        for part in student.blocks(y.shape[0]):
+        for block in student.blocks(y.shape[0]):
             log_s, log_t = (  # [rows, V]
-                work.logits(each[part]).div_(self.temperature).log_softmax(-1)
+                work.logits(each[block]).div_(self.temperature).log_softmax(-1)
                 for work, each in ((student, y), (teacher, y_teacher))
             )
             t = log_t.exp()
             if beta == 0.0:
-                found[part] = (log_t - log_s).mul_(t).masked_fill_(t == 0, 0).sum(-1)
+                divergences[block] = (log_t - log_s).mul_(t).masked_fill_(t == 0, 0).sum(-1)
                 dz = log_s.exp_().sub_(t) if gradient else None
             else:
                 s = log_s.exp()
@@ -265,49 +257,52 @@ class _Pair:
                 if beta < 1.0:
                     mixed = torch.logaddexp(log_s + math.log1p(-beta), log_t + math.log(beta))
                 gap = log_s.sub_(mixed)
-                own = (s * gap).masked_fill_(s == 0, 0).sum(-1)  # KL(s || m), or KL(s || t)
-                found[part] = own
+                of_student = (s * gap).masked_fill_(s == 0, 0).sum(-1)  # KL(s || m), or KL(s || t)
+                divergences[block] = of_student
                 if beta < 1.0:
-                    other = log_t.sub_(mixed).mul_(t).masked_fill_(t == 0, 0).sum(-1)
-                    found[part] = beta * other + (1 - beta) * own
-                share = 1.0 if beta == 1.0 else 1 - beta
-                dz = gap.sub_(own.unsqueeze(-1)).mul_(s).masked_fill_(s == 0, 0).mul_(share) if gradient else None
+                    of_teacher = log_t.sub_(mixed).mul_(t).masked_fill_(t == 0, 0).sum(-1)
+                    divergences[block] = beta * of_teacher + (1 - beta) * of_student
+                dz = gap.sub_(of_student.unsqueeze(-1)).mul_(s).masked_fill_(s == 0, 0) if gradient else None
+                if dz is not None and beta < 1.0:
+                    dz.mul_(1 - beta)
             if dz is not None:
                 if factor is not None:
-                    dz.mul_(factor[part].unsqueeze(-1))
-                student.through_scaling(dz.div_(self.temperature), y[part])
-                y[part] = dz
+                    dz.mul_(factor[block].unsqueeze(-1))
+                student.through_scaling(dz.div_(self.temperature), y[block])
+                y[block] = dz
 
     def gradients(
-        self, kept: KeptTokens, given: Sequence[Any], constants: Sequence[Any], needs: Sequence[bool],
+        self, kept: KeptTokens, student_tensors: Sequence[Any], constants: Sequence[Any], needs: Sequence[bool],
         factor: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, list[Sum | None]]:  # fmt: skip
         """Divergences ``[n]``, the gradient of the student's states, and the sums of its weight's and bias's."""
-        hidden, weight, bias = given
+        hidden, weight, bias = student_tensors
         with torch.no_grad(), self.student.casts.off():
-            student, teacher = self.passes(given, constants)
-            found = hidden.new_empty(len(kept), dtype=student.wide)
+            student, teacher = self.passes(student_tensors, constants)
+            divergences = hidden.new_empty(len(kept), dtype=student.wide)
             dx = empty_gradient(hidden, kept.index) if needs[0] else None
             needed = zip((weight, bias), needs[1:], strict=True)
             totals = [Sum(each) if each is not None and need else None for each, need in needed]
-            for part in self.student.parts():
-                x = read_rows(hidden, kept.index, part)  # [t, D]
-                y, y_teacher = student.product(x), teacher.product(read_rows(constants[0], kept.index, part))
-                of_tile = None if factor is None else factor[part]
-                self.of_rows(student, teacher, y, y_teacher, found[part], of_tile, gradient=True)
-                add_gradients(student, y, x, kept.index, part, dx, totals)
-        return found, dx, totals
+            for tile in self.student.parts():
+                x = read_rows(hidden, kept.index, tile)  # [t, D]
+                y, y_teacher = student.product(x), teacher.product(read_rows(constants[0], kept.index, tile))
+                of_tile = None if factor is None else factor[tile]
+                self.of_rows(student, teacher, y, y_teacher, divergences[tile], of_tile, gradient=True)
+                add_gradients(student, y, x, kept.index, tile, dx, totals)
+        return divergences, dx, totals
 
 
 class _DivergenceTotal(torch.autograd.Function):
     """Sum over tokens, divided; the gradients are there when the forward ends, and stand on the node."""
 
     @staticmethod
-    def forward(ctx: Any, pair: _Pair, kept: KeptTokens, divisor: Any, constants: Any, *given: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, pair: _Pair, kept: KeptTokens, divisor: Any, constants: Any, *student: Tensor | None
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
-        found, dx, totals = pair.gradients(kept, given, constants, ctx.needs_input_grad[4:], None)
+        divergences, dx, totals = pair.gradients(kept, student, constants, ctx.needs_input_grad[4:], None)
         ctx.left, ctx.any, ctx.divisor = (dx, *totals), len(kept) > 0, divisor
-        return found.sum() / divisor  # type: ignore[no-any-return]
+        return divergences.sum() / divisor  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
@@ -322,11 +317,17 @@ class _DivergencePerToken(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pair: _Pair, save: Any, token: Tensor, kept: KeptTokens, constants: Any, *given: Tensor | None
+        ctx: Any,
+        pair: _Pair,
+        save: Any,
+        token: Tensor,
+        kept: KeptTokens,
+        constants: Any,
+        *student: Tensor | None,
     ) -> Tensor:
         ctx.pair, ctx.save = pair, save
         ctx.set_materialize_grads(False)
-        return kept.spread(pair.divergences(kept, given, constants))
+        return kept.spread(pair.divergences(kept, student, constants))
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:

@@ -71,13 +71,13 @@ class KeptTokens:
             return cls(total, labels.index_select(0, index), index)
         inside = torch.where(valid, labels, 0)
         hold = [(condition.holds | ~valid).all().long() for condition in conditions]
-        count, low, high, *held = torch.stack([valid.sum(), inside.amin(), inside.amax(), *hold]).cpu().tolist()
+        count, low, high, *satisfied = torch.stack([valid.sum(), inside.amin(), inside.amax(), *hold]).cpu().tolist()
         if count and (low < 0 or high >= vocabulary):
             raise ValueError(
                 f"labels from {low} to {high}, expected 0 to {vocabulary - 1}, the rows of the head's weight; give "
                 f"tokens that do not count ignore_index={ignore_index}"
             )
-        for condition, holds in zip(conditions, held, strict=True):
+        for condition, holds in zip(conditions, satisfied, strict=True):
             if not holds:
                 first = condition.values[valid & ~condition.holds][0].tolist()
                 raise ValueError(condition.sentence.format(value=first))
@@ -101,9 +101,9 @@ class KeptTokens:
         return values.new_zeros(self.total, *values.shape[1:]).index_copy(0, self.index, values)
 
 
-def read_rows(x: Tensor, index: Tensor | None, part: slice) -> Tensor:
+def read_rows(x: Tensor, index: Tensor | None, tile: slice) -> Tensor:
     """Some of the rows that count, of ``[N, ...]``; a copy where not all of them do."""
-    return x[part] if index is None else x.index_select(0, index[part])
+    return x[tile] if index is None else x.index_select(0, index[tile])
 
 
 def empty_gradient(x: Tensor, index: Tensor | None) -> Tensor:
@@ -113,9 +113,9 @@ def empty_gradient(x: Tensor, index: Tensor | None) -> Tensor:
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
-def write_rows(out: Tensor, index: Tensor | None, part: slice, rows: Tensor) -> None:
+def write_rows(out: Tensor, index: Tensor | None, tile: slice, rows: Tensor) -> None:
     """Write some of the rows that count into ``[N, ...]``."""
     if index is None:
-        out[part] = rows
+        out[tile] = rows
     else:
-        out.index_copy_(0, index[part], rows.to(out.dtype))
+        out.index_copy_(0, index[tile], rows.to(out.dtype))

@@ -96,19 +96,19 @@ class TileTargets:
         ids: its target.
         temperature: divides its logits after everything else, or None.
         candidates: ``[n, k]``, other tokens whose log-probabilities are wanted, or None.
-        here: whether the target is among the rows of this rank's weight, or None where the weight is whole.
+        is_local: whether the target is among the rows of this rank's weight, or None where the weight is whole.
     """
 
     ids: Tensor
     temperature: Tensor | None = None
     candidates: Tensor | None = None
-    here: Tensor | None = None
+    is_local: Tensor | None = None
 
-    def __getitem__(self, part: slice) -> TileTargets:
-        return TileTargets(*(None if tensor is None else tensor[part] for tensor in self.tensors()))  # type: ignore[arg-type]
+    def __getitem__(self, rows: slice) -> TileTargets:
+        return TileTargets(*(None if tensor is None else tensor[rows] for tensor in self.tensors()))  # type: ignore[arg-type]
 
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        return self.ids, self.temperature, self.candidates, self.here
+        return self.ids, self.temperature, self.candidates, self.is_local
 
 
 @dataclass
@@ -137,9 +137,9 @@ class Wanted:
     top_tokens: Tensor | None = None
     top_k: int = 1
 
-    def narrow(self, part: slice) -> Wanted:
+    def narrow(self, rows: slice) -> Wanted:
         """The results of some of the tokens."""
-        cut = {name: value[part] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        cut = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return Wanted(**cut, top_k=self.top_k)
 
 
@@ -178,41 +178,42 @@ class HeadRows:
 
     def losses(self, y: Tensor, targets: TileTargets, loss: Tensor, lse: Tensor, wanted: Wanted) -> None:
         """Write each row's loss, log-normaliser ``[t]`` and whatever else is wanted; ``y`` ``[t, V]`` stays."""
-        for part in self.blocks(y.shape[0]):
-            z = self.logits(y[part], targets[part].temperature)
-            found = wanted.narrow(part)
-            self._loss(z, targets[part], loss[part], lse[part], found)
-            if found.entropy is not None or found.log_sum_squares is not None:
-                _spread(z, lse[part], found)
+        for block in self.blocks(y.shape[0]):
+            z = self.logits(y[block], targets[block].temperature)
+            results = wanted.narrow(block)
+            self._loss(z, targets[block], loss[block], lse[block], results)
+            if results.entropy is not None or results.log_sum_squares is not None:
+                _spread(z, lse[block], results)
 
     def losses_and_gradient(
         self, y: Tensor, targets: TileTargets, factor: Tensor | None, loss: Tensor, lse: Tensor
     ) -> None:
         """Write each row's loss, and over its products their gradient times ``factor`` (None: 1)."""
-        for part in self.blocks(y.shape[0]):
-            z = self.logits(y[part], targets[part].temperature)
-            self._loss(z, targets[part], loss[part], lse[part], Wanted())
-            z.sub_(lse[part].unsqueeze(-1)).exp_()
-            self._gradient(z, y[part], targets[part], _part(factor, part, lse), lse[part])  # z: probabilities, [b, V]
+        factor = lse.new_ones(()).expand(lse.shape) if factor is None else factor
+        for block in self.blocks(y.shape[0]):
+            z = self.logits(y[block], targets[block].temperature)
+            self._loss(z, targets[block], loss[block], lse[block], Wanted())
+            z.sub_(lse[block].unsqueeze(-1)).exp_()
+            self._gradient(z, y[block], targets[block], factor[block], lse[block])  # z: probabilities, [b, V]
 
     def gradient(
         self, y: Tensor, targets: TileTargets, factor: Tensor, lse: Tensor, entropy: Tensor | None = None,
         entropy_factor: Tensor | None = None, candidates_factor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write the gradient, ``lse`` being known; ``*_factor`` are upstream gradients of entropies and candidates."""
-        for part in self.blocks(y.shape[0]):
-            z = self.logits(y[part], targets[part].temperature).sub_(lse[part].unsqueeze(-1))
+        for block in self.blocks(y.shape[0]):
+            z = self.logits(y[block], targets[block].temperature).sub_(lse[block].unsqueeze(-1))
             extra = None
             if entropy is not None and entropy_factor is not None:
-                extra = z.exp().mul_(z + entropy[part].unsqueeze(-1)).mul_(-entropy_factor[part].unsqueeze(-1))
+                extra = z.exp().mul_(z + entropy[block].unsqueeze(-1)).mul_(-entropy_factor[block].unsqueeze(-1))
             z.exp_()
-            of_candidates = None if candidates_factor is None else candidates_factor[part]
-            self._gradient(z, y[part], targets[part], factor[part], lse[part], extra, of_candidates)
+            of_candidates = None if candidates_factor is None else candidates_factor[block]
+            self._gradient(z, y[block], targets[block], factor[block], lse[block], extra, of_candidates)
 
-    def _loss(self, z: Tensor, targets: TileTargets, loss: Tensor, lse: Tensor, found: Wanted) -> None:
+    def _loss(self, z: Tensor, targets: TileTargets, loss: Tensor, lse: Tensor, results: Wanted) -> None:
         """Write loss and log-normaliser, ``[b]``, of one block of logits, ``[b, V]``."""
         aim = self.objective
-        top, best = z.max(-1) if found.argmax is not None else (z.amax(-1), None)  # [b]
+        top, best = z.max(-1) if results.argmax is not None else (z.amax(-1), None)  # [b]
         at_target = z.gather(-1, targets.ids.unsqueeze(-1)).squeeze(-1)  # [b, V] -> [b]
         lse.copy_((z - top.unsqueeze(-1)).exp_().sum(-1).log_().add_(top))
         value = (lse - at_target).mul_(self._own(targets.ids))
@@ -222,23 +223,23 @@ class HeadRows:
         if aim.z_loss:
             value += aim.z_loss * lse.square()
         loss.copy_(value)
-        if found.argmax is not None and best is not None:
-            found.argmax.copy_(best)
-        if found.hit is not None:
-            found.hit.copy_((z > at_target.unsqueeze(-1)).sum(-1) < found.top_k)
-        if found.mean_logit is not None:
-            found.mean_logit.copy_(z.mean(-1))
-        if found.candidates is not None and targets.candidates is not None:
-            found.candidates.copy_(z.gather(-1, targets.candidates) - lse.unsqueeze(-1))  # [b, k]
-        if found.top_log_probs is not None and found.top_tokens is not None:
-            values, tokens = z.topk(found.top_tokens.shape[-1], -1)  # [b, k] each
-            found.top_log_probs.copy_(values - lse.unsqueeze(-1))
-            found.top_tokens.copy_(tokens)
+        if results.argmax is not None and best is not None:
+            results.argmax.copy_(best)
+        if results.hit is not None:
+            results.hit.copy_((z > at_target.unsqueeze(-1)).sum(-1) < results.top_k)
+        if results.mean_logit is not None:
+            results.mean_logit.copy_(z.mean(-1))
+        if results.candidates is not None and targets.candidates is not None:
+            results.candidates.copy_(z.gather(-1, targets.candidates) - lse.unsqueeze(-1))  # [b, k]
+        if results.top_log_probs is not None and results.top_tokens is not None:
+            values, tokens = z.topk(results.top_tokens.shape[-1], -1)  # [b, k] each
+            results.top_log_probs.copy_(values - lse.unsqueeze(-1))
+            results.top_tokens.copy_(tokens)
 
     def _own(self, ids: Tensor) -> Tensor | float:
         """Factor of the target's own term in the loss."""
-        share = 1 - self.objective.label_smoothing
-        return share if self.class_weights is None else share * self.class_weights[ids]
+        hard_weight = 1 - self.objective.label_smoothing
+        return hard_weight if self.class_weights is None else hard_weight * self.class_weights[ids]
 
     def _gradient(
         self, p: Tensor, y: Tensor, targets: TileTargets, factor: Tensor, lse: Tensor, extra: Tensor | None = None,
@@ -247,8 +248,8 @@ class HeadRows:
         """Turn probabilities into the gradient of the products, times ``factor``, and write it over ``y``."""
         aim = self.objective
         smoothing = aim.label_smoothing / self.vocabulary
-        own = factor * self._own(targets.ids)  # [b]
-        every = own if not smoothing else own + factor * (smoothing * self.weight_sum)
+        target_factor = factor * self._own(targets.ids)  # [b]
+        every = target_factor if not smoothing else target_factor + factor * (smoothing * self.weight_sum)
         if aim.z_loss:
             every = every + factor * (2 * aim.z_loss * lse)
         if of_candidates is not None:
@@ -257,7 +258,7 @@ class HeadRows:
         if smoothing:
             weights = p.new_ones(self.vocabulary) if self.class_weights is None else self.class_weights
             p.addr_(factor, weights, alpha=-smoothing)
-        at_target = own if targets.here is None else own * targets.here  # [b]
+        at_target = target_factor if targets.is_local is None else target_factor * targets.is_local  # [b]
         p.scatter_add_(-1, targets.ids.unsqueeze(-1), -at_target.unsqueeze(-1))
         if of_candidates is not None and targets.candidates is not None:
             p.scatter_add_(-1, targets.candidates, of_candidates)
@@ -277,10 +278,6 @@ class HeadRows:
             dz.mul_(through)
         if temperature is not None:
             dz.div_(temperature.unsqueeze(-1))
-
-
-def _part(factor: Tensor | None, part: slice, like: Tensor) -> Tensor:
-    return like.new_ones(()).expand(like.shape)[part] if factor is None else factor[part]
 
 
 class HeadPass(HeadRows):
@@ -310,10 +307,10 @@ class HeadPass(HeadRows):
         return torch.addmm(self.bias, x.to(self.dtype), self.matrix.t(), out=y)
 
 
-def _spread(z: Tensor, lse: Tensor, found: Wanted) -> None:
+def _spread(z: Tensor, lse: Tensor, results: Wanted) -> None:
     """Entropy and the log of the summed squares of the probabilities, ``[b]``, of logits ``[b, V]``."""
     p = (z - lse.unsqueeze(-1)).exp_()
-    if found.log_sum_squares is not None:
-        found.log_sum_squares.copy_(p.square().sum(-1).log_())
-    if found.entropy is not None:
-        found.entropy.copy_(lse - p.mul_(z).sum(-1))
+    if results.log_sum_squares is not None:
+        results.log_sum_squares.copy_(p.square().sum(-1).log_())
+    if results.entropy is not None:
+        results.entropy.copy_(lse - p.mul_(z).sum(-1))

@@ -12,17 +12,15 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from seqtile.ops.grad_accumulator import LOW
+from seqtile.ops.lm_loss.head_nodes import HeadCall
 from seqtile.options import LOSS_KERNELS
-
-if TYPE_CHECKING:
-    from seqtile.ops.lm_loss.cross_entropy import HeadCall
 
 _PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}
 _ORDER = ("cce", "liger")

@@ -1,6 +1,6 @@
 """A head that is more than a weight (adapters, quantised layers, a bottleneck): the module itself, tile by tile.
 
-The plain head of :mod:`seqtile.ops.lm_loss.cross_entropy` differentiates by hand; here autograd does, one tile at a
+The plain head of :mod:`seqtile.ops.lm_loss.head_nodes` differentiates by hand; here autograd does, one tile at a
 time and while the forward runs, from the gradient that the loss leaves in the place of the tile's logits.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.lm_loss.cross_entropy import REFUSED, hand_out
+from seqtile.ops.lm_loss.head_nodes import REFUSED, hand_out
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows, write_rows
 from seqtile.ops.lm_loss.logits_tile import HeadRows, Objective, TileTargets, Wanted
 from seqtile.ops.lm_loss.token_logprobs import TokenScores
@@ -79,12 +79,12 @@ def module_logprobs(
         log_probs = log_p.gather(-1, target).squeeze(-1)  # [t]
         entropy = -(log_p.exp() * log_p).sum(-1)  # [t]
         fixed = log_p.detach()
-        found = (log_probs, entropy, fixed.argmax(-1), (2 * fixed).logsumexp(-1), z.detach().mean(-1))
-        return tuple(value.unsqueeze(-1) for value in found)  # [t, 1] each: one row per token
+        results = (log_probs, entropy, fixed.argmax(-1), (2 * fixed).logsumexp(-1), z.detach().mean(-1))
+        return tuple(value.unsqueeze(-1) for value in results)  # [t, 1] each: one row per token
 
     rows = kept.take(hidden.reshape(-1, hidden.shape[-1]))  # [..., D] -> [N, D] -> [n, D]
     parts = run_in_tiles(score, (rows, kept.targets.unsqueeze(-1)), sizes(len(kept)), weights)
-    log_probs, entropy, argmax, squares, mean = (kept.spread(part.squeeze(-1)).view(targets.shape) for part in parts)
+    log_probs, entropy, argmax, squares, mean = (kept.spread(score.squeeze(-1)).view(targets.shape) for score in parts)
     return TokenScores(log_probs, entropy, argmax=argmax, log_sum_squares=squares, mean_logit=mean)
 
 
@@ -110,12 +110,12 @@ class _HeadPlan:
 @contextmanager
 def _uncached() -> Iterator[None]:
     """Autocast without its cache: every tile's leaves are new to it, and it would hold a cast of each until it ends."""
-    former = torch.is_autocast_cache_enabled()
+    was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(former)
+        torch.set_autocast_cache_enabled(was_enabled)
 
 
 class _HeadTotal(torch.autograd.Function):
@@ -131,22 +131,22 @@ class _HeadTotal(torch.autograd.Function):
         sums = [Sum(weight) if need else None for weight, need in zip(weights, needs[1:], strict=True)]
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for start, size in tile_ranges(plan.sizes):
-            part = slice(start, start + size)
-            y, leaves = plan.tile(read_rows(hidden, kept.index, part), weights, needs)  # [t, D] -> [t, V]
+            tile = slice(start, start + size)
+            y, leaves = plan.tile(read_rows(hidden, kept.index, tile), weights, needs)  # [t, D] -> [t, V]
             dy = y.detach()  # the gradient replaces the logits where they are; PyTorch notices a head that needs them
-            rows, targets = HeadRows(plan.aim, y.shape[-1], y.dtype, y.device), TileTargets(kept.targets[part])
+            rows, targets = HeadRows(plan.aim, y.shape[-1], y.dtype, y.device), TileTargets(kept.targets[tile])
             loss, lse = (dy.new_empty(size, dtype=rows.wide) for _ in range(2))
             if not leaves:
                 rows.losses(dy, targets, loss, lse, Wanted())
             else:
                 rows.losses_and_gradient(dy, targets, None, loss, lse)
-                found = iter(torch.autograd.grad(y, leaves, dy, allow_unused=True))
+                gradients = iter(torch.autograd.grad(y, leaves, dy, allow_unused=True))
                 if dx is not None:
-                    gradient = next(found)
-                    write_rows(dx, kept.index, part, torch.zeros_like(dy[:, :1]) if gradient is None else gradient)
-                for one, gradient in zip([one for one in sums if one is not None], found, strict=True):
+                    gradient = next(gradients)
+                    write_rows(dx, kept.index, tile, torch.zeros_like(dy[:, :1]) if gradient is None else gradient)
+                for total_of_weight, gradient in zip(filter(None, sums), gradients, strict=True):
                     if gradient is not None:
-                        one.add(gradient)
+                        total_of_weight.add(gradient)
             total += loss.sum()
         ctx.left, ctx.any, ctx.divisor = (dx, *sums), len(kept) > 0, divisor
         return total / divisor

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqtile._errors import expect_number, expect_tensors
-from seqtile.ops.lm_loss.cross_entropy import HeadCall, expect_head
+from seqtile.ops.lm_loss.head_nodes import HeadCall, expect_head
 from seqtile.ops.lm_loss.kept_tokens import Condition
 from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective, Wanted
 from seqtile.ops.lm_loss.vocabulary_shards import own_rows, sharded_scores
@@ -133,15 +133,15 @@ def token_logprobs(
         options = {"candidates": candidates is not None, "reference": reference is not None, "argmax": argmax,
                    "top_k": top_k, "top_log_probs": top_log_probs, "log_sum_squares": log_sum_squares,
                    "mean_logit": mean_logit}  # fmt: skip
-        if refused := [name for name, asked in options.items() if asked]:
+        if refused := [name for name, requested in options.items() if requested]:
             raise ValueError(
                 f"a head whose vocabulary is shared out computes log-probabilities and entropies, got {refused[0]}; "
                 "gather the weight for it"
             )
-    for name, asked in (("top_k", top_k), ("top_log_probs", top_log_probs)):
-        if asked is not None:
+    for name, requested in (("top_k", top_k), ("top_log_probs", top_log_probs)):
+        if requested is not None:
             most = f"at least 1 and at most the vocabulary, {vocabulary}, an integer"
-            expect_number(name, asked, 1, vocabulary, most, whole=True)
+            expect_number(name, requested, 1, vocabulary, most, whole=True)
     rule, aim = parse_tile(tile), Objective(scaling or LogitScaling(), ignore_index)
     conditions = _check_temperature(temperature, hidden, targets)
     if candidates is not None:
@@ -150,35 +150,35 @@ def token_logprobs(
         reference = _check_reference(reference, hidden, weight, bias, aim.scaling)
     call = HeadCall(hidden, weight, bias, targets, aim, rule, vocabulary=vocabulary, conditions=conditions)
     kept, shape = call.kept, targets.shape
-    wide = torch.promote_types(call.plan.dtype, torch.float32)
-    divisors = _temperatures(temperature, call, wide)
+    score_dtype = torch.promote_types(call.plan.dtype, torch.float32)
+    divisors = _temperatures(temperature, call, score_dtype)
     if shard is not None:
         log_probs, entropies = sharded_scores(call, shard, divisors)
         return TokenScores(log_probs.view(shape), entropies.view(shape) if entropy else None)
     if candidates is not None:
         candidates = kept.take(candidates.reshape(-1, candidates.shape[-1]).to(call.hidden.device).long())
 
-    def empty(dtype: torch.dtype, *rest: int) -> Tensor:
-        return call.hidden.new_empty(len(kept), *rest, dtype=dtype)
+    def empty(dtype: torch.dtype, *trailing: int) -> Tensor:
+        return call.hidden.new_empty(len(kept), *trailing, dtype=dtype)
 
     numbers = {"log_sum_squares": log_sum_squares, "mean_logit": mean_logit}
-    made: dict[str, Tensor] = {name: empty(wide) for name, asked in numbers.items() if asked}
+    made: dict[str, Tensor] = {name: empty(score_dtype) for name, requested in numbers.items() if requested}
     if argmax:
         made["argmax"] = empty(torch.long)
     if top_k is not None:
         made["hit"] = empty(torch.bool)
     if top_log_probs is not None:
-        made["top_log_probs"], made["top_tokens"] = empty(wide, top_log_probs), empty(torch.long, top_log_probs)
-    wanted = Wanted(**made, top_k=top_k or 1)
-    scores = call.per_token(entropy, wanted, divisors, candidates)
-    found: dict[str, Tensor | None] = {
+        made["top_log_probs"], made["top_tokens"] = empty(score_dtype, top_log_probs), empty(torch.long, top_log_probs)
+    results = Wanted(**made, top_k=top_k or 1)
+    scores = call.per_token(entropy, results, divisors, candidates)
+    scored: dict[str, Tensor | None] = {
         ("top_k" if name == "hit" else name): kept.spread(value) for name, value in made.items()
     }
-    found |= {"log_probs": -scores.loss, "entropy": scores.entropy, "candidates": scores.candidates}
+    scored |= {"log_probs": -scores.loss, "entropy": scores.entropy, "candidates": scores.candidates}
     if reference is not None:
-        found["reference"] = _log_probs_under(reference, call, targets, divisors, rule)
+        scored["reference"] = _log_probs_under(reference, call, targets, divisors, rule)
     return TokenScores(
-        **{name: value.view(*shape, *value.shape[1:]) for name, value in found.items() if value is not None}
+        **{name: value.view(*shape, *value.shape[1:]) for name, value in scored.items() if value is not None}
     )
 
 
@@ -222,11 +222,11 @@ def check_candidates(candidates: Tensor, hidden: Tensor, targets: Tensor, vocabu
     return [Condition(((values >= 0) & (values < vocabulary)).all(-1), values, sentence)]
 
 
-def _temperatures(temperature: Tensor | float, call: HeadCall, wide: torch.dtype) -> Tensor | None:
+def _temperatures(temperature: Tensor | float, call: HeadCall, dtype: torch.dtype) -> Tensor | None:
     """The temperature of each token that counts, or None where it is 1."""
     if isinstance(temperature, Tensor):
-        return call.kept.take(temperature.detach().reshape(-1).to(call.hidden.device, wide))
-    return None if temperature == 1.0 else call.hidden.new_full((len(call.kept),), temperature, dtype=wide)
+        return call.kept.take(temperature.detach().reshape(-1).to(call.hidden.device, dtype))
+    return None if temperature == 1.0 else call.hidden.new_full((len(call.kept),), temperature, dtype=dtype)
 
 
 def _check_reference(
@@ -247,16 +247,16 @@ def _check_reference(
     return reference
 
 
-def check_head_input(given: HeadInput, hidden: Tensor, whose: str) -> None:
+def check_head_input(head: HeadInput, hidden: Tensor, whose: str) -> None:
     """Refuse another model's states and head that are not of the same tokens as ``hidden`` ``[..., D]``.
 
     Raises:
         ValueError: a sentence that begins with ``whose``, such as ``"the teacher's "``.
     """
-    expect_head(given.hidden, given.weight, given.bias, whose)
-    if given.hidden.shape[:-1] != hidden.shape[:-1]:
+    expect_head(head.hidden, head.weight, head.bias, whose)
+    if head.hidden.shape[:-1] != hidden.shape[:-1]:
         raise ValueError(
-            f"{whose}hidden states have shape {tuple(given.hidden.shape)}, expected one per token, "
+            f"{whose}hidden states have shape {tuple(head.hidden.shape)}, expected one per token, "
             f"{(*hidden.shape[:-1], 'D')}".replace("'D'", "D")
         )
 
@@ -267,5 +267,5 @@ def _log_probs_under(
     """Log-probability of each target that counts under a frozen model."""
     aim = Objective(reference.scaling, call.plan.objective.ignore_index)
     with torch.no_grad():
-        other = HeadCall(reference.hidden, reference.weight, reference.bias, targets, aim, rule, call.kept)
-        return -other.per_token(temperature=divisors).loss
+        reference_call = HeadCall(reference.hidden, reference.weight, reference.bias, targets, aim, rule, call.kept)
+        return -reference_call.per_token(temperature=divisors).loss

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.lm_loss.cross_entropy import REFUSED, HeadCall, LossPlan, add_gradients
+from seqtile.ops.lm_loss.head_nodes import REFUSED, HeadCall, LossPlan, add_gradients
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows
 from seqtile.ops.lm_loss.logits_tile import TileTargets
 from seqtile.ops.mlp import SaveAhead
@@ -73,12 +73,12 @@ def sharded_scores(call: HeadCall, shard: VocabularyShard, temperature: Tensor |
         shard: which rows these are.
         temperature: ``[n]`` or None.
     """
-    given = (call.hidden, call.weight, *(() if call.bias is None else (call.bias,)))
+    differentiated = (call.hidden, call.weight, *(() if call.bias is None else (call.bias,)))
     local = call.kept.targets - shard.start
-    here = (local >= 0) & (local < call.weight.shape[0])
-    targets = TileTargets(torch.where(here, local, 0), temperature, None, here)
-    token = SaveAhead.apply(*given, call.kept.index, *targets.tensors())  # type: ignore[no-untyped-call]
-    return _Sharded.apply(call.plan, token.grad_fn, token, call.kept, targets, shard.group, *given)  # type: ignore[no-any-return, no-untyped-call]
+    is_local = (local >= 0) & (local < call.weight.shape[0])
+    targets = TileTargets(torch.where(is_local, local, 0), temperature, None, is_local)
+    token = SaveAhead.apply(*differentiated, call.kept.index, *targets.tensors())  # type: ignore[no-untyped-call]
+    return _Sharded.apply(call.plan, token.grad_fn, token, call.kept, targets, shard.group, *differentiated)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Sharded(torch.autograd.Function):
@@ -89,26 +89,26 @@ class _Sharded(torch.autograd.Function):
         ctx: Any, plan: LossPlan, save: Any, token: Tensor, kept: KeptTokens, targets: TileTargets, group: Any,
         hidden: Tensor, weight: Tensor, bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        here = targets.tensors()[3]
-        assert here is not None
+        is_local = targets.tensors()[3]
+        assert is_local is not None
         with torch.no_grad(), plan.casts.off():
             work = plan.work(weight, bias)
             lse = hidden.new_empty(len(kept), dtype=work.wide)
-            found = hidden.new_empty(len(kept), 3, dtype=work.wide)  # weight of this rank, target's logit, mean logit
-            for part in plan.parts():
-                y = work.product(read_rows(hidden, kept.index, part))  # [t, rows of this rank]
+            reduced = hidden.new_empty(len(kept), 3, dtype=work.wide)  # weight of this rank, target's logit, mean logit
+            for tile in plan.parts():
+                y = work.product(read_rows(hidden, kept.index, tile))  # [t, rows of this rank]
                 for block in work.blocks(y.shape[0]):
-                    rows, own = slice(part.start + block.start, part.start + block.stop), targets[part][block]
-                    z = work.logits(y[block], own.temperature)  # [b, rows of this rank]
+                    rows, block_targets = slice(tile.start + block.start, tile.start + block.stop), targets[tile][block]
+                    z = work.logits(y[block], block_targets.temperature)  # [b, rows of this rank]
                     lse[rows] = z.logsumexp(-1)
-                    found[rows, 1] = z.gather(-1, own.ids.unsqueeze(-1)).squeeze(-1).mul_(here[rows])
-                    found[rows, 2] = ((z - lse[rows].unsqueeze(-1)).exp_() * z).sum(-1)
+                    reduced[rows, 1] = z.gather(-1, block_targets.ids.unsqueeze(-1)).squeeze(-1).mul_(is_local[rows])
+                    reduced[rows, 2] = ((z - lse[rows].unsqueeze(-1)).exp_() * z).sum(-1)
             top = lse.clone()
             dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-            found[:, 0] = (lse - top).exp_()
-            found[:, 2] *= found[:, 0]
-            dist.all_reduce(found, group=group)
-            total, at_target, weighted = found.unbind(-1)  # [n] each
+            reduced[:, 0] = (lse - top).exp_()
+            reduced[:, 2] *= reduced[:, 0]
+            dist.all_reduce(reduced, group=group)
+            total, at_target, weighted = reduced.unbind(-1)  # [n] each
             lse = total.log().add_(top)
             entropy = lse - weighted / total
         ctx.plan, ctx.save, ctx.group, ctx.lse, ctx.entropy = plan, save, group, lse, entropy
@@ -120,21 +120,21 @@ class _Sharded(torch.autograd.Function):
         refuse_second_derivative(REFUSED)
         plan: LossPlan = ctx.plan
         needs = ctx.needs_input_grad[6:]
-        hidden, weight, *rest, index, ids, temperature, _, here = ctx.save.saved_tensors
-        targets, kept = TileTargets(ids, temperature, None, here), KeptTokens(hidden.shape[0], ids, index)
+        hidden, weight, *biases, index, ids, temperature, _, is_local = ctx.save.saved_tensors
+        targets, kept = TileTargets(ids, temperature, None, is_local), KeptTokens(hidden.shape[0], ids, index)
         # Every rank runs this with what it was handed, or the reduction would wait for one that was handed nothing.
         factor = torch.zeros_like(ctx.lse) if upstream is None else -kept.take(upstream)
         of_entropy = None if entropy_upstream is None else kept.take(entropy_upstream)
         with plan.casts.off():
-            work = plan.work(weight, rest[0] if rest else None)
+            work = plan.work(weight, biases[0] if biases else None)
             dx = empty_gradient(hidden, index) if needs[0] else None
-            totals = [Sum(tensor) if need else None for tensor, need in zip((weight, *rest), needs[1:], strict=True)]
-            for part in plan.parts():
-                x = read_rows(hidden, index, part)
+            totals = [Sum(tensor) if need else None for tensor, need in zip((weight, *biases), needs[1:], strict=True)]
+            for tile in plan.parts():
+                x = read_rows(hidden, index, tile)
                 y = work.product(x)
-                others = (None, None) if of_entropy is None else (ctx.entropy[part], of_entropy[part])
-                work.gradient(y, targets[part], factor[part], ctx.lse[part], *others)
-                add_gradients(work, y, x, index, part, dx, totals)
+                others = (None, None) if of_entropy is None else (ctx.entropy[tile], of_entropy[tile])
+                work.gradient(y, targets[tile], factor[tile], ctx.lse[tile], *others)
+                add_gradients(work, y, x, index, tile, dx, totals)
             if dx is not None:
                 dist.all_reduce(dx, group=ctx.group)
         return *(None,) * 6, dx, *(None if total is None else total.result() for total in totals)
