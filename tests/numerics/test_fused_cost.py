@@ -338,12 +338,12 @@ def test_nothing_survives(where: str, keep: float, how: str, monkeypatch: pytest
 @pytest.mark.usefixtures("no_collector")
 def test_something_that_survives_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
-    forward = mlp._forward
+    forward = mlp._run_tiles
 
     def mutated(*args: Any) -> Tensor:
         held.append(args)
         return forward(*args)
 
-    monkeypatch.setattr(mlp, "_forward", mutated)
+    monkeypatch.setattr(mlp, "_run_tiles", mutated)
     with pytest.raises(AssertionError):
         test_nothing_survives("never", 0.0, "none", monkeypatch)

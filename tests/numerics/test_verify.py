@@ -603,7 +603,7 @@ def test_tiles_that_draw_in_another_order_are_said(monkeypatch: pytest.MonkeyPat
     def other(input: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
         return input * torch.rand(input.shape).ge(p) / (1 - p)
 
-    plant(monkeypatch, lambda _: Patched(plain_autograd, "_dropout", other))
+    plant(monkeypatch, lambda _: Patched(plain_autograd, "_drop_by_tile", other))
     result = verify(adapted(lora_dropout=0.5), tokens(), tile=16)
     assert result.ok and result.with_dropout == ()
     assert result.notes[-1].endswith("so there is nothing to compare with")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqtile.ops.norm import BY_DEVICE, COMPILED
+from seqtile.ops.norm import BY_DEVICE, NORM_KERNELS
 from seqtile.ops.normed_linears import Norm, sums_for
 from seqtile.ops.rng import Autocast, NormKind, RowWise
 from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
@@ -48,7 +48,7 @@ def fused_norm(x: Tensor, norm: RowWise, dtype: torch.dtype, sizes: Sequence[int
         NotImplementedError: inside ``torch.jit.trace``; a second derivative.
     """
     refuse_trace()
-    whole = BY_DEVICE.get(x.device.type, COMPILED) is not None
+    whole = BY_DEVICE.get(x.device.type, NORM_KERNELS) is not None
     plan = _NormPlan(
         norm.kind(), dtype, (x.shape[:-1].numel(),) if whole else tuple(sizes),
         Autocast.of(x),

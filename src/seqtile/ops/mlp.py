@@ -141,15 +141,15 @@ def fused_mlp(
             raise TypeError(
                 f"the fused operator computes real numbers, got {t.dtype}; use run_in_tiles (path='generic')"
             )
-    plan = _plan(x, mlp, kinds, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense)
+    plan = _plan_call(x, mlp, kinds, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense)
     x = _one_row_stride(x)
     if not torch.is_grad_enabled() or not any(map(_requires_grad, (x, *tensors))):
-        return _forward(plan, x.detach(), [t.detach() for t in tensors], {})
+        return _run_tiles(plan, x.detach(), [t.detach() for t in tensors], {})
     token = SaveAhead.apply(x, *tensors)  # type: ignore[no-untyped-call]
     return _Fused.apply(plan, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _plan(
+def _plan_call(
     x: Tensor, mlp: FusedWeights, kinds: Sequence[Kind], sizes: tuple[int, ...], keep: int, holds_dense: bool,
 ) -> MlpPlan:  # fmt: skip
     drops = mlp.dropout > 0 or any(kind.has_adapter and kind.dropout > 0 for kind in kinds)
@@ -169,7 +169,7 @@ def _one_row_stride(x: Tensor) -> Tensor:
     return x
 
 
-def _forward(plan: MlpPlan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
+def _run_tiles(plan: MlpPlan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
     tiles = plan.tiles()
     with plan.autocast.off():
         work = Pass(plan, x.device, tensors, [None] * len(tensors))
@@ -205,7 +205,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, plan: MlpPlan, save: Any, token: Tensor, x: Tensor, *tensors: Tensor) -> Tensor:
         ctx.plan, ctx.save, ctx.kept = plan, save, {}
         ctx.set_materialize_grads(False)
-        return _forward(plan, x, tensors, ctx.kept)
+        return _run_tiles(plan, x, tensors, ctx.kept)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:

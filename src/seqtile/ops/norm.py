@@ -65,7 +65,7 @@ def _rms(
     return h.to(x.dtype) if cast == "late" else h
 
 
-def _layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
 
@@ -91,7 +91,7 @@ WRITTEN: tuple[tuple[Written, dict[str, bool]], ...] = (
     (_rms, {}),  # Moshi, Helium; Llama 4's without a weight
     (functools.partial(_rms, cast="never", scale="own"), {}),  # T5
     (_torch_rms, {}),
-    (_layer, {"centred": True}),
+    (_layer_norm, {"centred": True}),
     (_layer_in_python, {"centred": True}),  # Cohere
 )
 """How models write their norms, and which formula that is."""
@@ -111,7 +111,7 @@ class NormKernels:
     def forward(self, norm: NormFormula, x: Tensor, weights: Sequence[Tensor], out: Tensor) -> bool:
         """``out = norm(x)``, ``[t, D]``; whether a kernel did it."""
         weight, bias = (*weights, None, None)[:2]
-        return self._ran(_forward_kernel, norm, (x, weight, bias, out))
+        return self._ran(_build_forward, norm, (x, weight, bias, out))
 
     def backward(
         self, norm: NormFormula, x: Tensor, dy: Tensor, weights: Sequence[Tensor], dx: Tensor | None,
@@ -128,7 +128,7 @@ class NormKernels:
             sums: fp32 sum of each weight's gradient, None where it is frozen.
         """
         weight = weights[0] if weights else None
-        return self._ran(_backward_kernel, norm, (x, weight, dy, dx, *(*sums, None, None)[:2]))
+        return self._ran(_build_backward, norm, (x, weight, dy, dx, *(*sums, None, None)[:2]))
 
     def _ran(self, build: Callable[[NormFormula, int], Kernel], norm: NormFormula, buffers: Sequence[Any]) -> bool:
         kinds = []
@@ -157,7 +157,7 @@ def _scaled(norm: NormFormula, n: Tensor, weight: Tensor | None) -> Tensor:
     return n * (1 + wide(weight) if norm.plus_one else wide(weight))
 
 
-def _forward_kernel(norm: NormFormula, width: int) -> Kernel:
+def _build_forward(norm: NormFormula, width: int) -> Kernel:
     def norm_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
         only_compiled()
         assert x.shape[1] == width, "one kernel for each width, of any number of rows"
@@ -168,7 +168,7 @@ def _forward_kernel(norm: NormFormula, width: int) -> Kernel:
     return norm_forward
 
 
-def _backward_kernel(norm: NormFormula, width: int) -> Kernel:
+def _build_backward(norm: NormFormula, width: int) -> Kernel:
     def norm_backward(
         x: Tensor, weight: Tensor | None, dy: Tensor, dx: Tensor | None, weight_sum: Tensor | None,
         bias_sum: Tensor | None,
@@ -190,8 +190,8 @@ def _backward_kernel(norm: NormFormula, width: int) -> Kernel:
     return norm_backward
 
 
-COMPILED = NormKernels()
+NORM_KERNELS = NormKernels()
 
 
 BY_DEVICE: dict[str, NormKernels | None] = {"cpu": None, "meta": None}
-"""Kernels by type of device, :data:`COMPILED` for all others: None where the module's own operators run."""
+"""Kernels by type of device, :data:`NORM_KERNELS` for all others: None where the module's own operators run."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from seqtile.ops.grad_accumulator import LOW, Sum
 from seqtile.ops.kernels import pieces
 from seqtile.ops.linear import Kind, Layer
-from seqtile.ops.norm import BY_DEVICE, COMPILED
+from seqtile.ops.norm import BY_DEVICE, NORM_KERNELS
 from seqtile.ops.rng import Autocast, NormKind
 
 
@@ -45,7 +45,7 @@ class Norm:
     def forward(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The normed rows, ``[t, D]``, in ``dtype`` or in the function's own."""
         out: Tensor | None = None
-        kernels = BY_DEVICE.get(rows.device.type, COMPILED) if dtype is not None else None
+        kernels = BY_DEVICE.get(rows.device.type, NORM_KERNELS) if dtype is not None else None
         if kernels is not None and self._formula is not None:
             out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
             if kernels.forward(self._formula, rows, self._weights, out):
@@ -70,7 +70,7 @@ class Norm:
             needs_rows: whether the gradient of ``rows`` is needed.
             out: where a kernel writes it; what is returned may be another tensor.
         """
-        kernels = BY_DEVICE.get(rows.device.type, COMPILED)
+        kernels = BY_DEVICE.get(rows.device.type, NORM_KERNELS)
         if kernels is None or self._formula is None:
             return self._plain_gradient(rows, dy, needs_rows)
         dx = (torch.empty_like(rows) if out is None else out) if needs_rows else None

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from seqtile._compat import tree_flatten, tree_unflatten
 from seqtile.ops.token_tiles import Cuts
 
-Run = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]
+RunTiles = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]
 
 
-def run_compiled(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
+def run_compiled(run: RunTiles, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
     """PyTorch's checkpoint per tile, from which the compiler plans its own recompute; ``torch.export`` takes none."""
     if not torch.is_grad_enabled() or torch.compiler.is_exporting():
         return _run_joined(run, tensors, cuts)
@@ -26,7 +26,7 @@ def run_compiled(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
     return _run_joined(run_checkpointed, tensors, cuts)
 
 
-def run_in_plain_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
+def run_in_plain_tiles(run: RunTiles, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
     """The same tiles in the same order under plain autograd, nothing recomputed.
 
     The twin of :func:`seqtile.ops.tile_checkpoint.run_in_tiles`. It draws the same random numbers in the forward, so
@@ -35,7 +35,7 @@ def run_in_plain_tiles(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int]
     return _run_joined(run, tensors, Cuts(tensors, sizes))
 
 
-def _run_joined(run: Run, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
+def _run_joined(run: RunTiles, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
     """Tile after tile, joined by ``cat``."""
     rows = cuts.rows(tensors)  # [N, D_i] each
     results = [run(cuts.tiles(rows, index), {}) for index, _ in cuts.numbered()]

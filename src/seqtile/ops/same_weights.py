@@ -33,7 +33,7 @@ class _WeightMark(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor) -> _WeightMark:
         version = None if weight.is_inference() else version_of(weight)
-        return cls(id(weight), version, _place(weight), _is_computed(weight))
+        return cls(id(weight), version, _address(weight), _is_computed(weight))
 
 
 def _is_computed(weight: Tensor) -> bool:
@@ -41,7 +41,7 @@ def _is_computed(weight: Tensor) -> bool:
     return weight.grad_fn is not None and not is_view(weight)
 
 
-def _place(weight: Tensor) -> tuple[int, int] | None:
+def _address(weight: Tensor) -> tuple[int, int] | None:
     """Storage and offset; None for a tensor that shows none."""
     try:
         return storage_key(weight.untyped_storage()), int(weight.storage_offset())
@@ -99,7 +99,9 @@ class SameWeights:
                         f"cannot recompute a tile: weight {name!r} was modified in place after the forward (got "
                         f"version {version_of(weight)}, expected {mark.version}); update weights after the backward"
                     )
-            elif (mark.place is None or _place(weight) != mark.place) and not (mark.computed and _is_computed(weight)):
+            elif (mark.place is None or _address(weight) != mark.place) and not (
+                mark.computed and _is_computed(weight)
+            ):
                 raise RuntimeError(
                     f"cannot recompute a tile: weight {name!r} is another tensor in backward than in the forward "
                     "(torch.func.functional_call, or a parameter that was replaced); run the backward with the same "

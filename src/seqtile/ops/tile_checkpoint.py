@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from seqtile._compat import backward_pass, call_parameter, early_stop
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.plain_tiles import Run, run_compiled
+from seqtile.ops.plain_tiles import RunTiles, run_compiled
 from seqtile.ops.rng import TileStates
 from seqtile.ops.same_weights import SameWeights
 from seqtile.ops.tile_linear import SumsOfLinears
@@ -46,7 +46,7 @@ RunWithState = Callable[[Sequence[Tensor], Mapping[str, Tensor], State], tuple[A
 
 
 def run_in_tiles(
-    run: Run,
+    run: RunTiles,
     tensors: Sequence[Tensor],
     sizes: Sequence[int],
     weights: Weights = dict,
@@ -141,7 +141,7 @@ def run_with_state(
     return _run_with_gradient(run, tensors, cuts, weights, live, begins)
 
 
-def _without_state(run: Run) -> RunWithState:
+def _without_state(run: RunTiles) -> RunWithState:
     return lambda tiles, aliases, _: (run(tiles, aliases), ())
 
 

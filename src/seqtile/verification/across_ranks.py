@@ -172,11 +172,11 @@ def verify_under(
             try:
                 if not tiled:
                     with non_reentrant(twin):
-                        return _measure(wrapped, batch, seed, dropout)
+                        return _measure_rank(wrapped, batch, seed, dropout)
                 if not plainly:
-                    return _measure(wrapped, batch, seed, dropout)
+                    return _measure_rank(wrapped, batch, seed, dropout)
                 with without_recompute(twin):
-                    return _measure(wrapped, batch, seed, dropout)
+                    return _measure_rank(wrapped, batch, seed, dropout)
             finally:
                 wrapped.close()
 
@@ -188,7 +188,7 @@ def verify_under(
     return judged(model, untiled, tiled, dropping, truth, precision, sizes, blocks, notes)
 
 
-def _measure(engine: Engine, batch: Any, seed: int, dropout: bool) -> Measured:
+def _measure_rank(engine: Engine, batch: Any, seed: int, dropout: bool) -> Measured:
     measured = Measured(engine.call, batch, None, seed, dropout=dropout, engine=engine)
     measured.gradients["loss"] = _mean(measured.gradients["loss"])
     return measured

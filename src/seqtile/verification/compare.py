@@ -188,7 +188,9 @@ def _with_dropout(
         return []
     plain, tiled = runs
     places = f"dropout ({tiled.dropouts} places)"
-    apart = difference("loss", plain.gradients["loss"], tiled.gradients["loss"], None, min(dtypes.values(), key=_size))
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    lowest = min(dtypes.values(), key=lambda dtype: dtype.itemsize if dtype in floats else 8)
+    apart = difference("loss", plain.gradients["loss"], tiled.gradients["loss"], None, lowest)
     if apart.score > 1:
         # An operator of another make may draw in another order, which is no fault.
         notes.append(f"{places} was off: with it on, plain tiles draw other masks, so there is nothing to compare with")
@@ -202,10 +204,6 @@ def _with_dropout(
         )
         for name in {**plain.gradients, **tiled.gradients}
     ]  # fmt: skip
-
-
-def _size(dtype: torch.dtype) -> int:
-    return dtype.itemsize if dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) else 8
 
 
 def _notes(untiled: Measured, tiled: Measured, sizes: BlockSizes) -> list[str]:

@@ -73,7 +73,7 @@ class Measured:
         self.drew_random_numbers = any(
             not start.equal(end) for start, end in zip(random_state, _random_state(device), strict=True)
         )
-        leaves = {f"batch.{name}": tensor for name, tensor in _tensors(inputs)}
+        leaves = {f"batch.{name}": tensor for name, tensor in _batch_tensors(inputs)}
         weights = dict(model.named_parameters()) if engine is None else {}
         gradients = {name: leaf.grad for name, leaf in {**weights, **leaves}.items() if leaf.requires_grad}
         if engine is not None:
@@ -107,15 +107,15 @@ class BlockSizes:
     """
 
     def __init__(self, model: nn.Module, tiled: Sequence[Candidate], candidates: Sequence[Candidate]) -> None:
-        self.pairs = {pair for block in tiled for root in block.parts for pair in _weights(root, set())}
+        self.pairs = {pair for block in tiled for root in block.parts for pair in _weight_shapes(root, set())}
         self.elements = 0
         inside: set[nn.Module] = set()
         for block in candidates:
             roots = block.parts
-            if not self.pairs.isdisjoint(pair for root in roots for pair in _weights(root, set())):
+            if not self.pairs.isdisjoint(pair for root in roots for pair in _weight_shapes(root, set())):
                 self.elements += block.hidden * block.intermediate
                 inside.update(module for root in roots for module in root.modules())
-        self.others = set(_weights(model, inside))
+        self.others = set(_weight_shapes(model, inside))
 
     def match(self, product: Product) -> bool:
         """Whether the product has the sizes of a block's weight."""
@@ -147,7 +147,7 @@ def fresh(batch: Any, dtype: torch.dtype | None = None) -> Any:
     return batch
 
 
-def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
+def _batch_tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
     items = batch.items() if isinstance(batch, Mapping) else enumerate([batch] if isinstance(batch, Tensor) else batch)
     yield from ((str(name), value) for name, value in items if isinstance(value, Tensor))
 
@@ -173,7 +173,7 @@ def _scalar(loss: Any, giver: str) -> Tensor:
     return loss
 
 
-def _weights(root: nn.Module, without: set[nn.Module]) -> Iterator[tuple[int, int]]:
+def _weight_shapes(root: nn.Module, without: set[nn.Module]) -> Iterator[tuple[int, int]]:
     """Sizes of the weights that multiply tokens; what is inside a linear layer, adapters say, is left out."""
     if root in without:
         return
@@ -184,7 +184,7 @@ def _weights(root: nn.Module, without: set[nn.Module]) -> Iterator[tuple[int, in
         if weight.dim() == 3:  # experts
             yield weight.shape[-2], weight.shape[-1]
     for child in root.children():
-        yield from _weights(child, without)
+        yield from _weight_shapes(child, without)
 
 
 def _random_state(device: torch.device) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from seqtile.models.instance import Installed
-from seqtile.ops.plain_tiles import Run, run_in_plain_tiles
+from seqtile.ops.plain_tiles import RunTiles, run_in_plain_tiles
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def without_recompute(model: nn.Module) -> Iterator[None]:
             forward.plainly = None
 
 
-def _run_plainly(run: Run, tensors: Sequence[Tensor], sizes: Sequence[int], fused: bool) -> Any:
+def _run_plainly(run: RunTiles, tensors: Sequence[Tensor], sizes: Sequence[int], fused: bool) -> Any:
     if not fused:
         return run_in_plain_tiles(run, tensors, sizes)
     with _BooleanMasks():
@@ -43,11 +43,11 @@ class _BooleanMasks(TorchFunctionMode):
         self, function: Callable[..., Any], _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is F.dropout:
-            return _dropout(*args, **(kwargs or {}))
+            return _drop_by_tile(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _drop_by_tile(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return input
     mask = torch.empty(input.shape, dtype=torch.bool, device=input.device).bernoulli_(1 - p)

@@ -20,7 +20,14 @@ from torch import Tensor
 from seqtile._errors import expect_number, expect_tensors
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.lm_loss.cross_entropy import REDUCTIONS, check_num_items
-from seqtile.ops.lm_loss.head_nodes import REFUSED, HeadCall, LossPlan, add_gradients, expect_head, hand_out
+from seqtile.ops.lm_loss.head_nodes import (
+    NO_SECOND_DERIVATIVE,
+    HeadCall,
+    LossPlan,
+    add_gradients,
+    expect_head,
+    hand_out,
+)
 from seqtile.ops.lm_loss.kept_tokens import Condition, KeptTokens, empty_gradient, read_rows
 from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective
 from seqtile.ops.lm_loss.token_logprobs import HeadInput, check_candidates, check_head_input
@@ -306,7 +313,7 @@ class _DivergenceTotal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
-        refuse_second_derivative(REFUSED)
+        refuse_second_derivative(NO_SECOND_DERIVATIVE)
         if upstream is None:
             return (None,) * 7
         return None, None, None, None, *hand_out(ctx, upstream)
@@ -331,7 +338,7 @@ class _DivergencePerToken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
-        refuse_second_derivative(REFUSED)
+        refuse_second_derivative(NO_SECOND_DERIVATIVE)
         if upstream is None:
             return (None,) * 8
         *tensors, index, targets = ctx.save.saved_tensors

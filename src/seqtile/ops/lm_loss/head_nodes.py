@@ -236,7 +236,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> Any:
-        refuse_second_derivative(REFUSED)
+        refuse_second_derivative(NO_SECOND_DERIVATIVE)
         if upstream is None:
             return (None,) * 8
         return None, None, None, None, None, *hand_out(ctx, upstream)
@@ -265,7 +265,7 @@ class _PerToken(torch.autograd.Function):
         ctx: Any, upstream: Tensor | None, _: Tensor | None, entropy_upstream: Tensor | None,
         candidates_upstream: Tensor | None,
     ) -> Any:  # fmt: skip
-        refuse_second_derivative(REFUSED)
+        refuse_second_derivative(NO_SECOND_DERIVATIVE)
         none = (None,) * 7
         if upstream is None and entropy_upstream is None and candidates_upstream is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -330,5 +330,5 @@ def hand_out(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
     return [dx, *(None if total is None else total.scaled(factor, keep=keep) for total in sums)]
 
 
-REFUSED = "the tiled head has first derivatives only, got create_graph=True; run this backward without it"
+NO_SECOND_DERIVATIVE = "the tiled head has first derivatives only, got create_graph=True; run this backward without it"
 """How a second derivative is refused here."""

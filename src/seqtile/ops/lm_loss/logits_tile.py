@@ -183,7 +183,7 @@ class HeadRows:
             results = wanted.narrow(block)
             self._loss(z, targets[block], loss[block], lse[block], results)
             if results.entropy is not None or results.log_sum_squares is not None:
-                _spread(z, lse[block], results)
+                _write_entropies(z, lse[block], results)
 
     def losses_and_gradient(
         self, y: Tensor, targets: TileTargets, factor: Tensor | None, loss: Tensor, lse: Tensor
@@ -307,7 +307,7 @@ class HeadPass(HeadRows):
         return torch.addmm(self.bias, x.to(self.dtype), self.matrix.t(), out=y)
 
 
-def _spread(z: Tensor, lse: Tensor, results: Wanted) -> None:
+def _write_entropies(z: Tensor, lse: Tensor, results: Wanted) -> None:
     """Entropy and the log of the summed squares of the probabilities, ``[b]``, of logits ``[b, V]``."""
     p = (z - lse.unsqueeze(-1)).exp_()
     if results.log_sum_squares is not None:

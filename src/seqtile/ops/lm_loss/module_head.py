@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.lm_loss.head_nodes import REFUSED, hand_out
+from seqtile.ops.lm_loss.head_nodes import NO_SECOND_DERIVATIVE, hand_out
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows, write_rows
 from seqtile.ops.lm_loss.logits_tile import HeadRows, Objective, TileTargets, Wanted
 from seqtile.ops.lm_loss.token_logprobs import TokenScores
@@ -22,7 +22,7 @@ from seqtile.ops.tile_checkpoint import run_in_tiles
 from seqtile.ops.token_tiles import refuse_second_derivative
 from seqtile.tiling import tile_ranges
 
-Run = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+HeadRun = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """The head on one tile, with other weights in the place of its own: ``(x [t, D], {name: weight}) -> [t, V]``."""
 
 Sizes = Callable[[int], Sequence[int]]
@@ -30,7 +30,7 @@ Sizes = Callable[[int], Sequence[int]]
 
 
 def module_cross_entropy(
-    run: Run, hidden: Tensor, labels: Tensor, weights: Mapping[str, Tensor], sizes: Sizes, vocabulary: int,
+    run: HeadRun, hidden: Tensor, labels: Tensor, weights: Mapping[str, Tensor], sizes: Sizes, vocabulary: int,
     aim: Objective, divisor: Tensor | int | float | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of any position-wise head, divided by ``divisor`` (None: by the tokens that count).
@@ -62,7 +62,7 @@ def module_cross_entropy(
 
 
 def module_logprobs(
-    run: Run, hidden: Tensor, targets: Tensor, weights: Callable[[], Mapping[str, Tensor]], sizes: Sizes,
+    run: HeadRun, hidden: Tensor, targets: Tensor, weights: Callable[[], Mapping[str, Tensor]], sizes: Sizes,
     vocabulary: int, aim: Objective,
 ) -> TokenScores:  # fmt: skip
     """Everything but candidates and the ``top_`` fields of :class:`TokenScores` under any head, without a reference.
@@ -91,7 +91,7 @@ def module_logprobs(
 class _HeadPlan:
     """What the node has to know besides tensors."""
 
-    def __init__(self, run: Run, names: tuple[str, ...], sizes: Sequence[int], aim: Objective) -> None:
+    def __init__(self, run: HeadRun, names: tuple[str, ...], sizes: Sequence[int], aim: Objective) -> None:
         self.run, self.names, self.sizes, self.aim = run, names, sizes, aim
 
     def tile(self, x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
@@ -153,7 +153,7 @@ class _HeadTotal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
-        refuse_second_derivative(REFUSED)
+        refuse_second_derivative(NO_SECOND_DERIVATIVE)
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
         return None, None, None, *hand_out(ctx, upstream)

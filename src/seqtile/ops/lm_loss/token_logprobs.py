@@ -151,7 +151,11 @@ def token_logprobs(
     call = HeadCall(hidden, weight, bias, targets, aim, rule, vocabulary=vocabulary, conditions=conditions)
     kept, shape = call.kept, targets.shape
     score_dtype = torch.promote_types(call.plan.dtype, torch.float32)
-    divisors = _temperatures(temperature, call, score_dtype)
+    divisors: Tensor | None = None  # [n]
+    if isinstance(temperature, Tensor):
+        divisors = kept.take(temperature.detach().reshape(-1).to(call.hidden.device, score_dtype))
+    elif temperature != 1.0:
+        divisors = call.hidden.new_full((len(kept),), temperature, dtype=score_dtype)
     if shard is not None:
         log_probs, entropies = sharded_scores(call, shard, divisors)
         return TokenScores(log_probs.view(shape), entropies.view(shape) if entropy else None)
@@ -220,13 +224,6 @@ def check_candidates(candidates: Tensor, hidden: Tensor, targets: Tensor, vocabu
     values = candidates.reshape(-1, candidates.shape[-1]).to(hidden.device)
     sentence = f"candidates {{value}} of a token that counts: expected 0 to {vocabulary - 1}, the vocabulary"
     return [Condition(((values >= 0) & (values < vocabulary)).all(-1), values, sentence)]
-
-
-def _temperatures(temperature: Tensor | float, call: HeadCall, dtype: torch.dtype) -> Tensor | None:
-    """The temperature of each token that counts, or None where it is 1."""
-    if isinstance(temperature, Tensor):
-        return call.kept.take(temperature.detach().reshape(-1).to(call.hidden.device, dtype))
-    return None if temperature == 1.0 else call.hidden.new_full((len(call.kept),), temperature, dtype=dtype)
 
 
 def _check_reference(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.lm_loss.head_nodes import REFUSED, HeadCall, LossPlan, add_gradients
+from seqtile.ops.lm_loss.head_nodes import NO_SECOND_DERIVATIVE, HeadCall, LossPlan, add_gradients
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows
 from seqtile.ops.lm_loss.logits_tile import TileTargets
 from seqtile.ops.mlp import SaveAhead
@@ -117,7 +117,7 @@ class _Sharded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, entropy_upstream: Tensor | None) -> Any:
-        refuse_second_derivative(REFUSED)
+        refuse_second_derivative(NO_SECOND_DERIVATIVE)
         plan: LossPlan = ctx.plan
         needs = ctx.needs_input_grad[6:]
         hidden, weight, *biases, index, ids, temperature, _, is_local = ctx.save.saved_tensors
