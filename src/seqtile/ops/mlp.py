@@ -155,7 +155,7 @@ def _plan_call(
     drops = mlp.dropout > 0 or any(kind.has_adapter and kind.dropout > 0 for kind in kinds)
     return MlpPlan(
         tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first,
-        mlp.before and mlp.before.kind(), mlp.after and mlp.after.kind(), mlp.dropout, sizes, keep,
+        mlp.before.kind() if mlp.before else None, mlp.after.kind() if mlp.after else None, mlp.dropout, sizes, keep,
         holds_dense, Autocast.of(x), RandomState(x.device) if drops else None,
     )  # fmt: skip
 

@@ -114,7 +114,7 @@ def head_wise(x: Tensor, attention: HeadWeights, groups: Groups, sizes: Sequence
         kind = projection.kind()
         drops |= kind.has_adapter and kind.dropout > 0
         kinds.append(kind)
-    norm = attention.before and attention.before.kind()
+    norm = attention.before.kind() if attention.before else None
     plan = HeadGroupsPlan(
         tuple(kinds[:-1]), kinds[-1], norm, len(attention.between), groups, tuple(sizes), groups.autocast,
         RandomState(x.device) if drops else None,
