@@ -38,7 +38,7 @@ def expect_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, whose: str 
     """Refuse hidden states and a head that cannot be multiplied.
 
     Args:
-        hidden, weight, bias: as :func:`linear_cross_entropy` takes them.
+        hidden, weight, bias: as :func:`seqtile.linear_cross_entropy` takes them.
         whose: begins the sentence, such as ``"the teacher's "``.
 
     Raises:
@@ -91,7 +91,7 @@ class HeadCall:
     """One call of a plain head: checked, flattened, cut into tiles.
 
     Args:
-        hidden, weight, bias, labels: as :func:`linear_cross_entropy` takes them.
+        hidden, weight, bias, labels: as :func:`seqtile.linear_cross_entropy` takes them.
         aim: what is summed per token.
         rule: of the tiles.
         kept: what is known of the labels already, from another call with the same ones.
