@@ -25,8 +25,9 @@ from seqtile import UserError
 from seqtile._errors import RunError
 from seqtile.cli import main
 from seqtile.train.recipe import build_recipe
+from seqtile.train.result_report import Outcome
 from seqtile.train.resume import resumed_recipe
-from seqtile.train.run import Outcome, train
+from seqtile.train.run import train
 from seqtile.train.run_directory import check_pickles, find_checkpoint, read_mark, why_not_whole, write_mark
 
 STEPS = 3

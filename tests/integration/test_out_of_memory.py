@@ -22,7 +22,8 @@ from seqtile.planner import ladder
 from seqtile.train import out_of_memory, retry
 from seqtile.train.out_of_memory import Place
 from seqtile.train.recipe import build_recipe, read_recipe
-from seqtile.train.run import Outcome, train
+from seqtile.train.result_report import Outcome
+from seqtile.train.run import train
 from seqtile.train.run_directory import newest_whole, numbered
 
 STEPS = 4

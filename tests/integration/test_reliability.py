@@ -23,8 +23,9 @@ from seqtile import UserError
 from seqtile._errors import RunError
 from seqtile.cli import main
 from seqtile.train.recipe import RECIPE_FILE, build_recipe, recipe_keys
+from seqtile.train.result_report import Outcome
 from seqtile.train.resume import check_same_run
-from seqtile.train.run import Outcome, train
+from seqtile.train.run import train
 from seqtile.train.run_directory import (
     FSDP_SHARDS,
     MARK,

@@ -26,7 +26,8 @@ from seqtile.planner.phases import Phase
 from seqtile.train.callbacks import StopOnSignal
 from seqtile.train.data import load_rows
 from seqtile.train.recipe import build_recipe, read_recipe
-from seqtile.train.run import Outcome, train
+from seqtile.train.result_report import Outcome
+from seqtile.train.run import train
 from seqtile.train.run_directory import LOCK, why_not_whole
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "recipes"

@@ -23,7 +23,7 @@ from seqtile.devices import GIB, MIB
 if TYPE_CHECKING:
     from seqtile.train.compare_untiled import Comparison
     from seqtile.train.recipe import Recipe
-    from seqtile.train.run import Outcome
+    from seqtile.train.result_report import Outcome
 
 SHOWN_STEPS = 30
 

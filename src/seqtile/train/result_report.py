@@ -1,12 +1,13 @@
-"""The small report beside a result: two plots and the numbers behind them."""
+"""What a run did, and the small report of it beside the result: two plots and the numbers behind them."""
 
 from __future__ import annotations
 
 import json
 import platform
+import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -18,12 +19,53 @@ from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from seqtile.models.report import Report
     from seqtile.train.compare_untiled import Comparison, Side
-    from seqtile.train.run import Outcome
+    from seqtile.train.data_summary import DataSummary, StreamSummary
+    from seqtile.train.recipe import Recipe
 
 PACKAGES = ("seqtile", "torch", "transformers", "trl", "accelerate", "peft")
 COLOURS = {BLOCK: "#d1495b", BLOCK_AND_NORMS: "#d1495b", ATTENTION: "#30638e", HEAD: "#edae49", REST: "#9aa5ab"}
 DPI = 120
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run did.
+
+    Attributes:
+        recipe: the resolved recipe, as saved beside the result.
+        output: directory of the saved model, or of the checkpoint if the run was stopped.
+        tiling: the report of what was tiled; None for an untiled run.
+        losses: ``(step, loss)`` of every logged step, those before a resume included.
+        step: optimiser steps done.
+        step_seconds: median seconds of a step, the first one left out; None below two steps.
+        peak_bytes: most bytes the accelerator's allocator held; None without an accelerator.
+        stopped_by: the signal that ended the run early, or None.
+        comparison: tiled against untiled on one batch, if the recipe asked for it.
+        report: directory of plots and numbers, if the recipe asked for it.
+        data: what it was trained on, ``"train"``, and evaluated on, ``"eval"``, in numbers.
+        best: step and value of the best evaluation of a checkpoint that is kept; None without evaluations.
+        best_metric: what it is the best of, ``"loss"`` or a name of TRL's.
+        ran: into how many tiles the blocks were cut at the lengths that ran.
+        retries: what was gone on with after each out-of-memory.
+    """
+
+    recipe: Recipe
+    output: Path
+    tiling: Report | None
+    losses: tuple[tuple[int, float], ...]
+    step: int
+    step_seconds: float | None
+    peak_bytes: int | None
+    stopped_by: signal.Signals | None
+    comparison: Comparison | None
+    report: Path | None = None
+    data: Mapping[str, DataSummary | StreamSummary] = field(default_factory=dict)
+    best: tuple[int, float] | None = None
+    best_metric: str = "loss"
+    ran: str = ""
+    retries: tuple[dict[str, Any], ...] = ()
 
 
 def write_report(outcome: Outcome, directory: Path) -> Path:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,50 +18,11 @@ if TYPE_CHECKING:
 
     from seqtile.models.report import Report
     from seqtile.train.compare_untiled import Comparison
-    from seqtile.train.data_summary import DataSummary, StreamSummary
     from seqtile.train.metrics import Display
+    from seqtile.train.result_report import Outcome
     from seqtile.train.run_directory import RunLock
 
 logger = first_rank_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run did.
-
-    Attributes:
-        recipe: the resolved recipe, as saved beside the result.
-        output: directory of the saved model, or of the checkpoint if the run was stopped.
-        tiling: the report of what was tiled; None for an untiled run.
-        losses: ``(step, loss)`` of every logged step, those before a resume included.
-        step: optimiser steps done.
-        step_seconds: median seconds of a step, the first one left out; None below two steps.
-        peak_bytes: most bytes the accelerator's allocator held; None without an accelerator.
-        stopped_by: the signal that ended the run early, or None.
-        comparison: tiled against untiled on one batch, if the recipe asked for it.
-        report: directory of plots and numbers, if the recipe asked for it.
-        data: what it was trained on, ``"train"``, and evaluated on, ``"eval"``, in numbers.
-        best: step and value of the best evaluation of a checkpoint that is kept; None without evaluations.
-        best_metric: what it is the best of, ``"loss"`` or a name of TRL's.
-        ran: into how many tiles the blocks were cut at the lengths that ran.
-        retries: what was gone on with after each out-of-memory.
-    """
-
-    recipe: Recipe
-    output: Path
-    tiling: Report | None
-    losses: tuple[tuple[int, float], ...]
-    step: int
-    step_seconds: float | None
-    peak_bytes: int | None
-    stopped_by: signal.Signals | None
-    comparison: Comparison | None
-    report: Path | None = None
-    data: Mapping[str, DataSummary | StreamSummary] = field(default_factory=dict)
-    best: tuple[int, float] | None = None
-    best_metric: str = "loss"
-    ran: str = ""
-    retries: tuple[dict[str, Any], ...] = ()
 
 
 def train(
@@ -402,7 +362,7 @@ def _run(
     from seqtile.train.metrics import Metrics
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.ranks import is_first
-    from seqtile.train.result_report import write_report
+    from seqtile.train.result_report import Outcome, write_report
     from seqtile.train.retry import StepWatch
     from seqtile.train.trainer_fields import best_metric
 
