@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from seqtile import UserError
-from seqtile.train.processes import this_process
 from seqtile.train.recipe import build_recipe
 from seqtile.train.run import locate
 from seqtile.train.run_directory import (
@@ -69,7 +69,7 @@ def test_the_lock_of_a_killed_run_is_none(tmp_path: Path, caplog):
 
 
 def test_a_number_that_another_process_has_now(tmp_path: Path):
-    pid, started = this_process()
+    pid, started = os.getpid(), psutil.Process().create_time()
     written(tmp_path, process=pid, started=started - 100)
     check_unlocked(tmp_path)
     written(tmp_path, process=pid, started=started + 1)  # the clock was set

@@ -31,13 +31,15 @@ from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
 from seqtile.devices import cpu_cores, process_space
 from seqtile.train.atomic_files import write_whole
-from seqtile.train.processes import is_running, this_process
 from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, read_recipe
 
 logger = first_rank_logger(__name__)
 
 MARK = "complete.json"
 """The completeness mark: written last, and the first thing to go when a checkpoint is removed."""
+
+CLOCK_SECONDS = 2.0
+"""How far two readings of one process's start may lie apart: the clock of the machine may have been set meanwhile."""
 
 LOCK = "run.lock"
 """In the output directory while a run writes there: host, process and the start of the process."""
@@ -491,7 +493,8 @@ def check_unlocked(output: Path, file: Path | None = None) -> None:
             f"seen whether that still runs; if it has ended, remove {str(output / LOCK)!r}; if not, give another "
             "--output"
         )
-    if is_running(pid, started):
+    running_since = _started_at(pid)  # a number alone is given to another process later
+    if running_since is not None and abs(running_since - started) <= CLOCK_SECONDS:
         raise UserError(
             f"output {str(output)!r} is being written by another run (process {pid} on this machine); "
             "wait for it, end it, or give another --output"
@@ -500,8 +503,20 @@ def check_unlocked(output: Path, file: Path | None = None) -> None:
 
 def _me() -> dict[str, str | int | float]:
     """This process; containers of one host name number their processes each for itself."""
-    pid, started = this_process()
-    return {"host": socket.gethostname(), "space": process_space(), "process": pid, "started": started}
+    started = _started_at(os.getpid()) or 0.0
+    return {"host": socket.gethostname(), "space": process_space(), "process": os.getpid(), "started": started}
+
+
+def _started_at(pid: int) -> float | None:
+    """When a process of this machine started, in seconds since 1970; None if it does not run."""
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        process = psutil.Process(pid)
+        # One that has ended stays in the table until its parent has looked.
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except psutil.Error:
+        return None
 
 
 # ---- Where a run writes
