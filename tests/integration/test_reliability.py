@@ -24,18 +24,16 @@ from seqtile._errors import RunError
 from seqtile.cli import main
 from seqtile.train.recipe import RECIPE_FILE, build_recipe, recipe_keys
 from seqtile.train.result_report import Outcome
-from seqtile.train.resume import check_same_run
+from seqtile.train.resume import MAY_CHANGE, check_same_run, resumed_recipe
 from seqtile.train.run import train
 from seqtile.train.run_directory import (
     FSDP_SHARDS,
     MARK,
-    MAY_CHANGE,
     CheckpointMark,
     find_checkpoint,
     newest_whole,
     nothing_saved,
     numbered,
-    resumed_recipe,
     why_not_whole,
     write_mark,
 )
