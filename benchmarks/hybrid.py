@@ -40,7 +40,6 @@ from seqtile.options import TilingOptions
 from seqtile.planner.fake_step import build_bare, fake_step
 from seqtile.planner.layer_structure import LayerSample, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS
-from seqtile.planner.phases import Phase
 from seqtile.planner.step_config import Setup
 from seqtile.train.packing import check_packing
 from tiny_models import build, tiny_config
@@ -222,8 +221,7 @@ def _backward(config: Any, setup: Setup, sample: LayerSample, kinds: list[str]) 
     """Most activations in the backward of a layer of each kind, in hidden-state tensors per token."""
     found: dict[str, float] = {}
     without = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS)
-    for name, part in fake_step(config, setup, PLANNED, sample=sample).peaks.items():
-        phase = Phase.read(name)
+    for phase, part in fake_step(config, setup, PLANNED, sample=sample).peaks.items():
         if phase.layer is not None and phase.direction != "forward":
             held = part.total - sum(part.terms.get(term, 0) for term in without)
             kind = kinds[phase.layer]

@@ -49,7 +49,7 @@ def count_parts(train: str, blocks: str, tokens: int) -> dict[str, float]:
     asked = changed(asked, loss_tile=head)
     found = predict(config, asked, tokens, workspace=flash2_workspace, device_type="cuda")
     return {
-        phase: sum(value for name, value in terms.items() if name not in STANDING) / row
+        str(phase): sum(value for name, value in terms.items() if name not in STANDING) / row
         for phase, terms in found.parts.items()
     }
 

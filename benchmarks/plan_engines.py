@@ -55,6 +55,7 @@ from seqtile.planner.fake_step import build, compute_loss
 from seqtile.planner.live_at_peaks import GRADIENTS
 from seqtile.planner.memory_plan import HOST_PROCESS, Planner
 from seqtile.planner.names import DEEPSPEED
+from seqtile.planner.phases import REST, Phase
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONTEXT, on_device
 from seqtile.planner.step_config import Lora
@@ -128,7 +129,7 @@ def planned(cell: Cell) -> tuple[float, dict[str, float], str]:
     if cell.engine == "zero2":
         # After the update every rank gathers the weights, of which gloo has a copy of its own (ProcessGroupGloo.cpp,
         # allgather, newLikeFlat); no gradient is left then. NCCL has none.
-        gathering = on_device(planner.request, planner.counts, {}, "forward") | host
+        gathering = on_device(planner.request, planner.counts, {}, Phase(REST, direction="forward")) | host
         gathering[GRADIENTS] = 0.0
         gathering["gloo's copy"] = 4.0 * planner.counts.trained
         if sum(gathering.values()) > sum(terms.values()):

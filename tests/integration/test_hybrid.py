@@ -260,7 +260,7 @@ def test_a_scan_that_is_not_run_holds_what_its_loop_holds(
     config.max_position_embeddings = 1024
     setup = Setup(dtype=torch.float32, options=TilingOptions(tile=32, loss="tiled", loss_tile=32, checkpoint="full"))
     planned = fake_step(config, setup, tokens)
-    monkeypatch.setattr("seqtile.planner.fake_step.planned_scans", lambda model, scans: nullcontext())
+    monkeypatch.setattr("seqtile.planner.scans.planned_scans", lambda model, scans: nullcontext())
     looped = fake_step(config, setup, tokens)
     assert len(planned.operators) < len(looped.operators)
     assert planned.peak == pytest.approx(looped.peak, rel=2e-3)

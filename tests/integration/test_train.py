@@ -22,7 +22,6 @@ import seqtile
 import tiny_run
 from seqtile import UserError
 from seqtile.cli import main
-from seqtile.planner.phases import Phase
 from seqtile.train.callbacks import StopOnSignal
 from seqtile.train.data import load_rows
 from seqtile.train.recipe import build_recipe, read_recipe
@@ -400,7 +399,7 @@ def test_comparison_of_adapters_over_a_frozen_base(model: Path, dataset: Path, t
     assert comparison.tiled.units == pytest.approx(8, abs=1e-9)
     assert 0 < comparison.gradient_error < 1e-5
     # PEFT's wrapper hides neither the head nor the attention from the labels.
-    parts = {Phase.read(phase).part for phase in comparison.tiled.phases}
+    parts = {phase.part for phase in comparison.tiled.phases}
     assert {"attention", "head and loss"} < parts and any(part.startswith("MLP") for part in parts)
 
 
@@ -455,7 +454,7 @@ def test_every_layers_block_is_found_at_the_peak_of_its_backward(blocks: str):
         run_step(model, {**batch, "labels": batch["input_ids"]}, labels)
     peaks: dict[str, int] = {}
     for phase, row in live.phases.items():
-        peaks[Phase.read(phase).part] = max(peaks.get(Phase.read(phase).part, 0), row.peak)
+        peaks[phase.part] = max(peaks.get(phase.part, 0), row.peak)
     block = peaks.pop("MLP" if blocks == "mlp" else "MLP and norms")
     assert peaks.keys() == {"attention", "head and loss", "rest of the model"}
     assert max(peaks.values()) < block / 2, peaks

@@ -40,7 +40,6 @@ from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_o
 from seqtile.planner.techniques import MINIMAL_MEMORY
 from seqtile.train.fit import request_of as planned_again
 from seqtile.train.recipe import build_recipe, parse_lora, read_recipe, resolve
-from tiny_models import tiny_config
 
 SIZES: dict[str, Any] = dict(
     hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -323,92 +322,14 @@ def test_where_weights_alone_do_not_fit_only_a_short_row_is_run(
 ) -> None:
     lengths: list[int] = []
 
-    def noted(config: Any, setup: Setup, tokens: int, *rest: Any) -> Any:
+    def noted(config: Any, setup: Setup, tokens: int, *arguments: Any) -> Any:
         lengths.append(tokens)
-        return fake_step(config, setup, tokens, *rest)
+        return fake_step(config, setup, tokens, *arguments)
 
     monkeypatch.setattr("seqtile.planner.extrapolate.fake_step", noted)
     assert main(["plan", "--model", str(folder), "--device", "64MiB"]) == 1
     assert "at any length" in capsys.readouterr().err
     assert lengths and max(lengths) < 1024
-
-
-class Runs:
-    """The fake runs of what follows, by the lengths they ran at."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.lengths: list[int] = []
-        patch.setattr("seqtile.planner.extrapolate.fake_step", self)
-
-    def __call__(self, config: Any, setup: Setup, tokens: int, *rest: Any) -> Any:
-        self.lengths.append(tokens)
-        return fake_step(config, setup, tokens, *rest)
-
-
-@pytest.mark.parametrize(
-    ("changes", "runs_of_more"),
-    [
-        ({}, 0),
-        ({"lora": Lora(8)}, 0),
-        ({"lora": Lora(8), "accumulation": 2, "precision": "mixed"}, 0),
-        ({"engine": "zero3", "gpus": 8}, 0),
-        ({"engine": "fsdp2", "gpus": 8, "accumulation": 2}, 0),
-        ({"lora": Lora(8), "blocks": "mlp+norm+projections", "heads": 1}, 0),
-        ({"blocks": "none"}, 0),
-        ({"blocks": "none", "lora": Lora(8), "precision": "mixed", "loss": None}, 0),
-        ({"offload": True}, 0),
-        ({"checkpoint": "attention-saved"}, 0),
-        ({"optimizer": "adamw-8bit"}, 0),
-        ({"checkpoint": None}, 0),
-        ({"checkpoint": None, "lora": Lora(8)}, 0),
-        ({"checkpoint": None, "blocks": "none"}, 0),
-        ({"liger": True, "blocks": "none", "engine": "zero3", "gpus": 8, "precision": "mixed"}, 0),
-        ({"liger": True, "blocks": "none", "checkpoint": None}, 2),  # what a norm saves is not told by layer
-    ],
-    ids=lambda value: " ".join(value) or "all weights" if isinstance(value, dict) else None,
-)
-def test_a_length_is_planned_from_few_fake_runs(
-    changes: dict[str, Any], runs_of_more: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One more layer, told from those at the ends, holds what it holds in a run of its own, part by part."""
-    planner = Planner(request_of(folder, **changes))
-    with monkeypatch.context() as patch:
-        runs = Runs(patch)
-        found = planner.lines(16384)
-        assert len(runs.lengths) == 2 + runs_of_more
-        patch.setattr("seqtile.planner.extrapolate._like_its_ends", lambda *_: None)
-        again = Planner(planner.request).lines(16384)
-        assert len(runs.lengths) == 2 + runs_of_more + 4
-    assert _sizes(found) == pytest.approx(_sizes(again), rel=0, abs=4)  # a number that lives on
-
-
-@pytest.mark.parametrize(("state", "runs_of_more"), [(None, 0), ("auto", 2)])
-def test_layers_with_a_state_in_tiles_are_run(
-    state: str | None, runs_of_more: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tiles with a state ran ahead of their phases: one more layer was told as if it had gone before its backward."""
-    if "qwen3_5_text" not in CONFIG_MAPPING:
-        pytest.skip("transformers has no qwen3_5_text")
-    config = tiny_config("qwen3_5_text")
-    config.num_hidden_layers = 8
-    config.layer_types = (["linear_attention"] * 3 + ["full_attention"]) * 2
-    runs = Runs(monkeypatch)
-    planner = Planner(changed(Request("hybrid", config, DEVICE), state=state))
-    found = planner.lines(2048)
-    assert len(runs.lengths) == 2 + runs_of_more
-    monkeypatch.setattr("seqtile.planner.extrapolate._like_its_ends", lambda *_: None)
-    assert _sizes(found) == pytest.approx(_sizes(Planner(planner.request).lines(2048)), rel=0, abs=4)
-
-
-def _sizes(lines: Any) -> dict[Any, float]:
-    """Bytes by tokens, number of the sample, part of the step and what they are for."""
-    return {
-        (*where, part, term): size
-        for where, parts in lines.runs.items()
-        for part, terms in parts.items()
-        for term, size in terms.items()
-        if size > 4
-    }
 
 
 @pytest.mark.parametrize(
@@ -418,41 +339,30 @@ def _sizes(lines: Any) -> dict[Any, float]:
         {"lora": Lora(8)},
         {"checkpoint": None},
         {"loss": None, "loss_tile": "auto"},
-        {"keep": 0.5},
         {"attention": "eager"},
-        {"attention": "eager", "keep": 0.5, "lora": Lora(8)},
-        {"attention": "eager", "heads": 1},
-        {"blocks": "mlp+norm+projections", "lora": Lora(8)},
+        {"blocks": "mlp+norm+projections", "heads": 1, "tile": 512},
+        {"keep": 0.5, "lora": Lora(8)},
+        {"keep": 0.3, "checkpoint": None},
+        {"keep": 1.0, "blocks": "mlp+norm+projections"},
+        {"keep": "memory:40MiB", "precision": "bfloat16"},
+        {"keep": 0.5, "loss_tile": 4096, "batch": 3},
     ],
-    ids=["all", "adapters", "no checkpoints", "whole loss", "kept", "eager", "eager, kept", "heads", "projections"],
+    ids=["all", "adapters", "no checkpoints", "whole loss", "eager", "heads", "half kept", "some kept",
+         "all kept", "bytes kept", "three sequences"],
 )  # fmt: skip
-def test_one_run_tells_of_tiles_of_another_size(
-    changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parts of a step of the whole model hold what the plan says; where all tiles are run, the largest of them does."""
-    planner = Planner(request_of(folder, **{"tile": "shards:4", "loss_tile": 1024} | changes))
-    runs = Runs(monkeypatch)
-    first = planner.lines(16384)
-    before = len(runs.lengths)
-    setup = planner.resolved(12288)
-    assert setup.options.tile != planner.resolved(16384).options.tile and planner.lines(12288) is not first
-    assert len(runs.lengths) == before + 1
-    whole = fake_step(planner.request.config, setup, 12288, planner.workspace)
-    planned = planner.lines(12288).at(12288, share=float(setup.options.keep))
-    for part, terms in planned.items():
-        # The second layer is worked out as like the last one, and may hold less where phases run ahead of what runs.
-        above = 10.0 if "#1, " in part else 5e-3
-        assert 0.995 < sum(terms.values()) / whole.peaks[part].total < 1 + above, part
-    assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=5e-4)
+def test_a_step_of_the_whole_model_holds_what_is_planned(changes: dict[str, Any], folder: Path) -> None:
+    """At its own length and depth, whatever was planned before: within 1 %, a third of the band that is printed.
 
-
-def test_a_part_that_another_operator_fills_in_long_rows_is_not_planned_too_low(folder: Path) -> None:
-    """An MLP's forward: in few tiles their buffers are its peak, in many what the whole row needs behind them."""
-    planner = Planner(request_of(folder, tile=4096))
-    whole = fake_step(planner.request.config, planner.resolved(61440), 61440, planner.workspace)
-    for part, terms in planner.lines(61440).at(61440).items():
-        if "#1, " not in part:  # which is worked out
-            assert sum(terms.values()) == pytest.approx(whole.peaks[part].total, rel=1e-3), part
+    Where some tiles keep gate and up it may be 3 % more: the last tile that keeps none is gone when those are used.
+    """
+    request = request_of(folder, **{"tile": 1024, "loss_tile": 1024} | changes)
+    planner = Planner(request)
+    planner.lines(4096)
+    setup = planner.resolved(8192)
+    whole = fake_step(request.config, setup, 8192, planner.workspace)
+    planned = planner.lines(8192).at(8192, keep=float(setup.options.keep))
+    error = max(sum(terms.values()) for terms in planned.values()) / whole.peak - 1
+    assert -0.01 < error < (0.03 if 0 < float(setup.options.keep) < 1 else 0.01)
 
 
 def test_a_mask_that_short_rows_do_not_have_is_planned() -> None:
@@ -464,19 +374,6 @@ def test_a_mask_that_short_rows_do_not_have_is_planned() -> None:
         whole = fake_step(config, planner.resolved(tokens), tokens, planner.workspace)
         planned = planner.lines(tokens).at(tokens)
         assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=1e-3)
-
-
-def test_the_second_layer_is_planned_too(folder: Path) -> None:
-    """Every layer back adds more of gradients than it frees of checkpoints, and the first one itself needs less."""
-    planner = Planner(request_of(folder, blocks="mlp+norm+projections", heads=1, tile=512))
-    assert planner.depths.ends == (0, 3) and list(planner.depths.inner) == [3]
-    whole = fake_step(planner.request.config, planner.resolved(1024), 1024, planner.workspace)
-    planned = planner.lines(1024).at(1024)
-    second = [part for part in planned if "#1, " in part]
-    assert second and max(whole.peaks, key=lambda part: whole.peaks[part].total) in second
-    for part in second:
-        assert sum(planned[part].values()) == pytest.approx(whole.peaks[part].total, rel=1e-4), part
-    assert planner.estimate(1024).peak_at.endswith("in layer 2 of 4")
 
 
 @pytest.mark.parametrize(
@@ -506,21 +403,6 @@ def test_the_longest_fits_where_its_own_tiles_fit_less(model: str, changes: dict
     assert longest >= planner.sure() and planner.fits(planner.estimate(longest))
     again = Planner(planner.request).estimate(longest)
     assert again.device.expected < 1.005 * planner.request.device.memory
-
-
-@pytest.mark.parametrize(("vocabulary", "served"), [(1024, True), (65536, False)])
-def test_larger_tiles_of_the_head_tell_of_smaller_ones_where_it_is_not_the_peak(vocabulary: int, served: bool) -> None:
-    config = AutoConfig.for_model("llama", **{**SIZES, "intermediate_size": 8192, "vocab_size": vocabulary})
-    request = changed(Request("heads", config, DEVICE), tile=1024)
-    planner = Planner(request)
-    larger = planner.lines(32768)
-    tiles = [planner.resolved(tokens).loss_tile for tokens in (32768, 30000, 10000)]
-    assert 0.8 * tiles[0] < tiles[1] < 0.95 * tiles[0] and tiles[2] < 0.7 * tiles[0]
-    assert (planner.lines(30000) is larger) == served
-    assert planner.lines(10000) is not larger  # too much smaller
-    own, found = Planner(request).estimate(30000), planner.estimate(30000)
-    assert found.device.expected == pytest.approx(own.device.expected, rel=1e-3)
-    assert found.device.high == pytest.approx(own.device.high, rel=1e-3) and found.peak_at == own.peak_at
 
 
 @pytest.mark.parametrize("asked", [[], ["--max-length", "65536"]], ids=["longest", "too long"])
@@ -563,47 +445,6 @@ def test_a_plan_is_made_without_the_cycle_collector(
     assert seen == ([True] if collects else [False, False])
 
 
-def test_smaller_states_are_run_only_where_they_may_reach_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention fills the device: half a sequence for each rank buys more than no states at all would."""
-    config = AutoConfig.for_model("llama", **{**SIZES, "max_position_embeddings": 2**24})
-    large = Device("large", 2**34, 10.0, "made up")
-    planner = Planner(changed(Request("long", config, large), engine="zero3", gpus=2, offload=True))
-    longest, _ = planner.longest()
-    assert "8-bit states" in {technique.name for technique in proposals(planner)}
-    with monkeypatch.context() as patch:
-        runs = Runs(patch)
-        step = next_step(planner, longest)
-        assert step is not None and step.flags == "--sp-size 2" and not runs.lengths
-        patch.setattr(Planner, "fits_at_best", lambda *_: True)
-        assert next_step(planner, longest) == step and len(runs.lengths) == 2
-    smaller = Planner(changed(planner.request, optimizer="adamw-8bit"), like=planner)
-    assert smaller.fits_at_best(smaller.longest()[0], planner)  # what it does reach is not ruled out
-
-
-@pytest.mark.parametrize(
-    ("model", "changes", "fewest"),
-    [
-        ("llama-8b", {"lora": Lora(16)}, 2),
-        ("llama-8b", {"lora": Lora(16), "offload": True}, 2),
-        ("llama-8b", {"lora": Lora(16), "attention": "eager"}, 2),  # two tell the parabola of its scores
-        ("llama-8b", {"engine": "zero3", "gpus": 8}, 2),
-        ("qwen3-8b", {"engine": "fsdp2", "gpus": 8, "keep": 1.0}, 4),
-    ],
-    ids=["adapters", "offload", "eager", "shards", "kept tiles"],
-)
-def test_a_search_begins_near_its_end(
-    model: str, changes: dict[str, Any], fewest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planner = Planner(changed(Request(model, read_config(model), find_device("h100")), **changes))
-    with monkeypatch.context() as patch:
-        runs = Runs(patch)
-        longest, _ = planner.longest()
-        assert planner.sure() <= longest
-    assert len(runs.lengths) == len(set(runs.lengths)) == fewest
-    again = Planner(planner.request)
-    assert again.fits(again.estimate(longest)) and not again.fits(again.estimate(round(1.05 * longest)))
-
-
 def test_a_search_ends_where_few_tiles_are_none_to_keep() -> None:
     """A tenth of nine tiles is none, and of ten one: runs that keep none tell nothing of rows that keep some."""
     config = read_config("qwen3-8b")
@@ -614,17 +455,6 @@ def test_a_search_ends_where_few_tiles_are_none_to_keep() -> None:
     assert planner.resolved(longest).options.keep == 0 < planner.resolved(beyond).options.keep
     assert planner.fits(Planner(planner.request).estimate(longest))
     assert not planner.fits(Planner(planner.request).estimate(beyond))
-
-
-def test_a_search_from_far_beyond_takes_three_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows tell the parabola, though a part beside the peak holds other squares in the long one."""
-    config = read_config("qwen3-8b")
-    changes = dict(attention="eager", keep=0.5, heads=1, blocks="mlp+norm+projections", lora=Lora(16), batch=3)
-    planner = Planner(changed(Request("qwen3-8b", config, find_device("h100")), **changes))
-    runs = Runs(monkeypatch)
-    longest, _ = planner.longest(400_000)
-    assert 400_000 in runs.lengths and len(runs.lengths) == 3
-    assert longest < 50_000 and planner.fits(Planner(planner.request).estimate(longest))
 
 
 def test_smaller_states_are_not_tried_where_the_host_has_room_for_all(planner: Planner) -> None:
@@ -855,76 +685,6 @@ def test_kept_tiles_are_counted_from_runs_that_keep_them(planner: Planner) -> No
     bytes_each = 4096 * 2 * 704 * 2
     by_bytes = Planner(changed(request, keep=f"memory:{4 * bytes_each}"))
     assert by_bytes.resolved(8 * 4096).options.keep == 1 / 8  # one tile in each of the four layers
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"keep": 0.5, "lora": Lora(8)},
-        {"keep": 0.3, "checkpoint": None},
-        {"keep": 1.0, "blocks": "mlp+norm+projections"},
-        {"keep": "memory:40MiB", "precision": "bfloat16"},
-        {"keep": 0.5, "attention": "eager", "heads": 1},
-        {"keep": 0.5, "loss_tile": 16384, "batch": 3},
-    ],
-    ids=["half", "a share, no checkpoints", "all", "bytes", "eager", "one tile of the head"],
-)
-def test_kept_tiles_are_planned_as_a_step_holds_them(changes: dict[str, Any], folder: Path) -> None:
-    """Whatever was planned before."""
-    request = request_of(folder, **{"tile": 512, "loss_tile": 512} | changes)
-    whole = None
-    for first in (None, 4096, 32768):
-        planner = Planner(request)
-        if first is not None:
-            planner.lines(first)
-        setup = planner.resolved(8192)
-        whole = whole or fake_step(request.config, setup, 8192, planner.workspace)
-        planned = planner.lines(8192).at(8192, share=float(setup.options.keep))
-        assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=2e-4)
-
-
-@pytest.mark.parametrize("checkpoint", ["full", None])
-def test_any_number_of_kept_tiles_is_told(checkpoint: str | None, folder: Path) -> None:
-    """What they keep grows with the tokens in them, and all else with all tokens; in whole bytes."""
-    planner = Planner(request_of(folder, tile=512, loss_tile=512, keep=0.5, checkpoint=checkpoint))
-    lines, setup = planner.lines(8192), planner.resolved(8192)
-    for share in (0.25, 0.5, 0.75):
-        whole = fake_step(planner.request.config, changed(setup, keep=share), 8192, planner.workspace)
-        planned = lines.at(8192, share=share)
-        for part, terms in planned.items():
-            if "#1, " not in part:  # which is worked out
-                assert sum(terms.values()) == pytest.approx(whole.peaks[part].total, rel=2e-3), part
-        assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=2e-4)
-    assert all(size == round(size) for terms in lines.at(8191).values() for size in terms.values())
-
-
-@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
-def test_a_row_longer_than_those_that_were_run_is_run(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not the peak of a part in short rows may be it in long ones, with experts in tiles too."""
-    experts = {"num_local_experts": 4, "sliding_window": None} if architecture == "mixtral" else {}
-    config = AutoConfig.for_model(architecture, **SIZES, **experts)
-    planner = Planner(changed(Request("rows", config, DEVICE), tile=512, loss_tile=512))
-    runs = Runs(monkeypatch)
-    planner.lines(2048)
-    for tokens, more in ((2048, 0), (8192, 1), (32768, 2), (16384, 0), (8192, 0)):
-        before = len(runs.lengths)
-        planned = planner.lines(tokens).at(tokens)
-        assert len(runs.lengths) - before == more
-        whole = fake_step(config, planner.resolved(tokens), tokens, planner.workspace)
-        assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=2e-4)
-
-
-def test_one_run_tells_of_steps_without_kept_tiles(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = Runs(monkeypatch)
-    request = changed(planner.request, checkpoint=None, tile=4096, keep=0.5)
-    kept = Planner(request)
-    kept.lines(32768)
-    assert len(runs.lengths) == 2
-    plain = Planner(changed(request, keep=0.0), like=kept)
-    found = plain.estimate(32768)
-    assert len(runs.lengths) == 3
-    assert found.device.expected == pytest.approx(Planner(plain.request).estimate(32768).device.expected, rel=1e-6)
-    assert "kept gate and up" not in found.terms
 
 
 @pytest.mark.parametrize(("architecture", "proposed"), [("llama", True), ("phi3", False)])

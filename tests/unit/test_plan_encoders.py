@@ -20,6 +20,7 @@ from seqtile.planner.explain import next_step, not_modelled, proposals
 from seqtile.planner.fake_step import build, build_bare, fake_step, make_batch, real_step
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.model_shapes import BEHIND_PADDING, is_masked_lm, max_positions
+from seqtile.planner.phases import HEAD, Phase
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora, Setup
 from seqtile.planner.techniques import MINIMAL_MEMORY, TILED_LOSS
@@ -40,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "electra": {"embedding_size": 64},
     "distilbert": {"dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4, "attention_dropout": 0.0},
 }  # fmt: skip
+FORWARD = Phase(HEAD, direction="forward")
 SETUP = Setup(
     dtype=torch.float32, options=TilingOptions(tile=64, loss_tile=64, loss="tiled", checkpoint="full"), batch=2
 )
@@ -245,7 +247,7 @@ def test_dropout_on_an_accelerator_keeps_a_byte_an_element(dropout: str, more: i
     steps = [fake_step(config_of("bert", **{**off, **on}), setup, 160) for on in ({}, {dropout: 0.1})]
     assert not any(step.square for step in steps)
     # Embeddings, and after attention and MLP of both layers; a dropout's result takes the place of its input.
-    grown = steps[1].peaks["head and loss, forward"].total - steps[0].peaks["head and loss, forward"].total
+    grown = steps[1].peaks[FORWARD].total - steps[0].peaks[FORWARD].total
     assert grown == more * 5 * 2 * 160 * 64
 
 
@@ -253,8 +255,7 @@ def test_autocast_on_an_accelerator_norms_in_fp32() -> None:
     """Adapters on a frozen model in bf16: its LayerNorms return fp32 there, bf16 on a CPU."""
     setup = replace(SETUP, dtype=torch.bfloat16, autocast=True, lora=Lora(4), attention="flash")
     here, there = (
-        fake_step(config_of("bert"), replace(setup, device_type=kind), 160).peaks["head and loss, forward"]
-        for kind in ("cpu", "cuda")
+        fake_step(config_of("bert"), replace(setup, device_type=kind), 160).peaks[FORWARD] for kind in ("cpu", "cuda")
     )
     kept = "checkpointed hidden states"
     assert there.terms[kept] == 2 * here.terms[kept] == 2 * 4 * 2 * 160 * 64

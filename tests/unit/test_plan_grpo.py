@@ -29,24 +29,22 @@ from seqtile.planner.grpo import (
     REFERENCE,
     ROLLOUTS,
     SCORING,
-    Grpo,
-    Rollouts,
-    add_terms,
+    GrpoStep,
     cache_bytes,
-    longest_sequence,
-    other_parts,
     row_cache,
 )
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, track
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.model_shapes import read_config
-from seqtile.planner.phases import OPTIMIZER_STEP
+from seqtile.planner.phases import OPTIMIZER_STEP, Phase
 from seqtile.planner.request import Request
-from seqtile.planner.sharding_terms import NF4_BYTES
-from seqtile.planner.step_config import Lora, Setup
+from seqtile.planner.sharding_terms import CONSTANTS, NF4_BYTES
+from seqtile.planner.step_config import Grpo, Lora, Rollouts, Setup
 from unit.test_plan_step import every_token_counts
 
 COMPLETION, GROUP, TILE = 72, 2, 32
+STEP, UPDATE = Phase("step"), Phase(OPTIMIZER_STEP)
+GRPO = GrpoStep()
 VOCABULARY = 257
 DEVICE = Device("small", 4 * GIB, 10.0, "made up")
 
@@ -56,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run.save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=16384)
 
 
-def measured(folder: Path, output: Path, lora: Lora | None) -> tuple[int, dict[str, int]]:
+def measured(folder: Path, output: Path, lora: Lora | None) -> tuple[int, dict[Phase, int]]:
     """Tokens of a row, and bytes above the policy's and the reference's weights at the peaks of TRL's second update."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -82,9 +80,9 @@ def measured(folder: Path, output: Path, lora: Lora | None) -> tuple[int, dict[s
         )  # fmt: skip
         tile_trainer(trainer, loss_tile=TILE)
 
-        def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def named(phase: Phase, function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
-                with live.phase(f"{name} {trainer.state.global_step}"):
+                with live.phase(replace(phase, layer=trainer.state.global_step)):
                     return function(*args, **kwargs)
 
             return call
@@ -97,14 +95,14 @@ def measured(folder: Path, output: Path, lora: Lora | None) -> tuple[int, dict[s
         trainer._compute_loss = step
         trainer._generate_single_turn = named(GENERATION, trainer._generate_single_turn)
         trainer._generate_and_score_completions = named(SCORING, trainer._generate_and_score_completions)
-        trainer.training_step = named("step", trainer.training_step)
+        trainer.training_step = named(STEP, trainer.training_step)
         live.watching = True
         with count_generator_states(live):
             trainer.train()
         live.watching = False
     adapted = sum(weight.numel() * 4 for weight in trainer.model.parameters() if weight.requires_grad)
     made = adapted if lora is not None else 0  # loaded weights are mapped from their file, adapters are made
-    return lengths[-1], {name: live.peaks[f"{name} 1"].total - made for name in ("step", GENERATION)}
+    return lengths[-1], {phase: live.peaks[replace(phase, layer=1)].total - made for phase in (STEP, GENERATION)}
 
 
 @pytest.mark.filterwarnings("ignore")  # what the trainer has to say about its own defaults
@@ -117,14 +115,14 @@ def test_the_plan_is_trls_own_step(folder: Path, tmp_path: Path, lora: Lora | No
         Setup(dtype=torch.float32, accumulation=2, lora=lora, rollouts=rollouts), blocks="none", loss_tile=TILE
     )
     run = fake_step(AutoConfig.from_pretrained(folder), setup, tokens)
-    standing = run.peaks[OPTIMIZER_STEP].terms
-    assert run.peak - standing[WEIGHTS] == pytest.approx(found["step"], rel=0.01)
+    standing = run.peaks[UPDATE].terms
+    assert run.peak - standing[WEIGHTS] == pytest.approx(found[STEP], rel=0.01)
     request = Request(
         str(folder), AutoConfig.from_pretrained(folder), DEVICE, lora=lora, precision="float32", accumulation=GROUP,
         grpo=Grpo(GROUP, reference=True, generator="model"),
     )  # fmt: skip
     terms = {OPTIMIZER: float(standing[OPTIMIZER])}
-    add_terms(request, Planner(request).counts, terms, GENERATION, tokens, 0.0)
+    GRPO.add_terms(request, Planner(request).counts, terms, GENERATION, tokens, "expected")
     assert (terms.pop(REFERENCE, 0) == 0) is (lora is not None)
     # Tokens, masks and positions, some 8-byte numbers for each, and the last token's logits, sorted and sampled from.
     planned = sum(terms.values())
@@ -142,7 +140,7 @@ def test_fake_and_real_steps_are_the_same(folder: Path, monkeypatch: pytest.Monk
         name: part.total for name, part in real.peaks.items()
     }
     # Tokens and masks, four numbers each, and an advantage a row.
-    assert made_up.peaks[OPTIMIZER_STEP].terms[ROLLOUTS] == 3 * (256 * (8 + 8 + 4 * 4) + 4)
+    assert made_up.peaks[UPDATE].terms[ROLLOUTS] == 3 * (256 * (8 + 8 + 4 * 4) + 4)
 
 
 def request_of(folder: Path, **changes: Any) -> Request:
@@ -160,27 +158,27 @@ def other(planner: Planner, folder: Path, **changes: Any) -> Planner:
     return Planner(replace(request_of(folder, **changes), config=planner.request.config), like=planner)
 
 
-def beside(planner: Planner, phase: str, tokens: int = 4096, asleep: float = 7.0) -> dict[str, float]:
+def beside(planner: Planner, phase: Phase, tokens: int = 4096) -> dict[str, float]:
     terms = {GRADIENTS: 1.0}
-    add_terms(planner.request, planner.counts, terms, phase, tokens, asleep)
+    GRPO.add_terms(planner.request, planner.counts, terms, phase, tokens, "expected")
     return terms
 
 
 def test_what_stands_beside_the_step(planner: Planner, folder: Path) -> None:
     counts = planner.counts
     row = 4096 * counts.layers * 2 * counts.key_heads * counts.head_width * 2
-    assert beside(planner, OPTIMIZER_STEP) == beside(planner, GENERATION) == {GRADIENTS: 1.0}  # a server's
+    assert beside(planner, UPDATE) == beside(planner, GENERATION) == {GRADIENTS: 1.0}  # a server's
     own = other(planner, folder, generator="model")
-    assert beside(own, OPTIMIZER_STEP) == {GRADIENTS: 1.0}
+    assert beside(own, UPDATE) == {GRADIENTS: 1.0}
     assert beside(own, GENERATION)[GENERATOR_CACHE] == 8 * row * (1 + 0.5 / counts.layers)
     awake, asleep = (other(planner, folder, generator=name) for name in ("colocate", "sleep"))
     both = {GENERATOR_WEIGHTS: 2 * counts.weights, GENERATOR_CACHE: row}
-    assert beside(awake, OPTIMIZER_STEP) == beside(awake, GENERATION) == {GRADIENTS: 1.0, **both}
-    assert beside(asleep, OPTIMIZER_STEP) == {GRADIENTS: 1.0, GENERATOR_REST: 7.0}
+    assert beside(awake, UPDATE) == beside(awake, GENERATION) == {GRADIENTS: 1.0, **both}
+    assert beside(asleep, UPDATE) == {GRADIENTS: 1.0, GENERATOR_REST: CONSTANTS["sleeping generator"].expected}
     assert beside(asleep, GENERATION) == {GRADIENTS: 1.0, **both}
     for memory in (0.25, 0.25 * DEVICE.memory):
         bounded = other(planner, folder, generator="colocate", memory=memory)
-        terms = beside(bounded, OPTIMIZER_STEP)
+        terms = beside(bounded, UPDATE)
         assert terms[GENERATOR_WEIGHTS] + terms[GENERATOR_CACHE] == 0.25 * DEVICE.memory
 
 
@@ -194,23 +192,22 @@ def test_the_reference_of_a_model_that_trains_whole(
     gpus = 1 if engine == "single" else 8
     found = other(planner, folder, reference=True, engine=engine, gpus=gpus)
     weights = found.counts.weights
-    assert beside(found, OPTIMIZER_STEP)[REFERENCE] == of_a_weight * weights
+    assert beside(found, UPDATE)[REFERENCE] == of_a_weight * weights
     assert beside(found, SCORING)[REFERENCE] == (of_a_weight + scoring) * weights
 
 
 def test_a_part_that_scores_holds_no_checkpoints(planner: Planner, folder: Path) -> None:
     parts = {
-        "attention#0, forward": {WEIGHTS: 10.0, CHECKPOINTS: 50.0, ROLLOUTS: 3.0, "attention": 4.0},
-        "attention#0, backward": {WEIGHTS: 10.0, CHECKPOINTS: 50.0, ROLLOUTS: 3.0, GRADIENTS: 9.0},
-        OPTIMIZER_STEP: {WEIGHTS: 10.0, OPTIMIZER: 20.0, GRADIENTS: 9.0, ROLLOUTS: 3.0},
+        Phase("attention", 0, "forward"): {WEIGHTS: 10.0, CHECKPOINTS: 50.0, ROLLOUTS: 3.0, "attention": 4.0},
+        Phase("attention", 0, "backward"): {WEIGHTS: 10.0, CHECKPOINTS: 50.0, ROLLOUTS: 3.0, GRADIENTS: 9.0},
+        UPDATE: {WEIGHTS: 10.0, OPTIMIZER: 20.0, GRADIENTS: 9.0, ROLLOUTS: 3.0},
     }
-    assert other_parts(planner.request, parts) == parts
-    more = other_parts(request_of(folder, reference=True, generator="model"), parts)
-    assert more.pop(SCORING) == {WEIGHTS: 10.0, ROLLOUTS: 3.0, "attention": 4.0}
-    assert more.pop(GENERATION) == {WEIGHTS: 10.0, OPTIMIZER: 20.0, ROLLOUTS: 3.0}
-    assert more == parts
-    adapters = request_of(folder, reference=True, lora=Lora(4))
-    assert other_parts(adapters, parts) == parts
+    assert GRPO.other_parts(planner.request, parts) == {}
+    assert GRPO.other_parts(request_of(folder, reference=True, generator="model"), parts) == {
+        SCORING: {WEIGHTS: 10.0, ROLLOUTS: 3.0, "attention": 4.0},
+        GENERATION: {WEIGHTS: 10.0, OPTIMIZER: 20.0, ROLLOUTS: 3.0},
+    }
+    assert GRPO.other_parts(request_of(folder, reference=True, lora=Lora(4)), parts) == {}
 
 
 def test_a_generator_in_four_bits(folder: Path) -> None:
@@ -221,9 +218,9 @@ def test_a_generator_in_four_bits(folder: Path) -> None:
 
 
 def test_the_cache_bounds_the_length(planner: Planner, folder: Path) -> None:
-    assert longest_sequence(planner.request, planner.counts) is None
+    assert GRPO.most_tokens(planner.request, planner.counts) is None
     bounded = other(planner, folder, generator="sleep", memory=2.0**20)
-    row = longest_sequence(bounded.request, bounded.counts)
+    row = GRPO.most_tokens(bounded.request, bounded.counts)
     assert row is not None and row_cache(bounded.request, bounded.counts, row) <= cache_bytes(
         bounded.request, bounded.counts, row
     )
@@ -261,7 +258,7 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         4 * Planner(request_of(folder)).counts.weights
     )
     terms = found["terms"]["device_gib"]
-    assert found["peak_at"] == GENERATION and terms[GENERATOR_WEIGHTS] + terms[GENERATOR_CACHE] == pytest.approx(2)
+    assert found["peak_at"] == str(GENERATION) and terms[GENERATOR_WEIGHTS] + terms[GENERATOR_CACHE] == pytest.approx(2)
     assert found["recipe"] is None
     assert any("groups of 4: a reference model of its own" in note for note in found["notes"])
 

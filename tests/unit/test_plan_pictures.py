@@ -18,7 +18,7 @@ from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import find_device
 from seqtile.planner.fake_step import build_bare, fake_step, real_step
 from seqtile.planner.memory_plan import Planner, choose_attention_saved
-from seqtile.planner.phases import TOWER, Phase
+from seqtile.planner.phases import REST, TOWER
 from seqtile.planner.pictures import ANY_SIZE, ONE_SIZE, read_pictures
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora, Setup
@@ -89,7 +89,7 @@ def test_a_step_on_shapes_holds_what_a_real_one_does(kind: str, lora: Lora | Non
     setup = replace(SETUP, lora=lora, pictures=read_pictures(config, 3, (112, 84)))
     planned, measured = fake_step(config, setup, 160), real_step(config, setup, 160)
     assert planned.peaks.keys() == measured.peaks.keys()
-    assert any(Phase.read(name).part == TOWER for name in planned.peaks)
+    assert any(phase.part == TOWER for phase in planned.peaks)
     high = 0.04 if kind.startswith("qwen3_5") else 0.011  # a scan's turns, and what a tower's backward frees in between
     for name, part in measured.peaks.items():
         assert -128 <= planned.peaks[name].total - part.total <= high * part.total, name
@@ -104,7 +104,7 @@ def test_two_small_depths_tell_what_a_deep_tower_holds(kind: str) -> None:
     planned, measured = fake_step(config, setup, 160), real_step(config, setup, 160)
     assert planned.peak == pytest.approx(measured.peak, abs=64)
     for name, part in measured.peaks.items():
-        off = 0.05 if Phase.read(name).part == TOWER or name.startswith("rest") else 1e-5
+        off = 0.05 if name.part in (TOWER, REST) else 1e-5
         assert planned.peaks[name].total == pytest.approx(part.total, rel=off), name
 
 

@@ -116,9 +116,9 @@ def command(
     refuse_unreachable(model)
     with status(json, "reading the model's configuration") as progress:
         adapters = parse_adapters(lora) if lora is not None else parse_adapters("16") if qlora else None
-        from seqtile.planner.grpo import Grpo
         from seqtile.planner.pictures import read_pictures
         from seqtile.planner.request import Request
+        from seqtile.planner.step_config import Grpo
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
         config = read_config(model)

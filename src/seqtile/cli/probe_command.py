@@ -80,7 +80,7 @@ def command(
                     name: {"measured_gib": side.peaks[name] / 2**30, "planned_gib": side.planned[name] / 2**30}
                     for name in PHASES
                 },
-                "peak_at": side.peak_at, "blocks": side.ran if side.name == "tiled" else "untiled",
+                "peak_at": str(side.peak_at), "blocks": side.ran if side.name == "tiled" else "untiled",
                 "terms": {
                     name: {"measured_gib": measured / 2**30, "planned_gib": planned / 2**30}
                     for name, (measured, planned) in side.terms.items()
@@ -104,7 +104,6 @@ def _show(found: object, plot: str) -> None:
     from rich.table import Table
 
     from seqtile.planner.measured_step import PHASES, Probe
-    from seqtile.planner.phases import Phase
 
     assert isinstance(found, Probe)
     console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -124,7 +123,7 @@ def _show(found: object, plot: str) -> None:
             phases.add_row(name, *_row(side.peaks[name], side.planned[name]))
         console.print(phases)
     first = found.sides[0]
-    place = Phase.read(first.peak_at).named(found.layers)
+    place = first.peak_at.named(found.layers)
     terms = table(f"Tiled, the tensors at the plan's peak ({place})", "MiB")
     for name, (measured, planned) in sorted(first.terms.items(), key=lambda item: -item[1][1]):
         if max(measured, planned) >= 2**10:

@@ -57,8 +57,8 @@ def make_fake(model: nn.Module) -> None:
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         places: list[Any] = [parameters_of(module), buffers_of(module)]
-        for own in places:
-            for name, tensor in own.items():
+        for tensors_by_name in places:
+            for name, tensor in tensors_by_name.items():
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
@@ -66,7 +66,7 @@ def make_fake(model: nn.Module) -> None:
                     is_weight = isinstance(tensor, nn.Parameter)
                     new = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_weight else fake
                     made[id(tensor)] = (tensor, new)  # the old one too: its id must not be given away meanwhile
-                own[name] = made[id(tensor)][1]
+                tensors_by_name[name] = made[id(tensor)][1]
 
 
 _BELOW = "_seqtile_is_below"

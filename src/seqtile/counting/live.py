@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -35,11 +35,11 @@ _WRITES_ITS_SOURCE = {"aten::index_add_": 3, "aten::index_copy_": 3, "aten::scat
 
 
 class LiveSample(NamedTuple):
-    """Live bytes above the start, after operator number ``op``."""
+    """Live bytes above the start, after operator number ``op``; ``phase`` is the label of the time."""
 
     op: int
     live: int
-    phase: str
+    phase: Any
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LiveTensor:
     nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    phase: str
+    phase: Any
     module: str
 
 
@@ -69,7 +69,7 @@ class _Storage:
     nbytes: int
     shape: torch.Size
     dtype: torch.dtype
-    phase: str
+    phase: Any
     module: str
     counted: bool
 
@@ -98,13 +98,13 @@ class LiveBytes:
         self._seen = False
         self._at_peak: list[LiveTensor] | None = None
         self._samples: list[LiveSample] = []
-        self._left: tuple[int, str] | None = None  # where the last operator left things: bytes, phase
-        self._phases: dict[str, list[int]] = {}
-        self._phase = ""
+        self._left: tuple[int, Hashable] | None = None  # where the last operator left things: bytes, phase
+        self._phases: dict[Any, list[int]] = {}
+        self._phase: Any = ""
         self._modules: list[str] = []
         self._hooks: list[Any] = []
         self._allocator = _Allocator.of(device)
-        self._allocator_phases: dict[str, int] = {}
+        self._allocator_phases: dict[Any, int] = {}
         # The callback of every weak reference knows this object weakly: a strong reference would be a cycle.
         owner = weakref.ref(self)
 
@@ -137,8 +137,8 @@ class LiveBytes:
         return self._written
 
     @property
-    def phases(self) -> dict[str, PhaseBytes]:
-        """Peak above the start and bytes written, for each name given to :meth:`phase`."""
+    def phases(self) -> dict[Any, PhaseBytes]:
+        """Peak above the start and bytes written, for each label given to :meth:`phase`."""
         self._check()
         if self._allocator is not None:
             self._fold()
@@ -157,11 +157,11 @@ class LiveBytes:
         return sorted(tensors, key=lambda tensor: -tensor.nbytes)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, label: Hashable) -> Iterator[None]:
         """Label what happens inside, which gets a peak and bytes written of its own; the inner label wins."""
         self._fold()
-        outer, self._phase = self._phase, name
-        self._phases.setdefault(name, [self._now, 0])
+        outer, self._phase = self._phase, label
+        self._phases.setdefault(label, [self._now, 0])
         try:
             yield
         finally:
@@ -191,13 +191,13 @@ class LiveBytes:
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = name_of(func)
         fresh = name == "aten::lift_fresh"  # its input is new: torch.tensor and torch.from_numpy hand it over
-        known = {self._visit(tensor, counted=fresh) for tensor in tensors_in((*args, *kwargs.values()))}
+        argument_keys = {self._visit(tensor, counted=fresh) for tensor in tensors_in((*args, *kwargs.values()))}
         if name == "aten::add" and self._allocator is None and sums_gradients_in_place(args[0]):
             self.forget(storage_key(args[0].untyped_storage()))  # the sum is there instead
         written = 0
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in((result,)):
             key = self._visit(tensor, counted=True)
-            if key is not None and key not in known:
+            if key is not None and key not in argument_keys:
                 written += tensor.numel() * tensor.element_size()
         if name in _UNWRITTEN:
             written = 0
@@ -227,13 +227,13 @@ class LiveBytes:
             return None
         storage = tensor.untyped_storage()
         key, nbytes = storage_key(storage), storage.nbytes()
-        known = self._live.get(key)
-        if known is not None and known.nbytes == nbytes:
+        entry = self._live.get(key)
+        if entry is not None and entry.nbytes == nbytes:
             return key
         device = tensor.device
         if device.type != self._device.type:
             return None
-        if known is None:
+        if entry is None:
             if self._allocator is not None and storage.device.type != device.type:
                 self._allocator = None  # a fake tensor: nothing is allocated for it, so its bytes are counted
             module = self._modules[-1] if self._modules else ""
@@ -242,19 +242,19 @@ class LiveBytes:
             if counted:
                 self._change(nbytes)
         else:
-            self._resize(known, nbytes)
+            self._resize(entry, nbytes)
         if nbytes:
             self._seen = True
         return key
 
-    def _resize(self, known: _Storage, nbytes: int) -> None:
-        self._change(nbytes - known.nbytes)
-        known.nbytes = nbytes
+    def _resize(self, entry: _Storage, nbytes: int) -> None:
+        self._change(nbytes - entry.nbytes)
+        entry.nbytes = nbytes
 
     def forget(self, key: int) -> None:
-        known = self._live.get(key)
-        if known is not None:
-            self._change(-known.nbytes)
+        entry = self._live.get(key)
+        if entry is not None:
+            self._change(-entry.nbytes)
             del self._live[key]
 
     def _change(self, nbytes: int) -> None:
@@ -282,13 +282,13 @@ class LiveBytes:
 
     def _refresh(self) -> None:
         """See storages resized outside any operator, as FSDP does when it frees gathered weights."""
-        for known in self._live.copy().values():
-            storage = known.ref()
-            if storage is not None and storage.nbytes() != known.nbytes:
-                self._resize(known, storage.nbytes())
+        for entry in self._live.copy().values():
+            storage = entry.ref()
+            if storage is not None and storage.nbytes() != entry.nbytes:
+                self._resize(entry, storage.nbytes())
 
     def _snapshot(self) -> list[LiveTensor]:
-        return [known.described() for known in self._live.values() if known.counted and known.nbytes]
+        return [entry.described() for entry in self._live.values() if entry.counted and entry.nbytes]
 
     def _fold(self) -> None:
         """Give the allocator's peak since the last time to the running phase."""

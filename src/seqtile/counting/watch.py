@@ -78,21 +78,21 @@ class Watch(Seeing, LettingCompile):
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among an operator's arguments or results, and in lists and tuples among them, in order."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 def name_of(func: Any) -> str:
     """``aten::mm`` for each of ``aten.mm.default``, ``aten.mm.out`` and ``aten.mm.dtype``."""
-    known = _NAMES.get(id(func))
-    if known is None:
-        known = _NAMES[id(func)] = (schema_of(func).name if isinstance(func, OpOverload) else str(func)), func
-    return known[0]
+    entry = _NAMES.get(id(func))
+    if entry is None:
+        entry = _NAMES[id(func)] = (schema_of(func).name if isinstance(func, OpOverload) else str(func)), func
+    return entry[0]
 
 
 _NAMES: dict[int, tuple[str, Any]] = {}

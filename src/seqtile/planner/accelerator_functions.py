@@ -30,11 +30,11 @@ def accelerator_functions() -> Iterator[None]:
     """Inside, these functions hold what they hold on an accelerator, on fake tensors of the CPU."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-    former = {name: getattr(F, name) for name in ("dropout", *_IN_FP32)}
+    original = {name: getattr(F, name) for name in ("dropout", *_IN_FP32)}
     attentions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ("sdpa", FLASH) if name in ALL_ATTENTION_FUNCTIONS}
-    F.dropout = _dropout(former["dropout"])
+    F.dropout = _dropout(original["dropout"])
     for name in _IN_FP32:
-        setattr(F, name, _in_fp32(former[name]))
+        setattr(F, name, _in_fp32(original[name]))
     for name, function in attentions.items():
         AttentionInterface.register(name, _drops_nothing(function))
     try:
@@ -43,37 +43,37 @@ def accelerator_functions() -> Iterator[None]:
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
             yield
     finally:
-        for name, function in former.items():
+        for name, function in original.items():
             setattr(F, name, function)
         for name, function in attentions.items():
             AttentionInterface.register(name, function)
 
 
-def _dropout(former: Callable[..., Any]) -> Callable[..., Any]:
+def _dropout(original: Callable[..., Any]) -> Callable[..., Any]:
     def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if type(input) not in PLAIN or not training or not 0 < p < 1 or inplace:
-            return former(input, p, training, inplace)
+            return original(input, p, training, inplace)
         return torch.native_dropout(input, p, True)[0]
 
     return dropout
 
 
-def _in_fp32(former: Callable[..., Any]) -> Callable[..., Any]:
+def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
     def function(input: Any, *args: Any, **kwargs: Any) -> Any:
         low = type(input) in PLAIN and input.dtype in _LOW
         if not low or not torch.is_autocast_enabled("cpu") or kwargs.get("dtype") is not None:
-            return former(input, *args, **kwargs)
-        return former(*map(_to_fp32, (input, *args)), **{name: _to_fp32(one) for name, one in kwargs.items()})
+            return original(input, *args, **kwargs)
+        return original(*map(_to_fp32, (input, *args)), **{name: _to_fp32(value) for name, value in kwargs.items()})
 
     return function
 
 
-def _to_fp32(one: Any) -> Any:
-    return one.float() if isinstance(one, Tensor) else one
+def _to_fp32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) else value
 
 
-def _drops_nothing(former: Callable[..., Any]) -> Callable[..., Any]:
+def _drops_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(module: Any, *tensors: Any, dropout: float = 0.0, **kwargs: Any) -> Any:
-        return former(module, *tensors, dropout=0.0, **kwargs)
+        return original(module, *tensors, dropout=0.0, **kwargs)
 
     return attention

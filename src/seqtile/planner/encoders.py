@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from seqtile._compat import attention_is_exchangeable, buffers_of
 from seqtile._errors import UserError, in_its_words, is_ours
+from seqtile.planner.layer_structure import Counts
 from seqtile.planner.model_shapes import is_masked_lm
+from seqtile.planner.request import Request
+from seqtile.planner.step_config import Setup
+from seqtile.planner.step_kind import StepKind
 
 _POSITIONS = ("position_ids", "token_type_ids")
 """Names of the buffers, as long as the model has positions, that encoders take a row's part of."""
@@ -26,12 +30,12 @@ def check_attention(config: Any) -> None:
     """
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
-    kind: Any = MODEL_FOR_MASKED_LM_MAPPING[type(config)]
-    if not attention_is_exchangeable(kind):
+    model_class: Any = MODEL_FOR_MASKED_LM_MAPPING[type(config)]
+    if not attention_is_exchangeable(model_class):
         raise UserError(
-            f"{kind.__name__} of the installed transformers computes attention in code of its own, and a plan is of "
-            "encoders that call the attention function they are told (BERT, RoBERTa, ModernBERT, ELECTRA, ...); plan "
-            "one of those, or use a newer transformers"
+            f"{model_class.__name__} of the installed transformers computes attention in code of its own, and "
+            "a plan is of encoders that call the attention function they are told (BERT, RoBERTa, ModernBERT, ELECTRA, "
+            "...); plan one of those, or use a newer transformers"
         )
 
 
@@ -49,10 +53,10 @@ def in_one_sentence(config: Any) -> Iterator[None]:
     except Exception as error:
         if is_ours(error) and not is_masked_lm(config):
             raise
-        what = "plan another encoder" if is_masked_lm(config) else "try another --attention, or plan another model"
+        instead = "plan another encoder" if is_masked_lm(config) else "try another --attention, or plan another model"
         raise UserError(
             f"a step of model type {config.model_type!r} cannot be run on shapes, and without that there is no plan "
-            f"({in_its_words(error)}); {what}"
+            f"({in_its_words(error)}); {instead}"
         ) from error
 
 
@@ -61,11 +65,11 @@ def add_masks(model: Any, ids: Tensor) -> dict[str, Tensor]:
 
     Token types come with the tokenizers of models that know more than one.
     """
-    given = {"attention_mask": torch.ones_like(ids)}
+    masks = {"attention_mask": torch.ones_like(ids)}
     takes = inspect.signature(type(model).forward).parameters
     if "token_type_ids" in takes and (getattr(model.config, "type_vocab_size", None) or 0) > 1:
-        given["token_type_ids"] = torch.zeros_like(ids)
-    return given
+        masks["token_type_ids"] = torch.zeros_like(ids)
+    return masks
 
 
 def lengthen_positions(model: nn.Module, tokens: int) -> None:
@@ -74,19 +78,59 @@ def lengthen_positions(model: nn.Module, tokens: int) -> None:
     Fake rows may be longer than the model can read. Nothing is made: a row's part of such a buffer is a view.
     """
     for module in model.modules():
-        own = buffers_of(module)
+        buffers = buffers_of(module)
         for name in _POSITIONS:
-            held = own.get(name)
-            if held is not None and held.dim() == 2 and held.shape[1] < tokens:
-                own[name] = held[:, :1].expand(held.shape[0], tokens)
+            positions = buffers.get(name)
+            if positions is not None and positions.dim() == 2 and positions.shape[1] < tokens:
+                buffers[name] = positions[:, :1].expand(positions.shape[0], tokens)
 
 
-def encoder_notes(config: Any) -> list[str]:
-    """What is to be said of a plan of an encoder, in sentences."""
-    notes = [
-        "an encoder trains as a masked language model: its loss takes the logits of every token at once (the tiled "
-        "loss is of causal language models), and attention reads the whole row"
-    ]
-    if getattr(config, "sparse_prediction", False):
-        notes.append("sparse_prediction: counted as if every token were masked; logits of fewer take less")
-    return notes
+class EncoderStep(StepKind):
+    """A step of an encoder as a masked language model."""
+
+    def applies(self, config: Any, setup: Setup) -> bool:
+        return is_masked_lm(config)
+
+    def auto_class(self, config: Any) -> Any:
+        from transformers import AutoModelForMaskedLM
+
+        check_attention(config)
+        return AutoModelForMaskedLM
+
+    def change_batch(self, model: Any, setup: Setup, batch: dict[str, Tensor]) -> None:
+        ids = batch["input_ids"]
+        batch |= {"labels": ids.clone(), **add_masks(model, ids)}
+
+    @contextmanager
+    def running(self, model: Any, setup: Setup, tokens: int) -> Iterator[None]:
+        lengthen_positions(model, tokens)
+        yield
+
+    def check(self, request: Request, max_length: int | None) -> None:
+        options, model_type = request.options, request.config.model_type
+        if request.grpo is not None:
+            raise UserError(f"GRPO trains causal language models, and {model_type!r} is an encoder; drop --loss grpo")
+        if request.split > 1:
+            setting = f"sp-size {request.sp_size}" if request.sp_size > 1 else f"cp-size {request.cp_size}"
+            raise UserError(
+                f"{setting} splits the sequences of causal language models, and {model_type!r} is an encoder; drop it"
+            )
+        if options.loss is not None or options.loss_tile != "auto":
+            raise UserError(
+                f"the tiled loss is of causal language models, and {model_type!r} is an encoder, whose loss takes "
+                "whole logits; use loss full and no loss tile"
+            )
+
+    def notes(self, request: Request, counts: Counts, states: Mapping[str, Sequence[str]]) -> list[str]:
+        notes = [
+            "an encoder trains as a masked language model: its loss takes the logits of every token at once (the tiled "
+            "loss is of causal language models), and attention reads the whole row"
+        ]
+        if getattr(request.config, "sparse_prediction", False):
+            notes.append("sparse_prediction: counted as if every token were masked; logits of fewer take less")
+        return notes
+
+    def not_modelled(self, request: Request) -> list[str]:
+        if request.attention != "sdpa":
+            return []
+        return ["a [tokens, tokens] mask of each row under sdpa where rows are padded; use flash"]

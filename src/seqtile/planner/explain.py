@@ -11,11 +11,11 @@ from seqtile.models.loss_and_checkpoints import recomputed
 from seqtile.ops.attention.backends import recommended
 from seqtile.options import DEFAULTS, WRITTEN
 from seqtile.planner.estimate import Estimate
-from seqtile.planner.grpo import Grpo
+from seqtile.planner.kinds import kinds_of
 from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, KEPT_TILES
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request
-from seqtile.planner.step_config import Lora
+from seqtile.planner.step_config import Grpo, Lora
 from seqtile.planner.techniques import (
     CHECKPOINTS_ON_HOST,
     LAYER_CHECKPOINTS,
@@ -44,26 +44,22 @@ FOUR_BIT = {
 
 def not_modelled(request: Request, estimate: Estimate) -> list[str]:
     """What this plan does not know, in sentences."""
-    found = list(NOT_MODELLED)
+    lacks = list(NOT_MODELLED)
     if estimate.square:
-        found.append(
+        lacks.append(
             f"nothing smaller than the [tokens, tokens] mask that {request.attention} attention builds for this model; "
             "flash attention needs none"
         )
     if request.pictures is None and not request.masked:
-        found.append("pictures: count their tokens into the length, or give --images")
-    if request.grpo is not None:
-        found.append("reward models, the prefill of prompts, and weights on their way to a generator")
-        if request.attention == "sdpa":
-            found.append("a [tokens, tokens] mask for each completion that is padded under sdpa; use flash")
-    elif request.attention == "sdpa" and request.masked:
-        found.append("a [tokens, tokens] mask of each row under sdpa where rows are padded; use flash")
-    elif request.attention == "sdpa":
-        found.append("packed rows under sdpa build a [tokens, tokens] mask (16 GiB at 131,072 tokens); use flash")
+        lacks.append("pictures: count their tokens into the length, or give --images")
+    for step_kind in kinds_of(request.config, request.setup()):
+        lacks += step_kind.not_modelled(request)
+    if request.attention == "sdpa" and request.grpo is None and not request.masked:
+        lacks.append("packed rows under sdpa build a [tokens, tokens] mask (16 GiB at 131,072 tokens); use flash")
     if request.engine == "single" or not request.sharded:
-        return found
-    found.append("an engine's buffers are formulas with the engine's defaults, not measured here")
-    return found
+        return lacks
+    lacks.append("an engine's buffers are formulas with the engine's defaults, not measured here")
+    return lacks
 
 
 @dataclass(frozen=True)
@@ -113,9 +109,6 @@ def next_step(planner: Planner, longest: int) -> NextSetting | None:
             continue
         if candidate.at_least(1) > request.device.memory:
             continue
-        if technique is EIGHT_BIT_STATES and best is not None:
-            if not candidate.fits_at_best(round(0.9 * best.length), planner):  # tiles of another length move a peak
-                continue
         length, _ = candidate.longest()
         if length > longest and (best is None or length > best.length):
             best = NextSetting(technique.flags_for(request), length, technique.why)
@@ -163,26 +156,26 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
     lines = []
     if options.tiled:
         tile = setup.options.tile
-        words = f"tiles of {tile:,} tokens" if isinstance(tile, int) else "no tiles at this length"
+        tiles = f"tiles of {tile:,} tokens" if isinstance(tile, int) else "no tiles at this length"
         why = "MLP intermediates exist for one tile at a time"
         if request.lora is None:
             why += "; large tiles rewrite the weights' gradients less often"
-        lines.append(f"tile {options.tile}: {words}. {why}.")
+        lines.append(f"tile {options.tile}: {tiles}. {why}.")
     if options.keep:
-        held, share = terms.get(KEPT_TILES, 0.0) / 2**30, float(setup.options.keep)
-        lines.append(f"keep {options.keep}: {share:.0%} of the tiles keep gate and up, {held:,.1f} GiB.")
+        kept_gib, kept_tiles = terms.get(KEPT_TILES, 0.0) / 2**30, float(setup.options.keep)
+        lines.append(f"keep {options.keep}: {kept_tiles:.0%} of the tiles keep gate and up, {kept_gib:,.1f} GiB.")
     if options.loss:
         whole = 14 * planner.counts.vocabulary * planner.local(estimate.tokens) / 2**30
         lines.append(f"loss tiled: {setup.loss_tile:,} tokens of logits at a time; whole, they take {whole:,.0f} GiB.")
     kept = terms.get(CHECKPOINTS, 0.0) / 2**30
     if options.checkpoint is not None:
-        place = "in flight, the rest on the host" if options.offload else "on the device"
+        location = "in flight, the rest on the host" if options.offload else "on the device"
         only = " only" if options.checkpoint == "full" else ""
-        lines.append(f"activation checkpointing: each layer keeps its input{only}, {kept:,.1f} GiB {place}.")
+        lines.append(f"activation checkpointing: each layer keeps its input{only}, {kept:,.1f} GiB {location}.")
         if options.checkpoint == "attention-saved":
             outputs = terms.get(KEPT, 0.0) / 2**30
             lines.append(
-                f"attention-saved: each layer keeps attention's output and log-sum-exp, {outputs:,.1f} GiB {place}; "
+                f"attention-saved: each layer keeps attention's output and log-sum-exp, {outputs:,.1f} GiB {location}; "
                 f"attention's kernel runs forward once, not twice{recomputed(planner.states)}."
             )
     if request.attention in ("flash", "flash3"):
@@ -200,10 +193,10 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
 
 def recipe_lacks(request: Request) -> list[str]:
     """What was planned and no recipe key sets."""
-    found: list[str] = []
+    lacks: list[str] = []
     if request.options.loss is None:
-        found.append("the loss over whole logits (the trainer's own head runs in tiles)")
-    return found
+        lacks.append("the loss over whole logits (the trainer's own head runs in tiles)")
+    return lacks
 
 
 def offload_of(planner: Planner, estimate: Estimate) -> bool | str:
@@ -221,60 +214,60 @@ SAID_BY_SWITCHES = (("blocks", "none"), ("checkpoint", "full"))
 def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     """The choices as a recipe that ``seqtile train`` takes."""
     request, setup = planner.request, planner.resolved(tokens)
-    found: dict[str, Any] = {"model": request.model, "max_length": tokens, "batch_size": request.batch}
+    keys: dict[str, Any] = {"model": request.model, "max_length": tokens, "batch_size": request.batch}
     if request.accumulation > 1:
-        found["gradient_accumulation"] = request.accumulation
-    found["fit"] = False  # all is chosen; on an accelerator the trainer would choose again
+        keys["gradient_accumulation"] = request.accumulation
+    keys["fit"] = False  # all is chosen; on an accelerator the trainer would choose again
     options = request.options
-    found["tiled_mlp"] = options.tiled
+    keys["tiled_mlp"] = options.tiled
     if options.tiled:
-        found["tile"] = options.tile
+        keys["tile"] = options.tile
     for name, how in WRITTEN.items():
         value = getattr(options, name)
         if how.recipe and value != DEFAULTS[name] and (name, value) not in SAID_BY_SWITCHES:
-            found[name] = value
+            keys[name] = value
     if options.loss:
-        found["loss_tile"] = setup.loss_tile
-    found["activation_checkpointing"] = options.checkpoint is not None
+        keys["loss_tile"] = setup.loss_tile
+    keys["activation_checkpointing"] = options.checkpoint is not None
     if options.offload:
-        found["offload"] = offload_of(planner, planner.estimate(tokens))
+        keys["offload"] = offload_of(planner, planner.estimate(tokens))
     if request.lora is not None:
-        found["lora"] = _lora(request.lora)
+        keys["lora"] = _lora(request.lora)
     if request.engine != "single":
-        found["engine"] = request.engine
-        found["nproc"] = request.gpus
+        keys["engine"] = request.engine
+        keys["nproc"] = request.gpus
     if request.sp_size > 1:
-        found["sp_size"] = request.sp_size
+        keys["sp_size"] = request.sp_size
     if request.cp_size > 1:
-        found["cp_size"] = request.cp_size
+        keys["cp_size"] = request.cp_size
     if request.engine_offload:
-        found["engine_offload"] = list(request.engine_offload)
+        keys["engine_offload"] = list(request.engine_offload)
     if request.precision != "mixed":
-        found["dtype"] = request.precision
+        keys["dtype"] = request.precision
     names = {"flash": "flash_attention_2", "flash3": "flash_attention_3"} if request.cp_size == 1 else {"flash": "sdpa"}
-    found["model_kwargs"] = {"attn_implementation": names.get(request.attention, request.attention)}
+    keys["model_kwargs"] = {"attn_implementation": names.get(request.attention, request.attention)}
     if request.qlora:
-        found["model_kwargs"]["quantization_config"] = dict(FOUR_BIT)
+        keys["model_kwargs"]["quantization_config"] = dict(FOUR_BIT)
     trainer: dict[str, Any] = {"bf16": False} if request.precision == "float32" else {}
     if request.liger:
         trainer["use_liger_kernel"] = True
     if request.optimizer != "adamw":
-        words = {"adamw-8bit": "adamw_bnb_8bit", "lion": "lion_32bit", "sgd-momentum": "sgd"}
-        trainer["optim"] = words.get(request.optimizer, request.optimizer)
+        optimizers = {"adamw-8bit": "adamw_bnb_8bit", "lion": "lion_32bit", "sgd-momentum": "sgd"}
+        trainer["optim"] = optimizers.get(request.optimizer, request.optimizer)
     if request.optimizer == "sgd-momentum":
         trainer["optim_args"] = "momentum=0.9"
     if trainer:
-        found["trainer"] = trainer
-    return found
+        keys["trainer"] = trainer
+    return keys
 
 
 def _lora(lora: Lora) -> dict[str, Any]:
     modules = lora.target_modules
-    found: dict[str, Any] = {"r": lora.r}
+    keys: dict[str, Any] = {"r": lora.r}
     if lora.alpha is not None:
-        found["alpha"] = lora.alpha
+        keys["alpha"] = lora.alpha
     if lora.dropout:
-        found["dropout"] = lora.dropout
+        keys["dropout"] = lora.dropout
     if modules != Lora.target_modules:
-        found["target_modules"] = modules if isinstance(modules, str) else list(modules)
-    return found
+        keys["target_modules"] = modules if isinstance(modules, str) else list(modules)
+    return keys

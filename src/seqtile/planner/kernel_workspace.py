@@ -39,11 +39,11 @@ def cpu_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> i
 
 def _promoted(args: tuple[Any, ...], out: Tensor | None) -> int:
     """Bytes of the operands, and of the given result, that are copied to the type that both have in common."""
-    given = [one for one in args[:2] if isinstance(one, Tensor)]
-    if len(given) < 2:
+    operands = [operand for operand in args[:2] if isinstance(operand, Tensor)]
+    if len(operands) < 2:
         return 0
-    common = torch.result_type(*given)
-    copied = sum(one.numel() for one in given if one.dtype != common and one.dim())
+    common = torch.result_type(*operands)
+    copied = sum(operand.numel() for operand in operands if operand.dtype != common and operand.dim())
     if out is not None and out.dtype != common:
         copied += out.numel()
     return copied * common.itemsize
@@ -61,8 +61,8 @@ def flash2_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     query, key = args[1], args[2]
     batch, heads, tokens, width = query.shape
     rounded = -(-tokens // 128) * 128
-    wide = -(-width // 32) * 32
-    sums = 4 * batch * heads * rounded * (wide + 1)
+    padded_width = -(-width // 32) * 32
+    sums = 4 * batch * heads * rounded * (padded_width + 1)
     expanded = 2 * key.element_size() * batch * heads * key.shape[-2] * width if key.shape[1] != heads else 0
     return sums + expanded  # type: ignore[no-any-return]
 
@@ -77,7 +77,7 @@ def flash3_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     query, key = args[1], args[2]
     batch, heads, tokens, width = query.shape
     rounded = -(-tokens // 128) * 128
-    wide = -(-width // 32) * 32
-    sums = 4 * batch * heads * rounded * (wide + 2)
-    shared = 2 * 4 * batch * key.shape[1] * rounded * wide if key.shape[1] != heads else 0
+    padded_width = -(-width // 32) * 32
+    sums = 4 * batch * heads * rounded * (padded_width + 2)
+    shared = 2 * 4 * batch * key.shape[1] * rounded * padded_width if key.shape[1] != heads else 0
     return sums + shared  # type: ignore[no-any-return]

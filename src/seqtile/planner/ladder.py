@@ -49,17 +49,20 @@ class Rung:
     Attributes:
         cost: what it costs in time, in words.
         techniques: what is on.
-        part: tiles are as many times smaller than those of ``"auto"``.
+        divisor: tiles are as many times smaller than those of ``"auto"``.
     """
 
     cost: str
     techniques: tuple[Technique, ...] = ()
-    part: int = 1
+    divisor: int = 1
 
     @property
     def checkpoint(self) -> str | None:
         """What activation checkpoints keep, as in :class:`seqtile.options.TilingOptions`."""
-        return next((one.changes["checkpoint"] for one in self.techniques if "checkpoint" in one.changes), None)
+        return next(
+            (technique.changes["checkpoint"] for technique in self.techniques if "checkpoint" in technique.changes),
+            None,
+        )
 
     @property
     def offload(self) -> bool:
@@ -111,7 +114,7 @@ class Chosen:
     sure: bool
 
 
-def choose_rung(request: Request, tokens: int, given: Mapping[str, Any], *, can_offload: bool) -> Chosen:
+def choose_rung(request: Request, tokens: int, fixed: Mapping[str, Any], *, can_offload: bool) -> Chosen:
     """The first rung on which rows of ``tokens`` tokens fit at the high estimate, else the last at the expected one.
 
     Deterministic: the same for the same arguments. Takes a few seconds a rung.
@@ -119,13 +122,13 @@ def choose_rung(request: Request, tokens: int, given: Mapping[str, Any], *, can_
     Args:
         request: model, device and engine.
         tokens: the length.
-        given: those of :data:`CHOSEN` that are not to be chosen.
+        fixed: those of :data:`CHOSEN` that are not to be chosen.
         can_offload: whether checkpoints can be moved to the host.
 
     Raises:
         RunError: nothing fits; names the longest sequence that would.
     """
-    tiles = {name: given.get(name, "auto") for name in ("tile", "loss_tile")}
+    tiles = {name: fixed.get(name, "auto") for name in ("tile", "loss_tile")}
     first = Planner(changed(request, checkpoint="full", keep=0.0, **tiles), tokens)
     resolved = first.resolved(tokens).options
     tiles = {"tile": resolved.tile, "loss_tile": resolved.loss_tile}
@@ -134,8 +137,8 @@ def choose_rung(request: Request, tokens: int, given: Mapping[str, Any], *, can_
     top = replace(request.options, **{name: DEFAULTS[name] for name in CHOSEN} | tiles)
     tried: list[_Tried] = []
     possible: Chosen | None = None
-    for rung, settings in _rungs(request, first, top, tokens, given, can_offload):
-        if settings.checkpoint != "full" and "checkpoint" not in given:
+    for rung, settings in _rungs(request, first, top, tokens, fixed, can_offload):
+        if settings.checkpoint != "full" and "checkpoint" not in fixed:
             # It holds at least what checkpoints of inputs alone do, which a later rung needs to know anyway.
             least = replace(settings, checkpoint="full")
             planner, estimate = _plan(least, request, tokens, first)
@@ -145,10 +148,10 @@ def choose_rung(request: Request, tokens: int, given: Mapping[str, Any], *, can_
         planner, estimate = _plan(settings, request, tokens, first)
         tried.append(_Tried(rung, settings, planner, estimate))
         if planner.fits_at_the_high_estimate(estimate):
-            return _spend(Chosen(settings, planner, estimate, {}, True), tried, request, tokens, given)
+            return _spend(Chosen(settings, planner, estimate, {}, True), tried, request, tokens, fixed)
         # Where only the expected estimate fits: the least memory that no slow tiles pay for.
-        if planner.fits(estimate) and (possible is None or rung.part == 1):
-            possible = Chosen(settings, planner, estimate, _reasons(settings, tried, given), False)
+        if planner.fits(estimate) and (possible is None or rung.divisor == 1):
+            possible = Chosen(settings, planner, estimate, _reasons(settings, tried, fixed), False)
     if possible is not None:
         return possible
     planner, estimate = tried[-1].planner, tried[-1].estimate
@@ -171,67 +174,67 @@ def tighter(settings: TilingOptions, *, can_offload: bool) -> TilingOptions | No
     return replace(settings, offload=True) if can_offload and not settings.offload else None
 
 
-def _smaller(settings: TilingOptions, part: int) -> dict[str, Any]:
-    """Tiles of ``settings`` that are ``part`` times smaller; a rule stays."""
+def _smaller(settings: TilingOptions, times: int) -> dict[str, Any]:
+    """Tiles of ``settings`` that are ``times`` smaller; a rule stays."""
     both = {"tile": settings.tile, "loss_tile": settings.loss_tile}
     return {
-        name: min(size, max(SMALLEST_TILE, size // part)) if isinstance(size, int) else size
+        name: min(size, max(SMALLEST_TILE, size // times)) if isinstance(size, int) else size
         for name, size in both.items()
     }
 
 
 def would_avoid(request: Request, settings: TilingOptions, tokens: int, short: int, *, can_offload: bool) -> str | None:
     """The first tighter settings that by the plan hold ``short`` bytes less than these, in words; None if none do."""
-    planner, before = _plan(settings, request, tokens, None)
-    one = tighter(settings, can_offload=can_offload)
-    while one is not None:
-        _, estimate = _plan(one, request, tokens, planner)
-        less = before.device.expected - estimate.device.expected
+    planner, estimate_now = _plan(settings, request, tokens, None)
+    settings_below = tighter(settings, can_offload=can_offload)
+    while settings_below is not None:
+        _, estimate = _plan(settings_below, request, tokens, planner)
+        less = estimate_now.device.expected - estimate.device.expected
         if less >= short:
-            return f"{changes(settings, one)} ({less / GIB:,.2f} GiB less by the plan)"
-        one = tighter(one, can_offload=can_offload)
+            return f"{changes(settings, settings_below)} ({less / GIB:,.2f} GiB less by the plan)"
+        settings_below = tighter(settings_below, can_offload=can_offload)
     return None
 
 
-def changes(before: TilingOptions, after: TilingOptions) -> str:
+def changes(settings: TilingOptions, changed_settings: TilingOptions) -> str:
     """What is set otherwise, as keys and values of a recipe."""
-    found = []
+    keys = []
     for name in CHOSEN:
-        value = getattr(after, name)
-        if value != getattr(before, name):
-            found.append(f"{name}: {str(value).lower() if isinstance(value, bool) else value}")
-    return ", ".join(found)
+        value = getattr(changed_settings, name)
+        if value != getattr(settings, name):
+            keys.append(f"{name}: {str(value).lower() if isinstance(value, bool) else value}")
+    return ", ".join(keys)
 
 
-def _plan(settings: TilingOptions, request: Request, tokens: int, known: Planner | None) -> tuple[Planner, Estimate]:
-    planner = Planner(replace(request, options=settings), tokens, like=known)
+def _plan(settings: TilingOptions, request: Request, tokens: int, like: Planner | None) -> tuple[Planner, Estimate]:
+    planner = Planner(replace(request, options=settings), tokens, like=like)
     estimate = planner.estimate(tokens)
-    if known is not None:
-        known.share(planner)
+    if like is not None:
+        like.share(planner)
     return planner, estimate
 
 
 def _rungs(
-    request: Request, planner: Planner, top: TilingOptions, tokens: int, given: Mapping[str, Any], can_offload: bool
+    request: Request, planner: Planner, top: TilingOptions, tokens: int, fixed: Mapping[str, Any], can_offload: bool
 ) -> Iterator[tuple[Rung, TilingOptions]]:
     """Every rung that differs from those before it, with what is given left as it is."""
     seen: list[TilingOptions] = []
     # With Ulysses passes divide the heads that a rank has after the exchange, which no plan counts.
     by_heads = request.split == 1 and runs_on_some_heads(planner.built.model)
-    before = planner.work(tokens).total
-    share = 1 - count_work(changed(request, checkpoint="attention-saved"), planner.counts, tokens).total / before
+    operations = planner.work(tokens).total
+    spared = 1 - count_work(changed(request, checkpoint="attention-saved"), planner.counts, tokens).total / operations
     for rung in LADDER:
         saved = rung.checkpoint == "attention-saved"
-        if saved and (attention_cannot_be_saved(request) is not None or share < WORTH):
+        if saved and (attention_cannot_be_saved(request) is not None or spared < WORTH):
             continue
         settings = replace(top, checkpoint=rung.checkpoint, offload=rung.offload and can_offload)
-        if rung.part > 1:
+        if rung.divisor > 1:
             whole = top.tile if isinstance(top.tile, int) else planner.local(tokens) * request.batch
-            settings = replace(settings, **_smaller(replace(top, tile=whole), rung.part))
+            settings = replace(settings, **_smaller(replace(top, tile=whole), rung.divisor))
         if rung.minimal_memory:
             settings = replace(settings, **MINIMAL_MEMORY.changes)
             settings = settings if by_heads else replace(settings, heads=None)
-        settings = replace(settings, **given)
+        settings = replace(settings, **fixed)
         if not request.options.tiled:
             settings = settings.without_blocks()
         if settings.checkpoint is None and settings.offload:
@@ -250,46 +253,46 @@ class _Tried:
 
 
 def _spend(
-    chosen: Chosen, tried: list[_Tried], request: Request, tokens: int, given: Mapping[str, Any]
+    chosen: Chosen, tried: list[_Tried], request: Request, tokens: int, fixed: Mapping[str, Any]
 ) -> Chosen:  # fmt: skip
     """``chosen`` with the memory that is left spent on keeping gate and up."""
     fused = any(block.path == "fused" for block in chosen.planner.built.blocks)
     why = "no memory to spare: every tile's gate and up are computed again"
-    if "keep" in given or chosen.settings.tile == "auto" or not fused:
-        return replace(chosen, reasons=_reasons(chosen.settings, tried, given))
-    for share in KEEPS if tried[-1].rung.part == 1 else ():
-        settings = replace(chosen.settings, keep=share)
+    if "keep" in fixed or chosen.settings.tile == "auto" or not fused:
+        return replace(chosen, reasons=_reasons(chosen.settings, tried, fixed))
+    for keep in KEEPS if tried[-1].rung.divisor == 1 else ():
+        settings = replace(chosen.settings, keep=keep)
         planner, estimate = _plan(settings, request, tokens, chosen.planner)
         if planner.fits_at_the_high_estimate(estimate):
-            more = (estimate.device.expected - chosen.estimate.device.expected) / GIB
-            why = f"{more:,.2f} GiB more, which fit; {share:.0%} of the tiles are not computed again"
+            added_gib = (estimate.device.expected - chosen.estimate.device.expected) / GIB
+            why = f"{added_gib:,.2f} GiB more, which fit; {keep:.0%} of the tiles are not computed again"
             chosen = Chosen(settings, planner, estimate, {}, True)
             break
-    return replace(chosen, reasons={**_reasons(chosen.settings, tried, given), "keep": why})
+    return replace(chosen, reasons={**_reasons(chosen.settings, tried, fixed), "keep": why})
 
 
-def _reasons(settings: TilingOptions, tried: list[_Tried], given: Mapping[str, Any]) -> dict[str, str]:
+def _reasons(settings: TilingOptions, tried: list[_Tried], fixed: Mapping[str, Any]) -> dict[str, str]:
     cheaper, rung = "", tried[-1].rung
     if len(tried) > 1:
         last = tried[-2]
-        place = " on the host" if last.settings.offload else ""
+        location = " on the host" if last.settings.offload else ""
         high, memory = last.estimate.device.high / GIB, last.planner.request.device.memory / GIB
         kept = last.settings.checkpoint or "none"
-        cheaper = f"; checkpoint {kept}{place} would take up to {high:,.2f} GiB of {memory:,.2f} GiB"
-    found = {
+        cheaper = f"; checkpoint {kept}{location} would take up to {high:,.2f} GiB of {memory:,.2f} GiB"
+    reasons = {
         "checkpoint": f"{rung.cost}{cheaper}",
         "offload": "what checkpoints keep does not fit the device" if settings.offload else "not needed",
         "tile": "tiles of this size would not lower the peak at this length"
         if settings.tile == "auto"
-        else "the rule of auto" if rung.part == 1 else "larger tiles do not fit",
-        "loss_tile": "the rule of auto" if rung.part == 1 else "larger tiles do not fit",
+        else "the rule of auto" if rung.divisor == 1 else "larger tiles do not fit",
+        "loss_tile": "the rule of auto" if rung.divisor == 1 else "larger tiles do not fit",
         "blocks": "norms and projections whole would not fit" if rung.minimal_memory else "more is not needed",
         "heads": "all heads at once would not fit" if settings.heads else "all at once: fewer are not needed",
     }  # fmt: skip
     if settings.state is not None:
-        found["state"] = "layers with a state hold one tile at a time, at the same products"
-    return {name: "as given" if name in given else why for name, why in found.items()} | (
-        {"keep": "as given"} if "keep" in given else {}
+        reasons["state"] = "layers with a state hold one tile at a time, at the same products"
+    return {name: "as given" if name in fixed else why for name, why in reasons.items()} | (
+        {"keep": "as given"} if "keep" in fixed else {}
     )
 
 

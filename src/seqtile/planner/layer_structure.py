@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -15,6 +14,7 @@ from seqtile._errors import UserError
 from seqtile.activation_checkpointing.keep_attention import largest_of_layers
 from seqtile.models.discover.decoder_layers import DecoderLayer, decoder_layers
 from seqtile.planner.model_shapes import is_masked_lm
+from seqtile.planner.phases import Phase
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,21 @@ class LayerSample:
 
     def place(self, model: nn.Module, config: Any) -> None:
         """Put the layers of the sample into ``model``, which has the first layers of ``config`` and a copy of it."""
-        held, text, whole = _layer_list(decoder_layers(model)), _config_of(model), config.get_text_config()
-        assert held is not None
-        old, known = (
-            model.get_submodule(held),
-            {id(one): one for one in (_config_of(model), getattr(model, "config", 0))},
+        path, own_config, whole = (
+            _layer_list(decoder_layers(model)),
+            getattr(model, "config", None),
+            config.get_text_config(),
         )
+        assert path is not None and own_config is not None
+        text = own_config.get_text_config()
+        first_layers_of_model, uncopied = model.get_submodule(path), {id(text): text, id(own_config): own_config}
         used: set[int] = set()
         layers = []
         for number in self.like:
-            layer = old.get_submodule(str(number))
-            layers.append(copy.deepcopy(layer, dict(known)) if number in used else layer)
+            layer = first_layers_of_model.get_submodule(str(number))
+            layers.append(copy.deepcopy(layer, dict(uncopied)) if number in used else layer)
             used.add(number)
-        owner, _, name = held.rpartition(".")
+        owner, _, name = path.rpartition(".")
         setattr(model.get_submodule(owner), name, nn.ModuleList(layers))
         text.num_hidden_layers = len(layers)
         computed = {}
@@ -60,11 +62,14 @@ class LayerSample:
 class Depths:
     """Which layers fake runs have, and how the whole model follows from them.
 
+    The first sample has the first layer of each kind and then the last of each; every further one has a layer of one
+    more kind in the middle, the kinds in order. What that layer adds to a part of the step depends on the side only:
+    behind the layer that runs, as the first ones see it, or before it, as the last ones do.
+
     Attributes:
         kinds: the kind of each decoder layer of the whole model, as a number.
-        samples: the layers of each fake run: first those at the ends, the first and the last layer of each kind; then
-            the same with one more of a kind, once or twice for each kind. A single one with all layers where the model
-            is too shallow to leave layers out, or its layers share weights.
+        samples: the layers of each fake run; a single one with all layers where leaving some out would save nothing,
+            or where layers share weights.
     """
 
     kinds: tuple[int, ...]
@@ -76,127 +81,65 @@ class Depths:
         return len(self.kinds)
 
     @property
-    def ends(self) -> tuple[int, ...]:
-        """The layers that are told apart."""
-        return self.samples[0].layers
-
-    @cached_property
-    def inner(self) -> dict[int | None, tuple[int, list[tuple[int, int | None, float]]]]:
-        """By the last layer of a kind, :meth:`second_of_its_kind`, where there is one."""
-        last = {kind: number for number, kind in enumerate(self.kinds)}
-        found = {end: self.second_of_its_kind(end) for end in last.values()}
-        return {end: one for end, one in found.items() if one is not None}
-
-    @property
     def shallow(self) -> int:
         """Layers of the shortest model that begins as this one and has a layer of each kind."""
         return max(self.kinds.index(kind) for kind in self.kinds) + 1
 
-    def more(self) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
-        """For each kind with further runs: these, each with the layer that it has more, and what it stands for.
+    def whole_model(self, runs: Sequence[Mapping[Phase, Mapping[str, float]]]) -> dict[Phase, Mapping[str, float]]:
+        """What each part of the whole model's step holds, from a run of each sample.
 
-        That is the layers of the kind beside the ends.
+        Of the decoder layers the first, the second and the last of each kind have an entry: what a part holds grows
+        or falls from layer to layer, and nothing comes before the first one.
         """
-        runs: dict[int, list[tuple[int, int]]] = {}
-        for run, sample in enumerate(self.samples[1:], 1):
-            (layer,) = set(sample.layers) - set(self.ends)
-            runs.setdefault(self.kinds[layer], []).append((run, layer))
-        for kind, known in runs.items():
-            yield known, [n for n, one in enumerate(self.kinds) if one == kind and n not in self.ends]
-
-    def terms_of(self, layer: int | None) -> list[tuple[int, int | None, float]]:
-        """How a part of the step in ``layer`` (None: in none) is summed up: run, layer in it, and weight.
-
-        A layer holds one thing before another layer and one behind it (what it saved, its gradients). The run with one
-        more of its kind tells which of the two; a run with another one, or the layer of the same kind at the other end,
-        tells the other.
-        """
-        found: list[tuple[int, int | None, float]] = [(0, layer, 1.0)]
-        for runs, alike in self.more():
-            if layer is None:
-                sides: list[tuple[int, int | None, list[int]]] = [(runs[0][0], None, alike)]
-            else:
-                before = [n for n in alike if n < layer]
-                behind = alike[len(before) :]
-                sides = [
-                    (*one, missing)
-                    for is_before, missing in ((True, before), (False, behind))
-                    if missing and (one := _beside(self.kinds, self.ends, layer, runs, is_before)) is not None
-                ]
-            for run, where, missing in sides:
-                found += [(run, where, float(len(missing))), (0, where, -float(len(missing)))]
-        return found
-
-    def second_of_its_kind(self, end: int) -> tuple[int, list[tuple[int, int | None, float]]] | None:
-        """The first of the layers in between that are like the last one of a kind, and the terms of a part in it.
-
-        What a layer holds in its backward grows towards the first layer where a gradient is larger than a checkpoint,
-        and the first layer itself may need less, as nothing comes before it.
-
-        Args:
-            end: the last layer of its kind, whose part is like that of the layer in between.
-
-        Returns:
-            Its number and, as of :meth:`terms_of`, how the part is summed up; None where the runs do not tell.
-        """
-        kind = self.kinds[end]
-        between = [number for number, one in enumerate(self.kinds) if one == kind and number not in self.ends]
-        if not between or between[0] > end:
-            return None
-        layer = between[0]
-        found: list[tuple[int, int | None, float]] = [(0, end, 1.0)]
-        known = {self.kinds[alike[0]]: runs for runs, alike in self.more()}
-        missing: dict[tuple[int, bool], int] = {}
-        for number, one in enumerate(self.kinds):
-            if number != layer:
-                missing[one, number < layer] = missing.get((one, number < layer), 0) + 1
-            if number in self.ends and number != end:
-                missing[one, number < end] = missing.get((one, number < end), 0) - 1  # as in the run
-        for (one, before), count in missing.items():
-            if count:
-                beside = _beside(self.kinds, self.ends, end, known.get(one, []), before)
-                if beside is None:
-                    return None
-                found += [(*beside, float(count)), (0, beside[1], -float(count))]
-        return layer, found
+        base, *longer = runs
+        if not longer:
+            return dict(base)
+        width = len(longer)
+        order = [self.kinds[number] for number in self.samples[0].layers]
+        result: dict[Phase, Mapping[str, float]] = {}
+        for phase, terms in base.items():
+            if phase.layer is None:
+                added = [(self.kinds.count(layer_kind) - 2, phase, phase, run) for layer_kind, run in enumerate(longer)]
+                result[phase] = _extrapolated(terms, base, added)
+                continue
+            position = phase.layer
+            is_first = position < width
+            numbers = [n for n, layer_kind in enumerate(self.kinds) if layer_kind == order[position]]
+            targets = {numbers[0]} if is_first else {*numbers[1:2], numbers[-1]}
+            if len(numbers) == 1 and is_first != (numbers[0] == 0):
+                continue  # the other copy of the kind's single layer stands for it
+            as_first = replace(phase, layer=order.index(order[position]))
+            as_last = replace(phase, layer=width + order[width:].index(order[position]))
+            moved = replace(as_last, layer=1 + width + order[width:].index(order[position]))  # behind one layer more
+            for number in targets:
+                added = []
+                for layer_kind, run in enumerate(longer):
+                    layers_after = self.kinds[number + 1 :].count(layer_kind) - order[position + 1 :].count(layer_kind)
+                    layers_before = self.kinds[:number].count(layer_kind) - order[:position].count(layer_kind)
+                    added += [(layers_after, as_first, as_first, run), (layers_before, as_last, moved, run)]
+                result[replace(phase, layer=number)] = _extrapolated(terms, base, added)
+        return result
 
 
-def _beside(
-    kinds: Sequence[Any], ends: Sequence[int], layer: int, runs: Sequence[tuple[int, int]], before: bool
-) -> tuple[int, int] | None:
-    """A run and an end of the kind of ``layer``, itself if possible, that has the run's further layer on that side."""
-    alike = [layer, *(end for end in ends if kinds[end] == kinds[layer])]
-    return next(((run, end) for end in alike for run, extra in runs if (extra < end) == before), None)
-
-
-def _further(kinds: Sequence[Any], ends: Sequence[int], between: Sequence[int]) -> list[int]:
-    """Layers of one kind, one or two of those ``between`` the ends, that tell what such a layer adds on either side.
-
-    Of each end there must be one of its kind that has one of them before it, where it has such layers before it in the
-    whole model, and likewise behind it.
-    """
-
-    def tells_all(picked: Sequence[int]) -> bool:
-        runs = list(enumerate(picked))
-        return all(
-            _beside(kinds, ends, end, runs, before) is not None
-            for end in ends
-            for before in (True, False)
-            if any((one < end) == before for one in between)
-        )
-
-    middle = len(between) // 2  # it stands behind the first layers and before the last ones, most often
-    for one in sorted(between, key=lambda number: abs(between.index(number) - middle)):
-        if tells_all([one]):
-            return [one]
-    return [between[0], between[-1]]
+def _extrapolated(
+    terms: Mapping[str, float],
+    base: Mapping[Phase, Mapping[str, float]],
+    added: Sequence[tuple[int, Phase, Phase, Mapping[Phase, Mapping[str, float]]]],
+) -> dict[str, float]:
+    """``terms`` with, for each (layers, phase in ``base``, the same in a longer run, that run), what the layers add."""
+    total: dict[str, float] = dict(terms)
+    for layers, phase, moved, run in added:
+        if layers:
+            shorter, longer = base.get(phase, {}), run.get(moved, {})
+            for name in {*shorter, *longer}:
+                total[name] = total.get(name, 0.0) + layers * (longer.get(name, 0.0) - shorter.get(name, 0.0))
+    return total
 
 
 def find_depths(config: Any, model: nn.Module) -> Depths:
     """The few layers that stand for all of ``model``: its first and last layer of each kind, and one more of each.
 
-    Kinds are told by the layers' classes, shapes and attention types. Fake runs with these layers give what one more
-    layer of a kind adds, and so what the whole model holds, in whichever order and number its kinds come.
+    Kinds differ in the layers' classes, shapes or attention types.
 
     Raises:
         UserError: no decoder layers are found.
@@ -217,23 +160,20 @@ def find_depths(config: Any, model: nn.Module) -> Depths:
     modules = [model.get_submodule(layer.name) for layer in layers]
     signs = [_signature(module) for module in modules]
     if len(types) == len(signs):
-        signs = [(sign, kind) for sign, kind in zip(signs, types, strict=True)]
+        signs = list(zip(signs, types, strict=True))
     first = {sign: number for number, sign in reversed(list(enumerate(signs)))}
     last = {sign: number for number, sign in enumerate(signs)}
-    kinds = tuple(sorted(first.values()).index(first[sign]) for sign in signs)
-    ends = tuple(sorted({*first.values(), *last.values()}))
-    samples = [ends]
-    for sign, beginning in first.items():
-        between = [n for n in range(beginning, last[sign]) if signs[n] == sign and n not in ends]
-        samples += [tuple(sorted((*ends, one))) for one in _further(kinds, ends, between)] if between else []
-    total = len(signs)
-    own = [{id(weight) for weight in module.parameters()} for module in modules]
-    shared = sum(map(len, own)) != len(set().union(*own))
+    beginning, end = sorted(first.values()), sorted(last.values())
+    kinds = tuple(beginning.index(first[sign]) for sign in signs)
+    samples = [(*beginning, *end), *((*beginning, number, *end) for number in beginning)]
+    weights = [{id(weight) for weight in module.parameters()} for module in modules]
+    shared = sum(map(len, weights)) != len(set().union(*weights))
     # Modules whose configuration differs by layer hold copies of it, which do not follow a layer to another place.
     shared = shared or bool(getattr(config.get_text_config(), "per_layer_attributes", None))
-    if len(samples[-1]) >= total or shared or _layer_list(layers) is None:
-        return Depths(kinds, (LayerSample(tuple(range(total)), tuple(range(total))),))
-    return Depths(kinds, tuple(LayerSample(one, tuple(first[signs[n]] for n in one)) for one in samples))
+    if sum(map(len, samples)) > len(signs) or shared or _layer_list(layers) is None:
+        every = tuple(range(len(signs)))
+        return Depths(kinds, (LayerSample(every, every),))
+    return Depths(kinds, tuple(LayerSample(sample, tuple(first[signs[n]] for n in sample)) for sample in samples))
 
 
 @dataclass(frozen=True)
@@ -275,10 +215,12 @@ class Counts:
 
 def count_layers(depths: Depths, counts: Sequence[Counts]) -> Counts:
     """Sizes of the whole model from those of the samples: every further layer of a kind adds the same."""
-    ends = counts[0]
+    ends, *longer = counts
     return replace(ends, layers=depths.layers, **{
-        name: getattr(ends, name)
-        + sum(len(alike) * (getattr(counts[runs[0][0]], name) - getattr(ends, name)) for runs, alike in depths.more())
+        name: getattr(ends, name) + sum(
+            (depths.kinds.count(layer_kind) - 2) * (getattr(more_layers, name) - getattr(ends, name))
+            for layer_kind, more_layers in enumerate(longer)
+        )
         for name in ("weights", "trained", "matrices", "active", "attentions")
     })  # fmt: skip
 
@@ -286,14 +228,14 @@ def count_layers(depths: Depths, counts: Sequence[Counts]) -> Counts:
 def count_weights(config: Any, model: nn.Module) -> Counts:
     """Count the parameters of ``model``, which may be on the meta device."""
     text = config.get_text_config()
-    found = decoder_layers(model)
-    layers = [model.get_submodule(layer.name) for layer in found]
-    own = {id(weight) for layer in layers for weight in layer.parameters()}
+    decoder = decoder_layers(model)
+    layers = [model.get_submodule(layer.name) for layer in decoder]
+    in_layers = {id(weight) for layer in layers for weight in layer.parameters()}
     matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() >= 2]
     experts = largest_of_layers(text, "num_local_experts") or largest_of_layers(text, "num_experts")
     experts = experts or largest_of_layers(text, "n_routed_experts") or 1
-    share = (largest_of_layers(text, "num_experts_per_tok") or experts) / experts
-    active = sum(int(weight.numel() * (share if weight.dim() == 3 else 1)) for weight in matrices)
+    routed = (largest_of_layers(text, "num_experts_per_tok") or experts) / experts
+    active = sum(int(weight.numel() * (routed if weight.dim() == 3 else 1)) for weight in matrices)
     heads = int(largest_of_layers(text, "num_attention_heads") or 1)  # Mamba has none
     hidden = int(text.hidden_size)
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -305,14 +247,14 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
         layer=max(sum(weight.numel() for weight in layer.parameters()) for layer in layers),
         largest_product=hidden * int(largest_of_layers(text, "intermediate_size") or 4 * hidden),
         largest=max((weight.numel() for weight in matrices), default=0),
-        root=sum(weight.numel() for weight in model.parameters() if id(weight) not in own),
+        root=sum(weight.numel() for weight in model.parameters() if id(weight) not in in_layers),
         layers=len(layers),
         hidden=hidden,
         heads=heads,
         key_heads=int(largest_of_layers(text, "num_key_value_heads") or heads),
         head_width=int(largest_of_layers(text, "head_dim") or hidden // heads),
         vocabulary=int(text.vocab_size),
-        attentions=sum(any(not mixer.has_state for mixer in layer.mixers) for layer in found),
+        attentions=sum(any(not mixer.has_state for mixer in layer.mixers) for layer in decoder),
         causal=not is_masked_lm(config),
     )
 
@@ -331,26 +273,22 @@ def first_layers(config: Any, layers: int) -> Any:
 def _by_layer(text: Any) -> list[tuple[str, Any]]:
     """What the configuration of a language model says layer by layer: fields and properties with an entry for each."""
     # Not the properties that every configuration has: reading some of them warns.
-    own = [kind for kind in type(text).__mro__ if not issubclass(PretrainedConfig, kind)]
-    names = {*vars(text), *(name for kind in own for name, one in vars(kind).items() if isinstance(one, property))}
+    classes = [base for base in type(text).__mro__ if not issubclass(PretrainedConfig, base)]
+    properties = (name for base in classes for name, value in vars(base).items() if isinstance(value, property))
+    names = {*vars(text), *properties}
     names -= set(getattr(text, "per_layer_attributes", None) or ())  # read from the configuration of each layer alone
     values = [(name, getattr(text, name, None)) for name in sorted(names - {"architectures"})]
     total = text.num_hidden_layers
-    return [(name, one) for name, one in values if isinstance(one, list | tuple) and len(one) == total]
-
-
-def _config_of(model: Any) -> Any:
-    """The configuration of its language model, the object that its modules read."""
-    return model.config.get_text_config()
+    return [(name, value) for name, value in values if isinstance(value, list | tuple) and len(value) == total]
 
 
 def _layer_list(layers: Sequence[DecoderLayer]) -> str | None:
     """The name of the list that holds all the layers and nothing else, None where there is no such list."""
-    held = layers[0].name.rpartition(".")[0]
-    return held if [layer.name for layer in layers] == [f"{held}.{n}" for n in range(len(layers))] else None
+    path = layers[0].name.rpartition(".")[0]
+    return path if [layer.name for layer in layers] == [f"{path}.{n}" for n in range(len(layers))] else None
 
 
 def _signature(layer: nn.Module) -> Any:
-    modules = tuple((name, type(part).__name__) for name, part in layer.named_modules())
+    modules = tuple((name, type(module).__name__) for name, module in layer.named_modules())
     shapes = tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
     return modules, shapes

@@ -18,12 +18,12 @@ from seqtile.ops.attention.backends import attention_sentences
 from seqtile.ops.attention.kernel_calls import names_of_kernels
 from seqtile.options import changed
 from seqtile.planner.accelerators import this_device
-from seqtile.planner.extrapolate import Prediction, by_place, predict
+from seqtile.planner.extrapolate import Prediction, predict
 from seqtile.planner.fake_step import build, build_bare, tracked_step
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace
 from seqtile.planner.layer_structure import find_depths
 from seqtile.planner.live_at_peaks import OPTIMIZER, WEIGHTS, track
-from seqtile.planner.phases import HEAD, OPTIMIZER_STEP, Phase
+from seqtile.planner.phases import HEAD, OPTIMIZER_STEP, REST, Phase
 from seqtile.planner.plan_plot import require_matplotlib
 from seqtile.planner.step_config import Setup
 from seqtile.planner.tile_choice import head_tile
@@ -50,7 +50,7 @@ class MeasuredSide:
     standing: int
     peaks: Mapping[str, int]
     planned: Mapping[str, float]
-    peak_at: str
+    peak_at: Phase
     terms: Mapping[str, tuple[int, float]]
     timeline: tuple[LiveSample, ...]
     ran: str
@@ -152,62 +152,72 @@ def _within_memory(config: Any, setup: Setup, tokens: int, free: int) -> int:
     )
 
 
-def _halving(config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path | None) -> tuple[int, MeasuredSide]:
+def _halving(
+    config: Any, setup: Setup, tokens: int, device_type: str, snapshot: Path | None
+) -> tuple[int, MeasuredSide]:
     length = tokens
     while length >= 64:
         try:
-            return length, _measure("tiled", config, setup, length, kind, snapshot)
+            return length, _measure("tiled", config, setup, length, device_type, snapshot)
         except torch.OutOfMemoryError:
             length //= 2
     raise UserError(f"not even {2 * length:,} tokens fit this device; ask `seqtile plan` what would")
 
 
-def _measure(name: str, config: Any, setup: Setup, tokens: int, kind: str, snapshot: Path | None) -> MeasuredSide:
-    workspace = cpu_workspace if kind == "cpu" else flash2_workspace
-    planned = predict(config, setup, tokens, workspace=workspace, device_type=kind)
+def _measure(
+    name: str, config: Any, setup: Setup, tokens: int, device_type: str, snapshot: Path | None
+) -> MeasuredSide:
+    workspace = cpu_workspace if device_type == "cpu" else flash2_workspace
+    planned = predict(config, setup, tokens, workspace=workspace, device_type=device_type)
     if snapshot is not None:
         record_memory(True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = _run(name, config, setup, tokens, kind, planned)
+            side = _run(name, config, setup, tokens, device_type, planned)
         if snapshot is not None:
             dump_memory(snapshot)
-        return found
+        return side
     finally:
         if snapshot is not None:
             record_memory(False)
 
 
-def _run(name: str, config: Any, setup: Setup, tokens: int, kind: str, planned: Prediction) -> MeasuredSide:
-    with track(kind) as live:
-        with live.phase(WEIGHTS):
-            built = build(config, setup, kind)  # the weights are made and drawn there, never on the host
+def _run(name: str, config: Any, setup: Setup, tokens: int, device_type: str, planned: Prediction) -> MeasuredSide:
+    with track(device_type) as live:
+        with live.phase(Phase(WEIGHTS)):
+            built = build(config, setup, device_type)  # the weights are made and drawn there, never on the host
         run = tracked_step(built, setup, tokens, live)
     peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
-    for phase, row in live.phases.items():
-        if phase not in ("", WEIGHTS, OPTIMIZER):
-            where = _stage(phase)
-            peaks[where] = max(peaks[where], row.peak)
+    for phase, measured in live.phases.items():
+        if phase not in _OUTSIDE:
+            stage = _stage(phase)
+            peaks[stage] = max(peaks[stage], measured.peak)
     expected: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     for phase, terms in planned.parts.items():
-        where = _stage(phase)
-        expected[where] = max(expected[where], sum(terms.values()))
-    place = str(replace(Phase.read(planned.peak_at), in_kernel=False))  # real kernels show nothing of their inside
-    there = by_place(run, range(run.layers), planned.depths).get(place, {})
-    meant = planned.parts[planned.peak_at]
-    both = {what: (round(there.get(what, 0)), meant.get(what, 0.0)) for what in dict.fromkeys([*meant, *there])}
-    standing = run.peaks[OPTIMIZER_STEP].terms
+        stage = _stage(phase)
+        expected[stage] = max(expected[stage], sum(terms.values()))
+    peak = run.peaks.get(replace(planned.peak_at, in_kernel=False))  # real kernels show nothing of their inside
+    measured_terms = {} if peak is None else peak.terms
+    planned_terms = planned.parts[planned.peak_at]
+    both = {
+        name: (measured_terms.get(name, 0), planned_terms.get(name, 0.0))
+        for name in dict.fromkeys([*planned_terms, *measured_terms])
+    }
+    standing = run.peaks[Phase(OPTIMIZER_STEP)].terms
     return MeasuredSide(
         name, standing[WEIGHTS] + standing.get(OPTIMIZER, 0), peaks, expected, planned.peak_at, both,
-        tuple(sample for sample in live.timeline() if sample.phase not in ("", WEIGHTS, OPTIMIZER)),
+        tuple(sample for sample in live.timeline() if sample.phase not in _OUTSIDE),
         str(what_ran(built.model)),
     )  # fmt: skip
 
 
-def _stage(name: str) -> str:
+_OUTSIDE = (Phase(REST), Phase(WEIGHTS), Phase(OPTIMIZER))
+"""What runs before the step and after it."""
+
+
+def _stage(phase: Phase) -> str:
     """Which of :data:`PHASES` a part of the step belongs to."""
-    phase = Phase.read(name)
     if phase.part == OPTIMIZER_STEP:
         return "optimiser"
     if phase.direction != "forward":
@@ -224,12 +234,12 @@ def plot_timeline(found: Probe, path: Path) -> None:
     axes = figure.subplots()
     colours = {"untiled": "#222222", "tiled": "#d1495b"}
     unit, word = (2**30, "GiB") if max(side.peak for side in found.sides) >= 2**30 else (2**20, "MiB")
-    for side in sorted(found.sides, key=lambda one: one.name, reverse=True):
+    for side in sorted(found.sides, key=lambda side: side.name, reverse=True):
         first, last = side.timeline[0].op, side.timeline[-1].op
         where = [(sample.op - first) / max(1, last - first) for sample in side.timeline]
-        held = [sample.live / unit for sample in side.timeline]
+        live_sizes = [sample.live / unit for sample in side.timeline]
         label = f"{side.name}, peak {side.peak / unit:,.1f} {word}"
-        axes.plot(where, held, color=colours[side.name], linewidth=1.3, label=label)
+        axes.plot(where, live_sizes, color=colours[side.name], linewidth=1.3, label=label)
     standing = found.sides[0].standing / unit
     axes.axhline(standing, color="#999999", linewidth=0.9, linestyle=":", label="weights and optimiser state")
     axes.set_xlim(0, 1)

@@ -40,17 +40,17 @@ def check_names(
     Raises:
         UserError: with the names that are known.
     """
-    for name, value, known in (
+    for name, value, names_known in (
         ("engine", engine, ENGINES), ("attention", attention, ATTENTIONS), ("precision", precision, PRECISIONS),
         ("optimizer", optimizer, tuple(STATE_BYTES)), ("scans", scans, SCANS),
     ):  # fmt: skip
-        if value not in known:
-            raise UserError(f"{name} {value!r} is not known here; use one of {', '.join(known)}")
+        if value not in names_known:
+            raise UserError(f"{name} {value!r} is not known here; use one of {', '.join(names_known)}")
     engine_offload = tuple(engine_offload)
     for name in engine_offload:
         if name not in ENGINE_OFFLOADS:
-            known = (CHECKPOINTS, *ENGINE_OFFLOADS)
-            raise UserError(f"offload {name!r} is not known here; use some of {', '.join(known)}")
+            names_known = (CHECKPOINTS, *ENGINE_OFFLOADS)
+            raise UserError(f"offload {name!r} is not known here; use some of {', '.join(names_known)}")
     numbers = (("gpus", gpus), ("sp-size", sp_size), ("batch size", batch), ("grad-accumulation", accumulation),
                ("nodes", nodes), ("cp-size", cp_size))  # fmt: skip
     for name, number in numbers:

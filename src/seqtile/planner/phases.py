@@ -28,16 +28,13 @@ BLOCK = "MLP"
 BLOCK_AND_NORMS = "MLP and norms"
 
 
-_IN_KERNEL = " in a kernel"
-
-
 @dataclass(frozen=True)
 class Phase:
-    """One part of a training step; as text, which counters keep, ``"MLP#3, backward"``.
+    """One part of a training step: a counter's label and a key; ``str`` is for people, ``"MLP#3, backward"``.
 
     Attributes:
         part: ``"MLP"``, ``"attention"``, ``"head and loss"``, ``"optimiser step"``, ...
-        layer: the number of its decoder layer, negative from the back; None for what is in no layer, or in any.
+        layer: the number of its decoder layer; None for what is in no layer, or in any.
         direction: ``"forward"``, ``"recompute"`` or ``"backward"``; "" for what has none.
         in_kernel: while a kernel runs that takes memory inside itself.
     """
@@ -47,28 +44,18 @@ class Phase:
     direction: str = ""
     in_kernel: bool = False
 
-    @classmethod
-    def read(cls, text: str) -> Phase:
-        """The phase that ``str`` wrote."""
-        place, _, direction = text.removesuffix(_IN_KERNEL).partition(", ")
-        part, _, layer = place.partition("#")
-        return cls(part, int(layer) if layer else None, direction, text.endswith(_IN_KERNEL))
-
     def __str__(self) -> str:
         layer = "" if self.layer is None else f"#{self.layer}"
-        kernel = _IN_KERNEL if self.in_kernel else ""
-        return f"{self.part}{layer}{', ' if self.direction else ''}{self.direction}{kernel}"
+        return f"{self.part}{layer}{', ' if self.direction else ''}{self.direction}"
 
     def named(self, layers: int) -> str:
         """``"backward of attention in the last layer"``, for a model of ``layers`` layers."""
         if not self.direction:
             return self.part
-        place = ""
-        if self.layer is not None:
-            index = self.layer % layers
-            words = {0: "the first layer", layers - 1: "the last layer"}
-            place = f" in {words.get(index, f'layer {index + 1} of {layers}')}"
-        return f"{self.direction} of {self.part}{place}"
+        if self.layer is None:
+            return f"{self.direction} of {self.part}"
+        names = {0: "the first layer", layers - 1: "the last layer"}
+        return f"{self.direction} of {self.part} in {names.get(self.layer, f'layer {self.layer + 1} of {layers}')}"
 
 
 class _Labels:
@@ -128,7 +115,7 @@ class _Labels:
         backward = self._backward is not None
         label = self._running[-1] if self._running else self._backward or Phase(HEAD)
         when = ("recompute" if self._running else "backward") if backward else "forward"
-        self._phase = self._live.phase(str(replace(label, direction=when)))
+        self._phase = self._live.phase(replace(label, direction=when))
         self._phase.__enter__()
 
     def _end_phase(self) -> None:
@@ -157,7 +144,9 @@ def label_phases(
     decoder = decoder_layers(model)
     numbers = {layer.name: number for number, layer in enumerate(decoder)} if layers else {}
     mixers = {
-        f"{layer.name}.{one.name}": STATE if one.has_state else ATTENTION for layer in decoder for one in layer.mixers
+        f"{layer.name}.{mixer.name}": STATE if mixer.has_state else ATTENTION
+        for layer in decoder
+        for mixer in layer.mixers
     }
     places = {}
     for block in blocks:
@@ -167,7 +156,7 @@ def label_phases(
         places[block.name if alone else layer] = Phase(label, _number(numbers, block.name))
     backbone = getattr(causal_model(model), "base_model", model)
     in_order = {model.get_submodule(layer.name) for layer in decoder}
-    towers = {part for part in backbone.children() if pictures and in_order.isdisjoint(part.modules())}
+    towers = {module for module in backbone.children() if pictures and in_order.isdisjoint(module.modules())}
     try:
         for name, module in model.named_modules():
             if module is backbone and module is not model:

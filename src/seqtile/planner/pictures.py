@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +16,11 @@ from torch import Tensor, nn
 from seqtile._compat import TorchDispatchMode, disable_current_modes
 from seqtile._errors import UserError
 from seqtile.devices import package_version
+from seqtile.planner.layer_structure import Counts
+from seqtile.planner.request import Request
+from seqtile.planner.step_config import Pictures, Setup
+from seqtile.planner.step_kind import StepKind
+from seqtile.planner.step_run import StepRun
 
 ANY_SIZE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Model types whose vision tower takes pictures of any size, as flat patches and a grid."""
@@ -29,30 +33,6 @@ _TAPPED = "deepstack_visual_indexes"
 
 _HELPERS = "get_vision_"
 """How the functions begin that work out positions and lengths from the grid of patches."""
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """The pictures of each row.
-
-    Attributes:
-        count: how many.
-        each: tokens of one of them in the row.
-        size: (height, width) in pixels, as the vision tower gets them.
-        values: shape of the pixel values of one picture.
-        grid: patches of a picture in (time, height, width); empty for a tower of one size.
-    """
-
-    count: int
-    each: int
-    size: tuple[int, int]
-    values: tuple[int, ...]
-    grid: tuple[int, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        """Of each row, those that are pictures."""
-        return self.count * self.each
 
 
 def read_pictures(
@@ -69,13 +49,13 @@ def read_pictures(
     Raises:
         UserError: the model takes no pictures, or not so many tokens.
     """
-    kind = config.model_type
+    model_type = config.model_type
     vision = getattr(config, "vision_config", None)
-    if vision is None or kind not in ANY_SIZE + ONE_SIZE:
+    if vision is None or model_type not in ANY_SIZE + ONE_SIZE:
         what = "takes no pictures" if vision is None else "has a vision tower that is not known here"
         raise UserError(
-            f"model type {kind!r} {what}; pictures are planned for {', '.join(ANY_SIZE + ONE_SIZE)}; for others count "
-            "their tokens into the length"
+            f"model type {model_type!r} {what}; pictures are planned for {', '.join(ANY_SIZE + ONE_SIZE)}; for "
+            "others count their tokens into the length"
         )
     if find_spec("transformers.vision_utils") is None:
         raise UserError(
@@ -83,14 +63,14 @@ def read_pictures(
             f"installed {package_version('transformers')} has not; use a newer one, or count the tokens of pictures as "
             "text"
         )
-    if kind in ONE_SIZE:
+    if model_type in ONE_SIZE:
         return _of_one_size(config, vision, count, tokens)
     patch, merge, frames = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
     unit = patch * merge
     if tokens is not None:
         count, height, width = 1, merge, tokens * merge
     elif size is None:
-        raise UserError(f"model type {kind!r} takes pictures of any size; give --image-size HEIGHTxWIDTH too")
+        raise UserError(f"model type {model_type!r} takes pictures of any size; give --image-size HEIGHTxWIDTH too")
     else:  # to the nearest whole number of tokens, as Transformers' processors resize
         height, width = (max(1, round(side / unit)) * merge for side in size)
     channels = getattr(vision, "in_channels", None) or vision.in_chans
@@ -124,15 +104,15 @@ def add_pictures(model: Any, pictures: Pictures, ids: Tensor) -> dict[str, Tenso
     ids[:, : pictures.tokens] = model.config.image_token_id
     count, (first, *rest) = rows * pictures.count, pictures.values
     values = (count * first, *rest) if pictures.grid else (count, first, *rest)
-    given = {"pixel_values": torch.zeros(values, device=ids.device)}
+    inputs = {"pixel_values": torch.zeros(values, device=ids.device)}
     if "token_type_ids" in inspect.signature(type(model).forward).parameters:
-        given["token_type_ids"] = torch.zeros_like(ids)
+        inputs["token_type_ids"] = torch.zeros_like(ids)
     if pictures.grid:
         with disable_current_modes():
-            given["image_grid_thw"] = torch.tensor([pictures.grid] * count)
+            inputs["image_grid_thw"] = torch.tensor([pictures.grid] * count)
         # The model works these out from the grid and the ids, in integers.
-        given["position_ids"] = torch.zeros(3, rows, length, dtype=torch.long, device=ids.device)
-    return given
+        inputs["position_ids"] = torch.zeros(3, rows, length, dtype=torch.long, device=ids.device)
+    return inputs
 
 
 def tower_depths(config: Any) -> tuple[int, int, int] | None:
@@ -168,20 +148,20 @@ def known_grids(model: nn.Module, tokens: int, *, whole: bool) -> Iterator[None]
         tokens: of a batch, those that are pictures.
         whole: attention runs once for all windows and pictures, as FlashAttention does, and not once for each.
     """
-    modules = {sys.modules[type(part).__module__] for part in model.modules()}
-    found = [
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    functions = [
         (module, name, function)
-        for module in modules
+        for module in files
         for name, function in vars(module).items()
         if name.startswith(_HELPERS) and inspect.isfunction(function)
     ]
-    for module, name, function in found:
+    for module, name, function in functions:
         setattr(module, name, _on_numbers(function, whole))
     try:
         with _PicturePlaces(tokens):
             yield
     finally:
-        for module, name, function in found:
+        for module, name, function in functions:
             setattr(module, name, function)
 
 
@@ -203,7 +183,7 @@ class _PicturePlaces(TorchDispatchMode):
 def _on_numbers(function: Callable[..., Any], whole: bool) -> Callable[..., Any]:
     """``function`` on real tensors; of its results the shapes, but for lengths of sequences, which are asked for."""
 
-    def given(value: Any) -> Any:
+    def shape_of(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if value.dim() == 1 and value.dtype == torch.int32:  # where each sequence begins
@@ -213,7 +193,63 @@ def _on_numbers(function: Callable[..., Any], whole: bool) -> Callable[..., Any]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with disable_current_modes():
-            found = function(*args, **kwargs)
-        return tuple(map(given, found)) if isinstance(found, tuple) else given(found)
+            result = function(*args, **kwargs)
+        return tuple(map(shape_of, result)) if isinstance(result, tuple) else shape_of(result)
 
     return run
+
+
+class PictureStep(StepKind):
+    """A step of a vision-language model on text and pictures."""
+
+    def applies(self, config: Any, setup: Setup) -> bool:
+        return setup.pictures is not None
+
+    def auto_class(self, config: Any) -> Any:
+        from transformers import AutoModelForImageTextToText
+
+        return AutoModelForImageTextToText
+
+    def run(self, config: Any, step: Callable[[Any], StepRun]) -> StepRun:
+        """By two small depths of the vision tower: one more of its layers adds the same each time."""
+        depths = tower_depths(config)
+        if depths is None:
+            return step(config)
+        shallow, deeper, whole = depths
+        return step(with_tower(config, shallow)).with_more(step(with_tower(config, deeper)), whole - shallow)
+
+    def change_batch(self, model: Any, setup: Setup, batch: dict[str, Tensor]) -> None:
+        assert setup.pictures is not None
+        batch |= add_pictures(model, setup.pictures, batch["input_ids"])
+
+    def running(self, model: Any, setup: Setup, tokens: int) -> AbstractContextManager[Any]:
+        return known_grids(model, setup.picture_tokens, whole=setup.attention == "flash")
+
+    def check(self, request: Request, max_length: int | None) -> None:
+        if request.split > 1:
+            raise UserError(
+                "pictures in a sequence that ranks share are not modelled; drop --images or sp-size and cp-size"
+            )
+        if request.grpo is not None:
+            raise UserError(
+                "pictures in a step of GRPO are not modelled; drop --images, and count their tokens as text"
+            )
+        assert request.pictures is not None
+        if max_length is not None and max_length <= request.pictures.tokens:
+            raise UserError(
+                f"{max_length:,} tokens hold no text beside {request.pictures.tokens:,} tokens of pictures; give a "
+                "longer --max-length, fewer pictures or smaller ones"
+            )
+
+    def least_tokens(self, request: Request) -> int:
+        assert request.pictures is not None
+        return request.pictures.tokens + 1
+
+    def notes(self, request: Request, counts: Counts, states: Mapping[str, Sequence[str]]) -> list[str]:
+        pictures = request.pictures
+        assert pictures is not None
+        return [
+            f"{pictures.count:,} picture{'s' if pictures.count > 1 else ''} of {pictures.size[0]:,} x "
+            f"{pictures.size[1]:,} pixels in each row, {pictures.each:,} tokens each, {pictures.tokens:,} of the "
+            "length; the vision tower runs on them, and its operations are not in those of a step"
+        ]

@@ -38,20 +38,25 @@ def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
 
     lines = planner.lines(max(tokens, 2))
     lengths = [max(1, round(tokens * number / 40)) for number in range(1, 51)]
-    found = [planner.estimate(length, lines) for length in lengths]
-    colours = colours_of(found)
+    estimates = [planner.estimate(length, lines) for length in lengths]
+    colours = colours_of(estimates)
     figure = Figure(figsize=(5.6, 4.8), layout="constrained")
     axes = figure.subplots()
-    stacks = [[one.terms.get(name, 0.0) / GIB for one in found] for name in colours]
+    stacks = [[estimate.terms.get(name, 0.0) / GIB for estimate in estimates] for name in colours]
     axes.stackplot(lengths, stacks, labels=[*colours], colors=[*colours.values()])
     axes.plot(
-        lengths, [one.device.high / GIB for one in found], color="#222222", linestyle=":", linewidth=1.2, label="high"
+        lengths,
+        [estimate.device.high / GIB for estimate in estimates],
+        color="#222222",
+        linestyle=":",
+        linewidth=1.2,
+        label="high",
     )
     memory = planner.request.device.memory / GIB
     axes.axhline(memory, color="#222222", linewidth=1.4)
     axes.text(lengths[0], memory, f" {planner.request.device.name}, {memory:.0f} GiB", va="bottom", fontsize=9)
     axes.set_xlim(lengths[0], lengths[-1])
-    axes.set_ylim(0, 1.25 * max(memory, found[39].device.expected / GIB))
+    axes.set_ylim(0, 1.25 * max(memory, estimates[39].device.expected / GIB))
     axes.set_xlabel("tokens in a row")
     axes.set_ylabel("GiB on one device at the step's peak")
     axes.xaxis.set_major_locator(MultipleLocator(_step(lengths[-1])))
@@ -67,11 +72,11 @@ def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
 
 def colours_of(estimates: Sequence[Estimate]) -> dict[str, str]:
     """A colour for each term of more than a five-hundredth of some estimate, in the order in which they are stacked."""
-    others = dict.fromkeys(name for one in estimates for name in one.terms if name not in COLOURS)
+    others = dict.fromkeys(name for estimate in estimates for name in estimate.terms if name not in COLOURS)
     colours = COLOURS | {name: OTHER_COLOURS[number % len(OTHER_COLOURS)] for number, name in enumerate(others)}
     return {
         name: colour for name, colour in colours.items()
-        if any(one.terms.get(name, 0.0) > 0.002 * one.device.expected for one in estimates)
+        if any(estimate.terms.get(name, 0.0) > 0.002 * estimate.device.expected for estimate in estimates)
     }  # fmt: skip
 
 

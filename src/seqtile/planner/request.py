@@ -10,13 +10,11 @@ import torch
 from seqtile._errors import UserError
 from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
-from seqtile.planner.grpo import Grpo, Rollouts, check_grpo
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.model_shapes import is_masked_lm, max_positions
 from seqtile.planner.names import SHARDED, check_names
-from seqtile.planner.pictures import Pictures
 from seqtile.planner.rope_scaling import lift
-from seqtile.planner.step_config import PLANNED, Lora, Setup
+from seqtile.planner.step_config import PLANNED, Grpo, Lora, Pictures, Rollouts, Setup
 from seqtile.rules import Combination, ModelFacts, check_combination
 
 
@@ -160,20 +158,6 @@ def check_request(request: Request, max_length: int | None) -> None:
         accumulation=request.accumulation, nodes=request.nodes, scans=request.scans, cp_size=request.cp_size,
     )  # fmt: skip
     check_keep(options)
-    if request.masked:
-        check_encoder(request)
-    check_grpo(request)
-    if request.pictures is not None and request.split > 1:
-        raise UserError(
-            "pictures in a sequence that ranks share are not modelled; drop --images or sp-size and cp-size"
-        )
-    if request.pictures is not None and request.grpo is not None:
-        raise UserError("pictures in a step of GRPO are not modelled; drop --images, and count their tokens as text")
-    if request.pictures is not None and max_length is not None and max_length <= request.pictures.tokens:
-        raise UserError(
-            f"{max_length:,} tokens hold no text beside {request.pictures.tokens:,} tokens of pictures; give a longer "
-            "--max-length, fewer pictures or smaller ones"
-        )
     if request.qlora and request.lora is None:
         raise UserError("qlora trains adapters; give their rank too, such as --lora r=16")
     if request.qlora and request.sharded:
@@ -199,27 +183,6 @@ def refuse_encoder(config: Any, model: str, what: str) -> None:
         raise UserError(
             f"{what} causal language models, and {model!r} is an encoder ({config.model_type}); plan its training with "
             "seqtile plan, and train it with transformers' Trainer after seqtile.apply"
-        )
-
-
-def check_encoder(request: Request) -> None:
-    """Refuse what an encoder cannot be trained with.
-
-    Raises:
-        UserError: with what to drop.
-    """
-    options, kind = request.options, request.config.model_type
-    if request.grpo is not None:
-        raise UserError(f"GRPO trains causal language models, and {kind!r} is an encoder; drop --loss grpo")
-    if request.split > 1:
-        setting = f"sp-size {request.sp_size}" if request.sp_size > 1 else f"cp-size {request.cp_size}"
-        raise UserError(
-            f"{setting} splits the sequences of causal language models, and {kind!r} is an encoder; drop it"
-        )
-    if options.loss is not None or options.loss_tile != "auto":
-        raise UserError(
-            f"the tiled loss is of causal language models, and {kind!r} is an encoder, whose loss takes whole logits; "
-            "use loss full and no loss tile"
         )
 
 

@@ -41,8 +41,8 @@ class _DeltaRule(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, has_final: bool
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.like = [(one.shape, one.dtype) for one in (q, k, v, g, beta)]
-        inputs = [one.contiguous() for one in (q, k, v, g, beta)]
+        ctx.like = [(tensor.shape, tensor.dtype) for tensor in (q, k, v, g, beta)]
+        inputs = [tensor.contiguous() for tensor in (q, k, v, g, beta)]
         q, k, v, g, beta = inputs
         q, k, norms = torch.empty_like(q), torch.empty_like(k), [_numbers(q), _numbers(k)]
         rows, width, channels = v.shape[:-1], v.shape[-1], k.shape[-1]  # [B, T, HV], V, K
@@ -56,14 +56,14 @@ class _DeltaRule(torch.autograd.Function):
         final = torch.empty(rows[0], rows[2], channels, width, dtype=torch.float32) if has_final else None
         output = torch.empty_like(v)
         del w, u, states, v_new, inverse, gated, inputs
-        given = [] if state is None else [state]
-        ctx.save_for_backward(q, k, *norms, v, g_sum, *([g] if per_channel else []), beta, *scores, *given)
+        state_tensors = [] if state is None else [state]
+        ctx.save_for_backward(q, k, *norms, v, g_sum, *([g] if per_channel else []), beta, *scores, *state_tensors)
         ctx.per_channel, ctx.state = per_channel, None if state is None else (state.shape, state.dtype)
         return output, final
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, _, _, v, g, *rest = ctx.saved_tensors
+        q, k, _, _, v, g, *other_grads = ctx.saved_tensors
         rows, width, channels = v.shape[:-1], v.shape[-1], k.shape[-1]
         sums = torch.float32 if ctx.per_channel else k.dtype
         w, u = k.new_empty(*rows, channels), torch.empty_like(v)
@@ -85,7 +85,7 @@ class _DeltaRule(torch.autograd.Function):
             dg, dq, dk = torch.empty_like(g), _summed(dq, q), _summed(dk, k)
             dk2, dv = k.new_empty(*rows, channels), torch.empty_like(v)
             del dw, dk2
-        del w, u, gated, states, v_new, d_scores, d_states, dv2, rest
+        del w, u, gated, states, v_new, d_scores, d_states, dv2, other_grads
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         d_state = None if ctx.state is None else torch.empty(ctx.state[0], dtype=ctx.state[1])
         return dq, dk, dv, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.like[3:]), d_state, None
@@ -119,7 +119,7 @@ class _Mamba2(torch.autograd.Function):
         *others: Tensor | None,
     ) -> Tensor:  # fmt: skip
         chunk, heads, head_width, groups = sizes
-        ctx.sizes, ctx.others = sizes, [None if one is None else (one.shape, one.dtype) for one in others]
+        ctx.sizes, ctx.others = sizes, [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in others]
         batch, tokens = zxbcdt.shape[:2]
         chunks, width = -(-tokens // chunk), heads * head_width
         channels = (conv_weight.shape[0] - width) // groups // 2
@@ -162,8 +162,8 @@ class _Mamba2(torch.autograd.Function):
         d_weight = torch.empty_like(out_weight)
         updated = torch.empty_like(d_mixed)
         del again, mixed, d_mixed, d_normed, d_scanned, updated
-        more = (None if one is None else torch.empty(one[0], dtype=one[1]) for one in ctx.others)
-        return None, d_input, torch.empty_like(conv_weight), d_weight, *more
+        extra = (None if tensor is None else torch.empty(tensor[0], dtype=tensor[1]) for tensor in ctx.others)
+        return None, d_input, torch.empty_like(conv_weight), d_weight, *extra
 
 
 class _SelectiveScan(torch.autograd.Function):
@@ -173,9 +173,9 @@ class _SelectiveScan(torch.autograd.Function):
     def forward(
         ctx: Any, u: Tensor, delta: Tensor, z: Tensor, key: Tensor, query: Tensor, *others: Tensor | None
     ) -> Tensor:
-        ctx.others = [None if one is None else (one.shape, one.dtype) for one in others]
+        ctx.others = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in others]
         u, delta, z, key, query = (
-            one if one.stride(-1) == 1 else one.contiguous() for one in (u, delta, z, key, query)
+            tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (u, delta, z, key, query)
         )
         output = torch.empty_like(delta)
         chunks = -(-u.shape[-1] // _SCAN_CHUNK)
@@ -188,9 +188,9 @@ class _SelectiveScan(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         u, delta, z, key, query, *_ = ctx.saved_tensors
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        found = [torch.empty_like(one) for one in (u, delta, z)]
-        found += [torch.empty_like(one, dtype=torch.float32) for one in (key, query)]
-        return *found, *(None if one is None else torch.empty(one[0], dtype=one[1]) for one in ctx.others)
+        grads = [torch.empty_like(tensor) for tensor in (u, delta, z)]
+        grads += [torch.empty_like(tensor, dtype=torch.float32) for tensor in (key, query)]
+        return *grads, *(None if tensor is None else torch.empty(tensor[0], dtype=tensor[1]) for tensor in ctx.others)
 
 
 class _Convolution(torch.autograd.Function):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -23,7 +23,11 @@ from torch import Tensor, nn
 from seqtile._compat import RG_LRU_SCAN, disable_current_modes, storage_key
 from seqtile.counting.fake import fake_tensors
 from seqtile.counting.live import count_live_bytes
-from seqtile.planner.scan_kernels import KERNELS
+from seqtile.planner.layer_structure import Counts
+from seqtile.planner.request import Request
+from seqtile.planner.scan_kernels import KERNELS, SOURCES
+from seqtile.planner.step_config import Setup
+from seqtile.planner.step_kind import StepKind
 
 LOOPS: dict[str, dict[str, int]] = {
     "torch_chunk_gated_delta_rule": {"query": 1, "key": 1, "value": 1, "g": 1, "beta": 1},
@@ -42,7 +46,7 @@ _STRAIGHT = 1e-3
 
 
 @dataclass(frozen=True)
-class Held:
+class ScanBytes:
     """Bytes of one call beside its inputs and its output.
 
     Attributes:
@@ -58,7 +62,7 @@ class Held:
     backward: int
 
 
-_BYTES = tuple(Held.__dataclass_fields__)
+_BYTES = tuple(ScanBytes.__dataclass_fields__)
 
 
 @contextmanager
@@ -71,20 +75,23 @@ def planned_scans(model: nn.Module, scans: str) -> Iterator[None]:
     """
     undo: list[Callable[[], None]] = []
     try:
-        for file in {type(part).__module__ for part in model.modules() if "transformers" in type(part).__module__}:
+        files = {type(layer).__module__ for layer in model.modules()}
+        for file in files:
+            if "transformers" not in file:
+                continue
             module = sys.modules[file]
             for name in (LOOPS.keys() | KERNELS.keys()) & vars(module).keys():
-                before = getattr(module, name)
-                undo.append(partial(setattr, module, name, before))
-                setattr(module, name, _planned(name, before, scans))
-        for part in model.modules():
-            if hasattr(part, RG_LRU_SCAN):
-                undo.append(partial(delattr, part, RG_LRU_SCAN))
-                setattr(part, RG_LRU_SCAN, _stand_in(getattr(part, RG_LRU_SCAN), LOOPS[RG_LRU_SCAN]))
+                original = getattr(module, name)
+                undo.append(partial(setattr, module, name, original))
+                setattr(module, name, _planned(name, original, scans))
+        for layer in model.modules():
+            if hasattr(layer, RG_LRU_SCAN):
+                undo.append(partial(delattr, layer, RG_LRU_SCAN))
+                setattr(layer, RG_LRU_SCAN, _stand_in(getattr(layer, RG_LRU_SCAN), LOOPS[RG_LRU_SCAN]))
         yield
     finally:
-        for one in undo:
-            one()
+        for restore in undo:
+            restore()
 
 
 def _planned(name: str, function: Callable[..., Any], scans: str) -> Callable[..., Any]:
@@ -97,7 +104,7 @@ def _planned(name: str, function: Callable[..., Any], scans: str) -> Callable[..
 
 
 @dataclass(frozen=True)
-class _Given:
+class _Shape:
     """A tensor argument but for its number of tokens: ``dim`` is their dimension, None where it has none."""
 
     shape: tuple[int, ...]
@@ -107,15 +114,15 @@ class _Given:
     dim: int | None
 
     @classmethod
-    def of(cls, tensor: Tensor, dim: int | None) -> _Given:
-        shape = tuple(0 if place == dim else size for place, size in enumerate(tensor.shape))
-        order = tuple(sorted(range(tensor.dim()), key=lambda place: (-tensor.stride()[place], place)))
+    def of(cls, tensor: Tensor, dim: int | None) -> _Shape:
+        shape = tuple(0 if dim_number == dim else size for dim_number, size in enumerate(tensor.shape))
+        order = tuple(sorted(range(tensor.dim()), key=lambda dim_number: (-tensor.stride()[dim_number], dim_number)))
         return cls(shape, order, tensor.dtype, tensor.requires_grad, dim)
 
     def make(self, tokens: int) -> Tensor:
-        """One of ``tokens`` tokens, strided as the one that was given."""
-        shape = [tokens if place == self.dim else size for place, size in enumerate(self.shape)]
-        dense = torch.empty([shape[place] for place in self.order], dtype=self.dtype)
+        """One of ``tokens`` tokens, strided as that argument."""
+        shape = [tokens if dim_number == self.dim else size for dim_number, size in enumerate(self.shape)]
+        dense = torch.empty([shape[dim_number] for dim_number in self.order], dtype=self.dtype)
         back = sorted(range(len(shape)), key=self.order.__getitem__)
         return dense.permute(back).requires_grad_(self.requires_grad)
 
@@ -126,23 +133,23 @@ def _stand_in(loop: Callable[..., Any], dims: Mapping[str, int]) -> Callable[...
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        more = bound.arguments.pop("kwargs", {})
-        tensors = {name: one for name, one in bound.arguments.items() if isinstance(one, Tensor)}
+        extra = bound.arguments.pop("kwargs", {})
+        tensors = {name: value for name, value in bound.arguments.items() if isinstance(value, Tensor)}
         chunk = int(bound.arguments.get("chunk_size", _TOKENS_A_TURN))
         first = next(iter(dims))
         tokens = tensors[first].shape[dims[first]]
-        if tokens <= TURNS[-1] * chunk or any(isinstance(one, Tensor) for one in more.values()):
+        if tokens <= TURNS[-1] * chunk or any(isinstance(value, Tensor) for value in extra.values()):
             return loop(*args, **kwargs)
-        given = tuple((name, _Given.of(one, dims.get(name))) for name, one in tensors.items())
-        others = tuple((name, one) for name, one in bound.arguments.items() if name not in tensors)
-        line = _line(loop, given, others, chunk, torch.is_autocast_enabled("cpu"))
+        shapes = tuple((name, _Shape.of(value, dims.get(name))) for name, value in tensors.items())
+        others = tuple((name, value) for name, value in bound.arguments.items() if name not in tensors)
+        line = _line(loop, shapes, others, chunk, torch.is_autocast_enabled("cpu"))
         if line is None:
             return loop(*args, **kwargs)
         outputs = _Holding.apply(line.results, tokens, line.at(tokens), line.kept, _keeping(), *tensors.values())  # type: ignore[no-untyped-call]
         if line.single:
             return outputs[0]
         left = iter(outputs)
-        return tuple(None if one is None else next(left) for one in line.results)
+        return tuple(None if value is None else next(left) for value in line.results)
 
     return call
 
@@ -152,16 +159,16 @@ class _Holding(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, results: tuple[_Given | None, ...], tokens: int, held: Held, kept: tuple[bool, ...], keeping: bool,
-        *inputs: Tensor,
+        ctx: Any, results: tuple[_Shape | None, ...], tokens: int, sizes: ScanBytes, kept: tuple[bool, ...],
+        keeping: bool, *inputs: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        made = tuple(one.make(tokens).requires_grad_(False) for one in results if one is not None)
+        made = tuple(result.make(tokens).requires_grad_(False) for result in results if result is not None)
         # Where nothing stays, it has the size only, by which a checkpoint compares forward and recompute.
-        saved = _bytes(held.saved) if keeping else _bytes(1).expand(held.saved)
-        _bytes(held.forward if keeping else held.passing)
-        ctx.save_for_backward(saved, *(one for one, stays in zip(inputs, kept, strict=True) if stays))
-        ctx.inside = held.backward
-        ctx.like = [(one.shape, one.dtype) if one.requires_grad else None for one in inputs]
+        saved = _bytes(sizes.saved) if keeping else _bytes(1).expand(sizes.saved)
+        _bytes(sizes.forward if keeping else sizes.passing)
+        ctx.save_for_backward(saved, *(result for result, stays in zip(inputs, kept, strict=True) if stays))
+        ctx.inside = sizes.backward
+        ctx.like = [(result.shape, result.dtype) if result.requires_grad else None for result in inputs]
         return made
 
     @staticmethod
@@ -175,7 +182,7 @@ class _Holding(torch.autograd.Function):
             None,
             None,
             None,
-            *(None if one is None else torch.empty(one[0], dtype=one[1]) for one in ctx.like),
+            *(None if result is None else torch.empty(result[0], dtype=result[1]) for result in ctx.like),
         )
 
 
@@ -193,9 +200,9 @@ class _WatchedSave(torch.autograd.Function):
 def _keeping() -> bool:
     """Whether what an operator saves now stays; in the forward of an activation checkpoint it does not."""
     seen: list[Any] = []
-    found = _WatchedSave.apply(torch.empty(1, requires_grad=True), seen)  # type: ignore[no-untyped-call]
+    output = _WatchedSave.apply(torch.empty(1, requires_grad=True), seen)  # type: ignore[no-untyped-call]
     stays = seen[0]() is not None
-    del found
+    del output
     return stays
 
 
@@ -208,45 +215,45 @@ class _Line:
     """What a loop holds by its tokens, from its runs at the outer two of :data:`TURNS`."""
 
     lengths: tuple[int, int]
-    ends: tuple[Held, Held]
-    results: tuple[_Given | None, ...]
+    ends: tuple[ScanBytes, ScanBytes]
+    results: tuple[_Shape | None, ...]
     kept: tuple[bool, ...]
     single: bool
 
-    def at(self, tokens: int) -> Held:
+    def at(self, tokens: int) -> ScanBytes:
         """The bytes at ``tokens`` tokens."""
-        share = (tokens - self.lengths[0]) / (self.lengths[1] - self.lengths[0])
+        fraction = (tokens - self.lengths[0]) / (self.lengths[1] - self.lengths[0])
         low, high = self.ends
-        return Held(*(
-            round(getattr(low, name) + share * (getattr(high, name) - getattr(low, name)))
+        return ScanBytes(*(
+            round(getattr(low, name) + fraction * (getattr(high, name) - getattr(low, name)))
             for name in _BYTES
         ))  # fmt: skip
 
 
 @cache
 def _line(
-    loop: Callable[..., Any], given: tuple[tuple[str, _Given], ...], others: tuple[tuple[str, Any], ...], chunk: int,
+    loop: Callable[..., Any], shapes: tuple[tuple[str, _Shape], ...], others: tuple[tuple[str, Any], ...], chunk: int,
     autocast: bool,
 ) -> _Line | None:  # fmt: skip
     """The line of ``loop``, None where it is none; runs under the autocast that is on, by which results are kept."""
     lengths = [turns * chunk for turns in TURNS]
-    runs = [_run(loop, given, others, length) for length in lengths]
-    held = [run[0] for run in runs]
-    line = _Line((lengths[0], lengths[-1]), (held[0], held[-1]), *runs[0][1:])
+    runs = [_run(loop, shapes, others, length) for length in lengths]
+    sizes = [run[0] for run in runs]
+    line = _Line((lengths[0], lengths[-1]), (sizes[0], sizes[-1]), *runs[0][1:])
     middle = line.at(lengths[1])
     for name in _BYTES:
-        expected = getattr(held[1], name)
+        expected = getattr(sizes[1], name)
         if abs(getattr(middle, name) - expected) > _STRAIGHT * max(1, expected):
             return None
     return line
 
 
 def _run(
-    loop: Callable[..., Any], given: tuple[tuple[str, _Given], ...], others: tuple[tuple[str, Any], ...], tokens: int
-) -> tuple[Held, tuple[_Given | None, ...], tuple[bool, ...], bool]:
+    loop: Callable[..., Any], shapes: tuple[tuple[str, _Shape], ...], others: tuple[tuple[str, Any], ...], tokens: int
+) -> tuple[ScanBytes, tuple[_Shape | None, ...], tuple[bool, ...], bool]:
     """One call of ``tokens`` tokens on fake tensors: its bytes, its results, and which inputs it keeps."""
     with disable_current_modes(), fake_tensors(), torch.enable_grad():
-        inputs = {name: one.make(tokens) for name, one in given}
+        inputs = {name: shape.make(tokens) for name, shape in shapes}
         keys: set[int] = set()
 
         def pack(tensor: Tensor) -> Tensor:
@@ -255,28 +262,35 @@ def _run(
 
         with count_live_bytes("cpu") as live, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             with live.phase("forward"):
-                found = loop(**inputs, **dict(others))
-            single = isinstance(found, Tensor)
-            found = (found,) if single else tuple(found)
-            results = tuple(None if one is None else _Given.of(one, _tokens_in(one, tokens)) for one in found)
-            sizes = [one.numel() * one.element_size() for one in found if one is not None]
-            kept = tuple(storage_key(one.untyped_storage()) in keys for one in inputs.values())
-            total = _Begin.apply(found[0])  # type: ignore[no-untyped-call]
+                results = loop(**inputs, **dict(others))
+            single = isinstance(results, Tensor)
+            results = (results,) if single else tuple(results)
+            result_shapes = tuple(
+                None if result is None else _Shape.of(result, _tokens_in(result, tokens)) for result in results
+            )
+            sizes = [result.numel() * result.element_size() for result in results if result is not None]
+            kept = tuple(storage_key(tensor.untyped_storage()) in keys for tensor in inputs.values())
+            total = _Begin.apply(results[0])  # type: ignore[no-untyped-call]
             saved = max(0, live.timeline()[-1].live - sum(sizes))
             with live.phase("backward"):
-                del found
+                del results
                 total.backward()
         peaks = {name: live.phases[name].peak for name in ("forward", "backward")}
         with count_live_bytes("cpu") as live, torch.no_grad():
             loop(**inputs, **dict(others))
     # The gradient of the output is as large as the output.
     forward, backward = peaks["forward"] - saved - sum(sizes), peaks["backward"] - saved - sizes[0]
-    return Held(saved, max(0, live.peak - sum(sizes)), max(0, forward), max(0, backward)), results, kept, single
+    return (
+        ScanBytes(saved, max(0, live.peak - sum(sizes)), max(0, forward), max(0, backward)),
+        result_shapes,
+        kept,
+        single,
+    )
 
 
 def _tokens_in(tensor: Tensor, tokens: int) -> int | None:
     """The dimension of the tokens in a result, None where it has none."""
-    return next((place for place, size in enumerate(tensor.shape) if size == tokens), None)
+    return next((dim_number for dim_number, size in enumerate(tensor.shape) if size == tokens), None)
 
 
 class _Begin(torch.autograd.Function):
@@ -290,3 +304,26 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Tensor:
         return torch.empty(ctx.shape, dtype=ctx.dtype)
+
+
+class ScanStep(StepKind):
+    """A step of a model with layers that carry a state, if it has any."""
+
+    def applies(self, config: Any, setup: Setup) -> bool:
+        return True  # what has no such layer is left as it is
+
+    def running(self, model: Any, setup: Setup, tokens: int) -> AbstractContextManager[Any]:
+        return planned_scans(model, setup.scans)
+
+    def notes(self, request: Request, counts: Counts, states: Mapping[str, Sequence[str]]) -> list[str]:
+        notes, scans = [], request.setup().scans
+        for kind_of_state, layers in states.items():
+            which = f"{len(layers)} layer{'s' if len(layers) > 1 else ''} with a state ({kind_of_state})"
+            source = SOURCES.get(kind_of_state)
+            if scans == "pytorch" or source is None:
+                reason = f"as without {source}" if source else "there is no other"
+                notes.append(f"{which}: transformers' PyTorch path, {reason}")
+                continue
+            where = "" if scans == "kernels" else ", as far as they are installed"
+            notes.append(f"{which}: a model of what {source} allocate{where}, read from their sources, not measured")
+        return notes

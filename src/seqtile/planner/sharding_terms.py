@@ -94,7 +94,7 @@ https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/tensor/experim
 """
 
 
-def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phase: str) -> dict[str, float]:
+def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phase: Phase) -> dict[str, float]:
     """The terms of one part of the step on one rank's device, in bytes.
 
     Args:
@@ -103,136 +103,147 @@ def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phas
         terms: what the fake run of one rank's tokens held, all weights on it.
         phase: the part of the step.
     """
-    found = dict(terms)
+    device_terms = dict(terms)
     if request.sharded:
-        _shard(request, counts, found, phase)
+        _shard(request, counts, device_terms, phase)
     elif request.engine == "ddp":
         # The reducer's buckets are a second copy of every gradient, there from the start.
-        found[BUFFERS] = counts.trained * (4.0 if request.setup().dtype.itemsize == 4 or request.lora else 2.0)
+        device_terms[BUFFERS] = counts.trained * (4.0 if request.setup().dtype.itemsize == 4 or request.lora else 2.0)
     if request.qlora:
-        found[WEIGHTS] = found.get(WEIGHTS, 0.0) - counts.matrices * (2 - NF4_BYTES)
-        found[BUFFERS] = found.get(BUFFERS, 0.0) + 2.0 * counts.largest  # the matrix that is multiplied, in bf16
+        device_terms[WEIGHTS] = device_terms.get(WEIGHTS, 0.0) - counts.matrices * (2 - NF4_BYTES)
+        device_terms[BUFFERS] = (
+            device_terms.get(BUFFERS, 0.0) + 2.0 * counts.largest
+        )  # the matrix that is multiplied, in bf16
     if request.sp_size > 1:
-        found[BUFFERS] = found.get(BUFFERS, 0.0) + _ulysses(request, counts, found.get("tokens", 0.0), phase)
-    if request.cp_size > 1 and Phase.read(phase).part == ATTENTION:
-        of_queries, of_keys = RING_BACKWARD if Phase.read(phase).direction == "backward" else RING_FORWARD
+        device_terms[BUFFERS] = device_terms.get(BUFFERS, 0.0) + _ulysses(
+            request, counts, device_terms.get("tokens", 0.0), phase
+        )
+    if request.cp_size > 1 and phase.part == ATTENTION:
+        of_queries, of_keys = RING_BACKWARD if phase.direction == "backward" else RING_FORWARD
         of_token = (of_queries * counts.heads + of_keys * counts.key_heads) * counts.head_width
-        found[BUFFERS] = found.get(BUFFERS, 0.0) + of_token * found.pop("tokens", 0.0)
-    found.pop("tokens", None)
-    return found
+        device_terms[BUFFERS] = device_terms.get(BUFFERS, 0.0) + of_token * device_terms.pop("tokens", 0.0)
+    device_terms.pop("tokens", None)
+    return device_terms
 
 
-def _ulysses(request: Request, counts: Counts, tokens: float, phase: str) -> float:
+def _ulysses(request: Request, counts: Counts, tokens: float, phase: Phase) -> float:
     """What scattered heads and gathered sequences hold beside a rank's own ``tokens``, in bytes.
 
     Source: deepspeed/runtime/sequence_parallel/ulysses_sp.py, DeepSpeed 0.19.8.
     """
-    now = Phase.read(phase)
     of_head = 2.0 * counts.head_width * tokens  # one head of a rank's tokens, in bf16
     keys = max(counts.key_heads, request.sp_size)
-    if now.part == ATTENTION:
+    if phase.part == ATTENTION:
         # Query, keys, values and output once more beside themselves; in the forward the output a third time, as it
         # arrives and then in the order of its heads (_partition_global_sequence).
-        outputs = 1 if now.direction == "backward" else 2
+        outputs = 1 if phase.direction == "backward" else 2
         return ((1 + outputs) * counts.heads + 2 * keys) * of_head
-    if now.part in (OPTIMIZER, OPTIMIZER_STEP):
+    if phase.part in (OPTIMIZER, OPTIMIZER_STEP):
         return 0.0
     # The backward has the output as attention saved it and as the product behind it did, with other heads and tokens.
     output = counts.heads * of_head
     if request.options.checkpoint is None:
         return counts.attentions * output
-    return output if now.part != HEAD and now.direction in ("recompute", "backward") else 0.0
+    return output if phase.part != HEAD and phase.direction in ("recompute", "backward") else 0.0
 
 
-def _shard(request: Request, counts: Counts, found: dict[str, float], phase: str) -> None:
+def _shard(request: Request, counts: Counts, device_terms: dict[str, float], phase: Phase) -> None:
     """What stands in ``gpus`` parts, and what is gathered, staged and kept whole meanwhile."""
     ranks, trained = request.gpus, counts.trained
     # The fake run holds every weight and gradient in the type that is gathered (adapters in fp32).
     size = float(request.setup().dtype.itemsize)
-    gradient_share = found.get(GRADIENTS, 0.0) / max(1.0, trained * (4.0 if request.lora else size))
-    now = Phase.read(phase)
-    update = now.part in (OPTIMIZER, OPTIMIZER_STEP)
-    backward = now.direction in ("backward", "recompute") and not update
+    gradient_share = device_terms.get(GRADIENTS, 0.0) / max(1.0, trained * (4.0 if request.lora else size))
+    update = phase.part in (OPTIMIZER, OPTIMIZER_STEP)
+    backward = phase.direction in ("backward", "recompute") and not update
     head = min(counts.root, counts.vocabulary * counts.hidden)
     moved = request.engine_offload
-    found[OPTIMIZER] = 0.0 if "optimizer" in moved else STATE_BYTES[request.optimizer] * trained / ranks
+    device_terms[OPTIMIZER] = 0.0 if "optimizer" in moved else STATE_BYTES[request.optimizer] * trained / ranks
     if request.engine == "fsdp2":
         # What is gathered are bf16 copies of fp32 shards; a frozen model is in bf16 itself.
-        found[WEIGHTS] = 0.0 if "weights" in moved else (4.0 * trained + size * (counts.weights - trained)) / ranks
+        device_terms[WEIGHTS] = (
+            0.0 if "weights" in moved else (4.0 * trained + size * (counts.weights - trained)) / ranks
+        )
         full_backward = backward and request.lora is None
         # The outermost unit's gradients are reduced last, so that they are whole until the backward ends: the head's
         # from its beginning, the embedding's at its end.
-        of_root = (head if now.layer is not None or now.part == HEAD else counts.root) if full_backward else 0
+        of_root = (head if phase.layer is not None or phase.part == HEAD else counts.root) if full_backward else 0
         # Offloaded, each shard of a gradient goes to the host as soon as it is reduced.
         reduced = max(0.0, gradient_share * trained - of_root)
-        found[GRADIENTS] = 0.0 if "weights" in moved else 4.0 * reduced / ranks
+        device_terms[GRADIENTS] = 0.0 if "weights" in moved else 4.0 * reduced / ranks
         # A layer's gradients are whole until its backward ends; those of a tiled MLP are among the tile's tensors.
-        in_tile = request.options.tiled and now.part in (BLOCK, BLOCK_AND_NORMS)
-        unreduced = of_root + (counts.layer if full_backward and now.layer is not None and not in_tile else 0)
+        in_tile = request.options.tiled and phase.part in (BLOCK, BLOCK_AND_NORMS)
+        unreduced = of_root + (counts.layer if full_backward and phase.layer is not None and not in_tile else 0)
         if request.accumulation > 1 and not update:
             # Between updates nothing is reduced: every rank keeps every gradient whole, in the type that is gathered
             # (accelerate's no_sync; torch/distributed/fsdp/_fully_shard/_fsdp_param.py, unsharded_accumulated_grad).
-            found[GRADIENTS] = size * trained
+            device_terms[GRADIENTS] = size * trained
             unreduced = counts.largest if full_backward and not in_tile else 0  # added to what is there, one at a time
         # A layer, the next one on its way, and the outermost unit. Behind the layers' forward it is the buffer that
         # the last one was gathered into (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, wait_for_unshard).
-        at_once = 1 if now.part == HEAD and now.direction == "forward" else 2
+        at_once = 1 if phase.part == HEAD and phase.direction == "forward" else 2
         gathered = 0.0 if update else size * (at_once * counts.layer + counts.root)
         # Only what trains is reduced: of adapters a layer's part, in fp32. The input stands until the next reduction.
         reduction = size * counts.layer if request.lora is None else 4.0 * trained / max(1, counts.layers)
-        found[BUFFERS] = gathered + (reduction if backward and now.part != HEAD else 0.0) + size * unreduced
+        device_terms[BUFFERS] = gathered + (reduction if backward and phase.part != HEAD else 0.0) + size * unreduced
         return
     # DeepSpeed's fp32 weights are copies, of whatever type the others are, and go to the host with the optimiser.
     master = 0.0 if "optimizer" in moved else 4.0 * trained / ranks
     whole = request.engine == "zero2"
     copies = size * counts.weights / (1 if whole else ranks)
-    found[WEIGHTS] = master + (0.0 if "weights" in moved else copies)
+    device_terms[WEIGHTS] = master + (0.0 if "weights" in moved else copies)
     # ZeRO-3 has one buffer of all gradients from set-up on (stage3.py, grad_partitions_flat_buffer), ZeRO-2 one from
     # the first reduction into this rank's part on: at the backward's beginning on the rank that has the last weights
     # (stage_1_and_2.py, copy_grads_in_partition). What one bucket holds is reduced when the backward ends.
     # With accumulation that of the batches before stands beside it (independent_gradient_partition_epilogue).
     buckets = trained > ZERO_BUCKET
-    share = 1.0
+    buffers = 1.0
     if whole:
-        there = gradient_share > 0 and (update or backward and buckets)
-        share = 2.0 if request.accumulation > 1 else float(there)
-    found[GRADIENTS] = 0.0 if "optimizer" in moved else size * share * trained / ranks
+        is_reduced = gradient_share > 0 and (update or backward and buckets)
+        buffers = 2.0 if request.accumulation > 1 else float(is_reduced)
+    device_terms[GRADIENTS] = 0.0 if "optimizer" in moved else size * buffers * trained / ranks
     # ZeRO-2 has its bucket during the backward (stage_1_and_2.py, setup_buckets), ZeRO-3 from set-up on.
     bucket = size * ZERO_BUCKET if backward or not whole else 0.0
-    found[BUFFERS] = bucket
+    device_terms[BUFFERS] = bucket
     if backward and request.lora is None:
-        found[BUFFERS] += size * (counts.largest if now.layer is not None else head)  # one on its way into the bucket
-    if backward and buckets and now.part != HEAD and (not whole or trained / ranks < head + counts.layer + ZERO_BUCKET):
+        device_terms[BUFFERS] += size * (
+            counts.largest if phase.layer is not None else head
+        )  # one on its way into the bucket
+    if (
+        backward
+        and buckets
+        and phase.part != HEAD
+        and (not whole or trained / ranks < head + counts.layer + ZERO_BUCKET)
+    ):
         # A bucket is reduced from a copy of it in the order of the ranks (coalesced_collectives.py,
         # reduce_scatter_coalesced); ZeRO-2's only where it belongs to several (stage_1_and_2.py, average_tensor),
         # which is not so at the backward's beginning on a rank whose part is larger.
-        found[BUFFERS] += size * ZERO_BUCKET
+        device_terms[BUFFERS] += size * ZERO_BUCKET
     if whole and "optimizer" in moved and request.lora is None:
         # stage_1_and_2.py, temp_grad_buffer_for_gpu_offload: the largest weight's gradient on its way to the host.
-        found[BUFFERS] += size * max(counts.largest, counts.vocabulary * counts.hidden)
+        device_terms[BUFFERS] += size * max(counts.largest, counts.vocabulary * counts.hidden)
     if not whole and not update:
-        found[BUFFERS] += size * _gathered(counts, now)
+        device_terms[BUFFERS] += size * _gathered(counts, phase)
     if update and "optimizer" not in moved:
         # A flat copy of the gradients and its fp32 copy (stage3.py, _prepare_fp32_grad_for_sub_group).
         group = trained / ranks if whole else min(ZERO3_SUB_GROUP, trained / ranks)
-        found[BUFFERS] += (size + (4.0 if size < 4 else 0.0)) * group
+        device_terms[BUFFERS] += (size + (4.0 if size < 4 else 0.0)) * group
 
 
-def _gathered(counts: Counts, now: Phase) -> float:
+def _gathered(counts: Counts, phase: Phase) -> float:
     """Elements that ZeRO-3 holds gathered, for now or ahead of it, flat buffers and all."""
     kept, ahead = min(ZERO3_LIVE, counts.weights), min(ZERO3_PREFETCH + counts.layer, counts.weights)
     # Measured (benchmarks/plan_engines.py): a layer beside the head is all that is needed at once.
-    needed = counts.layer + (counts.vocabulary * counts.hidden if now.part == HEAD else 0)
+    needed = counts.layer + (counts.vocabulary * counts.hidden if phase.part == HEAD else 0)
     # What would be more than may be kept is not gathered ahead (partitioned_param_coordinator.py, fetch_sub_module):
     # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/partitioned_param_coordinator.py
     return max(needed, kept) + (ahead if needed < ZERO3_LIVE else 0)
 
 
-def offload_checkpoints(terms: dict[str, float], layers: int, in_flight: float, share: float = 1.0) -> None:
-    """Take ``share`` of what checkpoints keep off the device but for what is in flight."""
+def offload_checkpoints(terms: dict[str, float], layers: int, in_flight: float, moved: float = 1.0) -> None:
+    """Take a share of ``moved`` of what checkpoints keep off the device but for what is in flight."""
     for name in {CHECKPOINTS, KEPT} & terms.keys():
-        held = terms[name]
-        terms[name] = min(held, (1 - share) * held + (in_flight if share else 0.0) * held / max(1, layers))
+        size = terms[name]
+        terms[name] = min(size, (1 - moved) * size + (in_flight if moved else 0.0) * size / max(1, layers))
 
 
 def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float], budget: int = 0) -> dict[str, float]:
@@ -244,22 +255,22 @@ def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float], 
         checkpoints: bytes that one rank's checkpoints keep, by what they are for.
         budget: most bytes of the pool that they are copied into, 0 for no bound.
     """
-    found: dict[str, float] = {}
+    host_terms: dict[str, float] = {}
     if request.options.offload:
-        found.update((name, held * request.per_node) for name, held in checkpoints.items() if held)
-        held = sum(checkpoints.values())
-        if held and request.device_type != "cpu":
-            found[POOL] = max(0.0, pool_bytes(math.ceil(held), budget) - held) * request.per_node
+        host_terms.update((name, size * request.per_node) for name, size in checkpoints.items() if size)
+        total = sum(checkpoints.values())
+        if total and request.device_type != "cpu":
+            host_terms[POOL] = max(0.0, pool_bytes(math.ceil(total), budget) - total) * request.per_node
     if "optimizer" in request.engine_offload:
         states = STATE_BYTES[request.optimizer] + (4.0 if request.engine in DEEPSPEED else 0.0)
-        found[OPTIMIZER] = states * counts.trained / request.nodes
+        host_terms[OPTIMIZER] = states * counts.trained / request.nodes
         # DeepSpeed's gradients come in the type of the device, and the update reads fp32 ones.
         size = request.setup().dtype.itemsize if request.engine in DEEPSPEED else 0
-        found[GRADIENTS] = (4.0 + size) * counts.trained / request.nodes
+        host_terms[GRADIENTS] = (4.0 + size) * counts.trained / request.nodes
         if request.engine == "zero2" and request.accumulation > 1:  # stage_1_and_2.py, accumulated_grads_in_cpu
-            found[GRADIENTS] += size * counts.trained / request.nodes
+            host_terms[GRADIENTS] += size * counts.trained / request.nodes
         if request.engine == "zero2" and request.lora is None:  # temp_grad_buffer_for_cpu_offload, on every rank
-            found[GRADIENTS] += size * max(counts.largest, counts.vocabulary * counts.hidden) * request.per_node
+            host_terms[GRADIENTS] += size * max(counts.largest, counts.vocabulary * counts.hidden) * request.per_node
     if "weights" in request.engine_offload:
-        found[WEIGHTS] = (2.0 if request.engine == "zero3" else 4.0) * counts.weights / request.nodes
-    return found
+        host_terms[WEIGHTS] = (2.0 if request.engine == "zero3" else 4.0) * counts.weights / request.nodes
+    return host_terms

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from seqtile._errors import UserError
 from seqtile.options import TilingOptions
-from seqtile.planner.grpo import Rollouts
-from seqtile.planner.pictures import Pictures
 
 Optimizer = Any
 
@@ -28,6 +26,78 @@ class Lora:
     target_modules: str | tuple[str, ...] = "all-linear"
     alpha: float | None = None
     dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Grpo:
+    """How completions are generated and scored.
+
+    Attributes:
+        group: completions of each prompt.
+        reference: a frozen reference (``beta`` above 0): a model of its own, or the adapters off.
+        generator: one of :data:`seqtile.planner.names.GENERATORS`.
+        memory: of a generator that shares the device: a fraction of the device's memory, as vLLM's
+            ``gpu_memory_utilization``, or bytes where it is above 1; None for as much as one completion needs.
+    """
+
+    group: int = 8
+    reference: bool = False
+    generator: str = "server"
+    memory: float | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether an inference engine of its own is on the device."""
+        return self.generator in ("colocate", "sleep")
+
+    @property
+    def passes(self) -> int:
+        """Forwards without gradient over each row: the reference's, and the policy's beside what vLLM reported."""
+        return int(self.reference) + int(self.generator != "model")
+
+    @property
+    def numbers(self) -> int:
+        """Fp32 numbers that are kept for each token: those of each pass, vLLM's own and the ratio to them."""
+        return self.passes + (0 if self.generator == "model" else 2)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What generation and scoring leave for the steps of an update.
+
+    Attributes:
+        rows: completions with their prompts, of all micro-batches of one rank.
+        numbers: fp32 numbers for each token.
+        reference: whether one of them is the reference's log-probability.
+    """
+
+    rows: int
+    numbers: int
+    reference: bool
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The pictures of each row.
+
+    Attributes:
+        count: how many.
+        each: tokens of one of them in the row.
+        size: (height, width) in pixels, as the vision tower gets them.
+        values: shape of the pixel values of one picture.
+        grid: patches of a picture in (time, height, width); empty for a tower of one size.
+    """
+
+    count: int
+    each: int
+    size: tuple[int, int]
+    values: tuple[int, ...]
+    grid: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Of each row, those that are pictures."""
+        return self.count * self.each
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from seqtile.planner.phases import causal_model
 from seqtile.planner.step_config import Built, Setup
 from seqtile.tiling import BlockShape, head_sizes, parse_tile, sizes_within
 
-MOST_TILES = 3
+MOST_TILES = 4
 """Longest fake run, in tiles: each costs its operators once more."""
 
 MANY_ROWS = 8
@@ -51,7 +51,7 @@ def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> i
             parts = [member for member in members if isinstance(member, nn.Module)]
         if not isinstance(standing, Installed):
             continue
-        weights = [weight for part in parts for weight in part.parameters() if weight.requires_grad]
+        weights = [weight for block_part in parts for weight in block_part.parameters() if weight.requires_grad]
         shape = replace(standing.setting.shape(x, weights, block.path == "fused"), device_type=device_type)
         sizes += standing.setting.rule.tile_sizes(tokens, shape)
     return max(sizes) if sizes else None
@@ -61,7 +61,7 @@ def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths
     """Fraction of the tiles that keep gate and up in a batch of ``tokens``: what ``keep`` of ``setup`` comes to.
 
     Args:
-        built: a tiled model, with the layers at the ends of ``depths``.
+        built: a tiled model, with the layers of the first sample of ``depths``.
         setup: with the rule, a share or a number of bytes.
         tokens: of the batch.
         device_type: of the device that is planned for.
@@ -69,9 +69,9 @@ def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths
     """
     if not setup.options.keep or not setup.options.tiled:
         return 0.0
-    rule = setup.options.keep_rule(len(built.blocks) * depths.layers // len(depths.ends))
+    rule = setup.options.keep_rule(len(built.blocks) * depths.layers // len(depths.samples[0].layers))
     x = torch.empty(0, dtype=torch.bfloat16 if setup.autocast else setup.dtype, device="meta")
-    shares = [0.0]
+    kept_fractions = [0.0]
     for block in built.blocks:
         standing = built.model.get_submodule(block.name).__dict__.get("forward")
         if not isinstance(standing, Installed) or block.path != "fused":
@@ -80,8 +80,8 @@ def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths
         shape = replace(standing.setting.shape(x, weights, True), device_type=device_type)
         sizes = standing.setting.rule.tile_sizes(tokens, shape)
         if sizes:
-            shares.append(math.floor(rule.share(sizes, shape) * len(sizes) + 1e-9) / len(sizes))
-    return max(shares)
+            kept_fractions.append(math.floor(rule.share(sizes, shape) * len(sizes) + 1e-9) / len(sizes))
+    return max(kept_fractions)
 
 
 def head_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> int:
@@ -105,30 +105,31 @@ def resolve_tiles(setup: Setup, tokens: int, tile: int | None) -> Setup:
     return changed(setup, tile=tile, loss_tile=head)
 
 
-def other_lengths(setup: Setup, tokens: int, points: int = 2) -> tuple[int, ...]:
-    """Lengths, none of them ``tokens``, whose tiles are as large as those of ``tokens``: whole multiples of a tile.
+def other_lengths(setup: Setup, tokens: int, window: int = 0) -> tuple[int, ...]:
+    """Three lengths, none of them ``tokens``, whose tiles are as large as those of ``tokens``: multiples of a tile.
 
     Args:
         setup: resolved for ``tokens``.
         tokens: the length to predict.
-        points: how many lengths: two for a line, three where a ``[tokens, tokens]`` tensor makes it a parabola.
+        window: of local attention, 0 for none; sdpa builds a mask where a sequence is longer, so these are too.
     """
     tile = setup.options.tile
     tiles = [tile] if isinstance(tile, int) else []
     tiles += [setup.loss_tile] if setup.options.loss else []
+    window = window if window < tokens else 0
     if not tiles:
-        step = max(1, tokens // (points + 2))
-        return tuple(step * (number + 2) for number in range(points))
+        begin = max(window, tokens // 5)
+        step = max(1, (tokens - begin) // 4)
+        return begin + step, begin + 2 * step, begin + 3 * step
     unit = math.lcm(*tiles)
     if unit > 4 * max(tiles):  # sizes that share nothing: the smaller one is then a little smaller than it should be
         unit = max(tiles)
     if setup.batch >= MANY_ROWS:  # a tile is of all rows together: few tokens of each fill it
         unit = max(unit // setup.batch, min(SHORTEST, tokens // 4), 1)
     most = MOST_TILES if isinstance(tile, int) else MOST_HEAD_TILES
-    top = min(max(tokens // unit, points + 1), most)
-    # The longest that is affordable, and the others not far below: a part's line may bend at short lengths.
-    counts: list[int] = []
-    for wanted in (top, *(max(2, top * (3 - number) // 3) for number in range(1, points))):
-        free = (n for n in range(wanted, wanted + 3 * points) if n not in counts and n * unit != tokens)
-        counts.append(next(free))
-    return tuple(unit * number for number in sorted(counts))
+    last = min(max(tokens // unit, MOST_TILES), most)
+    first = max(2, last * 3 // 4, window // unit + 1)
+    # The second is the longest that is affordable. In two tiles experts hold more than in three: no tile is in between.
+    last = max(last, first + 1)
+    counts = [n for n in (first, last, last + 1, last + 2, last + 3) if n * unit != tokens]
+    return tuple(unit * n for n in counts[:3])

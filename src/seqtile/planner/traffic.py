@@ -26,12 +26,12 @@ def bytes_between_nodes(request: Request, counts: Counts, tokens: int) -> dict[s
     """
     if request.nodes == 1:
         return {}
-    found = _weights_and_gradients(request, counts)
+    sent = _weights_and_gradients(request, counts)
     if request.cp_size > 1 and (links := _most(request, _links)):
-        found |= {what: links * value for what, value in _of_a_ring(request, counts, tokens).items()}
+        sent |= {what: links * value for what, value in _of_a_ring(request, counts, tokens).items()}
     elif request.sp_size > 1 and (pairs := _most(request, _pairs)):
-        found["attention heads"] = _exchanged(request, counts, tokens) * pairs / request.sp_size
-    return found
+        sent["attention heads"] = _exchanged(request, counts, tokens) * pairs / request.sp_size
+    return sent
 
 
 def bytes_inside_a_node(request: Request, counts: Counts, tokens: int) -> dict[str, float]:
@@ -41,31 +41,31 @@ def bytes_inside_a_node(request: Request, counts: Counts, tokens: int) -> dict[s
     """
     if request.per_node == 1:
         return {}
-    found = _weights_and_gradients(request, counts)
+    sent = _weights_and_gradients(request, counts)
     if request.cp_size > 1:
-        found |= _of_a_ring(request, counts, tokens)
+        sent |= _of_a_ring(request, counts, tokens)
     elif request.sp_size > 1:
         beside = (min(request.sp_size, request.per_node) - 1) / request.sp_size
-        found["attention heads"] = _exchanged(request, counts, tokens) * beside
-    return found
+        sent["attention heads"] = _exchanged(request, counts, tokens) * beside
+    return sent
 
 
 def _weights_and_gradients(request: Request, counts: Counts) -> dict[str, float]:
     """What a step puts on each link of the ring of all ranks."""
     size, ranks = float(request.setup().dtype.itemsize), request.gpus
-    part, batches = (ranks - 1) / ranks, request.accumulation
+    sent_fraction, batches = (ranks - 1) / ranks, request.accumulation
     if request.engine == "ddp":
-        return {"gradients": 2 * part * 4.0 * counts.trained}
+        return {"gradients": 2 * sent_fraction * 4.0 * counts.trained}
     if request.engine == "zero2":
         return {
-            "weights": part * size * counts.trained,
-            "gradients": part * size * counts.trained * batches,
+            "weights": sent_fraction * size * counts.trained,
+            "gradients": sent_fraction * size * counts.trained * batches,
         }
     reduced = batches if request.engine == "zero3" else 1  # FSDP2 sums the micro-batches' gradients first
     return {
         # Forward, and once more for the recompute and backward; FSDP2 keeps what is outside of layers, or a part of it.
-        "weights": 2 * part * size * counts.weights * batches,
-        "gradients": part * size * counts.trained * reduced,
+        "weights": 2 * sent_fraction * size * counts.weights * batches,
+        "gradients": sent_fraction * size * counts.trained * reduced,
     }
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from seqtile._log import log_level
 from seqtile.counting import LiveBytes, LiveSample, count_live_bytes
 from seqtile.models.apply import apply_options, undo
-from seqtile.planner.phases import label_phases, run_step
+from seqtile.planner.phases import Phase, label_phases, run_step
 from seqtile.verification import Run, verify
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Side:
     peak_bytes: int
     peak_phase: str
     units: float | None
-    phases: dict[str, int]
+    phases: dict[Phase, int]
     timeline: tuple[LiveSample, ...]
 
 
@@ -138,7 +138,7 @@ def _side(name: str, counted: Run, live: LiveBytes, seconds: list[float]) -> Sid
         name=name,
         step_seconds=median(seconds),
         peak_bytes=counted.peak_bytes,
-        peak_phase=max(phases, key=lambda phase: phases[phase]),
+        peak_phase=str(max(phases, key=lambda phase: phases[phase])),
         units=counted.units,
         phases=phases,
         timeline=tuple(live.timeline()),

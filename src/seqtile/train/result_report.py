@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile.devices import MIB, device_name, package_version
-from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, Phase
+from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,7 +138,7 @@ def plot_memory(comparison: Comparison, path: Path) -> None:
     )
     panels[0].set_ylim(0, comparison.untiled.peak_bytes / MIB * 1.28)
     panels[1].set_xlabel("progress through forward and backward (% of operators)")
-    parts = [part for part in COLOURS if any(Phase.read(name).part == part for name in comparison.untiled.phases)]
+    parts = [part for part in COLOURS if any(phase.part == part for phase in comparison.untiled.phases)]
     figure.legend(
         handles=[Patch(color=COLOURS[part], label=part) for part in parts],
         loc="outside lower center",
@@ -154,7 +154,7 @@ def _plot_side(axes: Axes, side: Side) -> None:
     x = [100 * sample.op / end for sample in samples]
     y = [sample.live / MIB for sample in samples]
     start = 0
-    for part, run in groupby(Phase.read(sample.phase).part for sample in samples):
+    for part, run in groupby(getattr(sample.phase, "part", REST) for sample in samples):
         stop = start + len(list(run))
         # Up to the next part's first sample, so that no gap opens between two parts.
         axes.fill_between(
